@@ -1,0 +1,41 @@
+# Every target makes what it needs. `make demo` and `make test` are the two that a newcomer needs.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+RECORDS ?= all
+
+.PHONY: demo test check format bench clean help
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Felix needs Python 3.11 or newer; $(PYTHON) is older. Install one, or name it: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "This Python cannot make a virtual environment. On Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
+	@echo "installing Felix and what it needs into $(VENV) (a minute or two, once) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[spark,demo,dev]'
+	@touch $@
+
+demo: $(STAMP) ## two regions, one bridge, one report, on real input (RECORDS=20000 for a quick one)
+	@$(BIN)/felix demo --records $(RECORDS)
+
+test: $(STAMP) ## all tests
+	@$(BIN)/python -m pytest
+
+check: $(STAMP) ## format, lint, types, imports
+	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(STAMP) ## format and mend what the linter can mend
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## throughput and latency on this machine, beside a raw QUIC relay
+	@$(BIN)/felix bench publish && $(BIN)/felix bench deliver && $(BIN)/felix bench bridge
+
+clean: ## remove what make made
+	rm -rf $(VENV) demo-state bench-results .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""The append-only, verifiable record of every crossing."""

@@ -1,0 +1,1 @@
+"""Reports over audit logs. The only place that imports Spark."""

@@ -1,0 +1,1 @@
+"""The bridge agent: the only way from region to region."""

@@ -1,0 +1,1 @@
+"""The felix command: the only place that wires parts together."""

@@ -1,0 +1,1 @@
+"""What both ends of the wire share, and the client SDK."""

@@ -1,0 +1,399 @@
+"""Records and batches: the unit of the wire, the log, the seal, replication and delivery.
+
+A producer encodes a batch once; from then on its body stays these bytes until a consumer decodes it. The
+broker reads and rewrites the fixed header alone. Layout in docs/wire.md, vectors in tests/vectors/.
+
+Header, 96 bytes, big-endian::
+
+    0  magic "FX"        2     32 producer_id       8
+    2  version           1     40 producer_epoch    4
+    3  flags             1     44 plain_length      4   body bytes before compression and seal
+    4  shard             4     48 base_sequence     8
+    8  base_offset       8     56 key_id           16   zero unless SEALED
+    16 append_time_ms    8     72 body_length       4
+    24 leader_epoch      4     76 reserved          4   zero
+    28 records           4     80 body_checksum     8   XXH3-64 of the body as it stands
+                               88 header_checksum   8   XXH3-64 of bytes 0..88
+
+Body, before compression, columns so that record i is found without a scan::
+
+    payload_end   u32 × count            end of payload i within the payload blob
+    key_end       u32 × count            only with KEYED
+    headers_end   u32 × count            only with HEADERS
+    key blob, headers blob, payload blob
+
+One record's headers: ``u16 count``, then per header ``u16 name length, name, u32 value length, value``.
+
+Invariants: `decode_header` accepts a header only if its checksum, magic, version and lengths hold;
+`decode_records` accepts a body only if every column is monotonic and ends where its blob ends. Bytes that do
+not hold raise RequestError(BATCH_MALFORMED); whoever reads a disk turns that into CorruptionError.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+import xxhash
+import zstandard
+
+from felix.errors import Code, RequestError
+
+HEADER_BYTES: Final = 96
+BATCH_BYTES_MAX: Final = 1 << 20
+"""Header and body as they travel: 1 MiB keeps one batch well inside every credit window."""
+PLAIN_BYTES_MAX: Final = 4 << 20
+"""Body after decompression: bounds what a small compressed batch can make a consumer allocate."""
+RECORDS_MAX: Final = 65_536
+"""Records in one batch; an audit leaf and a decoder's index stay bounded."""
+KEY_BYTES_MAX: Final = 4_096
+HEADERS_MAX: Final = 64
+
+FLAG_ZSTD: Final = 0x01
+FLAG_SEALED: Final = 0x02
+FLAG_KEYED: Final = 0x04
+FLAG_HEADERS: Final = 0x08
+_FLAGS_KNOWN: Final = FLAG_ZSTD | FLAG_SEALED | FLAG_KEYED | FLAG_HEADERS
+
+NO_KEY_ID: Final = bytes(16)
+_MAGIC: Final = b"FX"
+_VERSION: Final = 1
+_HEADER: Final = struct.Struct(">2sBBIQqIIQIIQ16sIIQQ")
+_BODY: Final = struct.Struct(">Q")
+assert _HEADER.size == HEADER_BYTES
+
+Buffer = bytes | bytearray | memoryview
+Headers = Mapping[str, bytes]
+
+
+def _malformed(sentence: str) -> RequestError:
+    return RequestError(f"Malformed batch: {sentence}.", code=Code.BATCH_MALFORMED)
+
+
+class BatchHeader(NamedTuple):
+    """The fixed header. Lengths in bytes, times in ms since the Unix epoch, offsets in records."""
+
+    flags: int
+    shard: int
+    base_offset: int
+    append_time_ms: int
+    leader_epoch: int
+    records: int
+    producer_id: int
+    producer_epoch: int
+    plain_length: int
+    base_sequence: int
+    key_id: bytes
+    body_length: int
+    body_checksum: int
+
+    @property
+    def next_offset(self) -> int:
+        """The offset after the batch's last record."""
+        return self.base_offset + self.records
+
+    @property
+    def total_length(self) -> int:
+        """Header and body, in bytes."""
+        return HEADER_BYTES + self.body_length
+
+    def encode(self) -> bytes:
+        """The 96 bytes of the header, its checksum made anew."""
+        head = _HEADER.pack(
+            _MAGIC, _VERSION, self.flags, self.shard, self.base_offset, self.append_time_ms,
+            self.leader_epoch, self.records, self.producer_id, self.producer_epoch, self.plain_length,
+            self.base_sequence, self.key_id, self.body_length, 0, self.body_checksum, 0,
+        )[: HEADER_BYTES - 8]  # fmt: skip
+        return head + _BODY.pack(xxhash.xxh3_64_intdigest(head))
+
+    def immutable_fields(self) -> bytes:
+        """The fields that stay as appended for as long as the batch exists, in header order.
+
+        They are what a seal binds (keys.envelope): all but lengths and checksums, which a seal itself changes.
+        """
+        return _IMMUTABLE.pack(
+            _VERSION, self.flags | FLAG_SEALED, self.shard, self.base_offset, self.append_time_ms,
+            self.leader_epoch, self.records, self.producer_id, self.producer_epoch, self.plain_length,
+            self.base_sequence,
+        )  # fmt: skip
+
+
+_IMMUTABLE: Final = struct.Struct(">BBIQqIIQIIQ")
+
+
+def decode_header(data: Buffer, offset: int = 0) -> BatchHeader:
+    """Read and check the header at `offset`. Raises RequestError(BATCH_MALFORMED); reads no body."""
+    if len(data) - offset < HEADER_BYTES:
+        raise _malformed(f"{max(0, len(data) - offset)} bytes are fewer than a header's {HEADER_BYTES}")
+    (
+        magic, version, flags, shard, base_offset, append_time_ms, leader_epoch, count, producer_id,
+        producer_epoch, plain_length, base_sequence, key_id, body_length, reserved, body_checksum, checksum,
+    ) = _HEADER.unpack_from(data, offset)  # fmt: skip
+    if magic != _MAGIC or version != _VERSION:
+        raise _malformed(f"magic {magic!r} version {version} is not FX version {_VERSION}")
+    if xxhash.xxh3_64_intdigest(memoryview(data)[offset : offset + HEADER_BYTES - 8]) != checksum:
+        raise _malformed("the header's checksum does not hold")
+    if flags & ~_FLAGS_KNOWN or reserved:
+        raise _malformed(f"unknown flags {flags:#04x} or reserved bits {reserved:#x}")
+    if not 0 < count <= RECORDS_MAX:
+        raise _malformed(f"{count} records; a batch holds 1 to {RECORDS_MAX}")
+    if HEADER_BYTES + body_length > BATCH_BYTES_MAX or plain_length > PLAIN_BYTES_MAX:
+        raise RequestError(
+            f"A batch of {HEADER_BYTES + body_length} bytes ({plain_length} uncompressed) is over the limits of "
+            f"{BATCH_BYTES_MAX} and {PLAIN_BYTES_MAX}.",
+            code=Code.BATCH_TOO_LARGE,
+            hint="Publish smaller batches.",
+        )
+    return BatchHeader(
+        flags, shard, base_offset, append_time_ms, leader_epoch, count, producer_id, producer_epoch,
+        plain_length, base_sequence, key_id, body_length, body_checksum,
+    )  # fmt: skip
+
+
+def body_checksum(body: Buffer) -> int:
+    """XXH3-64 of a body as it stands (compressed or sealed, if it is)."""
+    return int(xxhash.xxh3_64_intdigest(body))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A header and its body. `body` may be a view into a larger buffer; it is never changed in place."""
+
+    header: BatchHeader
+    body: bytes | memoryview
+
+    def encode(self) -> bytes:
+        """Header and body as they travel and stand in the log."""
+        return b"".join((self.header.encode(), self.body))
+
+    def with_header(self, header: BatchHeader) -> Batch:
+        """The same body under another header."""
+        return replace(self, header=header)
+
+
+def decode_batch(data: Buffer) -> Batch:
+    """One whole batch, nothing after it; header and body checksums checked. The body is a view into `data`.
+
+    Raises RequestError(BATCH_MALFORMED | BATCH_TOO_LARGE).
+    """
+    header = decode_header(data)
+    if len(data) != header.total_length:
+        raise _malformed(f"{len(data)} bytes where the header says {header.total_length}")
+    body = memoryview(data)[HEADER_BYTES:]
+    if body_checksum(body) != header.body_checksum:
+        raise _malformed("the body's checksum does not hold")
+    return Batch(header, body)
+
+
+class Record(NamedTuple):
+    """One record as a consumer sees it. `payload` and `key` may be views into the batch."""
+
+    offset: int
+    timestamp_ms: int
+    key: bytes | memoryview | None
+    headers: Mapping[str, bytes]
+    payload: bytes | memoryview
+
+
+class NewRecord(NamedTuple):
+    """One record as a producer gives it. An empty key is no key."""
+
+    payload: bytes
+    key: bytes | None = None
+    headers: Headers | None = None
+
+
+_NO_HEADERS: Final[Mapping[str, bytes]] = {}
+
+
+def encode_headers(headers: Headers) -> bytes:
+    """One record's headers. Raises RequestError(INVALID) where there are too many or a name is too long."""
+    if len(headers) > HEADERS_MAX:
+        raise RequestError(f"{len(headers)} headers on one record; {HEADERS_MAX} are allowed.")
+    parts = [struct.pack(">H", len(headers))]
+    for name, value in headers.items():
+        raw = name.encode()
+        if not 0 < len(raw) <= 255:
+            raise RequestError(f"A header name has 1 to 255 bytes, {name[:40]!r} has {len(raw)}.")
+        parts += (struct.pack(">H", len(raw)), raw, struct.pack(">I", len(value)), value)
+    return b"".join(parts)
+
+
+def decode_headers(data: Buffer) -> dict[str, bytes]:
+    """The headers of one record. Raises RequestError(BATCH_MALFORMED)."""
+    try:
+        (count,) = struct.unpack_from(">H", data, 0)
+        if count > HEADERS_MAX:
+            raise _malformed(f"{count} headers on one record")
+        at, found = 2, {}
+        for _ in range(count):
+            (length,) = struct.unpack_from(">H", data, at)
+            name = bytes(data[at + 2 : at + 2 + length]).decode()
+            at += 2 + length
+            (length,) = struct.unpack_from(">I", data, at)
+            value = bytes(data[at + 4 : at + 4 + length])
+            if len(value) != length:
+                raise _malformed("a header's value is cut off")
+            found[name] = value
+            at += 4 + length
+    except (struct.error, UnicodeDecodeError) as error:
+        raise _malformed(f"record headers: {error}") from error
+    if at != len(data):
+        raise _malformed("bytes after a record's last header")
+    return found
+
+
+def encode_batch(
+    records: Sequence[NewRecord],
+    *,
+    shard: int = 0,
+    producer_id: int = 0,
+    producer_epoch: int = 0,
+    base_sequence: int = 0,
+    compress: bool = False,
+) -> Batch:
+    """Encode records once, as they will travel, be kept and be delivered.
+
+    Raises RequestError(BATCH_TOO_LARGE | INVALID) where a limit named in this module is passed.
+    """
+    count = len(records)
+    if not 0 < count <= RECORDS_MAX:
+        raise RequestError(
+            f"A batch holds 1 to {RECORDS_MAX} records, not {count}.", code=Code.BATCH_TOO_LARGE
+        )
+    payloads = [record.payload for record in records]
+    column = struct.Struct(f">{count}I")
+    flags = 0
+    # Lengths are bounded before they are packed, so that no u32 overflows.
+    ends = list(accumulate(map(len, payloads)))
+    if ends[-1] > PLAIN_BYTES_MAX:
+        raise RequestError(
+            f"{ends[-1]} bytes of payload in one batch; {PLAIN_BYTES_MAX} are allowed.",
+            code=Code.BATCH_TOO_LARGE,
+        )
+    columns = [column.pack(*ends)]
+    blobs: list[bytes] = []
+    if any(record.key for record in records):
+        keys = [record.key or b"" for record in records]
+        if max(map(len, keys)) > KEY_BYTES_MAX:
+            raise RequestError(f"A key has {max(map(len, keys))} bytes; {KEY_BYTES_MAX} are allowed.")
+        flags |= FLAG_KEYED
+        columns.append(column.pack(*accumulate(map(len, keys))))
+        blobs += keys
+    if any(record.headers for record in records):
+        encoded = [encode_headers(record.headers) if record.headers else b"" for record in records]
+        if sum(map(len, encoded)) > PLAIN_BYTES_MAX:
+            raise RequestError("The headers of one batch are too large.", code=Code.BATCH_TOO_LARGE)
+        flags |= FLAG_HEADERS
+        columns.append(column.pack(*accumulate(map(len, encoded))))
+        blobs += encoded
+    body = b"".join((*columns, *blobs, *payloads))
+    plain_length = len(body)
+    if plain_length > PLAIN_BYTES_MAX:
+        raise RequestError(
+            f"A batch of {plain_length} bytes; {PLAIN_BYTES_MAX} are allowed.", code=Code.BATCH_TOO_LARGE
+        )
+    if compress:
+        squeezed = zstandard.ZstdCompressor(level=1).compress(body)
+        if len(squeezed) < plain_length:
+            body, flags = squeezed, flags | FLAG_ZSTD
+    if HEADER_BYTES + len(body) > BATCH_BYTES_MAX:
+        raise RequestError(
+            f"A batch of {HEADER_BYTES + len(body)} bytes; {BATCH_BYTES_MAX} are allowed.",
+            code=Code.BATCH_TOO_LARGE,
+            hint="Publish smaller records or fewer in one batch.",
+        )
+    header = BatchHeader(
+        flags, shard, 0, 0, 0, count, producer_id, producer_epoch, plain_length, base_sequence,
+        NO_KEY_ID, len(body), body_checksum(body),
+    )  # fmt: skip
+    return Batch(header, body)
+
+
+def plain_body(batch: Batch) -> bytes | memoryview:
+    """The body's columns, decompressed if need be. The batch must not be sealed."""
+    header = batch.header
+    if header.flags & FLAG_SEALED:
+        raise _malformed("it is sealed; open it with its data key first")
+    if not header.flags & FLAG_ZSTD:
+        body = batch.body
+    else:
+        try:
+            # A frame that states its own size is allocated at that size, so the statement is checked first.
+            if zstandard.frame_content_size(batch.body) != header.plain_length:
+                raise _malformed("its zstd frame is not of the length that the header states")
+            body = zstandard.ZstdDecompressor().decompress(batch.body)
+        except zstandard.ZstdError as error:
+            raise _malformed(f"zstd: {error}") from error
+    if len(body) != header.plain_length:
+        raise _malformed(f"{len(body)} bytes uncompressed where the header says {header.plain_length}")
+    return body
+
+
+def _column(body: memoryview, at: int, count: int, what: str) -> tuple[int, ...]:
+    if len(body) < at + 4 * count:
+        raise _malformed(f"the {what} column is cut off")
+    ends: tuple[int, ...] = struct.unpack_from(f">{count}I", body, at)
+    if any(map(int.__gt__, ends, ends[1:])):
+        raise _malformed(f"the {what} column runs backwards")
+    return ends
+
+
+def decode_records(batch: Batch) -> Iterator[Record]:
+    """The records of an unsealed batch, in order; payloads and keys are views, nothing is copied.
+
+    The whole body's structure is checked before the first record is handed out.
+    Raises RequestError(BATCH_MALFORMED).
+    """
+    header = batch.header
+    count, flags = header.records, header.flags
+    body = memoryview(plain_body(batch))
+    at = 4 * count
+    payload_ends = _column(body, 0, count, "payload")
+    key_ends = headers_ends = None
+    if flags & FLAG_KEYED:
+        key_ends = _column(body, at, count, "key")
+        at += 4 * count
+    if flags & FLAG_HEADERS:
+        headers_ends = _column(body, at, count, "headers")
+        at += 4 * count
+    keys_at = at
+    headers_at = keys_at + (key_ends[-1] if key_ends else 0)
+    payloads_at = headers_at + (headers_ends[-1] if headers_ends else 0)
+    if payloads_at + payload_ends[-1] != len(body):
+        raise _malformed("its columns do not end where its body ends")
+    return _records(header, body, payload_ends, key_ends, headers_ends, keys_at, headers_at, payloads_at)
+
+
+def _records(
+    header: BatchHeader,
+    body: memoryview,
+    payload_ends: tuple[int, ...],
+    key_ends: tuple[int, ...] | None,
+    headers_ends: tuple[int, ...] | None,
+    keys_at: int,
+    headers_at: int,
+    payloads_at: int,
+) -> Iterator[Record]:
+    offset, time_ms = header.base_offset, header.append_time_ms
+    payload_start = key_start = headers_start = 0
+    for index, end in enumerate(payload_ends):
+        key: memoryview | None = None
+        headers = _NO_HEADERS
+        if key_ends:
+            key_end = key_ends[index]
+            if key_end > key_start:
+                key = body[keys_at + key_start : keys_at + key_end]
+            key_start = key_end
+        if headers_ends:
+            headers_end = headers_ends[index]
+            if headers_end > headers_start:
+                headers = decode_headers(body[headers_at + headers_start : headers_at + headers_end])
+            headers_start = headers_end
+        yield Record(
+            offset + index, time_ms, key, headers, body[payloads_at + payload_start : payloads_at + end]
+        )
+        payload_start = end

@@ -1,0 +1,168 @@
+"""Errors, sorted by who must act on them.
+
+Every error carries a stable `Code` (it crosses the wire as a number, see docs/errors.md), a sentence that
+says what happened and why, and where there is one, what to do next. Four families, by who must act:
+
+- `RequestError`      the caller: a wrong name, no right, too large;
+- `UnavailableError`  nobody yet: try again, `retry_after_ms` says how soon;
+- `ProtocolError`     the peer is broken: the session ends;
+- `CorruptionError`   the operator: stop, and look where it says.
+
+Packages add their own below these (`ResidencyError`, `KeyScopeError` …). `assert` states our own
+mistakes only; bytes from a peer or a disk always raise one of these.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Code(IntEnum):
+    """Stable numbers of errors on the wire. A number is never reused; a new meaning gets a new number."""
+
+    # 1xx  the peer broke the protocol; the session ends
+    PROTOCOL = 100
+    FRAME_TOO_LARGE = 101
+    FRAME_UNKNOWN = 102
+    FRAME_MALFORMED = 103
+    VERSION_UNSUPPORTED = 104
+    HANDSHAKE_TIMEOUT = 105
+    CREDIT_EXCEEDED = 106
+    STATE = 107
+
+    # 2xx  identity and rights
+    IDENTITY_REFUSED = 200
+    IDENTITY_EXPIRED = 201
+    WRONG_REGION = 202
+    NOT_FOUND_OR_FORBIDDEN = 203
+    FORBIDDEN = 204
+
+    # 3xx  the request cannot be carried out as it stands
+    INVALID = 300
+    NAME_INVALID = 301
+    ALREADY_EXISTS = 302
+    NOT_FOUND = 303
+    BATCH_TOO_LARGE = 304
+    BATCH_MALFORMED = 305
+    OFFSET_OUT_OF_RANGE = 306
+    SEQUENCE_GAP = 307
+    PRODUCER_FENCED = 308
+    CONFIG_INVALID = 309
+    UNSUPPORTED = 310
+    CONFLICT = 311
+
+    # 4xx  not now; try again
+    UNAVAILABLE = 400
+    LIMIT_SESSIONS = 401
+    LIMIT_SUBSCRIPTIONS = 402
+    LIMIT_RATE = 403
+    LIMIT_MEMORY = 404
+    DISK_FULL = 405
+    SHARD_STOPPED = 406
+    NOT_LEADER = 407
+    SHUTTING_DOWN = 408
+    TIMEOUT = 409
+    DISCONNECTED = 410
+
+    # 5xx  residency: policy, grants, bridges
+    RESIDENCY_DENIED = 500
+    GRANT_MISSING = 501
+    GRANT_INVALID = 502
+    GRANT_EXPIRED = 503
+    GRANT_NOT_YET = 504
+    GRANT_REVOKED = 505
+    GRANT_MISMATCH = 506
+    LOOP_REFUSED = 507
+    BUDGET_EXHAUSTED = 508
+    TRANSFORM_FAILED = 509
+    POSITION_GAP = 510
+    PAUSED = 511
+    ENVELOPE_INVALID = 512
+
+    # 6xx  keys
+    KEY_UNKNOWN = 600
+    KEY_SCOPE = 601
+    KEY_DESTROYED = 602
+    KEY_PROVIDER = 603
+
+    # 7xx  damage
+    CORRUPTION = 700
+    TAMPERED = 701
+    AUDIT_UNAVAILABLE = 702
+    ROLLED_BACK = 703
+
+    # 9xx  our own
+    INTERNAL = 900
+
+
+class FelixError(Exception):
+    """Base of every error Felix raises on purpose.
+
+    `code` is stable; `sentence` is for a person; `hint`, where given, says what to do next;
+    `retry_after_ms`, where given, says how soon a retry may succeed.
+    """
+
+    default_code: Code = Code.INTERNAL
+
+    def __init__(
+        self,
+        sentence: str,
+        *,
+        code: Code | None = None,
+        hint: str = "",
+        retry_after_ms: int | None = None,
+    ) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.code = self.default_code if code is None else code
+        self.hint = hint
+        self.retry_after_ms = retry_after_ms
+
+    def __str__(self) -> str:
+        return f"{self.sentence} {self.hint}".rstrip()
+
+
+class RequestError(FelixError):
+    """The caller must change the request; the same request will fail again."""
+
+    default_code = Code.INVALID
+
+
+class UnavailableError(FelixError):
+    """Nothing is wrong with the request; it can be tried again after `retry_after_ms`."""
+
+    default_code = Code.UNAVAILABLE
+
+
+class ProtocolError(FelixError):
+    """The peer sent what the protocol forbids; the session ends."""
+
+    default_code = Code.PROTOCOL
+
+
+class CorruptionError(FelixError):
+    """Stored or received bytes are not what was written. The sentence says where."""
+
+    default_code = Code.CORRUPTION
+
+
+def error_for(code: int, sentence: str, hint: str = "", retry_after_ms: int | None = None) -> FelixError:
+    """The error that a peer's numeric answer stands for. Unknown numbers fall back on their hundred."""
+    try:
+        known = Code(code)
+    except ValueError:
+        known = Code.INTERNAL
+        sentence = f"{sentence} (code {code}, unknown to this version)"
+    family: type[FelixError]
+    match code // 100:
+        case 1:
+            family = ProtocolError
+        case 2 | 3 | 5 | 6:
+            family = RequestError
+        case 4:
+            family = UnavailableError
+        case 7:
+            family = CorruptionError
+        case _:
+            family = FelixError
+    return family(sentence, code=known, hint=hint, retry_after_ms=retry_after_ms)

@@ -1,0 +1,1 @@
+"""A region's authority and its key hierarchy."""

@@ -1,0 +1,1 @@
+"""A region: log, broker, metadata, ingest."""
