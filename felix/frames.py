@@ -1,0 +1,245 @@
+"""Frames: what stands on every QUIC stream of Felix, one after the other.
+
+Frame, big-endian::
+
+    0  length       4   bytes of the body
+    4  type         1   FrameType
+    5  flags        1   zero; an unknown flag is a protocol error
+    6  reserved     2   zero
+    8  correlation  4   chosen by the side that asks; an answer carries it back; 0 where nothing is asked
+    12 body
+
+Invariants: a length is checked against the limit of its type before a byte of the body is kept; the decoder
+never holds more than one incomplete frame; a decoder that has raised is finished. Pure: bytes in, frames out.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from felix.batch import BATCH_BYTES_MAX
+from felix.errors import Code, ProtocolError
+
+FRAME_HEADER_BYTES: Final = 12
+CONTROL_BYTES_MAX: Final = 1 << 18
+"""A control message: 256 KiB holds a page of any listing, a signed policy, a certificate chain."""
+HANDSHAKE_BYTES_MAX: Final = 1 << 16
+"""Everything a peer may send before its identity is proved, in all: 64 KiB holds any certificate chain."""
+ENVELOPE_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 19)
+"""A transfer envelope: a batch, and its record map."""
+
+_HEADER: Final = struct.Struct(">IBBHI")
+assert _HEADER.size == FRAME_HEADER_BYTES
+
+
+class FrameType(IntEnum):
+    """Types of frames. Control types carry MessagePack, hot types fixed binary (docs/wire.md)."""
+
+    HANDSHAKE = 0x01
+    ERROR = 0x02
+    GOODBYE = 0x03
+    PING = 0x04
+    PONG = 0x05
+
+    REQUEST = 0x10
+    ANSWER = 0x11
+    CREDIT = 0x12
+
+    BATCH = 0x20
+    APPENDED = 0x21
+    GAP = 0x22
+
+    TRANSFER = 0x30
+    RECEIPT = 0x31
+
+
+_BYTES_MAX: Final[dict[int, int]] = {
+    FrameType.HANDSHAKE: HANDSHAKE_BYTES_MAX,
+    FrameType.ERROR: 1 << 14,
+    FrameType.GOODBYE: 1 << 14,
+    FrameType.PING: 8,
+    FrameType.PONG: 8,
+    FrameType.REQUEST: CONTROL_BYTES_MAX,
+    FrameType.ANSWER: CONTROL_BYTES_MAX,
+    FrameType.CREDIT: 12,
+    FrameType.BATCH: BATCH_BYTES_MAX,
+    FrameType.APPENDED: 24,
+    FrameType.GAP: 24,
+    FrameType.TRANSFER: ENVELOPE_BYTES_MAX,
+    FrameType.RECEIPT: 1 << 14,
+}
+assert set(_BYTES_MAX) == set(FrameType)
+
+
+class Frame(NamedTuple):
+    """One whole frame. `body` is a view into what was received; copy what is to be kept."""
+
+    type: FrameType
+    correlation: int
+    body: memoryview
+
+
+def encode_frame(type_: FrameType, body: bytes | memoryview, correlation: int = 0) -> bytes:
+    """One frame's bytes. The body must be within its type's limit: that is our own mistake otherwise."""
+    assert len(body) <= _BYTES_MAX[type_], (type_, len(body))
+    return b"".join((_HEADER.pack(len(body), type_, 0, 0, correlation), body))
+
+
+def frame_header(type_: FrameType, body_length: int, correlation: int = 0) -> bytes:
+    """The 12 bytes in front of a body that is sent as it is."""
+    return _HEADER.pack(body_length, type_, 0, 0, correlation)
+
+
+class FrameDecoder:
+    """Takes a stream's bytes as they come and gives back whole frames.
+
+    Raises ProtocolError: FRAME_UNKNOWN, FRAME_TOO_LARGE, FRAME_MALFORMED (flags, reserved bits, cut-off end).
+    """
+
+    __slots__ = ("_chunks", "_held", "_need", "_types")
+
+    def __init__(self, types: frozenset[FrameType] = frozenset(FrameType)) -> None:
+        """`types` is what this stream may carry; anything else is a protocol error."""
+        self._types = types
+        self._chunks: list[bytes | memoryview] = []
+        self._held = 0
+        self._need = FRAME_HEADER_BYTES
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the one incomplete frame."""
+        return self._held
+
+    def feed(self, data: bytes | memoryview) -> list[Frame]:
+        """Whole frames in `data` and what was held before it."""
+        if self._chunks:
+            self._chunks.append(data)
+            self._held += len(data)
+            if self._held < self._need:
+                return []
+            data = b"".join(self._chunks)
+            self._chunks.clear()
+        view = memoryview(data)
+        frames: list[Frame] = []
+        at, end = 0, len(view)
+        while True:
+            if end - at < FRAME_HEADER_BYTES:
+                self._need = FRAME_HEADER_BYTES
+                break
+            length, type_, flags, reserved, correlation = _HEADER.unpack_from(view, at)
+            limit = _BYTES_MAX.get(type_)
+            if limit is None or type_ not in self._types:
+                raise ProtocolError(
+                    f"A frame of type {type_:#04x} cannot stand on this stream.", code=Code.FRAME_UNKNOWN
+                )
+            if flags or reserved:
+                raise ProtocolError(
+                    f"A frame with flags {flags:#04x} and reserved bits {reserved:#06x}; none are known.",
+                    code=Code.FRAME_MALFORMED,
+                )
+            if length > limit:
+                raise ProtocolError(
+                    f"A {FrameType(type_).name} frame of {length} bytes; {limit} are allowed.",
+                    code=Code.FRAME_TOO_LARGE,
+                )
+            total = FRAME_HEADER_BYTES + length
+            if end - at < total:
+                self._need = total
+                break
+            body = view[at + FRAME_HEADER_BYTES : at + total]
+            frames.append(Frame(FrameType(type_), correlation, body))
+            at += total
+        self._held = end - at
+        if self._held:
+            # Copied, so that a small rest does not keep a large datagram train alive.
+            self._chunks.append(bytes(view[at:]))
+        return frames
+
+    def finish(self) -> None:
+        """The stream has ended. Raises ProtocolError where it ended inside a frame."""
+        if self._held:
+            raise ProtocolError(
+                f"The stream ended inside a frame, {self._held} of {self._need} bytes in.",
+                code=Code.FRAME_MALFORMED,
+            )
+
+
+_CREDIT: Final = struct.Struct(">IQ")
+_APPENDED: Final = struct.Struct(">QqQ")
+_GAP: Final = struct.Struct(">IIQQ")
+
+
+class Credit(NamedTuple):
+    """How far a sender may go: a sum of bytes since the beginning, so that a repeated one does no harm.
+
+    `subscription` is 0 for publish credit (broker to client).
+    """
+
+    subscription: int
+    limit_bytes: int
+
+    def encode(self) -> bytes:
+        return encode_frame(FrameType.CREDIT, _CREDIT.pack(*self))
+
+
+class AppendedBody(NamedTuple):
+    """Acknowledgement of one batch: offset of its first record, the broker's time, credit returned so far."""
+
+    base_offset: int
+    append_time_ms: int
+    credit_limit_bytes: int
+
+    def encode(self, correlation: int) -> bytes:
+        return encode_frame(FrameType.APPENDED, _APPENDED.pack(*self), correlation)
+
+
+class GapBody(NamedTuple):
+    """Records [first, next) of a shard are gone (retention, ring, truncation) and will not be delivered.
+
+    `reason` is a GapReason.
+    """
+
+    shard: int
+    reason: int
+    first_offset: int
+    next_offset: int
+
+    def encode(self) -> bytes:
+        return encode_frame(FrameType.GAP, _GAP.pack(*self))
+
+
+class GapReason(IntEnum):
+    """Why records are missing."""
+
+    RETENTION = 1
+    RING = 2
+    TRUNCATED = 3
+    RECREATED = 4
+
+
+def _unpack(layout: struct.Struct, body: memoryview, what: str) -> tuple[int, ...]:
+    if len(body) != layout.size:
+        raise ProtocolError(
+            f"A {what} frame of {len(body)} bytes; it has {layout.size}.", code=Code.FRAME_MALFORMED
+        )
+    return layout.unpack(body)
+
+
+def decode_credit(body: memoryview) -> Credit:
+    """Raises ProtocolError(FRAME_MALFORMED)."""
+    return Credit(*_unpack(_CREDIT, body, "CREDIT"))
+
+
+def decode_appended(body: memoryview) -> AppendedBody:
+    """Raises ProtocolError(FRAME_MALFORMED)."""
+    return AppendedBody(*_unpack(_APPENDED, body, "APPENDED"))
+
+
+def decode_gap(body: memoryview) -> GapBody:
+    """Raises ProtocolError(FRAME_MALFORMED)."""
+    gap = GapBody(*_unpack(_GAP, body, "GAP"))
+    if gap.reason not in list(map(int, GapReason)) or gap.next_offset <= gap.first_offset:
+        raise ProtocolError(f"An impossible gap: {gap}.", code=Code.FRAME_MALFORMED)
+    return gap

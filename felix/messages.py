@@ -1,0 +1,484 @@
+"""Messages: the MessagePack bodies of control frames, as typed structs.
+
+One union per frame type; `decode_*` validates types, lengths are bounded by the frame's limit (felix.frames)
+and by the field limits named here. Unknown fields are ignored, so that a newer peer may say more; an unknown
+kind of message is a protocol error. Bodies of signed documents are opaque bytes here: whoever acts on them
+verifies them (policy/, keys/, audit/).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+
+from felix.errors import Code, FelixError, ProtocolError, error_for
+from felix.frames import FrameType, encode_frame
+
+PROTOCOL_VERSIONS: Final = (1,)
+NONCE_BYTES: Final = 32
+PAGE_MAX: Final = 500
+"""Entries in one page of a listing."""
+
+Name = Annotated[str, msgspec.Meta(max_length=255)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
+Page = Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)]
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+Correlated = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="is", omit_defaults=True):
+    """Base of all messages; the field `is` says which."""
+
+
+# -- handshake, on the control stream ------------------------------------------------------------------
+
+
+class ClientHello(Message, frozen=True, tag="client_hello"):
+    """First frame of a session: what the client speaks and which region it means to reach."""
+
+    versions: list[int]
+    region: Name
+    software: Name = ""
+    features: list[Name] = []
+
+
+class Challenge(Message, frozen=True, tag="challenge"):
+    """Who answers, and the nonce that the client signs."""
+
+    version: int
+    region: Name
+    mesh: Name
+    broker: Name
+    nonce: bytes
+    time_ms: int
+    features: list[Name] = []
+
+
+class Prove(Message, frozen=True, tag="prove"):
+    """The client's identity: a certificate chain (PEM, leaf first) and a signature (felix.identity)."""
+
+    chain_pem: bytes
+    signature: bytes
+
+
+class Limits(Message, frozen=True, tag="limits"):
+    """What this broker allows one session."""
+
+    batch_bytes_max: int
+    subscriptions_max: int
+    streams_max: int
+    requests_max: int
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The session stands. `publish_credit_bytes` is the first limit (see frames.Credit)."""
+
+    session: Name
+    identity: Name
+    publish_credit_bytes: Natural
+    limits: Limits
+    rights: list[Text] = []
+
+
+Handshake = ClientHello | Challenge | Prove | Welcome
+
+
+# -- error and goodbye ---------------------------------------------------------------------------------
+
+
+class ErrorBody(Message, frozen=True, tag="error"):
+    """An answer of refusal; with correlation 0 it ends the session."""
+
+    code: int
+    sentence: Text
+    hint: Text = ""
+    retry_after_ms: int | None = None
+
+
+class Goodbye(Message, frozen=True, tag="goodbye"):
+    """The broker is about to close: finish, and reconnect elsewhere or later."""
+
+    reason: Text
+    reconnect_after_ms: int = 0
+
+
+# -- requests and answers, correlated ------------------------------------------------------------------
+
+
+class Durability(Message, frozen=True, tag="durability"):
+    """`kind` is fsync, interval (with `interval_ms`) or ephemeral."""
+
+    kind: Name = "fsync"
+    interval_ms: int = 0
+
+
+class Retention(Message, frozen=True, tag="retention"):
+    """By age and by bytes per shard; 0 means without bound."""
+
+    age_ms: int = 0
+    size_bytes: int = 0
+
+
+class CreateStream(Message, frozen=True, tag="create_stream"):
+    stream: Name
+    shards: int = 1
+    durability: Durability = Durability()
+    retention: Retention = Retention()
+    ring_bytes: int = 0
+
+
+class DeleteStream(Message, frozen=True, tag="delete_stream"):
+    """Deletes the stream and its records. `incarnation`, where given, must be the stream's."""
+
+    stream: Name
+    incarnation: bytes = b""
+
+
+class DescribeStream(Message, frozen=True, tag="describe_stream"):
+    stream: Name
+
+
+class ListStreams(Message, frozen=True, tag="list_streams"):
+    prefix: Name = ""
+    after: Name = ""
+    limit: Page = 100
+
+
+class ShardState(Message, frozen=True, tag="shard"):
+    """Offsets in records. `stopped` says why the shard does not serve, empty where it does."""
+
+    shard: int
+    log_start: int
+    high_watermark: int
+    log_end: int
+    leader_epoch: int
+    size_bytes: int = 0
+    segments: int = 0
+    stopped: Text = ""
+
+
+class StreamState(Message, frozen=True, tag="stream"):
+    stream: Name
+    incarnation: bytes
+    shards: int
+    durability: Durability
+    retention: Retention
+    ring_bytes: int
+    created_ms: int
+    state: list[ShardState] = []
+
+
+class StreamPage(Message, frozen=True, tag="stream_page"):
+    streams: list[StreamState]
+    more: bool = False
+
+
+class OpenPublisher(Message, frozen=True, tag="open_publisher"):
+    """First frame of a publish stream. `acks` is `all` (what the stream's durability says) or `none`."""
+
+    stream: Name
+    acks: Name = "all"
+
+
+class PublisherOpened(Message, frozen=True, tag="publisher_opened"):
+    shards: int
+    incarnation: bytes
+
+
+class Start(Message, frozen=True, tag="start"):
+    """`kind` is earliest, latest, offset (`value` in records) or time (`value` in ms since the epoch).
+
+    `offsets`, where given, overrides it per shard: a resuming subscriber says where it stands.
+    """
+
+    kind: Name = "latest"
+    value: Natural = 0
+    offsets: dict[int, int] = {}
+
+
+class Subscribe(Message, frozen=True, tag="subscribe"):
+    """Asks for an event stream. `grant`, where given, asks for sealed batches under that export grant."""
+
+    stream: Name
+    start: Start = Start()
+    shards: list[int] = []
+    credit_bytes: Natural = 0
+    incarnation: bytes = b""
+    grant: Name = ""
+
+
+class Subscribed(Message, frozen=True, tag="subscribed"):
+    """Also the first frame on the event stream itself, so that the client knows whose it is."""
+
+    subscription: Correlated
+    stream: Name
+    incarnation: bytes
+    starts: dict[int, int]
+
+
+class Unsubscribe(Message, frozen=True, tag="unsubscribe"):
+    subscription: Correlated
+
+
+class PutRights(Message, frozen=True, tag="put_rights"):
+    """Replaces the rights of an identity; an empty list takes all of them away, at once."""
+
+    identity: Name
+    rights: list[Text]
+
+
+class ListRights(Message, frozen=True, tag="list_rights"):
+    after: Name = ""
+    limit: Page = 100
+
+
+class RightsPage(Message, frozen=True, tag="rights_page"):
+    rights: dict[str, list[str]]
+    more: bool = False
+
+
+class PutDocument(Message, frozen=True, tag="put_document"):
+    """A signed document for the region's metadata: a grant, a revocation, a policy, another region's bundle."""
+
+    kind: Name
+    id: Name
+    body: bytes
+
+
+class ListDocuments(Message, frozen=True, tag="list_documents"):
+    kind: Name
+    after: Name = ""
+    limit: Page = 100
+
+
+class DocumentPage(Message, frozen=True, tag="document_page"):
+    documents: dict[str, bytes]
+    more: bool = False
+
+
+class ListKeys(Message, frozen=True, tag="list_keys"):
+    stream: Name = ""
+
+
+class KeyState(Message, frozen=True, tag="key"):
+    id: bytes
+    level: Name
+    state: Name
+    created_ms: int
+    stream: Name = ""
+    shard: int = -1
+    epoch: int = -1
+
+
+class KeyPage(Message, frozen=True, tag="key_page"):
+    keys: list[KeyState]
+
+
+class RotateKeys(Message, frozen=True, tag="rotate_keys"):
+    """`level` is data or root; `stream`, where given, narrows a data rotation."""
+
+    level: Name
+    stream: Name = ""
+
+
+class DescribeRegion(Message, frozen=True, tag="describe_region"):
+    pass
+
+
+class RegionState(Message, frozen=True, tag="region"):
+    """Gauges of one broker, by name; limits stand beside what they limit (docs/operations.md)."""
+
+    region: Name
+    mesh: Name
+    broker: Name
+    started_ms: int
+    gauges: dict[str, float]
+    audit_origin: Name = ""
+    audit_size: int = 0
+
+
+class LinkState(Message, frozen=True, tag="link"):
+    """One shard of one link, as its agent last said. Lag in records, bytes and ms; -1 where unknown."""
+
+    grant: Name
+    stream: Name
+    shard: int
+    from_region: Name
+    to_region: Name
+    bridge: Name
+    state: Name
+    reason: Text = ""
+    position: int = 0
+    high_watermark: int = 0
+    lag_records: int = -1
+    lag_bytes: int = -1
+    lag_ms: int = -1
+    crossed: int = 0
+    withheld: int = 0
+    filtered: int = 0
+    reported_ms: int = 0
+
+
+class ReportLinks(Message, frozen=True, tag="report_links"):
+    """From a bridge agent to the broker of its own region, for `felix bridge status`."""
+
+    links: list[LinkState]
+
+
+class ListLinks(Message, frozen=True, tag="list_links"):
+    pass
+
+
+class LinkPage(Message, frozen=True, tag="link_page"):
+    links: list[LinkState]
+
+
+class GetDataKey(Message, frozen=True, tag="get_data_key"):
+    """From a bridge agent: the data key of sealed batches, sealed to `public_key` (keys.handoff)."""
+
+    grant: Name
+    stream: Name
+    key: bytes
+    public_key: bytes
+
+
+class DataKeySealed(Message, frozen=True, tag="data_key_sealed"):
+    sealed: bytes
+    region: Name
+    stream: Name
+    incarnation: bytes
+    shard: int
+    epoch: int
+
+
+class OpenIngest(Message, frozen=True, tag="open_ingest"):
+    """First frame of an ingest stream at the destination: which link, and its transfer key (keys.transfer)."""
+
+    grant: Name
+    from_region: Name
+    stream: Name
+    shard: int
+    incarnation: bytes
+    epoch: int
+    transfer_key: bytes
+    signature: bytes
+
+
+class IngestOpened(Message, frozen=True, tag="ingest_opened"):
+    """`position` is the source offset after the last one recorded here; -1 where none is."""
+
+    destination: Name
+    position: int
+    credit_bytes: int
+
+
+class Cosign(Message, frozen=True, tag="cosign"):
+    """Asks this region to cosign another region's checkpoint (a signed note), given a consistency proof."""
+
+    checkpoint: bytes
+    proof: list[bytes]
+
+
+class WitnessedSize(Message, frozen=True, tag="witnessed_size"):
+    """Asks how far this region has cosigned an origin."""
+
+    origin: Name
+
+
+class Witnessed(Message, frozen=True, tag="witnessed"):
+    size: int
+    cosignature: bytes = b""
+
+
+class GetCheckpoint(Message, frozen=True, tag="get_checkpoint"):
+    """Asks for the newest checkpoint of this region's own audit log, and its proof from `from_size`."""
+
+    from_size: Natural = 0
+
+
+class CheckpointAnswer(Message, frozen=True, tag="checkpoint"):
+    checkpoint: bytes
+    size: int
+    proof: list[bytes] = []
+
+
+class PutCosignature(Message, frozen=True, tag="put_cosignature"):
+    """Brings another region's cosignature of this region's checkpoint."""
+
+    checkpoint: bytes
+    cosignature: bytes
+
+
+class Done(Message, frozen=True, tag="done"):
+    """Carried out; `note` says what a person should know of it."""
+
+    note: Text = ""
+
+
+Request = (
+    CreateStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
+    | PutRights | ListRights | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
+    | ReportLinks | ListLinks | GetDataKey | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
+)  # fmt: skip
+Answer = (
+    StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | DocumentPage | KeyPage | RegionState
+    | LinkPage | DataKeySealed | IngestOpened | Witnessed | CheckpointAnswer | Done
+)  # fmt: skip
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_handshake_decoder: Final = msgspec.msgpack.Decoder(Handshake)
+_request_decoder: Final = msgspec.msgpack.Decoder(Request)
+_answer_decoder: Final = msgspec.msgpack.Decoder(Answer)
+_error_decoder: Final = msgspec.msgpack.Decoder(ErrorBody)
+_goodbye_decoder: Final = msgspec.msgpack.Decoder(Goodbye)
+
+T = TypeVar("T")
+
+
+def encode_message(type_: FrameType, message: Message, correlation: int = 0) -> bytes:
+    """A whole control frame."""
+    return encode_frame(type_, _encoder.encode(message), correlation)
+
+
+def _decode(decoder: Any, body: memoryview, what: str) -> Any:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"A malformed {what}: {error}.", code=Code.FRAME_MALFORMED) from error
+
+
+def decode_handshake(body: memoryview) -> Handshake:
+    """Raises ProtocolError(FRAME_MALFORMED)."""
+    message: Handshake = _decode(_handshake_decoder, body, "handshake message")
+    return message
+
+
+def decode_request(body: memoryview) -> Request:
+    """Raises ProtocolError(FRAME_MALFORMED)."""
+    message: Request = _decode(_request_decoder, body, "request")
+    return message
+
+
+def decode_answer(body: memoryview) -> Answer:
+    """Raises ProtocolError(FRAME_MALFORMED)."""
+    message: Answer = _decode(_answer_decoder, body, "answer")
+    return message
+
+
+def decode_goodbye(body: memoryview) -> Goodbye:
+    """Raises ProtocolError(FRAME_MALFORMED)."""
+    message: Goodbye = _decode(_goodbye_decoder, body, "goodbye")
+    return message
+
+
+def encode_error(error: FelixError, correlation: int = 0) -> bytes:
+    """An ERROR frame that says what `error` says."""
+    body = ErrorBody(int(error.code), error.sentence[:4000], error.hint[:4000], error.retry_after_ms)
+    return encode_message(FrameType.ERROR, body, correlation)
+
+
+def decode_error(body: memoryview) -> FelixError:
+    """The error that a peer's ERROR frame stands for. Raises ProtocolError(FRAME_MALFORMED)."""
+    found: ErrorBody = _decode(_error_decoder, body, "error")
+    return error_for(found.code, found.sentence, found.hint, found.retry_after_ms)
