@@ -1,0 +1,687 @@
+"""Leaves: what one entry of an audit log says, and its bytes. Pure.
+
+One leaf stands for one batch that crossed (or did not), or for one event around crossings. It never holds
+a payload, nor a plain hash of one: only commitments under a key that can be destroyed.
+
+Layout, big-endian (docs/audit.md)::
+
+    0  magic "FL"        2
+    2  version           1
+    3  reserved          1    zero
+    4  header length     2
+    6  entries           2
+    8  header            MessagePack map, field names as in `Header`, defaults left out
+    …  entries           68 bytes each: offset u64, time_ms i64, size u32, commitment 32, key tag 16
+
+Which leaves a link writes, and in which order (the verifier holds a log to this):
+
+- egress, per batch: WITHHELD leaves for the records that stay, then INTENT leaves for those that cross, and
+  once the destination answered, one ACK with its receipt. A batch that is too long for one leaf is split:
+  each part covers its own range, the ranges follow each other without a gap, `part` counts from 0.
+- ingress, per batch: ACK leaves with the same entries as the INTENT, and the destination's offsets.
+- entries commit to the payload *as it crosses* (after transforms), under the link's commitment key, which both
+  sides hold; so the two logs' entries are equal byte for byte. A WITHHELD entry commits to the payload as it was.
+- a GAP leaf covers source offsets that nobody can read any more.
+
+Invariants: `decode_leaf(encode_leaf(leaf)) == leaf`; a leaf has at most 65,535 bytes (the entry bundle of C2SP
+tlog-tiles counts lengths in 16 bits); entries are in ascending order of offset inside the leaf's range; whatever
+a kind needs is there (`REQUIRED`). Bytes that do not hold raise CorruptionError; a leaf that cannot be made
+raises RequestError. Callers: bridge (egress), region ingest (ingress), audit.*, audit.spark.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from enum import IntEnum, StrEnum
+from hashlib import blake2b, sha256
+from typing import Annotated, Any, Final, NamedTuple, Protocol
+
+import msgspec
+
+from felix.errors import CorruptionError, RequestError
+
+LEAF_BYTES_MAX: Final = 65_535
+"""C2SP tlog-tiles: an entry bundle prefixes each entry with a 16-bit length."""
+HEADER_BYTES_MAX: Final = 40_000
+"""Room for a grant's signed document and its terms, and still for some hundred entries."""
+ENTRY_BYTES: Final = 68
+COMMITMENT_BYTES: Final = 32
+TAG_BYTES: Final = 16
+INCARNATION_BYTES: Final = 16
+KEY_ID_BYTES: Final = 16
+SHA256_BYTES: Final = 32
+COMMITMENT_SECRET_BYTES: Final = 32
+DOCUMENT_BYTES_MAX: Final = 24_000
+"""A signed grant or policy as it stands in the leaf; whoever has more keeps it elsewhere and names its hash."""
+
+_VERSION: Final = 1
+_PREFIX: Final = struct.Struct(">2sBBHH")
+_ENTRY: Final = struct.Struct(">QqI32s16s")
+_OFFSET: Final = struct.Struct(">Q")
+_MAGIC: Final = b"FL"
+assert _ENTRY.size == ENTRY_BYTES
+
+Buffer = bytes | bytearray | memoryview
+
+Text = Annotated[str, msgspec.Meta(max_length=512)]
+Sentence = Annotated[str, msgspec.Meta(max_length=2_000)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=SHA256_BYTES)]
+Id16 = Annotated[bytes, msgspec.Meta(max_length=16)]
+Texts = Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
+
+
+class Kind(IntEnum):
+    """What a leaf says. Numbers are part of the format and never reused."""
+
+    INTENT = 1
+    """egress: these records are about to cross"""
+    ACK = 2
+    """egress: the destination has them, with its receipt; ingress: they were appended here"""
+    DENY = 3
+    """an attempt was refused"""
+    WITHHELD = 4
+    """records of a granted stream that stay: a transform failed, or the filter excludes them"""
+    GAP = 5
+    """source offsets that cannot be read any more"""
+    GRANT = 6
+    """a grant took effect, with its terms in full"""
+    REVOKE = 7
+    """a grant ended before its time"""
+    POLICY = 8
+    """another version of the residency policy is in force"""
+    KEY = 9
+    """a key was made, rotated or destroyed"""
+    SEAL = 10
+    """a file was exported from this log; its hash"""
+
+
+class Side(StrEnum):
+    """Which of a link's two logs the leaf stands in."""
+
+    EGRESS = "egress"
+    INGRESS = "ingress"
+
+
+class GapKind(StrEnum):
+    """Why source offsets are missing."""
+
+    RETENTION = "retention"
+    TRUNCATION = "truncation"
+    COMPACTION = "compaction"
+    INCARNATION = "incarnation"
+    """the stream was deleted and made again; the range is in the old incarnation"""
+
+
+class FieldLineage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One field of the payload: `action` is keep, drop, mask, hash or pseudonymize."""
+
+    field: Text
+    action: Text
+    output: Text = ""
+    """the field's name at the destination; empty: the same"""
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A grant's terms in full, as signed; the transfer register takes its legal fields from here."""
+
+    purpose: Text
+    basis: Text
+    """adequacy, scc, bcr, code-of-conduct, certification, derogation … as the policy names it"""
+    article: Text
+    """the article it rests on, as in "GDPR 46(2)(c)" """
+    reference: Text
+    """the contract or decision, as in SCC-2026-014"""
+    assessment: Text = ""
+    """the transfer impact assessment's reference"""
+    categories: Texts = ()
+    data_subjects: Texts = ()
+    exporter: Text = ""
+    importer: Text = ""
+    source_country: Text = ""
+    destination_country: Text = ""
+    owner: Text = ""
+    approvers: Texts = ()
+    not_before_ms: Natural = 0
+    expires_ms: Natural = 0
+    lineage: tuple[FieldLineage, ...] = ()
+    """what becomes of each field, in the transform's order"""
+    keep_others: bool = True
+    """fields that `lineage` does not name cross unchanged; False: they are dropped"""
+    filter: Sentence = ""
+    wildcard: bool = False
+    onward: bool = False
+    rate_bytes_per_second: Natural = 0
+    budget_bytes: Natural = 0
+    """0: no limit"""
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a leaf says about its batch or event. Offsets in records, times in ms since the Unix epoch.
+
+    An empty bytes field and an empty string mean "not applicable"; offsets that do not apply are None.
+    """
+
+    kind: Kind
+    side: Side
+    time_ms: Natural
+    """when the leaf was made, by the clock of whoever made it"""
+    source_region: Text
+    destination_region: Text
+    bridge: Text = ""
+    """the bridge's SPIFFE id"""
+    stream: Text = ""
+    destination_stream: Text = ""
+    shard: Natural = 0
+    source_epoch: Natural = 0
+    """the source shard's leader epoch, to which the transfer key is bound"""
+    incarnation: Id16 = b""
+    """the source stream's incarnation id"""
+    first_offset: Natural | None = None
+    last_offset: Natural | None = None
+    """the source offsets covered, both ends included; records withheld lie inside"""
+    destination_first_offset: Natural | None = None
+    destination_last_offset: Natural | None = None
+    records: Natural = 0
+    """INTENT, ACK, WITHHELD: how many records; an egress ACK, which has no entries, counts those of its batch"""
+    payload_bytes: Natural = 0
+    part: Natural = 0
+    parts: Natural = 1
+    source_key_id: Id16 = b""
+    destination_key_id: Id16 = b""
+    """the destination's import key (egress), the key it sealed with (ingress)"""
+    commitment_key_id: Id16 = b""
+    grant_id: Text = ""
+    terms_hash: Digest = b""
+    policy_version: Natural = 0
+    policy_hash: Digest = b""
+    source_batch_sha256: Digest = b""
+    """of the batch as it stands sealed in the source's log"""
+    envelope_sha256: Digest = b""
+    """of the transfer envelope as sent"""
+    attempt: Natural = 0
+    """ACK: which send was answered, from 1"""
+    path: Texts = ()
+    """the regions the records have been in, in order (provenance)"""
+    receipt: Annotated[bytes, msgspec.Meta(max_length=4_096)] = b""
+    """egress ACK: the destination's signed receipt (audit.receipt)"""
+    actor: Text = ""
+    """DENY, GRANT, REVOKE, POLICY, KEY: who (SPIFFE id)"""
+    action: Text = ""
+    """DENY: what was tried; KEY: made, rotated, destroyed"""
+    rule: Text = ""
+    """DENY: the rule that refused"""
+    code: Natural = 0
+    """DENY, WITHHELD: felix.errors.Code"""
+    sentence: Sentence = ""
+    """DENY, REVOKE …: the sentence for a person"""
+    reason: Text = ""
+    """WITHHELD: transform-failed, filtered …"""
+    gap: GapKind | None = None
+    key_id: Id16 = b""
+    """KEY: which"""
+    terms: Terms | None = None
+    document: Annotated[bytes, msgspec.Meta(max_length=DOCUMENT_BYTES_MAX)] = b""
+    """GRANT, REVOKE, POLICY: the signed document"""
+    seal_file: Text = ""
+    seal_sha256: Digest = b""
+
+
+class Entry(NamedTuple):
+    """One record as a leaf mentions it."""
+
+    offset: int
+    time_ms: int
+    size: int
+    """payload bytes"""
+    commitment: bytes
+    tag: bytes
+    """keyed tag of the record key; zero bytes where the record has none"""
+
+
+class Leaf(msgspec.Struct, frozen=True):
+    """A header and its entries, packed as they stand in the log."""
+
+    header: Header
+    entries: bytes = b""
+
+    @property
+    def entry_count(self) -> int:
+        """How many records the leaf lists one by one."""
+        return len(self.entries) // ENTRY_BYTES
+
+
+_RANGE: Final = ("first_offset", "last_offset")
+_CROSSING: Final = (
+    "bridge",
+    "stream",
+    "destination_stream",
+    "incarnation",
+    *_RANGE,
+    "grant_id",
+    "terms_hash",
+)
+
+REQUIRED: Final[dict[Kind, tuple[str, ...]]] = {
+    Kind.INTENT: (*_CROSSING, "records", "envelope_sha256", "source_batch_sha256", "commitment_key_id"),
+    Kind.ACK: (
+        *_CROSSING,
+        "records",
+        "envelope_sha256",
+        "destination_first_offset",
+        "destination_last_offset",
+    ),
+    Kind.DENY: ("actor", "action", "rule", "code", "sentence"),
+    Kind.WITHHELD: (
+        "bridge",
+        "stream",
+        "incarnation",
+        *_RANGE,
+        "grant_id",
+        "records",
+        "reason",
+        "commitment_key_id",
+    ),
+    Kind.GAP: ("bridge", "stream", "incarnation", *_RANGE, "gap"),
+    Kind.GRANT: ("grant_id", "terms_hash", "terms", "stream", "actor"),
+    Kind.REVOKE: ("grant_id", "actor"),
+    Kind.POLICY: ("policy_version", "policy_hash", "actor"),
+    Kind.KEY: ("key_id", "action"),
+    Kind.SEAL: ("seal_file", "seal_sha256"),
+}
+"""Fields that a leaf of this kind must have (neither empty nor None nor 0)."""
+
+_DIGESTS: Final = (
+    "terms_hash",
+    "policy_hash",
+    "source_batch_sha256",
+    "envelope_sha256",
+    "seal_sha256",
+)
+_IDS: Final = ("incarnation", "source_key_id", "destination_key_id", "commitment_key_id", "key_id")
+
+
+def _mistake(leaf: Leaf) -> str:
+    """What does not hold about a leaf, or an empty string."""
+    header, count = leaf.header, len(leaf.entries) // ENTRY_BYTES
+    kind = header.kind
+    if len(leaf.entries) % ENTRY_BYTES:
+        return f"{len(leaf.entries)} bytes of entries are not a multiple of {ENTRY_BYTES}"
+    for name in REQUIRED[kind]:
+        value = getattr(header, name)
+        if not value and not (name.endswith("_offset") and value == 0):
+            return f"a leaf of kind {kind.name} needs {name}"
+    for name in _DIGESTS:
+        if len(getattr(header, name)) not in (0, SHA256_BYTES):
+            return f"{name} is not {SHA256_BYTES} bytes"
+    for name in _IDS:
+        if len(getattr(header, name)) not in (0, KEY_ID_BYTES):
+            return f"{name} is not {KEY_ID_BYTES} bytes"
+    first, last = header.first_offset, header.last_offset
+    if (first is None) != (last is None) or (first is not None and last is not None and first > last):
+        return f"the offset range {first}..{last} is no range"
+    to_first, to_last = header.destination_first_offset, header.destination_last_offset
+    if (to_first is None) != (to_last is None) or (
+        to_first is not None and to_last is not None and to_first > to_last
+    ):
+        return f"the destination offset range {to_first}..{to_last} is no range"
+    if not header.part < header.parts:
+        return f"part {header.part} of {header.parts}"
+    listed = kind in (Kind.INTENT, Kind.WITHHELD) or (kind is Kind.ACK and header.side is Side.INGRESS)
+    if not listed:
+        return f"a leaf of kind {kind.name} lists no records" if count else ""
+    if count != header.records:
+        return f"{count} entries where the header says {header.records} records"
+    assert first is not None and last is not None
+    before, size = first - 1, 0
+    for offset, _, entry_size, _, _ in _ENTRY.iter_unpack(leaf.entries):
+        if offset <= before:
+            return f"entry {offset} is out of order or outside {first}..{last}"
+        before = offset
+        size += entry_size
+    if before > last:
+        return f"entry {before} is outside {first}..{last}"
+    if size != header.payload_bytes:
+        return f"{size} payload bytes in entries where the header says {header.payload_bytes}"
+    return ""
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(Header)
+
+
+def encode_leaf(leaf: Leaf) -> bytes:
+    """The leaf's bytes, as they stand in the log and are hashed into the tree.
+
+    Raises RequestError(INVALID) where the leaf lacks what its kind needs, or is over `LEAF_BYTES_MAX`.
+    """
+    mistake = _mistake(leaf)
+    head = _encoder.encode(leaf.header)
+    if not mistake and len(head) > HEADER_BYTES_MAX:
+        mistake = f"its header has {len(head)} bytes, {HEADER_BYTES_MAX} are allowed"
+    data = (
+        b""
+        if mistake
+        else _PREFIX.pack(_MAGIC, _VERSION, 0, len(head), leaf.entry_count) + head + leaf.entries
+    )
+    if len(data) > LEAF_BYTES_MAX:
+        mistake = f"it has {len(data)} bytes, {LEAF_BYTES_MAX} are allowed"
+    if mistake:
+        raise RequestError(f"This audit leaf cannot be written: {mistake}.")
+    return data
+
+
+def decode_header(data: Buffer) -> Header:
+    """The header alone, for scans. Checks prefix, lengths and field types; not the entries.
+
+    Raises CorruptionError.
+    """
+    return _decode(data)[0]
+
+
+def decode_leaf(data: Buffer) -> Leaf:
+    """One whole leaf, nothing after it, everything checked. Raises CorruptionError."""
+    header, entries_at = _decode(data)
+    leaf = Leaf(header, bytes(memoryview(data)[entries_at:]))
+    mistake = _mistake(leaf)
+    if mistake:
+        raise CorruptionError(f"An audit leaf does not hold: {mistake}.")
+    return leaf
+
+
+def _decode(data: Buffer) -> tuple[Header, int]:
+    if not _PREFIX.size <= len(data) <= LEAF_BYTES_MAX:
+        raise CorruptionError(f"{len(data)} bytes are not an audit leaf.")
+    magic, version, reserved, header_length, entries = _PREFIX.unpack_from(data, 0)
+    if magic != _MAGIC or version != _VERSION or reserved:
+        raise CorruptionError(
+            f"An audit leaf starts with {magic!r} version {version}, this version reads {_MAGIC!r} {_VERSION}."
+        )
+    entries_at = _PREFIX.size + header_length
+    if header_length > HEADER_BYTES_MAX or len(data) != entries_at + entries * ENTRY_BYTES:
+        raise CorruptionError(
+            f"An audit leaf of {len(data)} bytes says it has a header of {header_length} and {entries} entries."
+        )
+    try:
+        header = _decoder.decode(memoryview(data)[_PREFIX.size : entries_at])
+    except msgspec.MsgspecError as error:
+        raise CorruptionError(f"An audit leaf's header does not decode: {error}.") from error
+    return header, entries_at
+
+
+def iter_entries(leaf: Leaf) -> Iterator[Entry]:
+    """The leaf's entries, in order of offset."""
+    for fields in _ENTRY.iter_unpack(leaf.entries):
+        yield Entry(*fields)
+
+
+def find_entry(leaf: Leaf, offset: int) -> Entry | None:
+    """The entry of the record with this source offset, by bisection."""
+    low, high = 0, leaf.entry_count
+    while low < high:
+        middle = (low + high) // 2
+        (found,) = _OFFSET.unpack_from(leaf.entries, middle * ENTRY_BYTES)
+        if found == offset:
+            return Entry(*_ENTRY.unpack_from(leaf.entries, middle * ENTRY_BYTES))
+        if found < offset:
+            low = middle + 1
+        else:
+            high = middle
+    return None
+
+
+class CommitmentKey(NamedTuple):
+    """The key under which a link commits to payloads. Destroy `secret`, and the commitments say nothing."""
+
+    key_id: bytes
+    """16 bytes"""
+    secret: bytes
+    """32 bytes"""
+
+
+class Committer:
+    """Commitments and tags for one stream's shard under one commitment key.
+
+    BLAKE2b in its keyed mode (RFC 7693), 256 bits, one person string per use:
+
+    - commitment = BLAKE2b-256(key, "felix/payload/1", context ‖ offset u64 ‖ payload),
+      context = u16 length ‖ stream ‖ incarnation ‖ shard u32. Offset and context keep equal payloads apart.
+    - tag = BLAKE2b-128(key, "felix/key/1", u16 length ‖ stream ‖ record key). Equal record keys of one stream have
+      equal tags, in every shard, so that a key's records can be found by whoever holds the commitment key.
+    """
+
+    __slots__ = ("_payload", "_tag", "key_id")
+
+    def __init__(self, key: CommitmentKey, stream: str, incarnation: bytes, shard: int) -> None:
+        if len(key.secret) != COMMITMENT_SECRET_BYTES or len(key.key_id) != KEY_ID_BYTES:
+            raise RequestError("A commitment key has a 16-byte id and a 32-byte secret.")
+        if len(incarnation) != INCARNATION_BYTES:
+            raise RequestError(
+                f"An incarnation id has {INCARNATION_BYTES} bytes, this one {len(incarnation)}."
+            )
+        name = stream.encode()
+        self.key_id = key.key_id
+        self._payload = blake2b(key=key.secret, digest_size=COMMITMENT_BYTES, person=b"felix/payload/1")
+        self._payload.update(struct.pack(">H", len(name)) + name + incarnation + struct.pack(">I", shard))
+        self._tag = blake2b(key=key.secret, digest_size=TAG_BYTES, person=b"felix/key/1")
+        self._tag.update(struct.pack(">H", len(name)) + name)
+
+    def commit(self, offset: int, payload: Buffer) -> bytes:
+        """The 32-byte commitment to the payload at this source offset."""
+        state = self._payload.copy()
+        state.update(_OFFSET.pack(offset))
+        state.update(payload)
+        return state.digest()
+
+    def tag(self, key: Buffer | None) -> bytes:
+        """The 16-byte tag of a record key; zero bytes for no key."""
+        if not key:
+            return _NO_TAG
+        state = self._tag.copy()
+        state.update(key)
+        return state.digest()
+
+
+_NO_TAG: Final = bytes(TAG_BYTES)
+
+
+class SourceRecord(Protocol):
+    """What is committed to: `felix.batch.Record` is one. `offset` is the source's."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def timestamp_ms(self) -> int: ...
+    @property
+    def key(self) -> bytes | memoryview | None: ...
+    @property
+    def payload(self) -> bytes | memoryview: ...
+
+
+def pack_entries(records: Iterable[SourceRecord], committer: Committer) -> bytes:
+    """Entries for these records, in the given order (ascending offsets), 68 bytes each."""
+    pack, offset_of, tag = _ENTRY.pack, _OFFSET.pack, committer.tag
+    copy = committer._payload.copy
+    packed = []
+    for record in records:
+        offset, payload = record.offset, record.payload
+        state = copy()
+        state.update(offset_of(offset))
+        state.update(payload)
+        packed.append(pack(offset, record.timestamp_ms, len(payload), state.digest(), tag(record.key)))
+    return b"".join(packed)
+
+
+def intent_leaves(header: Header, records: Iterable[SourceRecord], committer: Committer) -> list[Leaf]:
+    """INTENT (or ingress ACK, or WITHHELD) leaves for a batch, split so that each fits into an entry bundle.
+
+    `header` describes the batch: kind, both offset ranges, the envelope …; records, payload_bytes, part, parts and
+    commitment_key_id are filled in here. Each part covers its own source range; together they cover the
+    header's range exactly. Destination offsets are shared out one per record. Raises RequestError(INVALID)
+    where there are no records or the header leaves no room.
+    """
+    return split_leaves(
+        msgspec.structs.replace(header, commitment_key_id=committer.key_id), pack_entries(records, committer)
+    )
+
+
+def split_leaves(header: Header, entries: bytes) -> list[Leaf]:
+    """As `intent_leaves`, for entries that are packed already (the ingress side takes them from the envelope).
+
+    Destination offsets must be as many as the entries, where they are given.
+    """
+    if not entries or len(entries) % ENTRY_BYTES or header.first_offset is None or header.last_offset is None:
+        raise RequestError("A leaf that lists records needs at least one record and an offset range.")
+    head = len(_encoder.encode(msgspec.structs.replace(header, records=1 << 62, payload_bytes=1 << 62)))
+    # Part numbers and narrower ranges may need a few bytes more than the header as it was given.
+    room = (LEAF_BYTES_MAX - _PREFIX.size - min(head + 64, HEADER_BYTES_MAX)) // ENTRY_BYTES
+    count = len(entries) // ENTRY_BYTES
+    parts = -(-count // room)
+    first, to_first, leaves = header.first_offset, header.destination_first_offset, []
+    if to_first is not None and header.destination_last_offset != to_first + count - 1:
+        raise RequestError(
+            f"{count} records cannot have the destination offsets {to_first}..{header.destination_last_offset}."
+        )
+    for part in range(parts):
+        chunk = entries[part * room * ENTRY_BYTES : (part + 1) * room * ENTRY_BYTES]
+        records = len(chunk) // ENTRY_BYTES
+        (last,) = _OFFSET.unpack_from(chunk, len(chunk) - ENTRY_BYTES)
+        own = msgspec.structs.replace(
+            header,
+            first_offset=first,
+            last_offset=header.last_offset if part == parts - 1 else last,
+            destination_first_offset=to_first,
+            destination_last_offset=None if to_first is None else to_first + records - 1,
+            records=records,
+            payload_bytes=sum(fields[2] for fields in _ENTRY.iter_unpack(chunk)),
+            part=part,
+            parts=parts,
+        )
+        leaves.append(Leaf(own, chunk))
+        first = last + 1
+        to_first = None if to_first is None else to_first + records
+    return leaves
+
+
+LEAF_COLUMNS: Final[tuple[tuple[str, str], ...]] = (
+    ("kind", "string"),  # the name of the Kind
+    ("side", "string"),
+    ("time_ms", "bigint"),
+    ("source_region", "string"),
+    ("destination_region", "string"),
+    ("bridge", "string"),
+    ("stream", "string"),
+    ("destination_stream", "string"),
+    ("shard", "int"),
+    ("source_epoch", "bigint"),
+    ("incarnation", "string"),  # lower-case hex, as all ids and digests
+    ("first_offset", "bigint"),
+    ("last_offset", "bigint"),
+    ("destination_first_offset", "bigint"),
+    ("destination_last_offset", "bigint"),
+    ("records", "bigint"),
+    ("payload_bytes", "bigint"),
+    ("part", "int"),
+    ("parts", "int"),
+    ("source_key_id", "string"),
+    ("destination_key_id", "string"),
+    ("commitment_key_id", "string"),
+    ("grant_id", "string"),
+    ("terms_hash", "string"),
+    ("policy_version", "bigint"),
+    ("policy_hash", "string"),
+    ("source_batch_sha256", "string"),
+    ("envelope_sha256", "string"),
+    ("attempt", "int"),
+    ("path", "array<string>"),
+    ("receipt", "binary"),
+    ("actor", "string"),
+    ("action", "string"),
+    ("rule", "string"),
+    ("code", "int"),
+    ("sentence", "string"),
+    ("reason", "string"),
+    ("gap", "string"),
+    ("key_id", "string"),
+    ("document", "binary"),
+    ("seal_file", "string"),
+    ("seal_sha256", "string"),
+    ("purpose", "string"),  # from here: GRANT only, the grant's terms
+    ("basis", "string"),
+    ("article", "string"),
+    ("reference", "string"),
+    ("assessment", "string"),
+    ("categories", "array<string>"),
+    ("data_subjects", "array<string>"),
+    ("exporter", "string"),
+    ("importer", "string"),
+    ("source_country", "string"),
+    ("destination_country", "string"),
+    ("owner", "string"),
+    ("approvers", "array<string>"),
+    ("not_before_ms", "bigint"),
+    ("expires_ms", "bigint"),
+    ("lineage", "array<struct<field:string,action:string,output:string>>"),
+    ("keep_others", "boolean"),
+    ("filter", "string"),
+    ("wildcard", "boolean"),
+    ("onward", "boolean"),
+    ("rate_bytes_per_second", "bigint"),
+    ("budget_bytes", "bigint"),
+    (
+        "entries_sha256",
+        "string",
+    ),  # leaves with entries: SHA-256 of them as packed; equal on both sides of a link
+)
+"""The columns of `leaf_row`, in order, with their Spark SQL types. Empty and absent values are null."""
+
+_TERMS_FROM: Final = [name for name, _ in LEAF_COLUMNS].index("purpose")
+_HEADER_NAMES: Final = tuple(name for name, _ in LEAF_COLUMNS[:_TERMS_FROM])
+_TERMS_NAMES: Final = tuple(name for name, _ in LEAF_COLUMNS[_TERMS_FROM:-1])
+_HEX_NAMES: Final = frozenset((*_DIGESTS, *_IDS))
+_ZERO_IS_NULL: Final = frozenset(("code", "attempt", "policy_version"))
+
+
+def leaf_row(leaf: Leaf) -> dict[str, Any]:
+    """A flat row, one value per column of `LEAF_COLUMNS`, in that order.
+
+    Ids and digests are lower-case hex; text that is empty, bytes that are empty and what does not apply are None;
+    counts are numbers always; lists are lists; `lineage` is a list of (field, action, output) tuples.
+    """
+    header, row = leaf.header, {}
+    for name in _HEADER_NAMES:
+        value = getattr(header, name)
+        if name in _HEX_NAMES:
+            value = value.hex() or None
+        elif name == "kind":
+            value = value.name
+        elif name == "path":
+            value = list(value)
+        elif value in ("", b"") or (name in _ZERO_IS_NULL and not value):
+            value = None
+        elif isinstance(value, StrEnum):
+            value = value.value
+        row[name] = value
+    terms = header.terms
+    for name in _TERMS_NAMES:
+        value = None if terms is None else getattr(terms, name)
+        if name == "lineage" and terms is not None:
+            value = [(item.field, item.action, item.output or item.field) for item in terms.lineage]
+        elif isinstance(value, tuple):
+            value = list(value)
+        elif value == "":
+            value = None
+        row[name] = value
+    row["entries_sha256"] = sha256(leaf.entries).hexdigest() if leaf.entries else None
+    return row
+
+
+ENTRY_COLUMNS: Final[tuple[tuple[str, str], ...]] = (
+    ("offset", "bigint"),
+    ("time_ms", "bigint"),
+    ("size", "int"),
+    ("commitment", "binary"),
+    ("tag", "binary"),
+)
+"""The fields of `Entry` as Spark SQL columns. Sizes stay far below 2^31 (felix.batch.PLAIN_BYTES_MAX)."""
