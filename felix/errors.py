@@ -84,6 +84,7 @@ class Code(IntEnum):
     KEY_SCOPE = 601
     KEY_DESTROYED = 602
     KEY_PROVIDER = 603
+    KEY_EXHAUSTED = 604
 
     # 7xx  damage
     CORRUPTION = 700
