@@ -16,15 +16,14 @@ from felix.errors import Code, FelixError, ProtocolError, error_for
 from felix.frames import FrameType, encode_frame
 
 PROTOCOL_VERSIONS: Final = (1,)
-NONCE_BYTES: Final = 32
 PAGE_MAX: Final = 500
 """Entries in one page of a listing."""
 
 Name = Annotated[str, msgspec.Meta(max_length=255)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Page = Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)]
-Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
-Correlated = Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Correlated = Annotated[int, msgspec.Meta(ge=1, le=(1 << 32) - 1)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="is", omit_defaults=True):

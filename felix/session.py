@@ -27,8 +27,8 @@ from felix.frames import (
     decode_credit,
     encode_frame,
 )
+from felix.identity import NONCE_BYTES, Peer, Proof
 from felix.messages import (
-    NONCE_BYTES,
     PROTOCOL_VERSIONS,
     Answer,
     Challenge,
@@ -46,7 +46,6 @@ from felix.messages import (
     decode_request,
     encode_message,
 )
-from felix.names import SpiffeId
 
 
 class State(Enum):
@@ -81,7 +80,7 @@ _TO_CLIENT: Final = frozenset(
 class Authenticated(NamedTuple):
     """The client is who it says; the session waits for `ServerSession.welcome`."""
 
-    identity: SpiffeId
+    peer: Peer
 
 
 class Requested(NamedTuple):
@@ -263,7 +262,7 @@ class ServerSession(_Control):
         mesh: str,
         broker: str,
         nonce: bytes,
-        verify: Callable[[Prove, bytes], SpiffeId],
+        verify: Callable[[Proof, bytes], Peer],
     ) -> None:
         super().__init__(State.AWAIT_HELLO, _TO_BROKER)
         assert len(nonce) == NONCE_BYTES
@@ -324,7 +323,8 @@ class ServerSession(_Control):
             self._out.append(encode_message(FrameType.HANDSHAKE, challenge))
             return None
         assert isinstance(message, Prove)
-        return Authenticated(self._verify(message, self._nonce))
+        proof = Proof(message.chain_pem, message.signature)
+        return Authenticated(self._verify(proof, self._nonce))
 
     def welcome(self, welcome: Welcome) -> None:
         """Let the authenticated client in."""
@@ -343,7 +343,7 @@ class ClientSession(_Control):
 
     __slots__ = ("_challenge", "_prove", "_region")
 
-    def __init__(self, *, region: str, software: str, prove: Callable[[Challenge], Prove]) -> None:
+    def __init__(self, *, region: str, software: str, prove: Callable[[Challenge], Proof]) -> None:
         super().__init__(State.HELLO_SENT, _TO_CLIENT)
         self._region = region
         self._prove = prove
@@ -391,7 +391,8 @@ class ClientSession(_Control):
             if message.version not in PROTOCOL_VERSIONS or len(message.nonce) != NONCE_BYTES:
                 raise ProtocolError("The broker's challenge is not of this protocol.", code=Code.PROTOCOL)
             self._challenge = message
-            self._out.append(encode_message(FrameType.HANDSHAKE, self._prove(message)))
+            proof = self._prove(message)
+            self._out.append(encode_message(FrameType.HANDSHAKE, Prove(proof.chain_pem, proof.signature)))
             return None
         assert isinstance(message, Welcome)
         assert self._challenge is not None
