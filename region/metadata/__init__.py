@@ -1,0 +1,1 @@
+"""A region's metadata: the store port, its three stores, genesis, catalog and the live mirror."""

