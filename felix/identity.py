@@ -49,6 +49,7 @@ SIGNATURE_BYTES_MAX: Final = 80
 """A DER-encoded P-256 signature has at most 72 bytes."""
 
 _ECDSA: Final = ec.ECDSA(SHA256())
+_ECDSA_SIGN: Final = ec.ECDSA(SHA256(), deterministic_signing=True)
 _UNREADABLE: Final = (
     ValueError,
     UnsupportedAlgorithm,
@@ -183,8 +184,8 @@ class Identity:
         return now_ms >= self.not_before_ms + (self.not_after_ms - self.not_before_ms) * 2 // 3
 
     def sign(self, purpose: str, message: bytes) -> bytes:
-        """ECDSA P-256 with SHA-256, DER, over the prefix of `purpose` and `message`."""
-        return self.private_key.sign(purpose_prefix(purpose) + message, _ECDSA)
+        """ECDSA P-256 with SHA-256, DER, over the prefix of `purpose` and `message`; the same each time (RFC 6979)."""
+        return self.private_key.sign(purpose_prefix(purpose) + message, _ECDSA_SIGN)
 
 
 def parse_identity(pem: bytes) -> Identity:
@@ -249,7 +250,7 @@ def prove(identity: Identity, nonce: bytes, region: str, server_name: str) -> Pr
     """The answer to a challenge: `nonce` from it, `server_name` as TLS verified it, `region` as asked for."""
     if len(nonce) != NONCE_BYTES:
         raise _refuse(f"A challenge has a nonce of {NONCE_BYTES} bytes, not {len(nonce)}.", Code.PROTOCOL)
-    signature = identity.private_key.sign(_proof_message(nonce, region, server_name), _ECDSA)
+    signature = identity.private_key.sign(_proof_message(nonce, region, server_name), _ECDSA_SIGN)
     return Proof(identity.chain_pem, signature)
 
 

@@ -1,0 +1,132 @@
+"""Ed25519 keys for what a region states: policies, grants, audit checkpoints, receipts.
+
+A signature is over `felix/<purpose>/1`, a zero byte, and the message, so one made for a receipt is worth nothing as
+a policy. Signed notes (C2SP signed-note), whose format fixes what is signed, are signed as they stand; they must
+hold no zero byte, which every other message here begins with, so the two can never be taken for each other.
+
+The id of a key is the first 16 bytes of SHA-256 over its 32 public bytes. Pure, loading and saving aside.
+Source: RFC 8032 (Ed25519).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from felix.context import purpose_prefix
+from felix.errors import Code, RequestError
+from felix.files import PRIVATE, create_file, read_file
+from keys.errors import TamperError
+
+PUBLIC_BYTES: Final = 32
+SIGNATURE_BYTES: Final = 64
+SIGNING_KEY_ID_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyKey:
+    """The public half: 32 bytes."""
+
+    public: bytes
+    _key: Ed25519PublicKey = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises RequestError(INVALID) where these are not the bytes of a public key."""
+        try:
+            object.__setattr__(self, "_key", Ed25519PublicKey.from_public_bytes(self.public))
+        except ValueError as error:
+            raise RequestError(f"Not an Ed25519 public key: {error}.", code=Code.INVALID) from error
+
+    @property
+    def key_id(self) -> bytes:
+        """16 bytes."""
+        return hashlib.sha256(self.public).digest()[:SIGNING_KEY_ID_BYTES]
+
+    def holds(self, purpose: str, message: bytes, signature: bytes) -> bool:
+        """True where `signature` is this key's over `message`, for `purpose`."""
+        return self._holds(purpose_prefix(purpose) + message, signature)
+
+    def verify(self, purpose: str, message: bytes, signature: bytes) -> None:
+        """Raises TamperError where the signature does not hold."""
+        if not self.holds(purpose, message, signature):
+            raise TamperError(
+                f"The {purpose} signature by key {self.key_id.hex()} does not hold.",
+                hint="The document was changed, or another key signed it.",
+            )
+
+    def note_holds(self, text: str, signature: bytes) -> bool:
+        """True where `signature` is this key's over the text of a signed note."""
+        return "\0" not in text and self._holds(text.encode(), signature)
+
+    def _holds(self, message: bytes, signature: bytes) -> bool:
+        try:
+            self._key.verify(signature, message)
+        except InvalidSignature:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """The private half; in no repr."""
+
+    _key: Ed25519PrivateKey = field(repr=False, compare=False)
+    verify_key: VerifyKey
+
+    @classmethod
+    def generate(cls) -> Self:
+        """A new key from the system's randomness."""
+        return cls._of(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_seed(cls, seed: bytes) -> Self:
+        """The key of a 32-byte seed (RFC 8032, section 5.1.5)."""
+        return cls._of(Ed25519PrivateKey.from_private_bytes(seed))
+
+    @classmethod
+    def _of(cls, key: Ed25519PrivateKey) -> Self:
+        return cls(key, VerifyKey(key.public_key().public_bytes_raw()))
+
+    @property
+    def key_id(self) -> bytes:
+        """16 bytes; the same as the verify key's."""
+        return self.verify_key.key_id
+
+    def sign(self, purpose: str, message: bytes) -> bytes:
+        """64 bytes over the prefix of `purpose` and `message`; the same input gives the same signature."""
+        return self._key.sign(purpose_prefix(purpose) + message)
+
+    def sign_note(self, text: str) -> bytes:
+        """64 bytes over the text of a signed note, its last newline included."""
+        assert "\0" not in text
+        assert text.endswith("\n")
+        return self._key.sign(text.encode())
+
+    def pem(self) -> bytes:
+        """PKCS#8, not encrypted. For private files only."""
+        return self._key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+
+
+def save_signing_key(key: SigningKey, path: Path) -> None:
+    """Write a new private file. Blocks on the disk. Raises RequestError(ALREADY_EXISTS): it never overwrites."""
+    create_file(path, key.pem(), PRIVATE)
+
+
+def load_signing_key(path: Path) -> SigningKey:
+    """Blocks on the disk. Raises RequestError: NOT_FOUND, FORBIDDEN where others may read it, INVALID."""
+    pem = read_file(path, "a signing key", private=True)
+    try:
+        key = serialization.load_pem_private_key(pem, None)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"{path} holds no readable signing key: {error}.", code=Code.INVALID) from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise RequestError(f"{path} holds a key that is not Ed25519.", code=Code.INVALID)
+    return SigningKey._of(key)
