@@ -185,9 +185,6 @@ class Connection(Protocol):
     def reset_stream(self, stream_id: int, code: int) -> None:
         """Give up sending on a stream; the peer's handler gets `stream_reset`. Queued bytes are dropped."""
 
-    def stop_stream(self, stream_id: int, code: int) -> None:
-        """Ask the peer to give up sending on a stream (STOP_SENDING); its engine answers with a reset."""
-
     def close(self, code: int = 0, reason: str = "") -> None:
         """End the connection and tell the peer why. What was queued before leaves as far as the congestion window
         reaches; the backlog beyond is dropped, so an orderly end is agreed on in the application's frames first."""

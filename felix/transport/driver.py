@@ -1,0 +1,1280 @@
+"""The driver: one UDP socket, sans-IO QUIC machines behind it, and the port's objects in front.
+
+Shared by both engines; each brings a `Machinery` that makes `Machine`s. Only the engine modules use this.
+
+What happens in a loop turn, per socket: read a burst of datagrams, hand each to the connection that its
+connection id names, then let every touched connection deliver its events, and transmit once. What the
+application sends outside of that is gathered per stream and leaves in one transmit at the end of the turn.
+
+Invariants:
+- the handler's calls come in the order `connected`, anything, `closed`, and `closed` once;
+- bytes from the network never raise out of here: a machine that fails ends its own connection;
+- what is kept is bounded: one transmit per connection while the socket is blocked, connections and handshakes
+  per listener by `TransportLimits`, streams per connection twice over by the peer and by us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple, Protocol
+
+from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.transport import packet
+from felix.transport.certificate import explain_refusal
+from felix.transport.port import (
+    ALPN,
+    CONNECT_TIMEOUT_S,
+    ClientTls,
+    Connection,
+    Handler,
+    Listener,
+    ServerTls,
+    TransportLimits,
+)
+from felix.transport.udp import Address, UdpSocket, open_socket
+
+log = logging.getLogger("felix.transport")
+
+REASON_BYTES_MAX: Final = 256
+"""Longest reason on the wire: a CONNECTION_CLOSE must fit the smallest datagram with room to spare."""
+
+LIVENESS_TICK_S: Final = 1.0
+"""How often a client looks whether its server still answers."""
+
+UNANSWERED_S: Final = 5.0
+"""A server that answers no PING for this long is gone; several retransmissions on a slow path."""
+
+UNANSWERED_AFTER_REFUSAL_S: Final = 1.0
+"""The same once its machine said that nobody listens there. The message could be forged, so it is verified."""
+
+UNPROVEN_S: Final = 1.0
+"""A first packet that led to no answer (damaged, forged) holds its place no longer than a retransmission."""
+
+REFUSALS_PENDING_MAX: Final = 32
+"""Handshakes taken up only to say that the listener is full; further clients get no answer and time out."""
+
+STREAMS_SLACK: Final = 2
+"""A peer may have this many times `streams_max` open as we see it: ends arrive later than they were sent."""
+
+PACED_STEPS_MAX: Final = 4096
+"""Steps of pacing that a close hurries through; more than a congestion window of small datagrams."""
+
+PACED_STEP_S: Final = 0.002
+"""A deadline further ahead than this is not the pacer's."""
+
+SPIN_S: Final = 0.0002
+"""A deadline this near is awaited by turning the loop: its sleep is a millisecond at least, and a paced sender
+that slept that long for each burst would be slow."""
+
+# RFC 9000, section 20.1, and RFC 9001, section 4.8
+_QUIC_INTERNAL: Final = 0x01
+_QUIC_CONNECTION_REFUSED: Final = 0x02
+_QUIC_APPLICATION_ERROR: Final = 0x0C
+_TLS_ALERTS: Final = 0x100
+_ALERTS_CERTIFICATE: Final = frozenset((42, 43, 44, 45, 46, 48))
+_ALERT_HANDSHAKE_FAILURE: Final = 40
+_ALERT_NO_APPLICATION_PROTOCOL: Final = 120
+
+_SENDING: Final = 1
+_RECEIVING: Final = 2
+_STOPPED: Final = 4
+
+_clock = time.monotonic
+
+
+class EventTypes(NamedTuple):
+    """The engine's event classes. Both engines name their fields alike."""
+
+    stream_data: type[Any]
+    stream_reset: type[Any]
+    stop_sending: type[Any]
+    handshake_completed: type[Any]
+    cid_issued: type[Any]
+    cid_retired: type[Any]
+    terminated: type[Any]
+
+
+class MachineClosed(NamedTuple):
+    """Why a machine ended. `frame_type` None: the application of one side closed it."""
+
+    code: int
+    frame_type: int | None
+    reason: str
+
+
+class Machine(Protocol):
+    """A sans-IO QUIC connection. Times are seconds of one monotonic clock."""
+
+    events: EventTypes
+
+    @property
+    def first_cid(self) -> bytes:
+        """The connection id that the peer uses first."""
+
+    def receive(self, data: bytes, segment_bytes: int, address: Address, now: float) -> None: ...
+    def transmit(self, now: float) -> list[tuple[bytes, Address]]: ...
+    def next_event(self) -> Any: ...
+    def deadline(self) -> float | None: ...
+    def handle_deadline(self, now: float) -> None: ...
+    def next_stream_id(self, bidirectional: bool) -> int:
+        """Reserve the next stream id. Raises UnavailableError at the peer's limit."""
+
+    def write(self, stream_id: int, data: bytes, end: bool) -> None: ...
+    def unsent_bytes(self) -> int: ...
+    def reset(self, stream_id: int, code: int) -> None: ...
+    def ping(self) -> None: ...
+    def close(self, code: int, frame_type: int | None, reason: str) -> None: ...
+    def closing(self) -> MachineClosed | None:
+        """Set as soon as either side closed, before the closing period is over."""
+
+    def peer_chain_der(self) -> list[bytes]: ...
+
+
+class Machinery(Protocol):
+    """Makes machines of one engine."""
+
+    @property
+    def name(self) -> str: ...
+
+    def read_identity(self, tls: ServerTls) -> Any:
+        """The certificate and key in the engine's form. ValueError where they cannot be read."""
+
+    def accept(
+        self,
+        identity: Any,
+        limits: TransportLimits,
+        alpn: str,
+        datagram_bytes: int,
+        original_cid: bytes,
+        retry_cid: bytes | None,
+    ) -> Machine: ...
+
+    def dial(
+        self,
+        tls: ClientTls,
+        limits: TransportLimits,
+        alpn: str,
+        datagram_bytes: int,
+        address: Address,
+        now: float,
+    ) -> Machine:
+        """A client's machine that has its first flight ready. ValueError where the authorities cannot be read."""
+
+
+class Owner(Protocol):
+    """The socket's side of a connection: routing and release."""
+
+    def cid_issued(self, connection: DriverConnection, cid: bytes) -> None: ...
+    def cid_retired(self, connection: DriverConnection, cid: bytes) -> None: ...
+    def established(self, connection: DriverConnection) -> Handler: ...
+    def failed(self, connection: DriverConnection, error: FelixError) -> None:
+        """The connection ended before it was established."""
+
+    def ended(self, connection: DriverConnection) -> None:
+        """It no longer counts: `closed` was or will be called."""
+
+    def released(self, connection: DriverConnection) -> None:
+        """The machine needs the socket no more."""
+
+
+class DriverConnection:
+    """`felix.transport.port.Connection` over one machine."""
+
+    __slots__ = (
+        "_above_high",
+        "_alpn",
+        "_busy",
+        "_closed_event",
+        "_flush_scheduled",
+        "_handler",
+        "_handshake_deadline",
+        "_heard_at",
+        "_keepalive_s",
+        "_liveness",
+        "_loop",
+        "_machine",
+        "_owner",
+        "_peer_address",
+        "_pending",
+        "_pending_bytes",
+        "_pinged_at",
+        "_refused",
+        "_released",
+        "_send_to",
+        "_sent_at",
+        "_server_name",
+        "_streams",
+        "_timer",
+        "_timer_at",
+        "_tls",
+        "_transmit_failed",
+        "_udp",
+        "answered",
+        "engine_name",
+        "is_client",
+        "is_closed",
+        "is_established",
+        "limits",
+    )
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        udp: UdpSocket,
+        machine: Machine,
+        owner: Owner,
+        engine_name: str,
+        limits: TransportLimits,
+        alpn: str,
+        peer_address: Address,
+        tls: ClientTls | None,
+        handshake_timeout: float,
+    ) -> None:
+        self._loop = loop
+        self._udp = udp
+        self._machine = machine
+        self._owner = owner
+        self._alpn = alpn
+        self._peer_address = peer_address
+        self._tls = tls
+        self._server_name = "" if tls is None else tls.server_name
+        self._send_to: Address | None = None if tls is not None else peer_address
+        self.engine_name = engine_name
+        self.limits = limits
+        self.is_client = tls is not None
+        self.is_established = False
+        self.is_closed = False
+        self.answered = False
+        """At least one datagram was sent: the peer's first packet was authentic."""
+        self._handler: Handler | None = None
+        self._streams: dict[int, int] = {}
+        self._pending: dict[int, tuple[list[bytes], bool]] = {}
+        self._pending_bytes = 0
+        self._flush_scheduled = False
+        self._busy = False
+        self._above_high = False
+        self._released = False
+        self._transmit_failed = False
+        self._closed_event = asyncio.Event()
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0
+        now = _clock()
+        self._heard_at = now
+        self._sent_at = now
+        self._pinged_at: float | None = None
+        self._refused = False
+        self._keepalive_s = limits.keepalive_ms / 1000
+        self._liveness: asyncio.TimerHandle | None = None
+        self._handshake_deadline: asyncio.TimerHandle | None = loop.call_later(
+            handshake_timeout, self._handshake_late, handshake_timeout
+        )
+
+    # the port
+
+    @property
+    def peer_address(self) -> tuple[str, int]:
+        return self._peer_address[0], self._peer_address[1]
+
+    @property
+    def server_name(self) -> str:
+        return self._server_name
+
+    def open_stream(self, *, bidirectional: bool) -> int:
+        self._require_open()
+        ours = 0 if self.is_client else 1
+        kind = ours | (0 if bidirectional else 2)
+        if sum(1 for stream_id in self._streams if stream_id & 3 == kind) >= self.limits.streams_max:
+            raise UnavailableError(
+                f"The connection has {self.limits.streams_max} streams of this kind open, which is its limit.",
+                code=Code.LIMIT_SUBSCRIPTIONS,
+                hint="End a stream first.",
+            )
+        stream_id = self._machine.next_stream_id(bidirectional)
+        self._streams[stream_id] = _SENDING | _RECEIVING if bidirectional else _SENDING
+        return stream_id
+
+    def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
+        if self.is_closed:
+            self._require_open()
+        state = self._streams.get(stream_id, 0)
+        if not state & _SENDING:
+            raise ValueError(f"stream {stream_id} is not open for sending")
+        if end:
+            self._set_state(stream_id, state & ~(_SENDING | _STOPPED))
+        if state & _STOPPED:
+            return
+        size = len(data)
+        if not size and not end:
+            return
+        pending = self._pending.get(stream_id)
+        if pending is None:
+            self._pending[stream_id] = ([data], end)
+        else:
+            pending[0].append(data)
+            if end:
+                self._pending[stream_id] = (pending[0], True)
+        self._pending_bytes += size
+        if not self._flush_scheduled and not self._busy:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def backlog_bytes(self) -> int:
+        if self.is_closed:
+            return 0
+        return self._pending_bytes + self._machine.unsent_bytes()
+
+    def reset_stream(self, stream_id: int, code: int) -> None:
+        self._require_open()
+        state = self._streams.get(stream_id, 0)
+        if not state & _SENDING:
+            raise ValueError(f"stream {stream_id} is not open for sending")
+        dropped = self._pending.pop(stream_id, None)
+        if dropped is not None:
+            self._pending_bytes -= sum(map(len, dropped[0]))
+            # The engine must know of a stream before it can reset it.
+            self._machine.write(stream_id, b"", False)
+        if not state & _STOPPED:
+            self._machine.reset(stream_id, code)
+        self._set_state(stream_id, state & ~(_SENDING | _STOPPED))
+        self._schedule_flush()
+
+    def close(self, code: int = 0, reason: str = "") -> None:
+        if self.is_closed:
+            return
+        self._transmit_all()
+        self._end(code, reason, None)
+
+    async def wait_closed(self) -> None:
+        await self._closed_event.wait()
+
+    # the socket's side
+
+    def receive(self, data: bytes, segment_bytes: int, address: Address, now: float) -> None:
+        """Datagrams for this connection; `process` follows in the same turn."""
+        self._heard_at = now
+        try:
+            self._machine.receive(data, segment_bytes, address, now)
+        except Exception:
+            # The engines refuse some datagrams (an unusable path, say) by raising. Damage cannot be told from
+            # malice here, so the datagram counts as lost; the idle timeout ends what never recovers.
+            log.debug("a datagram from %s was refused by %s", address, self.engine_name, exc_info=True)
+
+    def process(self, now: float) -> None:
+        """Deliver events, then transmit."""
+        if self._released:
+            return
+        self._busy = True
+        try:
+            self._deliver()
+        finally:
+            self._busy = False
+        self._transmit(now)
+
+    def writable(self) -> None:
+        self._transmit(_clock())
+
+    def peer_refused(self) -> None:
+        """The kernel was told that nobody listens at the peer's address."""
+        if self.is_closed:
+            # Nobody is left to hear the end of the closing period.
+            self._release()
+        elif not self.is_established:
+            self._fail(
+                UnavailableError(
+                    f"Nobody listens at {_shown(self._peer_address)} (UDP): the machine there refused.",
+                    code=Code.UNAVAILABLE,
+                    hint="Check the address, and that the broker runs.",
+                    retry_after_ms=1000,
+                )
+            )
+        elif not self._refused:
+            self._refused = True
+            self._ping(_clock())
+
+    def abandon(self, error: FelixError) -> None:
+        """Give up before the handshake is complete."""
+        if not self.is_established and not self.is_closed:
+            self._fail(error)
+
+    # events
+
+    def _deliver(self) -> None:
+        machine = self._machine
+        types = machine.events
+        next_event = machine.next_event
+        stream_data = types.stream_data
+        while (event := next_event()) is not None:
+            kind = type(event)
+            if kind is stream_data:
+                if not self.is_closed:
+                    self._stream_data(event.stream_id, event.data, event.end_stream)
+            elif kind is types.cid_issued:
+                self._owner.cid_issued(self, event.connection_id)
+            elif kind is types.cid_retired:
+                self._owner.cid_retired(self, event.connection_id)
+            elif kind is types.terminated:
+                self._machine_closed(MachineClosed(event.error_code, event.frame_type, event.reason_phrase))
+                self._release()
+                return
+            elif self.is_closed:
+                continue
+            elif kind is types.handshake_completed:
+                self._handshake_completed(event.alpn_protocol)
+            elif kind is types.stream_reset:
+                self._stream_reset(event.stream_id, event.error_code)
+            elif kind is types.stop_sending:
+                state = self._streams.get(event.stream_id, 0)
+                if state & _SENDING:
+                    self._streams[event.stream_id] = state | _STOPPED
+                    dropped = self._pending.pop(event.stream_id, None)
+                    if dropped is not None:
+                        self._pending_bytes -= sum(map(len, dropped[0]))
+        if not self.is_closed:
+            closing = machine.closing()
+            if closing is not None:
+                self._machine_closed(closing)
+
+    def _handshake_completed(self, alpn: str | None) -> None:
+        if alpn != self._alpn:
+            self._end_on_wire(
+                _TLS_ALERTS + _ALERT_NO_APPLICATION_PROTOCOL, 0, "no common application protocol"
+            )
+            self._fail(self._alpn_error())
+            return
+        if self._handshake_deadline is not None:
+            self._handshake_deadline.cancel()
+            self._handshake_deadline = None
+        self.is_established = True
+        if self.is_client:
+            self._liveness = self._loop.call_later(LIVENESS_TICK_S, self._check_liveness)
+        try:
+            self._handler = self._owner.established(self)
+            self._handler.connected(self)
+        except Exception:
+            self._handler_failed()
+
+    def _stream_data(self, stream_id: int, data: bytes, end: bool) -> None:
+        state = self._streams.get(stream_id)
+        if state is None:
+            if not self._peer_opened(stream_id):
+                return
+            state = self._streams[stream_id]
+        if not state & _RECEIVING:
+            return
+        if end:
+            self._set_state(stream_id, state & ~_RECEIVING)
+        elif not data:
+            return
+        assert self._handler is not None
+        try:
+            self._handler.stream_data(stream_id, data, end)
+        except Exception:
+            self._handler_failed()
+
+    def _stream_reset(self, stream_id: int, code: int) -> None:
+        state = self._streams.get(stream_id)
+        if state is None:
+            if not self._peer_opened(stream_id):
+                return
+            state = self._streams[stream_id]
+        if not state & _RECEIVING:
+            return
+        self._set_state(stream_id, state & ~_RECEIVING)
+        assert self._handler is not None
+        try:
+            self._handler.stream_reset(stream_id, code)
+        except Exception:
+            self._handler_failed()
+
+    def _peer_opened(self, stream_id: int) -> bool:
+        """Take up a stream of the peer's; False where it is one of ours that ended, or one too many."""
+        if bool(stream_id & 1) == (not self.is_client):
+            return False
+        kind = stream_id & 3
+        count = sum(1 for known in self._streams if known & 3 == kind) if len(self._streams) else 0
+        if count >= STREAMS_SLACK * self.limits.streams_max:
+            self._end(
+                Code.LIMIT_SUBSCRIPTIONS,
+                f"more than {STREAMS_SLACK * self.limits.streams_max} streams of one kind are open; "
+                "end some before opening others",
+                None,
+            )
+            return False
+        self._streams[stream_id] = _RECEIVING if stream_id & 2 else _RECEIVING | _SENDING
+        return True
+
+    def _set_state(self, stream_id: int, state: int) -> None:
+        if state & (_SENDING | _RECEIVING):
+            self._streams[stream_id] = state
+        else:
+            self._streams.pop(stream_id, None)
+
+    # transmitting
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_scheduled and not self._busy:
+            self._flush_scheduled = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        self._transmit(_clock())
+
+    def _transmit(self, now: float) -> None:
+        if self._released or self._transmit_failed:
+            return
+        machine = self._machine
+        try:
+            if self._pending and not self.is_closed:
+                pending = self._pending
+                self._pending = {}
+                self._pending_bytes = 0
+                for stream_id, (chunks, end) in pending.items():
+                    machine.write(stream_id, chunks[0] if len(chunks) == 1 else b"".join(chunks), end)
+            if self._udp.blocked:
+                self._udp.wait_writable(self)
+            else:
+                out = machine.transmit(now)
+                if out:
+                    self._sent_at = now
+                    self.answered = True
+                    self._send(out)
+            deadline = machine.deadline()
+        except Exception:
+            log.exception(
+                "the %s engine failed while sending to %s", self.engine_name, _shown(self._peer_address)
+            )
+            self._transmit_failed = True
+            self._machine_closed(MachineClosed(_QUIC_INTERNAL, 0, "the QUIC engine failed"))
+            self._release()
+            return
+        if deadline is not None:
+            self._arm(deadline, now)
+        if not self.is_closed:
+            unsent = self._pending_bytes + machine.unsent_bytes()
+            if self._above_high:
+                if unsent <= self.limits.backlog_low_bytes:
+                    self._above_high = False
+                    self._drained()
+            elif unsent >= self.limits.backlog_high_bytes:
+                self._above_high = True
+
+    def _transmit_all(self) -> None:
+        """Before a close: what the congestion window allows leaves now, though the engine would pace it.
+
+        The engine is told times that are a little ahead; what they spoil, its estimate of the round trip, ends here.
+        """
+        now = _clock()
+        for _ in range(PACED_STEPS_MAX):
+            self._transmit(now)
+            if self._released or self._udp.blocked or not self._machine.unsent_bytes():
+                return
+            deadline = self._machine.deadline()
+            if deadline is None or deadline > now + PACED_STEP_S:
+                return
+            now = max(now, deadline) + 1e-6
+
+    def _send(self, out: list[tuple[bytes, Address]]) -> None:
+        if self._send_to is None:
+            self._udp.send([datagram for datagram, _ in out], None)
+            return
+        address = out[0][1]
+        if len(out) == 1 or all(to == address for _, to in out):
+            self._udp.send([datagram for datagram, _ in out], address)
+            self._peer_address = address
+            return
+        for datagram, to in out:
+            self._udp.send([datagram], to)
+
+    def _drained(self) -> None:
+        if self._handler is None:
+            return
+        try:
+            self._handler.drained()
+        except Exception:
+            self._handler_failed()
+
+    # time
+
+    def _arm(self, deadline: float, now: float) -> None:
+        """Wake at `deadline`. A timer that is set for earlier stays: it looks again when it fires, which costs
+        less than a cancelled timer per transmit."""
+        if self._timer is not None:
+            if self._timer_at <= deadline:
+                return
+            self._timer.cancel()
+        self._timer_at = deadline
+        delay = deadline - now
+        if delay <= SPIN_S:
+            self._timer = self._loop.call_soon(self._timer_fired)
+        else:
+            self._timer = self._loop.call_later(delay, self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        if self._released:
+            return
+        now = _clock()
+        try:
+            deadline = self._machine.deadline()
+            if deadline is None:
+                return
+            if deadline > now:
+                self._arm(deadline, now)
+                return
+            self._machine.handle_deadline(now)
+        except Exception:
+            log.exception("the %s engine failed on its timer", self.engine_name)
+            self._machine_closed(MachineClosed(_QUIC_INTERNAL, 0, "the QUIC engine failed"))
+            self._release()
+            return
+        self.process(now)
+
+    def _handshake_late(self, waited: float) -> None:
+        self._handshake_deadline = None
+        self._end_on_wire(_QUIC_INTERNAL, 0, "the handshake took too long")
+        self._fail(
+            UnavailableError(
+                f"The server at {_shown(self._peer_address)} (UDP) did not complete a handshake within {waited:g} s.",
+                code=Code.TIMEOUT,
+                hint="Check the address, the firewall, and that the broker runs.",
+                retry_after_ms=1000,
+            )
+        )
+
+    def _check_liveness(self) -> None:
+        """Client only: keep the connection up, and notice a server that is gone well before the idle timeout."""
+        self._liveness = None
+        if self.is_closed:
+            return
+        now = _clock()
+        if self._pinged_at is not None and self._heard_at > self._pinged_at:
+            self._pinged_at = None
+            self._refused = False
+        if self._pinged_at is not None:
+            allowed = UNANSWERED_AFTER_REFUSAL_S if self._refused else UNANSWERED_S
+            if now - self._pinged_at >= allowed:
+                self._end(
+                    Code.DISCONNECTED,
+                    f"the server at {_shown(self._peer_address)} has not answered for {now - self._heard_at:.1f} s",
+                    _QUIC_INTERNAL,
+                )
+                return
+        elif (self._sent_at > self._heard_at and now - self._heard_at >= LIVENESS_TICK_S) or (
+            self._keepalive_s and now - max(self._heard_at, self._sent_at) >= self._keepalive_s
+        ):
+            self._ping(now)
+        self._liveness = self._loop.call_later(LIVENESS_TICK_S, self._check_liveness)
+
+    def _ping(self, now: float) -> None:
+        if self._pinged_at is None:
+            self._pinged_at = now
+        self._machine.ping()
+        self._schedule_flush()
+
+    # ending
+
+    def _require_open(self) -> None:
+        if self.is_closed:
+            raise UnavailableError(
+                f"The connection to {_shown(self._peer_address)} is closed.",
+                code=Code.DISCONNECTED,
+                hint="Connect again.",
+            )
+
+    def _handler_failed(self) -> None:
+        log.exception("the handler of the connection with %s failed", _shown(self._peer_address))
+        self._end(Code.INTERNAL, "the other side failed while it handled this connection", None)
+
+    def _end(self, code: int, reason: str, frame_type: int | None) -> None:
+        """Our side ends the connection."""
+        if self.is_closed:
+            return
+        if not self.is_established:
+            self._end_on_wire(code, frame_type, reason)
+            self._fail(
+                UnavailableError("The connection was closed before it was up.", code=Code.DISCONNECTED)
+            )
+            return
+        self._end_on_wire(
+            int(code) if frame_type is None else frame_type, None if frame_type is None else 0, reason
+        )
+        self._closed(int(code), reason)
+
+    def _end_on_wire(self, code: int, frame_type: int | None, reason: str) -> None:
+        """Send CONNECTION_CLOSE with what the application gave (`frame_type` None), or a QUIC error."""
+        shown = reason.encode()[:REASON_BYTES_MAX].decode(errors="ignore")
+        try:
+            self._machine.close(code, frame_type, shown)
+        except Exception:
+            log.debug("the engine could not close", exc_info=True)
+        was_busy, self._busy = self._busy, True
+        self._pending.clear()
+        self._pending_bytes = 0
+        self.is_closed, before = True, self.is_closed
+        self._transmit(_clock())
+        self.is_closed = before
+        self._busy = was_busy
+
+    def _machine_closed(self, why: MachineClosed) -> None:
+        if self.is_closed:
+            return
+        if not self.is_established:
+            self._fail(self._handshake_error(why))
+            return
+        if why.frame_type is None:
+            self._closed(why.code, why.reason)
+        elif "idle timeout" in why.reason.lower():
+            seconds = self.limits.idle_timeout_ms / 1000
+            self._closed(
+                Code.DISCONNECTED, f"nothing arrived for {seconds:g} s or the peer's shorter idle timeout"
+            )
+        elif why.code == _QUIC_INTERNAL and why.reason:
+            self._closed(Code.DISCONNECTED, why.reason)
+        else:
+            self._closed(Code.PROTOCOL, f"QUIC error {int(why.code):#x}: {why.reason or 'no reason given'}")
+
+    def _closed(self, code: int, reason: str) -> None:
+        """Established, now over: tell the owner and, in the next turn, the handler."""
+        self.is_closed = True
+        self._pending.clear()
+        self._pending_bytes = 0
+        self._streams.clear()
+        if self._liveness is not None:
+            self._liveness.cancel()
+            self._liveness = None
+        self._owner.ended(self)
+        self._loop.call_soon(self._tell_closed, int(code), reason)
+
+    def _tell_closed(self, code: int, reason: str) -> None:
+        self._closed_event.set()
+        if self._handler is None:
+            return
+        try:
+            self._handler.closed(code, reason)
+        except Exception:
+            log.exception(
+                "the handler of the connection with %s failed in closed()", _shown(self._peer_address)
+            )
+
+    def _fail(self, error: FelixError) -> None:
+        """Never established."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self._handshake_deadline is not None:
+            self._handshake_deadline.cancel()
+            self._handshake_deadline = None
+        self._closed_event.set()
+        self._owner.failed(self, error)
+
+    def _release(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        self._udp.forget(self)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._handshake_deadline is not None:
+            self._handshake_deadline.cancel()
+            self._handshake_deadline = None
+        self._owner.released(self)
+
+    def release(self) -> None:
+        """The socket goes away, or what led here was never authentic."""
+        if not self.is_closed:
+            if self.is_established:
+                self._closed(Code.DISCONNECTED, "the socket was closed")
+            else:
+                self._fail(UnavailableError("The socket was closed.", code=Code.DISCONNECTED))
+        self._release()
+
+    def refuse(self, reason: str) -> None:
+        """A server's answer to a handshake that it will not take up."""
+        self._end_on_wire(_QUIC_CONNECTION_REFUSED, 0, reason)
+        self._fail(UnavailableError(reason, code=Code.LIMIT_SESSIONS))
+
+    def _handshake_error(self, why: MachineClosed) -> FelixError:
+        peer = _shown(self._peer_address)
+        alert = int(why.code) - _TLS_ALERTS
+        if why.frame_type is not None and (
+            alert == _ALERT_NO_APPLICATION_PROTOCOL
+            # What the native engine's server says instead.
+            or (alert == _ALERT_HANDSHAKE_FAILURE and "alpn" in why.reason.lower())
+        ):
+            return self._alpn_error()
+        if why.frame_type is not None and alert in _ALERTS_CERTIFICATE and self._tls is not None:
+            return explain_refusal(
+                self._machine.peer_chain_der(),
+                self._tls.authorities_pem,
+                self._tls.server_name,
+                peer,
+                datetime.now(UTC),
+                why.reason,
+            )
+        if why.frame_type is not None and why.code == _QUIC_CONNECTION_REFUSED:
+            return UnavailableError(
+                f"The server at {peer} refused the connection: {why.reason or 'no reason given'}.",
+                code=Code.LIMIT_SESSIONS,
+                retry_after_ms=1000,
+            )
+        if why.frame_type is None or why.code == _QUIC_APPLICATION_ERROR:
+            return UnavailableError(
+                f"The server at {peer} closed the connection during the handshake: {why.reason or 'no reason given'}.",
+                code=Code.UNAVAILABLE,
+                retry_after_ms=1000,
+            )
+        if why.code == _QUIC_INTERNAL:
+            reason = why.reason.lower()
+            if "version" in reason:
+                return ProtocolError(
+                    f"The server at {peer} speaks no QUIC version that we speak (1).",
+                    code=Code.VERSION_UNSUPPORTED,
+                )
+            return UnavailableError(
+                f"The handshake with {peer} did not complete: {why.reason or 'no reason given'}.",
+                code=Code.TIMEOUT,
+                retry_after_ms=1000,
+            )
+        return ProtocolError(
+            f"The handshake with {peer} failed with QUIC error {int(why.code):#x}: {why.reason or 'no reason given'}."
+        )
+
+    def _alpn_error(self) -> FelixError:
+        return ProtocolError(
+            f"The peer at {_shown(self._peer_address)} does not speak {self._alpn!r} (TLS application protocol).",
+            code=Code.VERSION_UNSUPPORTED,
+            hint="Check that the address is a Felix broker's, and that both sides run compatible versions.",
+        )
+
+
+class DriverListener:
+    """`felix.transport.port.Listener`: routes datagrams to connections by connection id."""
+
+    def __init__(
+        self,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        sock: socket.socket,
+        machinery: Machinery,
+        identity: Any,
+        make_handler: Callable[[], Handler],
+        limits: TransportLimits,
+        alpn: str,
+    ) -> None:
+        self._loop = loop
+        self._machinery = machinery
+        self._identity = identity
+        self._make_handler = make_handler
+        self._limits = limits
+        self._alpn = alpn
+        self._routes: dict[bytes, DriverConnection] = {}
+        self._cids: dict[DriverConnection, set[bytes]] = {}
+        self._handshakes: set[DriverConnection] = set()
+        self._refusals: set[DriverConnection] = set()
+        self._established: set[DriverConnection] = set()
+        self._touched: dict[DriverConnection, None] = {}
+        self._tokens = packet.TokenSeal(os.urandom(16))
+        self._closing = False
+        self._udp = UdpSocket(sock, loop, self)
+
+    # the port
+
+    @property
+    def address(self) -> tuple[str, int]:
+        address = self._udp.local_address
+        return address[0], address[1]
+
+    @property
+    def connection_count(self) -> int:
+        return len(self._established)
+
+    @property
+    def handshake_count(self) -> int:
+        return len(self._handshakes)
+
+    def renew(self, tls: ServerTls) -> None:
+        self._identity = _read_identity(self._machinery, tls)
+
+    async def close(self, reason: str = "") -> None:
+        if self._closing:
+            return
+        self._closing = True
+        for connection in list(self._established):
+            connection.close(Code.SHUTTING_DOWN, reason or "the server is shutting down")
+        for connection in list(self._handshakes):
+            connection.refuse(reason or "the server is shutting down")
+        # One turn for the handlers' `closed`, and for a socket that was blocked.
+        await asyncio.sleep(0)
+        for connection in list(self._cids):
+            connection.release()
+        self._udp.close()
+        await asyncio.sleep(0)
+
+    # the socket's side
+
+    def datagrams_received(self, data: bytes, segment_bytes: int, address: Address) -> None:
+        size = len(data)
+        if size <= segment_bytes:
+            self._route(data, size, address)
+            return
+        cid = data[1 : 1 + packet.CID_BYTES]
+        for at in range(0, size, segment_bytes):
+            if data[at] & 0x80 or data[at + 1 : at + 1 + packet.CID_BYTES] != cid:
+                break
+        else:
+            self._route(data, segment_bytes, address)
+            return
+        for at in range(0, size, segment_bytes):
+            self._route(data[at : at + segment_bytes], segment_bytes, address)
+
+    def pass_ended(self) -> None:
+        touched, self._touched = self._touched, {}
+        now = _clock()
+        for connection in touched:
+            connection.process(now)
+
+    def peer_refused(self) -> None:
+        """Not a connected socket: the kernel does not say whom it means."""
+
+    def _route(self, data: bytes, segment_bytes: int, address: Address) -> None:
+        if data[0] & 0x80:
+            header = packet.read_long_header(data)
+            if header is None:
+                return
+            connection = self._routes.get(header.destination_cid)
+            if connection is None:
+                connection = self._accept(header, len(data), address)
+        else:
+            connection = self._routes.get(data[1 : 1 + packet.CID_BYTES])
+        if connection is None:
+            return
+        self._touched[connection] = None
+        connection.receive(data, segment_bytes, address, _clock())
+
+    def _accept(self, header: packet.LongHeader, size: int, address: Address) -> DriverConnection | None:
+        """A connection for a first packet; None where it is none, or must not be taken up now."""
+        if self._closing or size < packet.INITIAL_DATAGRAM_BYTES_MIN:
+            return None
+        if header.version != packet.VERSION_1:
+            # Version 0 is itself a version negotiation; answering it would start a loop between two servers.
+            if header.version and not self._udp.blocked:
+                self._udp.send([packet.encode_version_negotiation(header, os.urandom(1)[0])], address)
+            return None
+        if not header.is_initial or len(header.destination_cid) < packet.INITIAL_CID_BYTES_MIN:
+            return None
+        limits = self._limits
+        pending = len(self._handshakes)
+        if pending >= limits.handshakes_pending_max:
+            return None
+        original_cid, retry_cid = header.destination_cid, None
+        peer = (address[0], address[1])
+        if header.token:
+            claim = self._tokens.open(header.token, peer, int(_clock() * 1000))
+            if claim is not None and claim.retry_source_cid == header.destination_cid:
+                original_cid, retry_cid = claim
+        if retry_cid is None and 2 * pending >= limits.handshakes_pending_max:
+            self._send_retry(header, address)
+            return None
+        full = len(self._established) >= limits.connections_max
+        if full and len(self._refusals) >= REFUSALS_PENDING_MAX:
+            return None
+        try:
+            machine = self._machinery.accept(
+                self._identity, limits, self._alpn, _datagram_bytes(address, limits), original_cid, retry_cid
+            )
+        except Exception:
+            log.exception("the %s engine could not make a connection", self._machinery.name)
+            return None
+        connection = DriverConnection(
+            loop=self._loop,
+            udp=self._udp,
+            machine=machine,
+            owner=self,
+            engine_name=self._machinery.name,
+            limits=limits,
+            alpn=self._alpn,
+            peer_address=address,
+            tls=None,
+            handshake_timeout=limits.handshake_timeout_ms / 1000,
+        )
+        self._cids[connection] = set()
+        self.cid_issued(connection, header.destination_cid)
+        self.cid_issued(connection, machine.first_cid)
+        self._handshakes.add(connection)
+        if full:
+            self._refusals.add(connection)
+        self._loop.call_later(UNPROVEN_S, self._drop_unproven, connection)
+        return connection
+
+    def _drop_unproven(self, connection: DriverConnection) -> None:
+        if not connection.answered:
+            connection.release()
+
+    def _send_retry(self, header: packet.LongHeader, address: Address) -> None:
+        if self._udp.blocked:
+            return
+        retry_cid = os.urandom(packet.CID_BYTES)
+        token = self._tokens.seal(
+            packet.RetryClaim(header.destination_cid, retry_cid),
+            (address[0], address[1]),
+            int(_clock() * 1000),
+            os.urandom(12),
+        )
+        self._udp.send([packet.encode_retry(header, retry_cid, token, os.urandom(1)[0])], address)
+
+    # the connections' side
+
+    def cid_issued(self, connection: DriverConnection, cid: bytes) -> None:
+        cids = self._cids.get(connection)
+        if cids is not None and self._routes.setdefault(cid, connection) is connection:
+            cids.add(cid)
+
+    def cid_retired(self, connection: DriverConnection, cid: bytes) -> None:
+        cids = self._cids.get(connection)
+        if cids is not None and cid in cids:
+            cids.discard(cid)
+            self._routes.pop(cid, None)
+
+    def established(self, connection: DriverConnection) -> Handler:
+        self._handshakes.discard(connection)
+        if connection in self._refusals or len(self._established) >= self._limits.connections_max:
+            self._refusals.discard(connection)
+            return _Refuser(
+                f"the server has {self._limits.connections_max} connections, which is its limit; try again later"
+            )
+        self._established.add(connection)
+        return self._make_handler()
+
+    def failed(self, connection: DriverConnection, error: FelixError) -> None:
+        self._handshakes.discard(connection)
+        self._refusals.discard(connection)
+        log.debug("a handshake with %s failed: %s", _shown(connection.peer_address), error)
+
+    def ended(self, connection: DriverConnection) -> None:
+        self._established.discard(connection)
+        self._handshakes.discard(connection)
+        self._refusals.discard(connection)
+
+    def released(self, connection: DriverConnection) -> None:
+        self.ended(connection)
+        for cid in self._cids.pop(connection, ()):
+            self._routes.pop(cid, None)
+
+
+class _Refuser:
+    """The handler of a connection over the listener's limit: says so and closes."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def connected(self, connection: Connection) -> None:
+        connection.close(Code.LIMIT_SESSIONS, self._reason)
+
+    def stream_data(self, stream_id: int, data: bytes, end: bool) -> None: ...
+    def stream_reset(self, stream_id: int, code: int) -> None: ...
+    def drained(self) -> None: ...
+    def closed(self, code: int, reason: str) -> None: ...
+
+
+class _Dialer:
+    """The owner of a client's one connection and socket."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, handler: Handler) -> None:
+        self._handler = handler
+        self.result: asyncio.Future[None] = loop.create_future()
+        self.udp = UdpSocket(sock, loop, self)
+        self.connection: DriverConnection | None = None
+
+    def datagrams_received(self, data: bytes, segment_bytes: int, address: Address) -> None:
+        if self.connection is not None:
+            self.connection.receive(data, segment_bytes, address, _clock())
+
+    def pass_ended(self) -> None:
+        if self.connection is not None:
+            self.connection.process(_clock())
+
+    def peer_refused(self) -> None:
+        if self.connection is not None:
+            self.connection.peer_refused()
+
+    def cid_issued(self, connection: DriverConnection, cid: bytes) -> None:
+        """One connection per socket: nothing to route."""
+
+    def cid_retired(self, connection: DriverConnection, cid: bytes) -> None: ...
+
+    def established(self, connection: DriverConnection) -> Handler:
+        if not self.result.done():
+            self.result.set_result(None)
+        return self._handler
+
+    def failed(self, connection: DriverConnection, error: FelixError) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+
+    def ended(self, connection: DriverConnection) -> None: ...
+
+    def released(self, connection: DriverConnection) -> None:
+        self.udp.close()
+
+
+@dataclass(frozen=True, slots=True)
+class DriverEngine:
+    """`felix.transport.port.Engine` over one machinery."""
+
+    machinery: Machinery
+
+    @property
+    def name(self) -> str:
+        return self.machinery.name
+
+    async def listen(
+        self,
+        host: str,
+        port: int,
+        tls: ServerTls,
+        make_handler: Callable[[], Handler],
+        limits: TransportLimits = TransportLimits(),  # noqa: B008 - frozen
+        alpn: str = ALPN,
+    ) -> Listener:
+        loop = asyncio.get_running_loop()
+        identity = _read_identity(self.machinery, tls)
+        try:
+            family, address = (await _resolve(loop, host, port))[0]
+            sock = open_socket(family, bind=address, buffer_bytes=limits.socket_buffer_bytes)
+        except OSError as error:
+            raise RequestError(
+                f"Cannot listen on {_shown((host, port))} (UDP): {error.strerror or error}.",
+                code=Code.CONFIG_INVALID,
+                hint="Choose another address or port, or stop the process that uses this one.",
+            ) from error
+        return DriverListener(
+            loop=loop,
+            sock=sock,
+            machinery=self.machinery,
+            identity=identity,
+            make_handler=make_handler,
+            limits=limits,
+            alpn=alpn,
+        )
+
+    async def connect(
+        self,
+        host: str,
+        port: int,
+        tls: ClientTls,
+        handler: Handler,
+        limits: TransportLimits = TransportLimits(),  # noqa: B008 - frozen
+        alpn: str = ALPN,
+        timeout: float = CONNECT_TIMEOUT_S,  # noqa: ASYNC109
+    ) -> Connection:
+        loop = asyncio.get_running_loop()
+        until = _clock() + timeout
+        try:
+            addresses = await asyncio.wait_for(_resolve(loop, host, port), timeout)
+        except (OSError, TimeoutError) as error:
+            raise UnavailableError(
+                f"The address of {host!r} cannot be found: {getattr(error, 'strerror', None) or 'no answer'}.",
+                code=Code.UNAVAILABLE,
+                hint="Check the name, or use a numeric address.",
+                retry_after_ms=1000,
+            ) from error
+        for position, (family, address) in enumerate(addresses):
+            left = (until - _clock()) / (len(addresses) - position)
+            try:
+                return await self._connect(loop, family, address, tls, handler, limits, alpn, left)
+            except UnavailableError:
+                if position + 1 == len(addresses):
+                    raise
+        raise AssertionError("a name resolves to at least one address")
+
+    async def _connect(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        family: int,
+        address: Address,
+        tls: ClientTls,
+        handler: Handler,
+        limits: TransportLimits,
+        alpn: str,
+        seconds: float,
+    ) -> Connection:
+        try:
+            machine = self.machinery.dial(
+                tls, limits, alpn, _datagram_bytes(address, limits), address, _clock()
+            )
+        except ValueError as error:
+            raise RequestError(
+                f"The trusted authorities for {tls.server_name!r} cannot be used: {error}.",
+                code=Code.CONFIG_INVALID,
+                hint="They must be one or more certificates in PEM.",
+            ) from error
+        try:
+            sock = open_socket(family, connect=address, buffer_bytes=limits.socket_buffer_bytes)
+        except OSError as error:
+            raise UnavailableError(
+                f"There is no way to {_shown(address)} (UDP): {error.strerror or error}.", retry_after_ms=1000
+            ) from error
+        dialer = _Dialer(loop, sock, handler)
+        connection = DriverConnection(
+            loop=loop,
+            udp=dialer.udp,
+            machine=machine,
+            owner=dialer,
+            engine_name=self.name,
+            limits=limits,
+            alpn=alpn,
+            peer_address=address,
+            tls=tls,
+            handshake_timeout=max(0.001, seconds),
+        )
+        dialer.connection = connection
+        connection.process(_clock())
+        try:
+            await dialer.result
+        except asyncio.CancelledError:
+            connection.abandon(UnavailableError("The attempt was cancelled.", code=Code.DISCONNECTED))
+            if not connection.is_closed:
+                connection.close()
+            raise
+        return connection
+
+
+async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[tuple[int, Address]]:
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    return [(int(family), address) for family, _, _, _, address in found]  # type: ignore[misc]
+
+
+def _read_identity(machinery: Machinery, tls: ServerTls) -> Any:
+    try:
+        return machinery.read_identity(tls)
+    except Exception as error:
+        raise RequestError(
+            f"The server's certificate or key cannot be read: {error}.",
+            code=Code.CONFIG_INVALID,
+            hint="Both must be PEM, the leaf first, the key unencrypted PKCS #8.",
+        ) from error
+
+
+def _datagram_bytes(address: Address, limits: TransportLimits) -> int:
+    """The payload to send to `address`: large only where the path is this machine's own loopback."""
+    with suppress(ValueError):
+        if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
+            return limits.datagram_loopback_bytes_max
+    return limits.datagram_bytes_max
+
+
+def _shown(address: Address | tuple[str, int]) -> str:
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    return f"{host}:{address[1]}"

@@ -1,0 +1,269 @@
+"""The native engine: qh3, whose packet core, TLS and recovery are compiled.
+
+Key exchange: offers X25519MLKEM768 first, the hybrid of X25519 and ML-KEM-768, and uses it with any peer that
+has it, so between two native ends what is recorded today stays closed to a quantum computer later.
+
+Certificates: verified by the engine's compiled web PKI verifier against the given authorities alone.
+Only the driver calls these.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from qh3._hazmat import Buffer
+from qh3.quic import events
+from qh3.quic.configuration import QuicConfiguration
+from qh3.quic.connection import QuicConnection
+from qh3.quic.packet import (
+    QuicTransportParameters,
+    pull_quic_transport_parameters,
+    push_quic_transport_parameters,
+)
+from qh3.tls import ExtensionType, SignatureAlgorithm, load_pem_x509_certificates
+
+from felix.errors import Code, UnavailableError
+from felix.transport.driver import DriverEngine, EventTypes, MachineClosed
+from felix.transport.packet import CID_BYTES
+from felix.transport.port import DATAGRAM_BYTES_MIN, ClientTls, ServerTls, TransportLimits
+from felix.transport.udp import Address
+
+NAME: Final = "qh3"
+
+PROBED_BYTES_MAX: Final = 1472
+"""The largest datagram that the engine probes for, and that its client admits to receive unless told otherwise."""
+
+START_BYTES: Final = 1280
+"""What the engine sends before it has probed a path (IPv6's smallest link)."""
+
+WAIT_FOR_PEER_S: Final = 0.01
+"""How soon a connection tries again that may not send more before its peer proved its address."""
+
+_NO_ROOM: Final = "packet builder capacity exhausted"
+
+_TYPES: Final = EventTypes(
+    stream_data=events.StreamDataReceived,
+    stream_reset=events.StreamReset,
+    stop_sending=events.StopSendingReceived,
+    handshake_completed=events.HandshakeCompleted,
+    cid_issued=events.ConnectionIdIssued,
+    cid_retired=events.ConnectionIdRetired,
+    terminated=events.ConnectionTerminated,
+)
+
+_SIGNATURES: Final = [
+    int(algorithm)
+    for algorithm in (
+        SignatureAlgorithm.ED25519,
+        SignatureAlgorithm.ECDSA_SECP256R1_SHA256,
+        SignatureAlgorithm.ECDSA_SECP384R1_SHA384,
+        SignatureAlgorithm.RSA_PSS_RSAE_SHA256,
+        SignatureAlgorithm.RSA_PSS_RSAE_SHA384,
+    )
+]
+"""What a server may sign the handshake with; the engine's own list leaves Ed25519 out."""
+
+# The engine warns about every peer that closes; the driver hands the same to the handler.
+if logging.getLogger("quic").level == logging.NOTSET:
+    logging.getLogger("quic").setLevel(logging.ERROR)
+
+
+class _Connection(QuicConnection):
+    """The engine's connection, with two things put right.
+
+    - The engine's client always announces that it takes 1,472 bytes, so that a server could never send it more,
+      even over loopback. Between two ends of one machine that halves the throughput.
+    - Where what may be sent to an unproven address (RFC 9000, section 8.1) is less than the next packet, the
+      packet core raises, and what it built before in the same pass would be lost. That is a wait for the peer,
+      no failure: aioquic's client, whose first datagram is padded outside of its packet, meets it every time.
+    """
+
+    def _create_tls(self, remote_source_cid: bytes | None) -> Any:
+        bridge = super()._create_tls(remote_source_cid)
+        size = self.configuration.max_datagram_size
+        if self.configuration.is_client and size > PROBED_BYTES_MAX:
+            bridge.tls.handshake_extensions = [
+                (
+                    kind,
+                    _with_payload_bytes(value, size)
+                    if kind == ExtensionType.QUIC_TRANSPORT_PARAMETERS
+                    else value,
+                )
+                for kind, value in bridge.tls.handshake_extensions
+            ]
+        return bridge
+
+    def datagrams_to_send(self, now: float) -> list[tuple[bytes, Any]]:
+        if self._core is None:
+            return []
+        poll = self._core.poll_transmit
+        out: list[tuple[bytes, Any]] = []
+        try:
+            while (datagram := poll(now)) is not None:
+                out.append((datagram[0], datagram[1]))
+            self.waits_for_peer = False
+        except RuntimeError as error:
+            if _NO_ROOM not in str(error):
+                raise
+            self.waits_for_peer = True
+        return out
+
+    waits_for_peer = False
+
+
+def _with_payload_bytes(encoded: bytes, size: int) -> bytes:
+    """Transport parameters with another `max_udp_payload_size` (RFC 9000, section 18.2)."""
+    parameters: QuicTransportParameters = pull_quic_transport_parameters(Buffer(data=encoded))
+    parameters.max_udp_payload_size = size
+    buffer = Buffer(capacity=len(encoded) + 64)
+    push_quic_transport_parameters(buffer, parameters)
+    return bytes(buffer.data)
+
+
+class NativeMachine:
+    """`felix.transport.driver.Machine` over a qh3 connection."""
+
+    __slots__ = (
+        "_quic",
+        "events",
+        "handle_deadline",
+        "next_event",
+        "transmit",
+        "unsent_bytes",
+        "write",
+    )
+
+    def __init__(self, quic: _Connection) -> None:
+        self._quic = quic
+        self.events = _TYPES
+        # Bound once: these run for every transmit.
+        self.handle_deadline = quic.handle_timer
+        self.next_event = quic.next_event
+        self.transmit = quic.datagrams_to_send
+        self.unsent_bytes = quic.get_send_buffer_size
+        self.write = quic.send_stream_data
+
+    @property
+    def first_cid(self) -> bytes:
+        return bytes(self._quic.host_cid)
+
+    def receive(self, data: bytes, segment_bytes: int, address: Address, now: float) -> None:
+        if len(data) <= segment_bytes:
+            self._quic.receive_many_datagrams([data], address, now)
+        else:
+            self._quic.receive_gro_buffer(data, segment_bytes, address, now)
+
+    def deadline(self) -> float | None:
+        at = self._quic.get_timer()
+        if self._quic.waits_for_peer and at is not None:
+            # Its own timer is for now, again and again; the peer's answer is what it waits for.
+            at = max(at, time.monotonic() + WAIT_FOR_PEER_S)
+        return at
+
+    def next_stream_id(self, bidirectional: bool) -> int:
+        try:
+            return int(self._quic._open_stream(is_unidirectional=not bidirectional))
+        except ValueError as error:
+            raise UnavailableError(
+                f"The peer allows no further stream now: {error}.",
+                code=Code.LIMIT_SUBSCRIPTIONS,
+                hint="End a stream first.",
+            ) from error
+
+    def reset(self, stream_id: int, code: int) -> None:
+        self._quic.reset_stream(stream_id, code)
+
+    def ping(self) -> None:
+        self._quic.send_ping(0)
+
+    def close(self, code: int, frame_type: int | None, reason: str) -> None:
+        self._quic.close(code, frame_type, reason)
+
+    def closing(self) -> MachineClosed | None:
+        event = self._quic._close_event
+        if event is None:
+            return None
+        return MachineClosed(int(event.error_code), event.frame_type, event.reason_phrase)
+
+    def peer_chain_der(self) -> list[bytes]:
+        leaf = self._quic.get_peercert()
+        if leaf is None:
+            return []
+        return [bytes(c.public_bytes()) for c in (leaf, *self._quic.get_issuercerts())]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeMachinery:
+    """`felix.transport.driver.Machinery` for qh3."""
+
+    name: str = NAME
+
+    def read_identity(self, tls: ServerTls) -> Any:
+        configuration = QuicConfiguration(is_client=False)
+        configuration.load_cert_chain(tls.chain_pem, tls.key_pem)
+        return configuration.certificate, configuration.certificate_chain, configuration.private_key
+
+    def accept(
+        self,
+        identity: Any,
+        limits: TransportLimits,
+        alpn: str,
+        datagram_bytes: int,
+        original_cid: bytes,
+        retry_cid: bytes | None,
+    ) -> NativeMachine:
+        configuration = _configuration(limits, alpn, datagram_bytes, is_client=False)
+        configuration.certificate, configuration.certificate_chain, configuration.private_key = identity
+        return NativeMachine(
+            _Connection(
+                configuration=configuration,
+                original_destination_connection_id=original_cid,
+                retry_source_connection_id=retry_cid,
+            )
+        )
+
+    def dial(
+        self,
+        tls: ClientTls,
+        limits: TransportLimits,
+        alpn: str,
+        datagram_bytes: int,
+        address: Address,
+        now: float,
+    ) -> NativeMachine:
+        if not load_pem_x509_certificates(tls.authorities_pem):
+            raise ValueError("there is no certificate in them")
+        configuration = _configuration(limits, alpn, datagram_bytes, is_client=True)
+        configuration.server_name = tls.server_name
+        configuration.cadata = tls.authorities_pem
+        configuration.signature_algorithms = _SIGNATURES
+        quic = _Connection(configuration=configuration)
+        quic.connect(address, now)
+        return NativeMachine(quic)
+
+
+def _configuration(
+    limits: TransportLimits, alpn: str, datagram_bytes: int, *, is_client: bool
+) -> QuicConfiguration:
+    jumbo = datagram_bytes > PROBED_BYTES_MAX
+    return QuicConfiguration(
+        is_client=is_client,
+        alpn_protocols=[alpn],
+        connection_id_length=CID_BYTES,
+        idle_timeout=limits.idle_timeout_ms / 1000,
+        max_data=limits.connection_window_bytes,
+        max_stream_data=limits.stream_window_bytes,
+        # On a real path: start small; the engine probes up to what the path carries (RFC 8899).
+        max_datagram_size=datagram_bytes
+        if jumbo
+        else max(DATAGRAM_BYTES_MIN, min(datagram_bytes, START_BYTES)),
+        probe_datagram_size=not jumbo and datagram_bytes > START_BYTES,
+    )
+
+
+def engine() -> DriverEngine:
+    """The native engine, as `felix.transport.port.engine_named` returns it."""
+    return DriverEngine(NativeMachinery())
