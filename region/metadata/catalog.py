@@ -1,0 +1,392 @@
+"""The catalog: a region's streams, rights, signed documents and quotas, over the metadata store.
+
+Every write is a compare-and-swap on the revision that was read: nobody overwrites what they have not seen.
+Whoever needs an answer at each request asks the `mirror` instead, which does no I/O.
+
+Invariants:
+- a stream's incarnation id never changes, and no two streams have the same;
+- a stream's record goes only together with a `deleted/<incarnation>` mark: missing metadata by itself never
+  deletes data;
+- signed documents are kept as the bytes that were signed. The catalog does not verify them; whoever acts on
+  one does, because a metadata administrator must not be able to forge one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from felix.errors import Code, CorruptionError, RequestError
+from felix.names import SpiffeId, StreamName
+from region.metadata.port import (
+    Absent,
+    Compare,
+    Delete,
+    Entry,
+    MetadataStore,
+    ModRevision,
+    OutcomeUnknownError,
+    Put,
+    Write,
+)
+from region.metadata.records import (
+    INCARNATION_BYTES,
+    DeletedStream,
+    Document,
+    DocumentKind,
+    Keys,
+    Policy,
+    PolicyPointer,
+    Rights,
+    Side,
+    Stream,
+    StreamConfig,
+    canonical_rights,
+    check_stream_config,
+    check_stream_update,
+    decode,
+    decode_stream,
+    encode,
+)
+
+_SWAPS_MAX: Final = 16
+"""Tries of a compare-and-swap against other writers of the same record."""
+
+
+class Catalog:
+    """A region's catalog. Methods raise UnavailableError where the store cannot answer."""
+
+    def __init__(self, store: MetadataStore, region: str) -> None:
+        self.store = store
+        self.keys = Keys(region)
+
+    # Streams
+
+    async def create_stream(
+        self, name: StreamName, config: StreamConfig, *, incarnation: bytes, created_ms: int
+    ) -> Stream:
+        """Create a stream; `incarnation`: 16 fresh random bytes. Raises RequestError(ALREADY_EXISTS,
+        CONFIG_INVALID). Safe to try again with the same incarnation where the first answer was lost."""
+        check_stream_config(name, config)
+        if len(incarnation) != INCARNATION_BYTES:
+            raise RequestError(f"An incarnation id has {INCARNATION_BYTES} bytes, not {len(incarnation)}.")
+        key = self.keys.stream(name)
+        stream = Stream(name=str(name), incarnation=incarnation.hex(), created_ms=created_ms, config=config)
+        value = self._encode_stream(stream)
+        compares = [Absent(key), Absent(self.keys.deleted(stream.incarnation))]
+        try:
+            result = await self.store.transact(compares, [Put(key, value)])
+            revision = result.revision if result.succeeded else 0
+        except OutcomeUnknownError:
+            revision = 0
+        if not revision:
+            found = await self.store.get(key)
+            if found is None or decode_stream(found.value, key, 0).incarnation != stream.incarnation:
+                raise RequestError(
+                    f"The stream {name} already exists."
+                    if found
+                    else f"The stream {name} could not be created: it was created or deleted at the same moment.",
+                    code=Code.ALREADY_EXISTS if found else Code.CONFLICT,
+                    hint="Describe it to see its settings." if found else "Try again.",
+                )
+            return decode_stream(found.value, key, found.mod_revision)
+        return msgspec.structs.replace(stream, revision=revision)
+
+    async def describe_stream(self, name: StreamName) -> Stream:
+        """Raises RequestError(NOT_FOUND)."""
+        entry = await self.store.get(self.keys.stream(name))
+        if entry is None:
+            raise _no_stream(name)
+        return decode_stream(entry.value, entry.key, entry.mod_revision)
+
+    async def list_streams(self, prefix: str = "") -> list[Stream]:
+        """Streams whose name starts with `prefix`, as in `acme/` or `acme/payments/or`, in order of name."""
+        found = await self.store.load(self.keys.prefix + "streams/" + prefix)
+        return [decode_stream(entry.value, entry.key, entry.mod_revision) for entry in found.entries]
+
+    async def update_stream(self, name: StreamName, config: StreamConfig) -> Stream:
+        """Change a stream's settings; number of shards and memory-or-disk stay. Raises RequestError(NOT_FOUND,
+        CONFIG_INVALID)."""
+        key = self.keys.stream(name)
+
+        def change(entry: Entry | None) -> bytes:
+            if entry is None:
+                raise _no_stream(name)
+            old = decode_stream(entry.value, key, entry.mod_revision)
+            check_stream_update(name, old.config, config)
+            return self._encode_stream(msgspec.structs.replace(old, config=config))
+
+        value, revision = await self._swap(key, change)
+        return decode_stream(value, key, revision)
+
+    async def delete_stream(
+        self, name: StreamName, *, incarnation: str = "", deleted_ms: int
+    ) -> DeletedStream:
+        """Delete a stream and leave the mark that lets brokers remove its data. With `incarnation` (hex), only
+        that one. Raises RequestError(NOT_FOUND, CONFLICT)."""
+        key = self.keys.stream(name)
+        for _ in range(_SWAPS_MAX):
+            entry = await self.store.get(key)
+            if entry is None:
+                raise _no_stream(name)
+            stream = decode_stream(entry.value, key, entry.mod_revision)
+            if incarnation and stream.incarnation != incarnation:
+                raise RequestError(
+                    f"The stream {name} is not the one you mean: it was deleted and created again.",
+                    code=Code.CONFLICT,
+                    hint="Describe it, then delete it with its present incarnation.",
+                )
+            incarnation = stream.incarnation
+            mark = DeletedStream(name=str(name), incarnation=incarnation, deleted_ms=deleted_ms)
+            mark_key = self.keys.deleted(incarnation)
+            try:
+                result = await self.store.transact(
+                    [ModRevision(key, entry.mod_revision)], [Delete(key), Put(mark_key, encode(mark))]
+                )
+            except OutcomeUnknownError:
+                if await self.store.get(mark_key) is None:
+                    raise
+                return mark
+            if result.succeeded:
+                return mark
+        raise _contended(key)
+
+    async def deleted_streams(self) -> list[DeletedStream]:
+        """Marks of explicitly deleted streams."""
+        found = await self.store.load(self.keys.prefix + "deleted/")
+        return [decode(entry.value, DeletedStream, entry.key) for entry in found.entries]
+
+    @staticmethod
+    def _encode_stream(stream: Stream) -> bytes:
+        fields = msgspec.structs.asdict(stream)
+        del fields["revision"]
+        return msgspec.json.encode(fields)
+
+    # Rights
+
+    async def rights(self, identity: SpiffeId) -> tuple[str, ...]:
+        """An identity's rights; none where it is unknown."""
+        entry = await self.store.get(self.keys.rights(identity))
+        return () if entry is None else decode(entry.value, Rights, entry.key).rights
+
+    async def list_rights(self) -> dict[SpiffeId, tuple[str, ...]]:
+        """Every identity that has an entry, in order."""
+        prefix = self.keys.prefix + "rights/"
+        found = await self.store.load(prefix)
+        return {
+            SpiffeId.parse("spiffe://" + entry.key.removeprefix(prefix)): decode(
+                entry.value, Rights, entry.key
+            ).rights
+            for entry in found.entries
+        }
+
+    async def change_rights(
+        self, identity: SpiffeId, *, add: Sequence[str] = (), remove: Sequence[str] = ()
+    ) -> tuple[str, ...]:
+        """Add and take away rights (what is in both is taken away); answers what the identity has now, in order."""
+        key = self.keys.rights(identity)
+        added = set(canonical_rights(identity, add)) - set(canonical_rights(identity, remove))
+
+        def change(entry: Entry | None) -> bytes:
+            old = () if entry is None else decode(entry.value, Rights, key).rights
+            kept = set(old) - set(canonical_rights(identity, remove))
+            return encode(Rights(canonical_rights(identity, (*kept, *added))))
+
+        value, _ = await self._swap(key, change)
+        return decode(value, Rights, key).rights
+
+    async def set_rights(self, identity: SpiffeId, rights: Sequence[str]) -> tuple[str, ...]:
+        """Replace an identity's rights, also where what stands there cannot be read."""
+        new = canonical_rights(identity, rights)
+        await self._swap(self.keys.rights(identity), lambda _: encode(Rights(new)))
+        return new
+
+    async def delete_rights(self, identity: SpiffeId) -> bool:
+        """Remove an identity's entry; False where there was none."""
+        return await self._remove(self.keys.rights(identity))
+
+    # Grants, revocations, denials
+
+    async def put_document(
+        self, kind: DocumentKind, side: Side, document_id: str, document: bytes, *, revision: int = 0
+    ) -> Document:
+        """Write signed bytes. `revision`: the one that is replaced; 0 where there must be none. The same bytes
+        again are no error. Raises RequestError(ALREADY_EXISTS, CONFLICT)."""
+        key = self.keys.document(kind, side, document_id)
+        return Document(document_id, document, await self._put(key, document, revision))
+
+    async def document(self, kind: DocumentKind, side: Side, document_id: str) -> Document | None:
+        """One document, or None."""
+        entry = await self.store.get(self.keys.document(kind, side, document_id))
+        return None if entry is None else Document(document_id, entry.value, entry.mod_revision)
+
+    async def list_documents(self, kind: DocumentKind, side: Side) -> list[Document]:
+        """All of one kind and side, in order of id."""
+        prefix = self.keys.document(kind, side, "x").removesuffix("x")
+        found = await self.store.load(prefix)
+        return [
+            Document(entry.key.removeprefix(prefix), entry.value, entry.mod_revision)
+            for entry in found.entries
+        ]
+
+    async def delete_document(self, kind: DocumentKind, side: Side, document_id: str) -> bool:
+        """False where there was none."""
+        return await self._remove(self.keys.document(kind, side, document_id))
+
+    # Policy
+
+    async def policy(self) -> Policy | None:
+        """The policy in force; None where there is none, which allows nothing. Raises CorruptionError where its
+        document is missing."""
+        entry = await self.store.get(self.keys.policy_pointer())
+        if entry is None:
+            return None
+        version = decode(entry.value, PolicyPointer, entry.key).version
+        policy = await self.policy_version(version)
+        if policy is None:
+            # Pointer and document are written together and versions are not deleted by us.
+            raise CorruptionError(
+                f"Policy version {version} is in force but its document is not in the metadata store.",
+                hint="Put a policy into force again; until then nothing may cross.",
+            )
+        return policy
+
+    async def policy_version(self, version: int) -> Policy | None:
+        """A policy of the past or the present: audit leaves name its version."""
+        entry = await self.store.get(self.keys.policy_version(version))
+        return None if entry is None else Policy(version, entry.value)
+
+    async def put_policy(self, version: int, document: bytes) -> None:
+        """Put a signed policy into force. Versions only grow. Raises RequestError(CONFLICT). The same again is
+        no error."""
+        pointer_key, key = self.keys.policy_pointer(), self.keys.policy_version(version)
+        for _ in range(_SWAPS_MAX):
+            entry = await self.store.get(pointer_key)
+            current = 0 if entry is None else decode(entry.value, PolicyPointer, pointer_key).version
+            if version == current and await self.policy_version(version) == Policy(version, document):
+                return
+            if version <= current:
+                raise RequestError(
+                    f"Policy version {version} cannot come into force: version {current} already is.",
+                    code=Code.CONFLICT,
+                    hint=f"Give the changed policy version {current + 1} and sign it again.",
+                )
+            compares: list[Compare] = [ModRevision(pointer_key, 0 if entry is None else entry.mod_revision)]
+            writes: list[Write] = [
+                Put(pointer_key, encode(PolicyPointer(version))),
+                Put(key, document),
+            ]
+            try:
+                if (await self.store.transact(compares, writes)).succeeded:
+                    return
+            except OutcomeUnknownError:
+                if await self.policy() != Policy(version, document):
+                    raise
+                return
+        raise _contended(pointer_key)
+
+    # Trusted regions, quotas
+
+    async def put_trusted(self, region: str, bundle: bytes, *, revision: int = 0) -> int:
+        """Trust another region's authorities; `revision` as in put_document. Answers the new revision."""
+        return await self._put(self.keys.trusted(region), bundle, revision)
+
+    async def trusted(self) -> dict[str, bytes]:
+        """Bundle by region."""
+        return await self._opaque("trusted/")
+
+    async def delete_trusted(self, region: str) -> bool:
+        """False where there was none."""
+        return await self._remove(self.keys.trusted(region))
+
+    async def put_quota(self, tenant: str, quota: bytes) -> None:
+        """Set a tenant's limits."""
+        await self._swap(self.keys.quota(tenant), lambda _: quota)
+
+    async def quotas(self) -> dict[str, bytes]:
+        """Limits by tenant."""
+        return await self._opaque("quotas/")
+
+    async def delete_quota(self, tenant: str) -> bool:
+        """False where there was none."""
+        return await self._remove(self.keys.quota(tenant))
+
+    # Compare and swap
+
+    async def _opaque(self, section: str) -> dict[str, bytes]:
+        prefix = self.keys.prefix + section
+        found = await self.store.load(prefix)
+        return {entry.key.removeprefix(prefix): entry.value for entry in found.entries}
+
+    async def _swap(self, key: str, change: Callable[[Entry | None], bytes]) -> tuple[bytes, int]:
+        """Read, change, write if nobody wrote in between; else again. Answers value and revision.
+
+        `change` must give the same for what it gave before, so that a lost answer can be tried again.
+        """
+        lost: OutcomeUnknownError | None = None
+        for _ in range(_SWAPS_MAX):
+            entry = await self.store.get(key)
+            value = change(entry)
+            if entry is not None and entry.value == value:
+                return value, entry.mod_revision
+            try:
+                result = await self.store.transact(
+                    [ModRevision(key, 0 if entry is None else entry.mod_revision)], [Put(key, value)]
+                )
+            except OutcomeUnknownError as error:
+                if lost is not None:
+                    raise
+                lost = error
+                continue
+            if result.succeeded:
+                return value, result.revision
+        raise _contended(key)
+
+    async def _put(self, key: str, value: bytes, revision: int) -> int:
+        try:
+            result = await self.store.transact([ModRevision(key, revision)], [Put(key, value)])
+            if result.succeeded:
+                return result.revision
+        except OutcomeUnknownError:
+            entry = await self.store.get(key)
+            if entry is None or entry.value != value:
+                raise
+        entry = await self.store.get(key)
+        if entry is not None and entry.value == value:
+            return entry.mod_revision
+        if entry is not None and not revision:
+            raise RequestError(
+                f"The metadata record {key} already exists.",
+                code=Code.ALREADY_EXISTS,
+                hint="Read it, then replace it by its revision.",
+            )
+        raise RequestError(
+            f"The metadata record {key} was changed since revision {revision}.",
+            code=Code.CONFLICT,
+            hint="Read it again before replacing it.",
+        )
+
+    async def _remove(self, key: str) -> bool:
+        for _ in range(_SWAPS_MAX):
+            entry = await self.store.get(key)
+            if entry is None:
+                return False
+            if (await self.store.transact([ModRevision(key, entry.mod_revision)], [Delete(key)])).succeeded:
+                return True
+        raise _contended(key)
+
+
+def _no_stream(name: StreamName) -> RequestError:
+    return RequestError(
+        f"There is no stream {name}.", code=Code.NOT_FOUND, hint="List the streams, or create it."
+    )
+
+
+def _contended(key: str) -> RequestError:
+    return RequestError(
+        f"The metadata record {key} was changed by others {_SWAPS_MAX} times while this change was tried.",
+        code=Code.CONFLICT,
+        hint="Try again.",
+    )

@@ -1,0 +1,317 @@
+"""The catalog's live mirror: what a broker asks at every request, without I/O.
+
+The mirror loads the region's records and follows the store's watch. It is never more than the watch's delay
+behind (milliseconds), says at which revision it is, and says when it is cut off.
+
+Invariants:
+- after `start`, each record is as it was at `revision` or, right after a load, newer; `revision` only grows, unless
+  the store itself was put back;
+- a deletion is never missed: after a watch that cannot be resumed, everything is loaded again and compared,
+  and what is gone is reported as gone;
+- while the store is away the mirror keeps what it knows. Losing metadata removes nothing from it;
+- a record that cannot be read grants nothing: rights count as none, a policy as none. A stream keeps its last
+  readable record, because its data is still there. `faults` names each such record.
+
+Used by the broker; one per process. Callbacks run in the event loop, right after the change is visible, and
+must return quickly. They belong to one loop: no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+from felix.errors import FelixError, UnavailableError
+from felix.names import SpiffeId, StreamName
+from policy.access import Right, parse_rights
+from region.metadata.lease import cancel_and_wait
+from region.metadata.port import Change, CompactedError, Entry, Event, MetadataStore
+from region.metadata.records import (
+    DeletedStream,
+    DocumentKind,
+    Keys,
+    Policy,
+    PolicyPointer,
+    Rights,
+    Side,
+    Stream,
+    decode,
+    decode_stream,
+)
+
+_log = logging.getLogger(__name__)
+
+_RETRY_MS: Final = 100
+_RETRY_MS_MAX: Final = 5_000
+"""Longest pause between tries to reach the store again; etcd's own watch retries more often inside of each."""
+
+Section = Literal[
+    "streams", "deleted", "rights", "grants", "revocations", "denies", "policy", "trusted", "quotas"
+]
+_SECTIONS: Final = (
+    "streams",
+    "deleted",
+    "rights",
+    "grants",
+    "revocations",
+    "denies",
+    "policy",
+    "trusted",
+    "quotas",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorChange:
+    """One record changed. `name`: the key below its section, such as `acme/ops/crew` or `export/g-17`.
+    `is_gone`: deleted. `revision`: of the store; several changes of one transaction share it."""
+
+    section: Section
+    name: str
+    is_gone: bool
+    revision: int
+
+
+class CatalogMirror:
+    """Start with `start`, end with `close`; the store stays open."""
+
+    def __init__(self, store: MetadataStore, region: str) -> None:
+        self._store = store
+        self._keys = Keys(region)
+        self._raw: dict[str, Entry] = {}
+        self._streams: dict[StreamName, Stream] = {}
+        self._rights: dict[SpiffeId, tuple[Right, ...]] = {}
+        self._deleted: dict[str, DeletedStream] = {}
+        self._policy: Policy | None = None
+        self._faults: dict[str, str] = {}
+        self._callbacks: list[Callable[[MirrorChange], None]] = []
+        self._revision = 0
+        self._advanced = asyncio.Event()
+        self._is_current = False
+        self._follower: asyncio.Task[None] | None = None
+
+    # What the broker asks
+
+    @property
+    def revision(self) -> int:
+        """The store's revision that the mirror has caught up with; 0 before `start`."""
+        return self._revision
+
+    @property
+    def is_current(self) -> bool:
+        """False while the mirror is cut off from the store: what it answers may be out of date."""
+        return self._is_current
+
+    @property
+    def faults(self) -> Mapping[str, str]:
+        """Records that cannot be read, by key, with the reason. For health and `felix doctor`."""
+        return MappingProxyType(self._faults)
+
+    @property
+    def streams(self) -> Mapping[StreamName, Stream]:
+        """Every stream of the region."""
+        return MappingProxyType(self._streams)
+
+    @property
+    def deleted_streams(self) -> Mapping[str, DeletedStream]:
+        """Marks of explicit deletions, by incarnation: only their data may be removed."""
+        return MappingProxyType(self._deleted)
+
+    @property
+    def policy(self) -> Policy | None:
+        """The signed residency policy in force. None allows nothing."""
+        return self._policy
+
+    def rights(self, identity: SpiffeId) -> tuple[Right, ...]:
+        """What an identity may do; nothing where it is unknown."""
+        return self._rights.get(identity, ())
+
+    def document(self, kind: DocumentKind, side: Side, document_id: str) -> bytes | None:
+        """A grant's, revocation's or denial's signed bytes, or None."""
+        entry = self._raw.get(self._keys.document(kind, side, document_id))
+        return None if entry is None else entry.value
+
+    def documents(self, kind: DocumentKind, side: Side) -> dict[str, bytes]:
+        """All of one kind and side by id. Copies: for changes and listings, not for each request."""
+        return self._under(f"{kind}/{side}/")
+
+    def trusted(self) -> dict[str, bytes]:
+        """Bundles of other regions' authorities, by region."""
+        return self._under("trusted/")
+
+    def quota(self, tenant: str) -> bytes | None:
+        """A tenant's limits, or None."""
+        entry = self._raw.get(self._keys.quota(tenant))
+        return None if entry is None else entry.value
+
+    def _under(self, section: str) -> dict[str, bytes]:
+        prefix = self._keys.prefix + section
+        return {
+            key.removeprefix(prefix): entry.value
+            for key, entry in sorted(self._raw.items())
+            if key.startswith(prefix)
+        }
+
+    # Following
+
+    def on_change(self, callback: Callable[[MirrorChange], None]) -> Callable[[], None]:
+        """Call `callback` after each change; answers a function that ends it. Register before `start` to be told
+        of everything, what was there already included."""
+        self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback)
+
+    async def start(self) -> None:
+        """Load everything, then follow in the background. Raises UnavailableError."""
+        assert self._follower is None
+        await self._reload()
+        self._follower = asyncio.get_running_loop().create_task(self._follow(), name="metadata mirror")
+
+    async def close(self) -> None:
+        """Stop following."""
+        await cancel_and_wait(self._follower)
+        self._follower = None
+        self._is_current = False
+
+    async def wait_for(self, revision: int) -> None:
+        """Wait until the mirror has seen `revision`, such as one's own write's. Bound it with a timeout."""
+        while self._revision < revision:
+            await self._advanced.wait()
+
+    async def _follow(self) -> None:
+        retry_ms = _RETRY_MS
+        while True:
+            try:
+                changes = self._store.watch(self._keys.prefix, self._revision + 1)
+                async with aclosing(changes):
+                    async for change in changes:
+                        self._is_current = True
+                        retry_ms = _RETRY_MS
+                        self._apply(change)
+            except CompactedError as error:
+                _log.warning("Loading the catalog again: %s", error)
+                if await self._try_reload():
+                    retry_ms = _RETRY_MS
+            except UnavailableError as error:
+                self._is_current = False
+                _log.warning("The catalog's mirror is cut off: %s", error)
+                await self._try_reload()
+            except FelixError as error:
+                self._is_current = False
+                _log.error("The catalog's mirror cannot follow the store: %s", error)
+            await asyncio.sleep(retry_ms / 1_000)
+            retry_ms = min(_RETRY_MS_MAX, 2 * retry_ms)
+
+    async def _try_reload(self) -> bool:
+        try:
+            await self._reload()
+        except FelixError as error:
+            self._is_current = False
+            _log.warning("The catalog cannot be loaded: %s", error)
+            return False
+        return True
+
+    async def _reload(self) -> None:
+        snapshot = await self._store.load(self._keys.prefix)
+        present = {entry.key: entry for entry in snapshot.entries if self._section(entry.key)}
+        events = [Event(key, None) for key in self._raw if key not in present]
+        events += [
+            Event(key, entry)
+            for key, entry in present.items()
+            if (old := self._raw.get(key)) is None
+            or old.mod_revision != entry.mod_revision
+            or old.value != entry.value
+        ]
+        self._is_current = True
+        self._apply(Change(snapshot.revision, tuple(events)), forced=True)
+
+    def _section(self, key: str) -> Section | None:
+        head = key.removeprefix(self._keys.prefix).split("/", 1)[0]
+        for section in _SECTIONS:
+            if head == section:
+                return section
+        return None
+
+    def _apply(self, change: Change, *, forced: bool = False) -> None:
+        """Take over a change. What a page of a load already showed in a newer state is passed over."""
+        told: list[MirrorChange] = []
+        for event in change.events:
+            section = self._section(event.key)
+            if section is None:
+                continue
+            held = self._raw.get(event.key)
+            if not forced and held is not None and held.mod_revision >= change.revision:
+                continue
+            if event.entry is None:
+                if self._raw.pop(event.key, None) is None:
+                    continue
+            else:
+                self._raw[event.key] = event.entry
+            name = event.key.removeprefix(f"{self._keys.prefix}{section}/")
+            self._take(section, name, event.key, event.entry)
+            told.append(MirrorChange(section, name, event.entry is None, change.revision))
+        if any(one.section == "policy" for one in told):
+            self._take_policy()
+        self._revision = change.revision
+        self._advanced.set()
+        self._advanced = asyncio.Event()
+        for one in told:
+            for callback in tuple(self._callbacks):
+                try:
+                    callback(one)
+                except Exception:
+                    # Another user's mistake must not stop the mirror: revocations come through it.
+                    _log.exception("A callback of the catalog's mirror failed")
+
+    def _take(self, section: Section, name: str, key: str, entry: Entry | None) -> None:
+        """Decode a record into the map that answers for it."""
+        self._faults.pop(key, None)
+        try:
+            match section:
+                case "streams":
+                    stream_name = StreamName.parse(name)
+                    if entry is None:
+                        self._streams.pop(stream_name, None)
+                    else:
+                        self._streams[stream_name] = decode_stream(entry.value, key, entry.mod_revision)
+                case "deleted":
+                    self._deleted.pop(name, None)
+                    if entry is not None:
+                        self._deleted[name] = decode(entry.value, DeletedStream, key)
+                case "rights":
+                    identity = SpiffeId.parse("spiffe://" + name)
+                    self._rights.pop(identity, None)
+                    if entry is not None:
+                        texts = decode(entry.value, Rights, key).rights
+                        self._rights[identity] = tuple(
+                            right for text in texts for right in parse_rights(text)
+                        )
+                case _:
+                    pass
+        except FelixError as error:
+            self._faults[key] = str(error)
+            _log.error("%s", error)
+
+    def _take_policy(self) -> None:
+        self._policy = None
+        pointer_key = self._keys.policy_pointer()
+        self._faults.pop(pointer_key, None)
+        pointer = self._raw.get(pointer_key)
+        if pointer is None:
+            return
+        try:
+            version = decode(pointer.value, PolicyPointer, pointer_key).version
+        except FelixError as error:
+            self._faults[pointer_key] = str(error)
+            _log.error("%s", error)
+            return
+        document = self._raw.get(self._keys.policy_version(version))
+        if document is None:
+            self._faults[pointer_key] = f"Policy version {version} is in force but its document is missing."
+            _log.error("%s", self._faults[pointer_key])
+            return
+        self._policy = Policy(version, document.value)

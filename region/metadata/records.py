@@ -1,0 +1,262 @@
+"""The catalog's records: what they hold, when they are valid, how they stand in the store.
+
+Records that Felix itself interprets are JSON, so that a person can read them with `etcdctl get`. Signed
+documents (grants, policies, bundles) stand as the bytes that were signed. Pure; used by `catalog` and `mirror`.
+
+Invariants: a `StreamConfig` that came through `check_stream_config` is valid; `decode` gives back what `encode`
+was given, or raises CorruptionError that names the key. Unknown fields are passed over, not refused: an
+older broker reads what a newer one wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final, Literal, TypeVar, get_args
+
+import msgspec
+
+from felix.errors import Code, CorruptionError, RequestError
+from felix.names import SpiffeId, StreamName, parse_region
+from policy.access import RIGHTS_PER_IDENTITY_MAX, parse_rights
+
+SHARDS_MAX: Final = 256
+"""Shards of one stream; each has files, a lease of attention and a place in every rebalance."""
+INTERVAL_MS_MAX: Final = 60_000
+"""An `interval` stream may lose so much at a crash; who wants to lose more wants `ephemeral`."""
+RETENTION_AGE_MS_MIN: Final = 1_000
+"""Retention works on whole segments and sweeps about once a second."""
+RETENTION_BYTES_MIN: Final = 1 << 20
+"""One batch of the largest size per shard; less could delete what was acknowledged a moment ago."""
+RING_BYTES_MIN: Final = 1 << 20
+"""One batch of the largest size."""
+RING_BYTES_MAX: Final = 4 << 30
+RING_BYTES_DEFAULT: Final = 64 << 20
+INCARNATION_BYTES: Final = 16
+DurabilityKind = Literal["fsync", "interval", "ephemeral"]
+DocumentKind = Literal["grants", "revocations", "denies"]
+Side = Literal["export", "import", "state"]
+
+_DOCUMENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_Record = TypeVar("_Record", bound=msgspec.Struct)
+
+
+class Durability(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an acknowledgement of this stream means. `interval_ms` only with kind `interval`."""
+
+    kind: DurabilityKind = "fsync"
+    interval_ms: int = 0
+
+
+class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Records go when they are older than `age_ms`, or when a shard is larger than `bytes`; 0 is no bound."""
+
+    age_ms: int = 0
+    bytes: int = 0
+
+
+class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What an owner chooses for a stream. `ring_bytes`: memory per shard of an `ephemeral` stream."""
+
+    shards: int = 1
+    durability: Durability = Durability()
+    retention: Retention = Retention()
+    ring_bytes: int = RING_BYTES_DEFAULT
+
+
+class Stream(msgspec.Struct, frozen=True, kw_only=True):
+    """A stream as it stands in the catalog. `incarnation`: 16 random bytes as hex, made at creation: a stream
+    that is created again under an old name is another stream. `revision` is not stored; it is the store's."""
+
+    name: str
+    incarnation: str
+    created_ms: int
+    config: StreamConfig
+    revision: int = 0
+
+
+class DeletedStream(msgspec.Struct, frozen=True, kw_only=True):
+    """The mark of an explicit deletion, by incarnation. Without it, no broker deletes a stream's data."""
+
+    name: str
+    incarnation: str
+    deleted_ms: int
+
+
+class Rights(msgspec.Struct, frozen=True):
+    """What one identity may do, as texts such as `publish acme/payments/*` (policy.access)."""
+
+    rights: tuple[str, ...] = ()
+
+
+class PolicyPointer(msgspec.Struct, frozen=True):
+    """Which policy version is in force. The signed document stands beside it, under its version."""
+
+    version: int
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """The residency policy in force: its version and the signed bytes."""
+
+    version: int
+    document: bytes
+
+
+class Document(msgspec.Struct, frozen=True):
+    """Signed bytes under an id, and the revision at which they were written."""
+
+    id: str
+    document: bytes
+    revision: int
+
+
+def _invalid(name: StreamName | str, sentence: str, hint: str = "") -> RequestError:
+    return RequestError(f"Stream {name}: {sentence}.", code=Code.CONFIG_INVALID, hint=hint)
+
+
+def check_stream_config(name: StreamName, config: StreamConfig) -> None:
+    """Raises RequestError(CONFIG_INVALID) that says which setting, what it was and what is allowed."""
+    durability, retention = config.durability, config.retention
+    if not 1 <= config.shards <= SHARDS_MAX:
+        raise _invalid(name, f"{config.shards} shards; 1 to {SHARDS_MAX} are allowed")
+    if durability.kind not in get_args(DurabilityKind):
+        raise _invalid(name, f"durability {durability.kind!r}; it is fsync, interval or ephemeral")
+    if durability.kind == "interval":
+        if not 1 <= durability.interval_ms <= INTERVAL_MS_MAX:
+            raise _invalid(
+                name,
+                f"durability interval of {durability.interval_ms} ms; 1 to {INTERVAL_MS_MAX} ms are allowed",
+                "Write it as interval:50ms.",
+            )
+    elif durability.interval_ms:
+        raise _invalid(
+            name,
+            f"durability {durability.kind} has no interval, but {durability.interval_ms} ms is given",
+            "Leave the interval away, or choose durability interval.",
+        )
+    if retention.age_ms and retention.age_ms < RETENTION_AGE_MS_MIN:
+        raise _invalid(
+            name, f"retention of {retention.age_ms} ms; at least {RETENTION_AGE_MS_MIN} ms, or 0 for no bound"
+        )
+    if retention.bytes and retention.bytes < RETENTION_BYTES_MIN:
+        raise _invalid(
+            name,
+            f"retention of {retention.bytes} bytes per shard; at least {RETENTION_BYTES_MIN}, or 0 for no bound",
+        )
+    if not RING_BYTES_MIN <= config.ring_bytes <= RING_BYTES_MAX:
+        raise _invalid(
+            name, f"a ring of {config.ring_bytes} bytes; {RING_BYTES_MIN} to {RING_BYTES_MAX} are allowed"
+        )
+
+
+def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) -> None:
+    """Raises RequestError(CONFIG_INVALID) for a change that existing data does not survive."""
+    check_stream_config(name, new)
+    if new.shards != old.shards:
+        raise _invalid(
+            name,
+            f"it has {old.shards} shards and cannot get {new.shards}: keys would change their shard and lose "
+            "their order",
+            "Create another stream and copy into it.",
+        )
+    if (new.durability.kind == "ephemeral") != (old.durability.kind == "ephemeral"):
+        raise _invalid(
+            name,
+            f"durability cannot change from {old.durability.kind} to {new.durability.kind}: one is in memory, "
+            "the other on disk",
+            "Create another stream and copy into it.",
+        )
+
+
+def canonical_rights(identity: SpiffeId, texts: Iterable[str]) -> tuple[str, ...]:
+    """Each right as `Right.__str__` writes it, sorted, none twice. Raises RequestError where one is no right or
+    there are too many."""
+    rights = {str(right) for text in texts for right in parse_rights(text)}
+    if len(rights) > RIGHTS_PER_IDENTITY_MAX:
+        raise RequestError(
+            f"{identity} would have {len(rights)} rights; at most {RIGHTS_PER_IDENTITY_MAX} are allowed.",
+            hint="Use patterns, as in publish acme/payments/*.",
+        )
+    return tuple(sorted(rights))
+
+
+class Keys:
+    """The keys of one region, made in one place. `prefix` ends in a slash."""
+
+    def __init__(self, region: str) -> None:
+        self.prefix = f"/felix/1/{parse_region(region)}/"
+
+    def stream(self, name: StreamName) -> str:
+        """Of a stream's record."""
+        return f"{self.prefix}streams/{name}"
+
+    def deleted(self, incarnation: str) -> str:
+        """Of the mark of a deleted stream."""
+        if len(incarnation) != 2 * INCARNATION_BYTES:
+            raise RequestError(f"{incarnation[:80]!r} is not an incarnation id: expected 32 hex digits.")
+        return f"{self.prefix}deleted/{incarnation}"
+
+    def rights(self, identity: SpiffeId) -> str:
+        """Of an identity's rights: its SPIFFE id without the scheme."""
+        return f"{self.prefix}rights/{str(identity).removeprefix('spiffe://')}"
+
+    def document(self, kind: DocumentKind, side: Side, document_id: str) -> str:
+        """Of a grant, a revocation or a denial."""
+        if kind not in get_args(DocumentKind) or side not in get_args(Side):
+            raise RequestError(f"There are no {kind!r} documents of side {side!r}.")
+        if not _DOCUMENT_ID.fullmatch(document_id):
+            raise RequestError(
+                f"{document_id[:80]!r} is not a document id: expected 1 to 128 letters, digits and . _ -."
+            )
+        return f"{self.prefix}{kind}/{side}/{document_id}"
+
+    def policy_pointer(self) -> str:
+        """Of the record that says which policy is in force."""
+        return f"{self.prefix}policy/current"
+
+    def policy_version(self, version: int) -> str:
+        """Of a policy's signed bytes; versions sort as text."""
+        return f"{self.prefix}policy/versions/{version:010}"
+
+    def trusted(self, region: str) -> str:
+        """Of another region's bundle of authorities."""
+        return f"{self.prefix}trusted/{parse_region(region)}"
+
+    def quota(self, tenant: str) -> str:
+        """Of a tenant's limits."""
+        StreamName(tenant, "x", "x")  # raises NAME_INVALID for what is no tenant
+        return f"{self.prefix}quotas/{tenant}"
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """JSON of a record."""
+    return msgspec.json.encode(record)
+
+
+def decode(value: bytes, kind: type[_Record], key: str) -> _Record:
+    """A record from its JSON. Raises CorruptionError that names the key."""
+    try:
+        return msgspec.json.decode(value, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptionError(
+            f"The metadata record {key} cannot be read: {error}.",
+            hint="It was changed by something other than Felix; put the record right, or put back a backup.",
+        ) from error
+
+
+def decode_stream(value: bytes, key: str, revision: int) -> Stream:
+    """A stream's record, checked: what stands in the store may have been written by hand."""
+    stream = decode(value, Stream, key)
+    try:
+        name = StreamName.parse(stream.name)
+        check_stream_config(name, stream.config)
+        if not key.endswith(f"/streams/{name}"):
+            raise RequestError(f"it calls itself {name}.")
+        if len(bytes.fromhex(stream.incarnation)) != INCARNATION_BYTES:
+            raise RequestError(f"its incarnation id is {stream.incarnation!r}.")
+    except (RequestError, ValueError) as error:
+        raise CorruptionError(
+            f"The metadata record {key} is not valid: {error}",
+            hint="It was changed by something other than Felix; put the record right, or put back a backup.",
+        ) from error
+    return msgspec.structs.replace(stream, revision=revision)

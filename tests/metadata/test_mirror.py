@@ -1,0 +1,188 @@
+"""The catalog's mirror: always there, never a deletion missed, nothing lost because the store was away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from etcd_process import EtcdProcess
+
+from felix.errors import UnavailableError
+from felix.names import SpiffeId, StreamName
+from policy.access import Verb, allowed
+from region.metadata.catalog import Catalog
+from region.metadata.embedded import EmbeddedStore
+from region.metadata.etcd import EtcdConfig, EtcdStore
+from region.metadata.memory import MemoryStore
+from region.metadata.mirror import CatalogMirror, MirrorChange
+from region.metadata.port import Absent, Delete, Put
+from region.metadata.records import Policy, StreamConfig
+
+PATIENCE_S = 30
+ORDERS = StreamName.parse("acme/payments/orders")
+CLIENT = SpiffeId.parse("spiffe://us-east.acme/client/orders-svc")
+
+
+class Region:
+    """A store, its catalog, a mirror of it, and what the mirror told."""
+
+    def __init__(self, store: MemoryStore | EmbeddedStore) -> None:
+        self.store = store
+        self.catalog = Catalog(store, "us-east")
+        self.mirror = CatalogMirror(store, "us-east")
+        self.told: list[tuple[str, str, bool]] = []
+        self.mirror.on_change(self._note)
+
+    def _note(self, change: MirrorChange) -> None:
+        self.told.append((change.section, change.name, change.is_gone))
+
+    async def caught_up(self) -> None:
+        """A write of ours has come back."""
+        result = await self.store.transact([], [Put("/felix/1/us-east/brokers/b1", b"")])
+        async with asyncio.timeout(PATIENCE_S):
+            await self.mirror.wait_for(result.revision)
+
+    async def create(self, name: StreamName, number: int = 1) -> None:
+        await self.catalog.create_stream(name, StreamConfig(), incarnation=bytes([number] * 16), created_ms=1)
+
+
+@pytest.fixture(params=["memory", "embedded"])
+async def region(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Region]:
+    store = (
+        MemoryStore(history_events_max=20)
+        if request.param == "memory"
+        else await EmbeddedStore.open(tmp_path / "metadata.db", history_events_max=20)
+    )
+    made = Region(store)
+    yield made
+    await made.mirror.close()
+    await store.close()
+
+
+async def test_it_knows_what_was_there_and_what_comes(region: Region) -> None:
+    await region.create(ORDERS)
+    await region.catalog.change_rights(CLIENT, add=["publish acme/payments/*"])
+    await region.mirror.start()
+    mirror = region.mirror
+    assert mirror.is_current and mirror.streams[ORDERS].config.shards == 1
+    assert allowed(mirror.rights(CLIENT), Verb.PUBLISH, ORDERS)
+    assert not mirror.rights(SpiffeId.parse("spiffe://us-east.acme/client/other"))
+    await region.catalog.put_document("grants", "export", "g-1", b"grant")
+    await region.catalog.put_policy(1, b"policy")
+    await region.catalog.put_trusted("eu-west", b"bundle")
+    await region.catalog.put_quota("acme", b"quota")
+    await region.caught_up()
+    assert mirror.document("grants", "export", "g-1") == b"grant"
+    assert mirror.documents("grants", "export") == {"g-1": b"grant"}
+    assert mirror.policy == Policy(1, b"policy")
+    assert mirror.trusted() == {"eu-west": b"bundle"} and mirror.quota("acme") == b"quota"
+    await region.catalog.change_rights(CLIENT, remove=["publish acme/payments/*"])
+    await region.catalog.delete_stream(ORDERS, deleted_ms=2)
+    await region.caught_up()
+    assert not mirror.rights(CLIENT) and ORDERS not in mirror.streams
+    assert list(mirror.deleted_streams) == ["01" * 16]
+    assert region.told[:2] == [
+        ("rights", "us-east.acme/client/orders-svc", False),
+        ("streams", "acme/payments/orders", False),
+    ]
+    assert ("streams", "acme/payments/orders", True) in region.told
+
+
+async def test_a_callback_sees_the_change_it_is_told_of_and_cannot_stop_the_mirror(region: Region) -> None:
+    seen: list[bool] = []
+
+    def look(change: MirrorChange) -> None:
+        seen.append(ORDERS in region.mirror.streams)
+        raise ValueError("a mistake of the callback's")
+
+    end = region.mirror.on_change(look)
+    await region.mirror.start()
+    await region.create(ORDERS)
+    await region.caught_up()
+    assert seen == [True]
+    end()
+    await region.catalog.delete_stream(ORDERS, deleted_ms=2)
+    await region.caught_up()
+    assert seen == [True] and ORDERS not in region.mirror.streams
+
+
+async def test_after_missing_history_it_finds_deletions_too(region: Region) -> None:
+    """The mirror is kept from following until the store has forgotten what happened."""
+    other = StreamName.parse("acme/ops/crew")
+    await region.create(ORDERS, 1)
+    await region.create(other, 2)
+    await region.catalog.change_rights(CLIENT, add=["publish acme/payments/*"])
+    await region.mirror.start()
+    follower = region.mirror._follower
+    assert follower is not None
+    follower.cancel()
+    await asyncio.wait([follower])
+    await region.catalog.delete_stream(ORDERS, deleted_ms=2)
+    await region.catalog.delete_rights(CLIENT)
+    for number in range(50):
+        await region.store.transact([], [Put("/elsewhere", str(number).encode())])
+    region.told.clear()
+    region.mirror._follower = asyncio.create_task(region.mirror._follow())
+    await region.caught_up()
+    assert list(region.mirror.streams) == [other] and not region.mirror.rights(CLIENT)
+    assert ("streams", "acme/payments/orders", True) in region.told
+    assert not any(name == "acme/ops/crew" for _, name, _ in region.told), "what did not change is not told"
+
+
+async def test_unreadable_records_grant_nothing_and_delete_nothing(region: Region) -> None:
+    await region.create(ORDERS)
+    await region.catalog.change_rights(CLIENT, add=["publish acme/payments/*"])
+    await region.catalog.put_policy(1, b"policy")
+    await region.mirror.start()
+    keys = region.catalog.keys
+    broken = [keys.stream(ORDERS), keys.rights(CLIENT), keys.policy_pointer()]
+    await region.store.transact([], [Put(key, b"{") for key in broken])
+    await region.caught_up()
+    assert ORDERS in region.mirror.streams, "its data is still there"
+    assert not region.mirror.rights(CLIENT) and region.mirror.policy is None
+    assert sorted(region.mirror.faults) == sorted(broken)
+    await region.catalog.set_rights(CLIENT, ["publish acme/payments/*"])
+    await region.store.transact([], [Put(keys.rights(CLIENT), b'{"rights":["fly to the moon"]}')])
+    await region.caught_up()
+    assert not region.mirror.rights(CLIENT)
+    await region.catalog.set_rights(CLIENT, ["publish acme/payments/*"])
+    await region.caught_up()
+    assert region.mirror.rights(CLIENT) and keys.rights(CLIENT) not in region.mirror.faults
+
+
+async def test_a_mirror_of_a_closed_store_keeps_what_it_knows(region: Region) -> None:
+    await region.create(ORDERS)
+    await region.mirror.start()
+    await region.store.close()
+    async with asyncio.timeout(PATIENCE_S):
+        while region.mirror.is_current:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert ORDERS in region.mirror.streams
+    with pytest.raises(UnavailableError):
+        await CatalogMirror(region.store, "us-east").start()
+
+
+@pytest.mark.etcd
+@pytest.mark.fault
+async def test_it_follows_an_etcd_that_is_killed_and_comes_back(tmp_path: Path) -> None:
+    etcd = EtcdProcess(tmp_path)
+    etcd.start()
+    try:
+        async with await EtcdStore.open(EtcdConfig((etcd.endpoint,))) as store:
+            catalog, mirror = Catalog(store, "us-east"), CatalogMirror(store, "us-east")
+            await mirror.start()
+            await catalog.create_stream(ORDERS, StreamConfig(), incarnation=bytes(16), created_ms=1)
+            await asyncio.to_thread(etcd.kill)
+            await asyncio.to_thread(etcd.start)
+            await catalog.delete_stream(ORDERS, deleted_ms=2)
+            result = await store.transact(
+                [Absent("/felix/1/us-east/rights/x")], [Delete("/x"), Put("/felix/1/us-east/rights/x", b"")]
+            )
+            async with asyncio.timeout(PATIENCE_S):
+                await mirror.wait_for(result.revision)
+            assert not mirror.streams and "/felix/1/us-east/rights/x" in mirror.faults
+            await mirror.close()
+    finally:
+        etcd.stop()
