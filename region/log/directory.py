@@ -1,0 +1,168 @@
+"""All shards under one data folder, and the threads that serve them.
+
+Layout: `<data>/lock`, `<data>/<tenant>~<namespace>~<name>~<incarnation hex>/<shard>/`. A part of a stream's name has no `~`
+(felix.names), so folder names parse back to what they were made from; they fit a file name (at most 224 bytes). Folders of names
+that do not parse are left alone and not listed.
+
+Invariants: one process holds the folder (region.log.lock); a stream's folder is deleted on explicit request only, never because
+something else does not know it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from felix.errors import Code, FelixError, RequestError
+from felix.names import StreamName
+from region.log.durability import Kind
+from region.log.files import Files
+from region.log.lock import FolderLock
+from region.log.segment import ShardIdentity
+from region.log.shard import ShardHooks, ShardLog, ShardSettings
+
+COMMIT_THREADS_MAX: Final = 4
+"""Syncs of different shards overlap; a disk gains nothing from more of them at once."""
+READ_THREADS_MAX: Final = 4
+"""Catching-up readers wait for each other rather than for syncs: reads have threads of their own."""
+
+_SEPARATOR: Final = "~"
+
+
+class StoredStream(NamedTuple):
+    """A stream that has a folder here: name, incarnation (16 bytes) and the shards kept."""
+
+    name: StreamName
+    incarnation: bytes
+    shards: tuple[int, ...]
+
+
+def folder_name(name: StreamName, incarnation: bytes) -> str:
+    """The folder of a stream's incarnation."""
+    assert len(incarnation) == 16
+    return _SEPARATOR.join((name.tenant, name.namespace, name.name, incarnation.hex()))
+
+
+def parse_folder_name(text: str) -> tuple[StreamName, bytes] | None:
+    """What a folder name says, or None where it is not one of ours."""
+    parts = text.split(_SEPARATOR)
+    try:
+        name, incarnation = StreamName(*parts[:3]), bytes.fromhex(parts[3])
+    except (FelixError, TypeError, ValueError, IndexError):
+        return None
+    return (name, incarnation) if text == _own_name(name, incarnation) else None
+
+
+def _own_name(name: StreamName, incarnation: bytes) -> str | None:
+    return folder_name(name, incarnation) if len(incarnation) == 16 else None
+
+
+class LogDirectory:
+    """The logs of one broker. Construct on the event loop; `close` stops every shard and lets go of the folder."""
+
+    def __init__(self, data: Path, region: str, *, files: Files | None = None) -> None:
+        self._lock = FolderLock(data)
+        self._data = data
+        self._region = region
+        self._files = files or Files()
+        self._commit_pool = ThreadPoolExecutor(COMMIT_THREADS_MAX, thread_name_prefix="log-commit")
+        self._read_pool = ThreadPoolExecutor(READ_THREADS_MAX, thread_name_prefix="log-read")
+        self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
+
+    @property
+    def shards(self) -> tuple[ShardLog, ...]:
+        """The open shards, failed ones included."""
+        return tuple(self._open.values())
+
+    def stored(self) -> list[StoredStream]:
+        """The streams that have a folder here, in the order of their names. Blocking."""
+        found = []
+        for folder in sorted(self._data.iterdir()):
+            parsed = parse_folder_name(folder.name)
+            if parsed and folder.is_dir():
+                shards = sorted(int(shard.name) for shard in folder.iterdir() if shard.name.isdecimal())
+                found.append(StoredStream(*parsed, tuple(shards)))
+        return found
+
+    def shard_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path:
+        """Where a shard is kept."""
+        return self._data / folder_name(name, incarnation) / f"{shard:05d}"
+
+    async def open_shard(
+        self,
+        name: StreamName,
+        incarnation: bytes,
+        shard: int,
+        settings: ShardSettings,
+        hooks: ShardHooks,
+        *,
+        full_verify: bool = False,
+    ) -> ShardLog:
+        """Open a shard, making its folder if it has none. Each is open once.
+
+        Raises CorruptionError where it must not serve, UnavailableError where the disk does not let it,
+        RequestError(CONFLICT) where it is open already.
+        """
+        key = (name, incarnation, shard)
+        if key in self._open:
+            raise RequestError(f"Shard {shard} of {name} is open already.", code=Code.CONFLICT)
+        folder = None
+        if settings.durability.kind is not Kind.EPHEMERAL:
+            folder = self.shard_folder(name, incarnation, shard)
+            await asyncio.get_running_loop().run_in_executor(self._commit_pool, self._make, folder)
+        log = await ShardLog.open(
+            folder,
+            ShardIdentity(self._region, str(name), incarnation, shard),
+            settings,
+            hooks,
+            commit_pool=self._commit_pool,
+            read_pool=self._read_pool,
+            files=self._files,
+            full_verify=full_verify,
+        )
+        self._open[key] = log
+        return log
+
+    def _make(self, folder: Path) -> None:
+        """Create a shard's folder so that a crash does not undo it."""
+        if folder.is_dir():
+            return
+        folder.mkdir(parents=True)
+        self._files.sync_folder(folder.parent)
+        self._files.sync_folder(self._data)
+
+    async def close_shard(self, name: StreamName, incarnation: bytes, shard: int) -> None:
+        """Close a shard; one that is not open is closed already."""
+        log = self._open.pop((name, incarnation, shard), None)
+        if log:
+            await log.close()
+
+    async def delete_stream(self, name: StreamName, incarnation: bytes) -> None:
+        """Delete every shard of this incarnation, data and all. Cannot be undone."""
+        for key in [key for key in self._open if key[:2] == (name, incarnation)]:
+            await self._open.pop(key).close()
+        await asyncio.get_running_loop().run_in_executor(self._commit_pool, self._delete, name, incarnation)
+
+    def _delete(self, name: StreamName, incarnation: bytes) -> None:
+        folder = self._data / folder_name(name, incarnation)
+        if not folder.exists():
+            return
+        # Renamed first: a crash in the middle leaves no half of a stream under its name.
+        doomed = folder.with_name(folder.name + ".deleted")
+        folder.rename(doomed)
+        self._files.sync_folder(self._data)
+        shutil.rmtree(doomed)
+
+    async def close(self) -> None:
+        """Close every shard, the threads and the lock."""
+        shards, self._open = list(self._open.values()), {}
+        results = await asyncio.gather(*(shard.close() for shard in shards), return_exceptions=True)
+        self._commit_pool.shutdown()
+        self._read_pool.shutdown()
+        self._lock.release()
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result

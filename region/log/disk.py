@@ -1,0 +1,661 @@
+"""The log of one shard on disk: segments in a folder, one writer, any number of readers. Blocking: threads only.
+
+The folder holds `<base offset>.seg` with `.idx` beside closed ones, `mark`, `epochs` and `producers`.
+
+Invariants:
+- one caller writes at a time (region.log.shard holds a lock around each operation); readers need no lock: segments are
+  an immutable tuple that the writer replaces, reads go by position, and a reader stays below the offset that it was given;
+- `write` leaves either all of its frames in the file or none; `sync` returns only when everything written
+  is on disk, and the mark says so before it returns;
+- a segment exists whole or not at all, and the one before it was synced before it was created.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Final, NamedTuple
+
+from felix.batch import Batch, BatchHeader, body_checksum
+from felix.errors import Code, RequestError, UnavailableError
+from region.log.epochs import EpochHistory
+from region.log.files import Files, create_durably, is_full, read_file, save_checked, write_all
+from region.log.index import INDEX_INTERVAL_BYTES, SparseIndex, decode_index
+from region.log.mark import MARK_NAME, Mark
+from region.log.producers import ProducerTable
+from region.log.recovery import (
+    EPOCHS_NAME,
+    PRODUCERS_NAME,
+    Recovered,
+    SegmentState,
+    damaged,
+    encode_epochs,
+    recover,
+    scan_file,
+    write_index,
+)
+from region.log.retention import Retention, SegmentSpan, plan_deletion
+from region.log.segment import (
+    EntryDamagedError,
+    EntryIncompleteError,
+    Kind,
+    SegmentEntry,
+    SegmentHeader,
+    ShardIdentity,
+    decode_entry,
+    encode_entry_header,
+    segment_name,
+)
+
+SEGMENT_BYTES_MAX: Final = 256 << 20
+"""Large enough that a roll is rare, small enough that retention is fine-grained and a tail scan takes a second."""
+SEGMENT_AGE_MS: Final = 24 * 3_600_000
+"""Retention by age deletes whole segments, so one must not stay open for longer than a day."""
+ANNOTATION_SLOTS_MAX: Final = 256
+"""Every roll carries all annotations over: 256 of them stay under 150 KB."""
+_INDEXES_HELD_MAX: Final = 16
+"""Indexes of closed segments in memory per shard, about 100 KiB each."""
+
+
+class OffsetOutOfRangeError(RequestError):
+    """The offset is not in the log: `first_offset` is the oldest one held, `next_offset` the one to come."""
+
+    default_code = Code.OFFSET_OUT_OF_RANGE
+
+    def __init__(self, offset: int, first_offset: int, next_offset: int) -> None:
+        super().__init__(
+            f"Offset {offset} is not in the log, which holds {first_offset} to {next_offset}.",
+            hint=f"Go on from {first_offset}; what was before it is gone."
+            if offset < first_offset
+            else f"The next record will be {next_offset}.",
+        )
+        self.offset = offset
+        self.first_offset = first_offset
+        self.next_offset = next_offset
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLimits:
+    """When a segment is closed and the next one begins: bytes, or ms since its first batch."""
+
+    segment_bytes_max: int = SEGMENT_BYTES_MAX
+    segment_age_ms: int = SEGMENT_AGE_MS
+
+
+class StorageFailedError(UnavailableError):
+    """A sync failed, or a write left the file in an unknown state: this log must not be used any more."""
+
+    default_code = Code.SHARD_STOPPED
+
+
+class Frame(NamedTuple):
+    """What `write` puts into the file as one entry. The batch, if any, is sealed and carries its final header."""
+
+    batch: Batch | None
+    base_offset: int
+    leader_epoch: int
+    slot: int = 0
+    annotation: bytes = b""
+
+
+class SealedBatch(NamedTuple):
+    """A batch as it stands on disk; `data` is header and body."""
+
+    header: BatchHeader
+    data: memoryview
+
+
+def _no_commitment() -> bytes:
+    return b""
+
+
+class DiskLog:
+    """See the module. Construct with `open`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: ShardIdentity,
+        recovered: Recovered,
+        *,
+        files: Files,
+        limits: SegmentLimits,
+        commitment: Callable[[], bytes],
+    ) -> None:
+        self.folder = folder
+        self.identity = identity
+        self.report = recovered.report
+        self.annotations = recovered.annotations
+        self._files = files
+        self._limits = limits
+        self._commitment = commitment
+        self._segments: tuple[SegmentState, ...] = tuple(recovered.segments)
+        self._indexes: OrderedDict[int, SparseIndex] = OrderedDict()
+        self._indexes_lock = Lock()
+        self._synced_to = 0
+        self._active = -1
+        self._mark = -1
+        self._failure: StorageFailedError | None = None
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        identity: ShardIdentity,
+        *,
+        now_ms: int,
+        files: Files | None = None,
+        limits: SegmentLimits | None = None,
+        commitment: Callable[[], bytes] = _no_commitment,
+        full_verify: bool = False,
+    ) -> tuple[DiskLog, Recovered]:
+        """Recover what `folder` holds, or begin a log in it. `commitment` is asked for each new segment's header.
+
+        Raises CorruptionError (region.log.recovery), OSError.
+        """
+        files = files or Files()
+        folder.mkdir(parents=True, exist_ok=True)
+        recovered = recover(folder, identity, files=files, full=full_verify)
+        log = cls(
+            folder,
+            identity,
+            recovered,
+            files=files,
+            limits=limits or SegmentLimits(),
+            commitment=commitment,
+        )
+        try:
+            if log._segments:
+                active = log._segments[-1]
+                log._active = files.open(active.path, os.O_RDWR)
+                log._synced_to = active.segment_bytes
+            else:
+                log._create_segment(0, now_ms)
+            log._open_mark()
+            if recovered.report.epochs_rebuilt:
+                log.save_epochs(recovered.epochs)
+        except OSError:
+            log._close_descriptors()
+            raise
+        return log, recovered
+
+    @property
+    def start_offset(self) -> int:
+        """The oldest offset held."""
+        return self._segments[0].base_offset
+
+    @property
+    def end_offset(self) -> int:
+        """The offset after the last batch written."""
+        return self._segments[-1].next_offset
+
+    @property
+    def segment_count(self) -> int:
+        """How many segment files there are."""
+        return len(self._segments)
+
+    @property
+    def bytes_held(self) -> int:
+        """Bytes of all segment files."""
+        return sum(segment.segment_bytes for segment in self._segments)
+
+    @property
+    def last_time_ms(self) -> int:
+        """Append time of the newest batch; -1 where there is none."""
+        return max(segment.last_time_ms for segment in self._segments)
+
+    # Writing.
+
+    @contextmanager
+    def _fatal(self, what: str, path: Path) -> Iterator[None]:
+        """An OSError in here ends the log: no later write or sync is tried, whoever asks."""
+        if self._failure:
+            raise self._failure
+        try:
+            yield
+        except OSError as error:
+            self._failure = StorageFailedError(
+                f"{what} failed in {path}: {error.strerror or error}. The shard stops; nothing that waited for "
+                "this was acknowledged.",
+                hint="Look after the disk, then restart the broker: recovery will say what the shard holds.",
+            )
+            raise self._failure from error
+
+    def write(self, frames: Sequence[Frame], now_ms: int) -> None:
+        """Write all of `frames` after each other, rolling the segment first where it is due.
+
+        Raises OSError for want of room: nothing of them is left, the log is as it was. Raises StorageFailedError
+        where the caller must stop using the log.
+        """
+        if self._failure:
+            raise self._failure
+        active = self._segments[-1]
+        if self._roll_due(active, now_ms):
+            self.roll(now_ms)
+            active = self._segments[-1]
+        buffers: list[bytes | memoryview] = []
+        position = active.segment_bytes
+        notes: list[tuple[int, int, int, int, int]] = []
+        next_offset = active.next_offset
+        for frame in frames:
+            assert frame.base_offset == next_offset
+            batch = frame.batch
+            header = batch.header if batch else None
+            length = header.total_length if header else 0
+            head = encode_entry_header(
+                Kind.BATCH if batch else Kind.POSITION,
+                base_offset=frame.base_offset,
+                leader_epoch=frame.leader_epoch,
+                synced_to=self._synced_to,
+                batch_length=length,
+                slot=frame.slot,
+                annotation=frame.annotation,
+                salt=active.header.salt,
+            )
+            buffers.append(head)
+            end = position + len(head) + length
+            if batch and header:
+                assert (header.base_offset, header.leader_epoch) == (frame.base_offset, frame.leader_epoch)
+                assert header.shard == self.identity.shard and header.body_length == len(batch.body)
+                buffers += (header.encode(), batch.body)
+                next_offset = header.next_offset
+                notes.append((frame.base_offset, next_offset, position, end, header.append_time_ms))
+            else:
+                notes.append((frame.base_offset, next_offset, position, end, -1))
+            position = end
+        try:
+            written = write_all(self._files, self._active, buffers, active.segment_bytes)
+        except OSError as error:
+            with self._fatal("Writing", active.path):
+                if not is_full(error):
+                    raise
+                self._files.truncate(self._active, active.segment_bytes)
+            raise
+        assert written == position
+        index = active.index
+        assert index is not None
+        for base_offset, following, begin, end, time_ms in notes:
+            if time_ms < 0:
+                index.add_position(end)
+            else:
+                index.add(base_offset, following, begin, end, time_ms)
+        active.last_time_ms = index.last_time_ms
+        active.segment_bytes = position
+        active.next_offset = next_offset
+        for frame in frames:
+            if frame.annotation:
+                self.annotations[frame.slot] = frame.annotation
+
+    def sync(self) -> None:
+        """Bring everything written to the disk, then write the mark. Raises StorageFailedError."""
+        active = self._segments[-1]
+        if active.segment_bytes > self._synced_to:
+            with self._fatal("A sync", active.path):
+                self._files.sync(self._active)
+            self._synced_to = active.segment_bytes
+            self._write_mark()
+
+    def sync_mark(self) -> None:
+        """Bring the mark itself to the disk. Raises StorageFailedError."""
+        with self._fatal("A sync", self.folder / MARK_NAME):
+            self._files.sync(self._mark)
+
+    def _roll_due(self, active: SegmentState, now_ms: int) -> bool:
+        # A segment without a batch stays: the next one would have its base offset, and so its name.
+        return active.next_offset > active.base_offset and (
+            active.segment_bytes >= self._limits.segment_bytes_max or self._aged(active, now_ms)
+        )
+
+    def _aged(self, active: SegmentState, now_ms: int) -> bool:
+        index = active.index
+        assert index is not None
+        return index.first_time_ms >= 0 and index.first_time_ms + self._limits.segment_age_ms <= now_ms
+
+    def roll(self, now_ms: int) -> None:
+        """Close the active segment and begin the next. Raises as `write` does."""
+        active = self._segments[-1]
+        assert active.index is not None
+        self.sync()
+        write_index(self._files, active.index_path, active.index.encode())
+        try:
+            self._create_segment(active.next_offset, now_ms)
+        except OSError as error:
+            with self._fatal("Creating a segment", self.folder):
+                if not is_full(error):
+                    raise
+            raise
+        self._write_mark()
+        self.sync_mark()
+        self._remember_index(active)
+
+    def _create_segment(self, base_offset: int, now_ms: int) -> None:
+        header = SegmentHeader(self.identity, base_offset, now_ms, secrets.randbits(64), self._commitment())
+        encoded = header.encode()
+        start = position = len(encoded)
+        buffers: list[bytes | memoryview] = [encoded]
+        # The last annotation of every slot stands at the head of each segment, so retention never loses one.
+        for slot, annotation in self.annotations.items():
+            entry = encode_entry_header(
+                Kind.POSITION,
+                base_offset=base_offset,
+                leader_epoch=0,
+                synced_to=start,
+                batch_length=0,
+                slot=slot,
+                annotation=annotation,
+                salt=header.salt,
+            )
+            buffers.append(entry)
+            position += len(entry)
+        path = self.folder / segment_name(base_offset)
+        descriptor = create_durably(self._files, path, buffers)
+        if self._active >= 0:
+            self._files.close(self._active)
+        self._active = descriptor
+        self._synced_to = position
+        index = SparseIndex(base_offset, start)
+        index.add_position(position)
+        self._segments += (SegmentState(path, header, start, base_offset, position, -1, index),)
+
+    def _open_mark(self) -> None:
+        path = self.folder / MARK_NAME
+        encoded = self._current_mark().encode()
+        if read_file(self._files, path) is None:
+            self._mark = create_durably(self._files, path, (encoded,))
+            return
+        self._mark = self._files.open(path, os.O_RDWR)
+        self._write_mark()
+        self.sync_mark()
+
+    def _current_mark(self) -> Mark:
+        return Mark(self._segments[-1].base_offset, self._synced_to, self._segments[0].base_offset)
+
+    def _write_mark(self) -> None:
+        with self._fatal("Writing", self.folder / MARK_NAME):
+            write_all(self._files, self._mark, (self._current_mark().encode(),), 0)
+
+    # Reading.
+
+    def read(self, offset: int, max_bytes: int, limit: int) -> list[SealedBatch]:
+        """Whole batches from the one that holds `offset` on, below offset `limit`: at least one where there is one,
+        then up to `max_bytes`, all of one segment and usually of one read.
+
+        Raises OffsetOutOfRangeError, CorruptionError (the bytes read are not what was written).
+        """
+        while True:
+            segments = self._segments
+            start = segments[0].base_offset
+            if not start <= offset <= limit:
+                raise OffsetOutOfRangeError(offset, start, limit)
+            if offset == limit:
+                return []
+            segment = segments[bisect_right(segments, offset, key=_base_offset) - 1]
+            try:
+                descriptor = self._files.open(segment.path, os.O_RDONLY)
+            except FileNotFoundError:
+                # Retention was faster; the new start of the log says so above.
+                if self._segments is segments:
+                    raise damaged(segment.path, 0, offset, "the file is gone") from None
+                continue
+            try:
+                return self._read_segment(descriptor, segment, offset, max_bytes, limit)
+            finally:
+                self._files.close(descriptor)
+
+    def _read_segment(
+        self, descriptor: int, segment: SegmentState, offset: int, max_bytes: int, limit: int
+    ) -> list[SealedBatch]:
+        found: list[SealedBatch] = []
+        size = 0
+        position = self._index(segment).position_for_offset(offset)
+        end_offset = min(limit, segment.next_offset)
+        wanted = INDEX_INTERVAL_BYTES + max_bytes
+        reached = -1
+        while True:
+            window = memoryview(self._files.pread(descriptor, wanted, position))
+            index = 0
+            try:
+                while reached < end_offset:
+                    entry = decode_entry(
+                        window,
+                        index,
+                        at=position,
+                        salt=segment.header.salt,
+                        shard=self.identity.shard,
+                        verify_body=False,
+                    )
+                    if reached >= 0 and entry.base_offset != reached:
+                        raise EntryDamagedError(f"offset {entry.base_offset} where {reached} is next")
+                    header = entry.header
+                    if header and entry.next_offset > offset:
+                        if found and size + header.total_length > max_bytes:
+                            return found
+                        if index + entry.length > len(window):
+                            raise EntryIncompleteError("the window ends", entry.length)
+                        data = window[index + entry.length - header.total_length : index + entry.length]
+                        if body_checksum(data[-header.body_length :]) != header.body_checksum:
+                            raise EntryDamagedError("the body's checksum does not hold")
+                        found.append(SealedBatch(header, data))
+                        size += header.total_length
+                    reached = entry.next_offset
+                    index += entry.length
+                return found
+            except EntryIncompleteError as error:
+                if found:
+                    return found
+                if index == 0 and len(window) < wanted:
+                    raise damaged(segment.path, position, max(reached, 0), str(error)) from error
+                position += index
+                wanted = max(wanted, error.needed)
+            except EntryDamagedError as error:
+                raise damaged(segment.path, position + index, max(reached, 0), str(error)) from error
+
+    def offset_for_time(self, time_ms: int, limit: int) -> int:
+        """Base offset of the first batch below `limit` appended at or after `time_ms`; `limit` where there is none."""
+        for segment in self._segments:
+            if segment.last_time_ms < time_ms:
+                continue
+            position = self._index(segment).position_for_time(time_ms)
+            try:
+                descriptor = self._files.open(segment.path, os.O_RDONLY)
+            except FileNotFoundError:
+                continue
+            try:
+                for entry in self._entries(descriptor, segment, position):
+                    if entry.base_offset >= limit:
+                        return limit
+                    if entry.header and entry.header.append_time_ms >= time_ms:
+                        return entry.base_offset
+            finally:
+                self._files.close(descriptor)
+        return limit
+
+    def _entries(self, descriptor: int, segment: SegmentState, position: int) -> list[SegmentEntry]:
+        """The entries of one index interval and the batch after it: enough to find a place within."""
+        index = self._index(segment)
+        at = bisect_right(index.positions, position)
+        end = index.positions[at + 1] if at + 1 < len(index.positions) else segment.segment_bytes
+        try:
+            return list(
+                scan_file(self._files, descriptor, segment.header, position, end, verify_bodies=False)
+            )
+        except EntryDamagedError as error:
+            raise damaged(segment.path, position, segment.base_offset, str(error)) from error
+
+    def _index(self, segment: SegmentState) -> SparseIndex:
+        """A segment's index: the active one's own, a closed one's from a small cache, its file, or made anew."""
+        if segment.index is not None:
+            return segment.index
+        with self._indexes_lock:
+            held = self._indexes.get(segment.base_offset)
+            if held:
+                self._indexes.move_to_end(segment.base_offset)
+                return held
+        stored = read_file(self._files, segment.index_path)
+        index = stored and decode_index(
+            stored,
+            base_offset=segment.base_offset,
+            segment_bytes=segment.segment_bytes,
+            start=segment.start,
+        )
+        if not index:
+            index, _ = self._rescan(segment, segment.segment_bytes)
+            write_index(self._files, segment.index_path, index.encode())
+        self._hold_index(segment.base_offset, index)
+        return index
+
+    def _hold_index(self, base_offset: int, index: SparseIndex) -> None:
+        with self._indexes_lock:
+            self._indexes[base_offset] = index
+            while len(self._indexes) > _INDEXES_HELD_MAX:
+                self._indexes.popitem(last=False)
+
+    def _remember_index(self, segment: SegmentState) -> None:
+        """A closed segment's index moves to the cache."""
+        assert segment.index is not None
+        self._hold_index(segment.base_offset, segment.index)
+        segment.index = None
+
+    def _rescan(
+        self, segment: SegmentState, end: int, offset: int | None = None
+    ) -> tuple[SparseIndex, dict[int, bytes]]:
+        """Index and annotations of a segment from its bytes; with `offset`, of the batches wholly below it."""
+        index = SparseIndex(segment.base_offset, segment.start)
+        annotations: dict[int, bytes] = {}
+        descriptor = self._files.open(segment.path, os.O_RDONLY)
+        # Positions behind the last batch that stays go with the batches that do not.
+        pending: list[SegmentEntry] = []
+        try:
+            for entry in scan_file(
+                self._files, descriptor, segment.header, segment.start, end, verify_bodies=False
+            ):
+                if offset is not None and entry.next_offset > offset:
+                    pending.clear()
+                    break
+                pending.append(entry)
+                if entry.header is None and entry.base_offset != segment.base_offset:
+                    continue
+                for note in pending:
+                    if note.header:
+                        header = note.header
+                        index.add(
+                            header.base_offset,
+                            header.next_offset,
+                            note.position,
+                            note.end,
+                            header.append_time_ms,
+                        )
+                    else:
+                        index.add_position(note.end)
+                    if note.annotation:
+                        annotations[note.slot] = note.annotation
+                pending.clear()
+            for note in pending:
+                index.add_position(note.end)
+                annotations[note.slot] = note.annotation
+        except EntryDamagedError as error:
+            raise damaged(segment.path, index.segment_bytes, index.next_offset, str(error)) from error
+        finally:
+            self._files.close(descriptor)
+        return index, annotations
+
+    # Deleting.
+
+    def delete_old(self, retention: Retention, now_ms: int, *, below: int) -> int:
+        """Delete the segments that `retention` lets go, all of them wholly below offset `below`; how many."""
+        if self._aged(self._segments[-1], now_ms):
+            self.roll(now_ms)
+        spans = [
+            SegmentSpan(one.base_offset, one.next_offset, one.segment_bytes, one.last_time_ms)
+            for one in self._segments
+        ]
+        count = plan_deletion(spans, retention, now_ms)
+        while count and spans[count - 1].next_offset > below:
+            count -= 1
+        if count:
+            self._delete_first(count)
+        return count
+
+    def _delete_first(self, count: int) -> None:
+        gone, self._segments = self._segments[:count], self._segments[count:]
+        # The new start is on disk before any file goes: what a crash leaves below it is known to be leftover.
+        self._write_mark()
+        self.sync_mark()
+        for segment in gone:
+            self._files.unlink(segment.path)
+            self._files.unlink(segment.index_path)
+        self._files.sync_folder(self.folder)
+
+    def truncate(self, offset: int) -> ProducerTable:
+        """Cut every batch that reaches past `offset`, with the annotations from there on; the producers of what stays.
+
+        For a follower whose log parts from its leader's. Raises OffsetOutOfRangeError outside the log.
+        """
+        if not self.start_offset <= offset < self.end_offset:
+            raise OffsetOutOfRangeError(offset, self.start_offset, self.end_offset)
+        self.sync()
+        at = bisect_right(self._segments, offset, key=_base_offset) - 1
+        target, later = self._segments[at], self._segments[at + 1 :]
+        index, annotations = self._rescan(target, target.segment_bytes, offset)
+        # What no longer holds goes first: a snapshot, then the claim that these bytes are there.
+        self._files.unlink(self.folder / PRODUCERS_NAME)
+        self._files.sync_folder(self.folder)
+        target.index, target.next_offset = index, index.next_offset
+        target.segment_bytes, target.last_time_ms = index.segment_bytes, index.last_time_ms
+        self._segments = self._segments[: at + 1]
+        self._synced_to = index.segment_bytes
+        with self._indexes_lock:
+            self._indexes.clear()
+        self._write_mark()
+        self.sync_mark()
+        for segment in reversed(later):
+            self._files.unlink(segment.path)
+            self._files.unlink(segment.index_path)
+        self._files.unlink(target.index_path)
+        self._files.sync_folder(self.folder)
+        self._files.close(self._active)
+        self._active = self._files.open(target.path, os.O_RDWR)
+        self._files.truncate(self._active, index.segment_bytes)
+        self._files.sync(self._active)
+        self.annotations = annotations
+        # A producer's older batches may have been forgotten in favour of those just cut, so the log is asked again.
+        return recover(self.folder, self.identity, files=self._files).producers
+
+    # Small files, and the end.
+
+    def save_epochs(self, history: EpochHistory) -> None:
+        """Make the leader-epoch history durable."""
+        save_checked(self._files, self.folder / EPOCHS_NAME, encode_epochs(history))
+
+    def save_producers(self, snapshot: bytes) -> None:
+        """Make a snapshot of the producers' table durable."""
+        save_checked(self._files, self.folder / PRODUCERS_NAME, snapshot)
+
+    def close(self) -> None:
+        """Sync everything, mark included, and close the files."""
+        try:
+            self.sync()
+            self.sync_mark()
+        finally:
+            self._close_descriptors()
+
+    def abandon(self) -> None:
+        """Close the files of a log whose state is unknown, and promise nothing."""
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for descriptor in (self._active, self._mark):
+            if descriptor >= 0:
+                self._files.close(descriptor)
+        self._active = self._mark = -1
+
+
+def _base_offset(segment: SegmentState) -> int:
+    return segment.base_offset

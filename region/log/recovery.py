@@ -1,0 +1,472 @@
+"""Recovery: what a shard's folder holds after a stop or a crash, and whether it may serve.
+
+The question is always the same: bytes that do not decode, are they a write that a crash interrupted (cut them and say
+so) or acknowledged data that was damaged (refuse, and never cut)? The file alone cannot tell, because one group
+commit writes many batches and a power loss may keep any of its pages. What tells is *evidence of a sync*, the
+highest position of a segment that is known to have been on disk:
+
+1. every segment but the last was synced whole before the next one was created;
+2. every entry carries `synced_to`, what was synced when it was written; an entry that decodes, before or after the
+   damage, is proof (entries are salted per segment, nothing imitates one);
+3. the mark (region.log.mark) is written after each sync and before its acknowledgements.
+
+Rules, in this order:
+
+- damage below the evidence, a segment shorter than it, a missing segment, offsets that do not follow each other, a
+  segment of another shard: CorruptionError naming file, position and offset. The shard does not serve;
+- damage at or above the evidence is a torn tail: nothing from there on was acknowledged under `fsync` (under `interval`, at
+  most what its interval allows). It is cut and reported;
+- without a readable mark, damage that any decodable entry follows is refused as well: with one kind of evidence
+  gone, a doubt goes in favour of the data.
+
+What this promises: after a crash of the process nothing acknowledged is ever cut, because the mark survives in the
+page cache. After a loss of power on an honest disk nothing acknowledged is damaged, so nothing acknowledged is cut. One
+case stays undecidable on one disk: power is lost *and* the last synced group is damaged *and* the mark of that
+very sync (no more than `MARK_SYNC_IDLE_S` old) was not yet on disk; it is treated as a torn tail, and reported.
+
+Called once per shard, when it opens, in a thread; nothing else uses the folder then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from felix.batch import HEADER_BYTES
+from felix.errors import CorruptionError
+from region.log.epochs import EpochHistory, EpochStart
+from region.log.files import TEMPORARY_SUFFIX, Files, is_full, load_checked, read_file, write_all
+from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
+from region.log.mark import MARK_NAME, Mark, decode_mark
+from region.log.producers import ProducerTable, Remembered, decode_snapshot
+from region.log.segment import (
+    ANNOTATION_BYTES_MAX,
+    ENTRY_BYTES_MAX,
+    ENTRY_HEADER_BYTES,
+    HEADER_BYTES_MAX,
+    SEGMENT_SUFFIX,
+    EntryDamagedError,
+    EntryIncompleteError,
+    SegmentEntry,
+    SegmentHeader,
+    ShardIdentity,
+    decode_entry,
+    decode_segment_header,
+    find_entries,
+)
+
+EPOCHS_NAME: Final = "epochs"
+PRODUCERS_NAME: Final = "producers"
+WINDOW_BYTES: Final = 4 * ENTRY_BYTES_MAX
+"""Read at once while scanning: a few of the largest entries, so memory stays bounded whatever a segment holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """What recovery found. All zero and empty where the log was as its last writer left it."""
+
+    segments: int = 0
+    verified_bytes: int = 0
+    cut_file: str = ""
+    cut_position: int = 0
+    cut_bytes: int = 0
+    cut_from_offset: int = 0
+    cut_reason: str = ""
+    indexes_rebuilt: int = 0
+    mark_missing: bool = False
+    producers_rebuilt: bool = False
+    epochs_rebuilt: bool = False
+
+
+@dataclass(slots=True)
+class SegmentState:
+    """One segment file, as the log keeps it in memory. `index` of a closed segment is loaded when it is asked for."""
+
+    path: Path
+    header: SegmentHeader
+    start: int
+    next_offset: int
+    segment_bytes: int
+    last_time_ms: int
+    index: SparseIndex | None
+
+    @property
+    def base_offset(self) -> int:
+        """The first offset of the segment."""
+        return self.header.base_offset
+
+    @property
+    def index_path(self) -> Path:
+        """Where the segment's index is kept."""
+        return self.path.with_suffix(INDEX_SUFFIX)
+
+
+@dataclass(slots=True)
+class Recovered:
+    """A folder's content: segments oldest first (empty for a new shard) and what was replayed from them."""
+
+    segments: list[SegmentState]
+    annotations: dict[int, bytes] = field(default_factory=dict)
+    epochs: EpochHistory = field(default_factory=EpochHistory)
+    producers: ProducerTable = field(default_factory=ProducerTable)
+    report: RecoveryReport = field(default_factory=RecoveryReport)
+
+
+def damaged(path: Path, position: int, offset: int, what: str) -> CorruptionError:
+    """The error that names file, position and offset."""
+    return CorruptionError(
+        f"Damage in {path} at byte {position} (offset {offset}): {what}.",
+        hint="The shard does not serve. Restore the file from a replica or a backup; nothing was changed.",
+    )
+
+
+def scan_file(
+    files: Files, descriptor: int, segment: SegmentHeader, start: int, end: int, *, verify_bodies: bool
+) -> Iterator[SegmentEntry]:
+    """Every entry from `start` on, window by window. Raises EntryDamagedError where one is not whole before `end`."""
+    position = start
+    while position < end:
+        window = files.pread(descriptor, min(WINDOW_BYTES, end - position), position)
+        at, index = position, 0
+        while index < len(window):
+            try:
+                entry = decode_entry(
+                    window,
+                    index,
+                    at=at,
+                    salt=segment.salt,
+                    shard=segment.identity.shard,
+                    verify_body=verify_bodies,
+                )
+            except EntryIncompleteError as error:
+                # The rest of the window may only be the beginning; a whole one shows which it is.
+                if index and at + index + error.needed <= end:
+                    break
+                raise
+            if entry.end > end:
+                raise EntryIncompleteError(
+                    f"{end - entry.position} bytes of an entry's {entry.length}", entry.length
+                )
+            yield entry
+            index += entry.length
+        if not window:
+            raise EntryIncompleteError("the file is shorter than it was", 1)
+        position = at + index
+
+
+def evidence_beyond(
+    files: Files, descriptor: int, segment: SegmentHeader, start: int, end: int
+) -> tuple[int, int]:
+    """Past damage at `start`: the highest `synced_to` of any entry that decodes, and how many did."""
+    overlap = ENTRY_HEADER_BYTES + ANNOTATION_BYTES_MAX + HEADER_BYTES
+    highest, count, position = 0, 0, start + 1
+    while position < end:
+        window = files.pread(descriptor, min(WINDOW_BYTES, end - position), position)
+        for entry in find_entries(
+            window, at=position, salt=segment.salt, shard=segment.identity.shard, whole=False
+        ):
+            highest = max(highest, entry.synced_to)
+            count += 1
+        if len(window) < WINDOW_BYTES:
+            break
+        position += len(window) - overlap
+    return highest, count
+
+
+def judge_tail(
+    *, position: int, segment_bytes: int, evidence: int, mark_readable: bool, entries_beyond: int
+) -> str | None:
+    """Why a last segment that decodes up to `position` must be refused; None where the rest may be cut.
+
+    Pure: the rules of this module's docstring.
+    """
+    if position < evidence:
+        return (
+            f"{evidence - position} bytes from here on had been synced and acknowledged"
+            if segment_bytes >= evidence
+            else f"the file ends {evidence - segment_bytes} bytes before what had been synced and acknowledged"
+        )
+    if position < segment_bytes and not mark_readable and entries_beyond:
+        return f"{entries_beyond} whole entries follow, and without a readable mark they may be acknowledged"
+    return None
+
+
+def encode_epochs(history: EpochHistory) -> bytes:
+    """The payload of the epochs file."""
+    return msgspec.json.encode(history.starts)
+
+
+def _load_epochs(files: Files, folder: Path) -> EpochHistory | None:
+    payload = load_checked(files, folder / EPOCHS_NAME)
+    if payload is None:
+        return None
+    try:
+        return EpochHistory(msgspec.json.decode(payload, type=list[EpochStart]))
+    except msgspec.DecodeError:
+        return None
+
+
+def _load_producers(files: Files, folder: Path) -> tuple[ProducerTable, int] | None:
+    payload = load_checked(files, folder / PRODUCERS_NAME)
+    if payload is None:
+        return None
+    try:
+        return decode_snapshot(payload)
+    except CorruptionError:
+        return None
+
+
+class _Recovery:
+    """One pass over a folder, oldest segment first."""
+
+    def __init__(self, files: Files, folder: Path, identity: ShardIdentity, *, full: bool) -> None:
+        self.files = files
+        self.folder = folder
+        self.identity = identity
+        self.full = full
+        epochs = _load_epochs(files, folder)
+        producers = _load_producers(files, folder)
+        self.epochs_rebuilt = epochs is None
+        self.producers_rebuilt = producers is None
+        self.epochs = epochs or EpochHistory()
+        self.producers, self.replay_from = producers or (ProducerTable(), 0)
+        self.indexes_rebuilt = 0
+        self.verified_bytes = 0
+        self.cut: tuple[Path, int, int, int, str] | None = None
+
+    def read_header(self, path: Path) -> tuple[SegmentHeader, int, int]:
+        """Header, its length, and the file's length."""
+        descriptor = self.files.open(path, os.O_RDONLY)
+        try:
+            header, length = decode_segment_header(self.files.pread(descriptor, HEADER_BYTES_MAX, 0))
+            size = self.files.size(descriptor)
+        except CorruptionError as error:
+            raise damaged(path, 0, int(path.stem), error.sentence.rstrip(".")) from error
+        finally:
+            self.files.close(descriptor)
+        if header.identity != self.identity:
+            raise damaged(
+                path, 0, header.base_offset, f"it belongs to {header.identity}, not to {self.identity}"
+            )
+        if header.base_offset != int(path.stem):
+            raise damaged(path, 0, header.base_offset, "its name states another base offset")
+        return header, length, size
+
+    def visit(self, index: SparseIndex, path: Path, entry: SegmentEntry) -> None:
+        """Check that an entry follows the one before it; replay it."""
+        if entry.base_offset != index.next_offset:
+            raise damaged(
+                path,
+                entry.position,
+                index.next_offset,
+                f"offset {entry.base_offset} follows where {index.next_offset} is next",
+            )
+        header = entry.header
+        if header is None:
+            index.add_position(entry.end)
+            return
+        index.add(header.base_offset, header.next_offset, entry.position, entry.end, header.append_time_ms)
+        self.replay(entry)
+
+    def replay(self, entry: SegmentEntry) -> None:
+        """Let a batch count for epochs and producers."""
+        header = entry.header
+        assert header is not None
+        if header.leader_epoch > self.epochs.current:
+            self.epochs.begin(header.leader_epoch, header.base_offset)
+        if header.producer_id and header.base_offset >= self.replay_from:
+            self.producers.settle(header.base_offset)
+            self.producers.record(
+                header.producer_id,
+                Remembered(
+                    header.producer_epoch,
+                    header.base_sequence,
+                    header.base_sequence + header.records,
+                    header.base_offset,
+                    header.append_time_ms,
+                ),
+            )
+
+    def closed(self, path: Path, next_base: int) -> SegmentState:
+        """A segment that another follows: whole, and ending where that one begins."""
+        header, start, size = self.read_header(path)
+        stored = read_file(self.files, path.with_suffix(INDEX_SUFFIX))
+        index = stored and decode_index(
+            stored, base_offset=header.base_offset, segment_bytes=size, start=start
+        )
+        replayed = next_base > self.replay_from or self.epochs_rebuilt
+        descriptor = self.files.open(path, os.O_RDONLY)
+        try:
+            if index and not self.full and not replayed:
+                self._check_end(descriptor, path, header, index)
+            else:
+                index = self._scan_closed(
+                    descriptor, path, header, start, size, bodies=self.full or not index
+                )
+        finally:
+            self.files.close(descriptor)
+        if index.next_offset != next_base:
+            raise damaged(
+                path,
+                size,
+                index.next_offset,
+                f"the segment ends here, but the next one begins at {next_base}",
+            )
+        return SegmentState(path, header, start, index.next_offset, size, index.last_time_ms, None)
+
+    def _check_end(self, descriptor: int, path: Path, header: SegmentHeader, index: SparseIndex) -> None:
+        """Follow the entries from the index's last place to the end of the file."""
+        position = index.positions[-1] if index.positions else index.start
+        offset = index.offsets[-1] if index.offsets else index.base_offset
+        try:
+            for entry in scan_file(
+                self.files, descriptor, header, position, index.segment_bytes, verify_bodies=False
+            ):
+                if entry.base_offset != offset:
+                    raise damaged(path, entry.position, offset, f"offset {entry.base_offset} stands here")
+                offset, position = entry.next_offset, entry.end
+        except EntryDamagedError as error:
+            raise damaged(path, position, offset, str(error)) from error
+        if offset != index.next_offset:
+            raise damaged(path, position, offset, f"the index says that {index.next_offset} is next")
+
+    def _scan_closed(
+        self, descriptor: int, path: Path, header: SegmentHeader, start: int, size: int, *, bodies: bool
+    ) -> SparseIndex:
+        index = SparseIndex(header.base_offset, start)
+        try:
+            for entry in scan_file(self.files, descriptor, header, start, size, verify_bodies=bodies):
+                self.visit(index, path, entry)
+        except EntryDamagedError as error:
+            raise damaged(path, index.segment_bytes, index.next_offset, str(error)) from error
+        if bodies:
+            self.verified_bytes += size
+        if read_file(self.files, path.with_suffix(INDEX_SUFFIX)) != (encoded := index.encode()):
+            self.indexes_rebuilt += 1
+            write_index(self.files, path.with_suffix(INDEX_SUFFIX), encoded)
+        return index
+
+    def last(self, path: Path, mark: Mark | None) -> tuple[SegmentState, dict[int, bytes]]:
+        """The newest segment: verified to its last byte, a torn tail cut."""
+        header, start, size = self.read_header(path)
+        index = SparseIndex(header.base_offset, start)
+        annotations: dict[int, bytes] = {}
+        evidence = max(start, mark.synced_to if mark and mark.segment == header.base_offset else 0)
+        descriptor = self.files.open(path, os.O_RDWR)
+        try:
+            stopped: EntryDamagedError | None = None
+            try:
+                for entry in scan_file(self.files, descriptor, header, start, size, verify_bodies=True):
+                    self.visit(index, path, entry)
+                    evidence = max(evidence, entry.synced_to)
+                    if entry.annotation:
+                        annotations[entry.slot] = entry.annotation
+            except EntryDamagedError as error:
+                stopped = error
+            position, offset = index.segment_bytes, index.next_offset
+            highest, beyond = (
+                evidence_beyond(self.files, descriptor, header, position, size) if stopped else (0, 0)
+            )
+            reason = judge_tail(
+                position=position,
+                segment_bytes=size,
+                evidence=max(evidence, highest),
+                mark_readable=mark is not None,
+                entries_beyond=beyond,
+            )
+            if reason:
+                raise damaged(path, position, offset, f"{stopped}; {reason}" if stopped else reason)
+            if stopped:
+                self.cut = (path, position, size - position, offset, str(stopped))
+                self.files.truncate(descriptor, position)
+            # What decodes is served from now on, so it must be on disk, whoever wrote it.
+            self.files.sync(descriptor)
+        finally:
+            self.files.close(descriptor)
+        self.verified_bytes += position
+        state = SegmentState(path, header, start, offset, position, index.last_time_ms, index)
+        return state, annotations
+
+    def run(self) -> Recovered:
+        """All of it. Raises CorruptionError; OSError as it comes."""
+        paths = sorted(path for path in self.folder.iterdir() if path.suffix == SEGMENT_SUFFIX)
+        for path in self.folder.glob(f"*{TEMPORARY_SUFFIX}"):
+            self.files.unlink(path)
+        for path in paths:
+            if len(path.stem) != 20 or not path.stem.isdecimal():
+                raise damaged(path, 0, 0, "this is not the name of a segment")
+        mark = decode_mark(read_file(self.files, self.folder / MARK_NAME) or b"")
+        if mark:
+            paths = self._finish_deletion(paths, mark)
+            if not paths or int(paths[-1].stem) < mark.segment:
+                raise damaged(
+                    self.folder,
+                    0,
+                    mark.segment,
+                    f"the segment that begins at offset {mark.segment} is missing",
+                )
+        if not paths:
+            return Recovered([], report=RecoveryReport(epochs_rebuilt=True))
+        segments = [self.closed(path, int(following.stem)) for path, following in pairwise(paths)]
+        state, annotations = self.last(paths[-1], mark)
+        segments.append(state)
+        self.producers.settle(state.next_offset)
+        self.epochs.clamp(state.next_offset)
+        file, position, size, offset, reason = self.cut or (None, 0, 0, 0, "")
+        report = RecoveryReport(
+            segments=len(segments),
+            verified_bytes=self.verified_bytes,
+            cut_file=str(file) if file else "",
+            cut_position=position,
+            cut_bytes=size,
+            cut_from_offset=offset,
+            cut_reason=reason,
+            indexes_rebuilt=self.indexes_rebuilt,
+            mark_missing=mark is None,
+            producers_rebuilt=self.producers_rebuilt,
+            epochs_rebuilt=self.epochs_rebuilt,
+        )
+        return Recovered(segments, annotations, self.epochs, self.producers, report)
+
+    def _finish_deletion(self, paths: list[Path], mark: Mark) -> list[Path]:
+        """Retention writes the new start before it deletes: what is below it was being deleted."""
+        kept = [path for path in paths if int(path.stem) >= mark.log_start]
+        if kept and int(kept[0].stem) != mark.log_start:
+            raise damaged(
+                self.folder,
+                0,
+                mark.log_start,
+                f"the log starts at {mark.log_start}, but the oldest segment begins at {int(kept[0].stem)}",
+            )
+        if kept:
+            for path in paths[: len(paths) - len(kept)]:
+                self.files.unlink(path)
+                self.files.unlink(path.with_suffix(INDEX_SUFFIX))
+        return kept
+
+
+def write_index(files: Files, path: Path, encoded: bytes) -> None:
+    """Write an index file. Neither synced nor insisted on: a torn or missing one is made anew from its segment."""
+    try:
+        descriptor = files.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(files, descriptor, (encoded,), 0)
+        finally:
+            files.close(descriptor)
+    except OSError as error:
+        if not is_full(error):
+            raise
+
+
+def recover(folder: Path, identity: ShardIdentity, *, files: Files, full: bool = False) -> Recovered:
+    """Read a shard's folder, cut a torn tail, refuse damage. With `full`, every byte of every segment is verified.
+
+    Raises CorruptionError where the shard must not serve; what it names was not changed.
+    """
+    return _Recovery(files, folder, identity, full=full).run()

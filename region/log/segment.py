@@ -1,0 +1,299 @@
+"""The segment: the file format of the log, as bytes in and values out. Layout with rationale in docs/log.md.
+
+A segment is one header and then entries, back to back. Integers are big-endian, checksums XXH3-64.
+
+Segment header::
+
+    0  magic "FELIXSEG"   8     32 salt                  8
+    8  version            2     40 incarnation          16
+    10 header length      2     56 region length         1
+    12 shard              4     57 stream length         1
+    16 base_offset        8     58 commitment length     2
+    24 created_ms         8     60 region, stream, key commitment, then checksum (8) of all before it
+
+Entry: a header of 48 bytes, then the annotation, then the batch (felix.batch, sealed where the stream is)::
+
+    0  magic "FE"         2     16 base_offset           8   of the batch; without one, the next offset
+    2  kind               1     24 synced_to             8   bytes of this file known to be on disk then
+    3  reserved           1     32 slot                  8   whose annotation it is, chosen by the caller
+    4  annotation length  2     40 checksum              8   seeded with the salt, of 0..40 and annotation
+    6  reserved           2     48 annotation, batch
+    8  batch length       4
+    12 leader_epoch       4
+
+Invariants: a decoded entry's checksums hold (its own with the segment's salt, the batch header's, and the
+body's if asked), its batch has the entry's base offset, epoch and length, and the segment's shard. The salt is random per
+segment, so no payload can imitate an entry: after damage, whatever decodes really was an entry. Nothing here
+touches a file.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+import xxhash
+
+from felix.batch import BATCH_BYTES_MAX, HEADER_BYTES, BatchHeader, Buffer, body_checksum, decode_header
+from felix.errors import CorruptionError, RequestError
+
+SEGMENT_SUFFIX: Final = ".seg"
+ENTRY_HEADER_BYTES: Final = 48
+ANNOTATION_BYTES_MAX: Final = 512
+"""A source position with its ids fits many times; entries stay small enough to carry over at every roll."""
+COMMITMENT_BYTES_MAX: Final = 256
+"""A key commitment is a hash or two."""
+ENTRY_BYTES_MAX: Final = ENTRY_HEADER_BYTES + ANNOTATION_BYTES_MAX + BATCH_BYTES_MAX
+HEADER_PREFIX_BYTES: Final = 60
+HEADER_BYTES_MAX: Final = HEADER_PREFIX_BYTES + 255 + 255 + COMMITMENT_BYTES_MAX + 8
+
+_MAGIC: Final = b"FELIXSEG"
+_VERSION: Final = 1
+_PREFIX: Final = struct.Struct(">8sHHIQqQ16sBBH")
+_ENTRY_MAGIC: Final = b"FE"
+_ENTRY: Final = struct.Struct(">2sBBHHIIQQQ")
+_CHECKSUM: Final = struct.Struct(">Q")
+assert _PREFIX.size == HEADER_PREFIX_BYTES
+assert _ENTRY.size == ENTRY_HEADER_BYTES - 8
+
+
+class Kind(IntEnum):
+    """What an entry holds."""
+
+    BATCH = 1
+    POSITION = 2
+    """An annotation alone: it takes no offset."""
+
+
+class ShardIdentity(NamedTuple):
+    """Whose log a folder holds. `stream` is `tenant/namespace/name`, `incarnation` 16 bytes."""
+
+    region: str
+    stream: str
+    incarnation: bytes
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentHeader:
+    """What stands at the head of a segment file. Times in ms since the Unix epoch."""
+
+    identity: ShardIdentity
+    base_offset: int
+    created_ms: int
+    salt: int
+    commitment: bytes
+
+    def encode(self) -> bytes:
+        """The header's bytes, checksum last."""
+        region, stream = self.identity.region.encode(), self.identity.stream.encode()
+        assert len(region) < 256 and len(stream) < 256 and len(self.identity.incarnation) == 16
+        assert len(self.commitment) <= COMMITMENT_BYTES_MAX
+        length = HEADER_PREFIX_BYTES + len(region) + len(stream) + len(self.commitment) + 8
+        head = b"".join(
+            (
+                _PREFIX.pack(
+                    _MAGIC, _VERSION, length, self.identity.shard, self.base_offset, self.created_ms,
+                    self.salt, self.identity.incarnation, len(region), len(stream), len(self.commitment),
+                ),
+                region, stream, self.commitment,
+            )
+        )  # fmt: skip
+        return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
+
+
+class EntryDamagedError(Exception):
+    """The bytes at this place are not an entry of this segment; `args[0]` says what is wrong."""
+
+
+class EntryIncompleteError(EntryDamagedError):
+    """The bytes end before the entry does. `needed` bytes from its start would show more of it."""
+
+    def __init__(self, sentence: str, needed: int) -> None:
+        super().__init__(sentence)
+        self.needed = needed
+
+
+def decode_segment_header(data: Buffer) -> tuple[SegmentHeader, int]:
+    """The header at the start of `data` and its length in bytes. Raises CorruptionError."""
+    if len(data) < HEADER_PREFIX_BYTES:
+        raise CorruptionError(f"{len(data)} bytes are fewer than a segment header's {HEADER_PREFIX_BYTES}.")
+    (
+        magic, version, length, shard, base_offset, created_ms, salt, incarnation,
+        region_length, stream_length, commitment_length,
+    ) = _PREFIX.unpack_from(data, 0)  # fmt: skip
+    if magic != _MAGIC or version != _VERSION:
+        raise CorruptionError(
+            f"Magic {magic!r} version {version} is not {_MAGIC!r} version {_VERSION}.",
+            hint="A newer Felix may have written it.",
+        )
+    expected = HEADER_PREFIX_BYTES + region_length + stream_length + commitment_length + 8
+    if length != expected or len(data) < length:
+        raise CorruptionError(f"A segment header of {length} bytes where its parts take {expected}.")
+    (checksum,) = _CHECKSUM.unpack_from(data, length - 8)
+    if xxhash.xxh3_64_intdigest(memoryview(data)[: length - 8]) != checksum:
+        raise CorruptionError("The segment header's checksum does not hold.")
+    stream_at = HEADER_PREFIX_BYTES + region_length
+    commitment_at = stream_at + stream_length
+    try:
+        region = bytes(data[HEADER_PREFIX_BYTES:stream_at]).decode()
+        stream = bytes(data[stream_at:commitment_at]).decode()
+    except UnicodeDecodeError as error:
+        raise CorruptionError(f"The segment header's names are not UTF-8: {error}.") from error
+    identity = ShardIdentity(region, stream, incarnation, shard)
+    return SegmentHeader(
+        identity, base_offset, created_ms, salt, bytes(data[commitment_at : length - 8])
+    ), length
+
+
+def encode_entry_header(
+    kind: Kind,
+    *,
+    base_offset: int,
+    leader_epoch: int,
+    synced_to: int,
+    batch_length: int,
+    slot: int,
+    annotation: bytes,
+    salt: int,
+) -> bytes:
+    """Entry header and annotation; the batch's own bytes follow it in the file."""
+    assert len(annotation) <= ANNOTATION_BYTES_MAX
+    assert (batch_length > 0) == (kind is Kind.BATCH)
+    head = _ENTRY.pack(
+        _ENTRY_MAGIC, kind, 0, len(annotation), 0, batch_length, leader_epoch, base_offset, synced_to, slot
+    )
+    checksum = xxhash.xxh3_64_intdigest(head + annotation if annotation else head, seed=salt)
+    return b"".join((head, _CHECKSUM.pack(checksum), annotation))
+
+
+class SegmentEntry(NamedTuple):
+    """One entry, decoded in place. Positions are those of the buffer it was decoded from, plus its `at`."""
+
+    position: int
+    length: int
+    base_offset: int
+    leader_epoch: int
+    synced_to: int
+    slot: int
+    annotation: bytes
+    header: BatchHeader | None
+    batch_position: int
+
+    @property
+    def end(self) -> int:
+        """Position after the entry."""
+        return self.position + self.length
+
+    @property
+    def next_offset(self) -> int:
+        """The offset after the entry's batch; its own base offset where it has none."""
+        return self.base_offset + self.header.records if self.header else self.base_offset
+
+
+def decode_entry(
+    data: Buffer, index: int, *, at: int, salt: int, shard: int, verify_body: bool
+) -> SegmentEntry:
+    """The entry that begins at `data[index]`, where `data[0]` stands at position `at` of its file.
+
+    Raises EntryDamagedError, or EntryIncompleteError where `data` ends before the entry does.
+    """
+    available = len(data) - index
+    if available < ENTRY_HEADER_BYTES:
+        raise EntryIncompleteError(
+            f"{available} bytes are fewer than an entry header's {ENTRY_HEADER_BYTES}", ENTRY_HEADER_BYTES
+        )
+    magic, kind, zero, annotation_length, also_zero, batch_length, epoch, base_offset, synced_to, slot = (
+        _ENTRY.unpack_from(data, index)
+    )
+    if magic != _ENTRY_MAGIC:
+        raise EntryDamagedError(f"{magic!r} stands where an entry begins with {_ENTRY_MAGIC!r}")
+    if annotation_length > ANNOTATION_BYTES_MAX or batch_length > BATCH_BYTES_MAX or zero or also_zero:
+        raise EntryDamagedError("its lengths are over their limits")
+    head_length = ENTRY_HEADER_BYTES + annotation_length
+    length = head_length + batch_length
+    if available < head_length:
+        raise EntryIncompleteError(f"{available} bytes of an entry's {length}", length)
+    view = memoryview(data)
+    annotation = bytes(view[index + ENTRY_HEADER_BYTES : index + head_length])
+    (checksum,) = _CHECKSUM.unpack_from(data, index + ENTRY_HEADER_BYTES - 8)
+    head = bytes(view[index : index + ENTRY_HEADER_BYTES - 8])
+    if xxhash.xxh3_64_intdigest(head + annotation if annotation else head, seed=salt) != checksum:
+        raise EntryDamagedError("the entry header's checksum does not hold")
+    position = at + index
+    if kind == Kind.POSITION:
+        if batch_length:
+            raise EntryDamagedError("an entry without a batch states a batch length")
+        return SegmentEntry(
+            position, length, base_offset, epoch, synced_to, slot, annotation, None, position + head_length
+        )
+    if kind != Kind.BATCH or batch_length < HEADER_BYTES:
+        raise EntryDamagedError(f"an entry of kind {kind} with a batch of {batch_length} bytes")
+    if available < head_length + HEADER_BYTES:
+        raise EntryIncompleteError(f"{available} bytes of an entry's {length}", length)
+    try:
+        header = decode_header(data, index + head_length)
+    except RequestError as error:
+        raise EntryDamagedError(error.sentence.rstrip(".")) from error
+    if (header.base_offset, header.leader_epoch, header.total_length, header.shard) != (
+        base_offset,
+        epoch,
+        batch_length,
+        shard,
+    ):
+        raise EntryDamagedError("the batch's header is not the one that the entry was written for")
+    if verify_body:
+        if available < length:
+            raise EntryIncompleteError(f"{available} bytes of an entry's {length}", length)
+        body_at = index + head_length + HEADER_BYTES
+        if body_checksum(view[body_at : index + length]) != header.body_checksum:
+            raise EntryDamagedError("the body's checksum does not hold")
+    return SegmentEntry(
+        position, length, base_offset, epoch, synced_to, slot, annotation, header, position + head_length
+    )
+
+
+class Scan(NamedTuple):
+    """What a window of a segment holds: entries, and why the scan ended."""
+
+    entries: list[SegmentEntry]
+    stopped: EntryDamagedError | None
+    """None where the window ends with an entry's end."""
+
+
+def scan_window(data: Buffer, *, at: int, salt: int, shard: int, verify_body: bool) -> Scan:
+    """All entries from the start of `data` (which stands at position `at`) up to the first that is not whole.
+
+    Without `verify_body` an entry counts once its headers are in the window; its body may reach past it.
+    """
+    entries: list[SegmentEntry] = []
+    index, length = 0, len(data)
+    while index < length:
+        try:
+            entry = decode_entry(data, index, at=at, salt=salt, shard=shard, verify_body=verify_body)
+        except EntryDamagedError as stopped:
+            return Scan(entries, stopped)
+        entries.append(entry)
+        index += entry.length
+    return Scan(entries, None)
+
+
+def find_entries(data: Buffer, *, at: int, salt: int, shard: int, whole: bool) -> list[SegmentEntry]:
+    """Every entry that decodes anywhere in `data`, for looking past damage. Bodies are checked if `whole`."""
+    raw, found, index = bytes(data), [], 0
+    while (index := raw.find(_ENTRY_MAGIC, index)) >= 0:
+        try:
+            entry = decode_entry(raw, index, at=at, salt=salt, shard=shard, verify_body=whole)
+        except EntryDamagedError:
+            index += 1
+            continue
+        found.append(entry)
+        index += ENTRY_HEADER_BYTES
+    return found
+
+
+def segment_name(base_offset: int) -> str:
+    """The file name of the segment that begins at this offset; names sort as offsets do."""
+    return f"{base_offset:020d}{SEGMENT_SUFFIX}"

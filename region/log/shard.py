@@ -1,0 +1,982 @@
+"""The log of one shard as the broker uses it, on the event loop: append, read, follow the tail.
+
+Appends are put into a pending group; a thread of the shared pool seals, writes and syncs a group while the next one
+accumulates, so one sync serves all that waited (group commit). Everything else here runs on the loop.
+
+Invariants:
+- an append is answered exactly once: with its offset after the durability that the stream asks for, or with an error;
+- offsets are given in the order of appending, without holes: where a group is refused, so is all that was pending
+  behind it, and the offsets are given anew;
+- readers see nothing at or above the high watermark; it moves when a group is durable;
+- after a failed sync or write the shard is FAILED for good: no wait is answered but with the error, no sync tried again;
+- pending bytes, ring and annotations are bounded; what is beyond is refused with a code.
+
+States and what moves between them are `TRANSITIONS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from threading import Lock
+from typing import Final, NamedTuple, TypeVar
+
+from felix.batch import BATCH_BYTES_MAX, FLAG_SEALED, HEADER_BYTES, NO_KEY_ID, Batch, BatchHeader
+from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from region.log.counters import ShardCounters
+from region.log.disk import (
+    ANNOTATION_SLOTS_MAX,
+    DiskLog,
+    Frame,
+    OffsetOutOfRangeError,
+    SealedBatch,
+    SegmentLimits,
+    StorageFailedError,
+)
+from region.log.durability import FSYNC, Durability, Kind
+from region.log.epochs import EpochHistory
+from region.log.files import Files, is_full
+from region.log.producers import ProducerTable, Remembered, Verdict, refusal
+from region.log.recovery import Recovered, RecoveryReport
+from region.log.retention import Retention
+from region.log.ring import RING_BYTES_MAX, RING_ENTRIES_MAX, Entry, Ring
+from region.log.segment import ANNOTATION_BYTES_MAX, ShardIdentity
+
+PENDING_BYTES_MAX: Final = 32 << 20
+"""Appended and not yet durable, per shard: several groups ahead of a slow disk, and no more."""
+GROUP_BYTES_MAX: Final = 8 << 20
+"""Written before one sync: bounds how long the first of a group waits for the last."""
+SEAL_BYTES_MAX: Final = 64
+"""What sealing may add to a body (nonce, tag); a plain batch must leave this much room."""
+FULL_RETRY_MS: Final = 250
+"""While the disk is full, one append in this time is let through to find out whether there is room."""
+MARK_SYNC_IDLE_S: Final = 1.0
+"""The mark is brought to the disk this long after appends began; see region.log.recovery for what it proves."""
+
+_T = TypeVar("_T")
+
+
+class State(Enum):
+    """FULL still reads; FAILED and STOPPED do nothing."""
+
+    OPENING = "opening"
+    SERVING = "serving"
+    FULL = "full"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class Event(Enum):
+    """What happened to a shard."""
+
+    OPENED = "opened"
+    NO_ROOM = "no room"
+    ROOM = "room"
+    FAILURE = "failure"
+    CLOSED = "closed"
+
+
+TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
+    (State.OPENING, Event.OPENED): State.SERVING,
+    (State.OPENING, Event.FAILURE): State.FAILED,
+    (State.SERVING, Event.NO_ROOM): State.FULL,
+    (State.SERVING, Event.FAILURE): State.FAILED,
+    (State.SERVING, Event.CLOSED): State.STOPPED,
+    (State.FULL, Event.NO_ROOM): State.FULL,
+    (State.FULL, Event.ROOM): State.SERVING,
+    (State.FULL, Event.FAILURE): State.FAILED,
+    (State.FULL, Event.CLOSED): State.STOPPED,
+    (State.FAILED, Event.NO_ROOM): State.FAILED,
+    (State.FAILED, Event.FAILURE): State.FAILED,
+    (State.FAILED, Event.CLOSED): State.STOPPED,
+    (State.STOPPED, Event.FAILURE): State.STOPPED,
+    (State.STOPPED, Event.CLOSED): State.STOPPED,
+}
+
+
+class Appended(NamedTuple):
+    """Where a batch stands. For a repeated one, where its first copy does."""
+
+    base_offset: int
+    append_time_ms: int
+    duplicate: bool = False
+
+
+Done = Callable[[Appended | FelixError], None]
+
+
+def same_batch(batch: Batch) -> Batch:
+    """The seal and its opening for a stream that is kept unsealed."""
+    return batch
+
+
+def no_prefix(header: BatchHeader) -> bytes:
+    """Delivery bytes without a frame of the wire around them."""
+    return b""
+
+
+def no_commitment() -> bytes:
+    """The key commitment of a stream that is kept unsealed."""
+    return b""
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSettings:
+    """What a stream asks of its shards. Bytes and ms; see the constants for the reasons."""
+
+    durability: Durability = FSYNC
+    retention: Retention = field(default_factory=Retention)
+    segments: SegmentLimits = field(default_factory=SegmentLimits)
+    ring_bytes_max: int = RING_BYTES_MAX
+    ring_entries_max: int = RING_ENTRIES_MAX
+    pending_bytes_max: int = PENDING_BYTES_MAX
+    first_offset: int = 0
+    """Where an ephemeral shard begins to count; a durable one goes on from its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHooks:
+    """What the broker injects: called in threads of the pools, `seal` by one at a time, `open_batch` by many.
+
+    `seal` gives the batch as it stands on disk, `open_batch` undoes it (also for batches of older keys);
+    `commitment` is asked for each new segment; `frame_prefix` gives what precedes a plain batch in delivery.
+    """
+
+    seal: Callable[[Batch], Batch] = same_batch
+    open_batch: Callable[[Batch], Batch] = same_batch
+    commitment: Callable[[], bytes] = no_commitment
+    frame_prefix: Callable[[BatchHeader], bytes] = no_prefix
+    clock_ms: Callable[[], int] = _now_ms
+
+
+@dataclass(slots=True)
+class _Pending:
+    """An append on its way. Without batch and annotation it only waits for those before it (a repeated batch)."""
+
+    batch: Batch | None
+    answer: Appended
+    done: Done
+    size: int
+    epoch: int
+    slot: int
+    annotation: bytes
+    entry: Entry | None = None
+
+
+class ShardLog:
+    """See the module. Construct with `open`; all methods are called on the loop that opened it."""
+
+    def __init__(
+        self,
+        identity: ShardIdentity,
+        settings: ShardSettings,
+        hooks: ShardHooks,
+        commit_pool: Executor,
+        read_pool: Executor,
+    ) -> None:
+        self.identity = identity
+        self.settings = settings
+        self.counters = ShardCounters()
+        self.report = RecoveryReport()
+        self.state = State.OPENING
+        self.failure: FelixError | None = None
+        self.annotations: dict[int, bytes] = {}
+        self.pending_bytes = 0
+        self._hooks = hooks
+        self._commit_pool = commit_pool
+        self._read_pool = read_pool
+        self._loop = asyncio.get_running_loop()
+        self._ephemeral = settings.durability.kind is Kind.EPHEMERAL
+        self._ring = self._new_ring(settings.first_offset)
+        self._disk: DiskLog | None = None
+        self._producers = ProducerTable(settled=settings.first_offset)
+        self._epochs = EpochHistory()
+        self._next_offset = settings.first_offset
+        self._high_watermark = settings.first_offset
+        self._log_start = settings.first_offset
+        self._last_time_ms = 0
+        self._tail_callbacks: list[Callable[[], None]] = []
+        self._tail_scheduled = False
+        self._kick_scheduled = False
+        self._hold: UnavailableError | None = None
+        self._retry_at = 0.0
+        self._in_flight = 0
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._sync_timer: asyncio.TimerHandle | None = None
+        self._mark_timer: asyncio.TimerHandle | None = None
+        self._segments_seen = 1
+        self._closed = False
+        # Truncations begun and ended: a read across one may meet bytes that are being cut.
+        self._truncations = 0
+        # Shared with the commit thread, under `_lock`.
+        self._lock = Lock()
+        self._queue: list[_Pending] = []
+        self._committing = False
+        self._refusing: FelixError | None = None
+        # One writer of the folder at a time.
+        self._writer = Lock()
+
+    @classmethod
+    async def open(
+        cls,
+        folder: Path | None,
+        identity: ShardIdentity,
+        settings: ShardSettings,
+        hooks: ShardHooks,
+        *,
+        commit_pool: Executor,
+        read_pool: Executor,
+        files: Files | None = None,
+        full_verify: bool = False,
+    ) -> ShardLog:
+        """Recover the shard in `folder` (None for an ephemeral one) and serve it.
+
+        Raises CorruptionError where it must not serve, UnavailableError where the disk does not let it.
+        """
+        shard = cls(identity, settings, hooks, commit_pool, read_pool)
+        if shard._ephemeral:
+            shard._move(Event.OPENED)
+            return shard
+        assert folder is not None
+        shard_folder = folder
+
+        def recover() -> tuple[DiskLog, Recovered]:
+            return DiskLog.open(
+                shard_folder,
+                identity,
+                now_ms=hooks.clock_ms(),
+                files=files,
+                limits=settings.segments,
+                commitment=hooks.commitment,
+                full_verify=full_verify,
+            )
+
+        try:
+            disk, recovered = await shard._loop.run_in_executor(commit_pool, recover)
+        except OSError as error:
+            raise _storage_error(error, shard_folder) from error
+        shard._adopt(disk, recovered)
+        shard._move(Event.OPENED)
+        return shard
+
+    def _new_ring(self, next_offset: int) -> Ring:
+        return Ring(
+            next_offset, bytes_max=self.settings.ring_bytes_max, entries_max=self.settings.ring_entries_max
+        )
+
+    def _adopt(self, disk: DiskLog, recovered: Recovered) -> None:
+        self._disk = disk
+        self.report = recovered.report
+        self.annotations = dict(disk.annotations)
+        self._epochs = recovered.epochs
+        self._producers = recovered.producers
+        self._next_offset = self._high_watermark = disk.end_offset
+        self._log_start = disk.start_offset
+        self._last_time_ms = max(0, disk.last_time_ms)
+        self._segments_seen = disk.segment_count
+        self._ring = self._new_ring(disk.end_offset)
+
+    def _move(self, event: Event) -> None:
+        self.state = TRANSITIONS[self.state, event]
+
+    # What the log holds.
+
+    @property
+    def log_start_offset(self) -> int:
+        """The oldest offset that can be read."""
+        return self._ring.first_offset if self._ephemeral else self._log_start
+
+    @property
+    def high_watermark(self) -> int:
+        """The offset after the last record that readers may see."""
+        return self._high_watermark
+
+    @property
+    def log_end_offset(self) -> int:
+        """The offset that the next batch will get."""
+        return self._next_offset
+
+    @property
+    def epochs(self) -> EpochHistory:
+        """The leader-epoch history; change it with `begin_epoch` only."""
+        return self._epochs
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes in the ring."""
+        return self._ring.bytes_held
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes in segment files."""
+        return self._disk.bytes_held if self._disk else 0
+
+    @property
+    def segment_count(self) -> int:
+        """Segment files."""
+        return self._disk.segment_count if self._disk else 0
+
+    # Appending.
+
+    def append_nowait(
+        self, batch: Batch | None, done: Done, *, annotation: bytes = b"", slot: int = 0
+    ) -> None:
+        """Append a plain batch, an annotation for `slot`, or both in one; `done` is called once, on the loop.
+
+        Header fields that are the broker's (shard, base offset, append time, leader epoch) are set here. `done` may be called before
+        this returns (refusals, ephemeral shards). What it is called with: Appended, or RequestError (SEQUENCE_GAP,
+        PRODUCER_FENCED, BATCH_TOO_LARGE, INVALID), UnavailableError (LIMIT_MEMORY, DISK_FULL, SHARD_STOPPED …).
+        """
+        refused = self._refusal(batch, annotation, slot)
+        if refused:
+            done(refused)
+            return
+        now_ms = max(self._last_time_ms, self._hooks.clock_ms())
+        answer = Appended(self._next_offset, now_ms)
+        if batch is None:
+            self._enqueue(
+                _Pending(None, answer, done, len(annotation), self._epochs.current, slot, annotation)
+            )
+            return
+        header = batch.header
+        if header.producer_id:
+            decision = self._producers.decide(
+                header.producer_id, header.producer_epoch, header.base_sequence, header.records
+            )
+            if decision.verdict is Verdict.DUPLICATE:
+                assert decision.first is not None
+                self.counters.duplicates += 1
+                answer = Appended(decision.first.base_offset, decision.first.append_time_ms, duplicate=True)
+                if answer.base_offset < self._high_watermark:
+                    done(answer)
+                else:
+                    # The first copy is not durable yet; this one is answered after it, and fails with it.
+                    self._enqueue(_Pending(None, answer, done, 0, 0, 0, b""))
+                return
+            if decision.verdict is not Verdict.ACCEPT:
+                done(refusal(header.producer_id, header.base_sequence, decision))
+                return
+            self._producers.record(
+                header.producer_id,
+                Remembered(
+                    header.producer_epoch,
+                    header.base_sequence,
+                    header.base_sequence + header.records,
+                    self._next_offset,
+                    now_ms,
+                ),
+            )
+        header = header._replace(
+            shard=self.identity.shard,
+            base_offset=self._next_offset,
+            append_time_ms=now_ms,
+            leader_epoch=self._epochs.current,
+            key_id=NO_KEY_ID,
+        )
+        self._last_time_ms = now_ms
+        self._next_offset = header.next_offset
+        size = header.total_length + len(annotation)
+        self._enqueue(
+            _Pending(Batch(header, batch.body), answer, done, size, header.leader_epoch, slot, annotation)
+        )
+
+    async def append(self, batch: Batch | None, *, annotation: bytes = b"", slot: int = 0) -> Appended:
+        """`append_nowait`, awaited. Raises what that is answered with."""
+        future: asyncio.Future[Appended] = self._loop.create_future()
+
+        def done(result: Appended | FelixError) -> None:
+            if future.done():
+                return
+            if isinstance(result, FelixError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+        self.append_nowait(batch, done, annotation=annotation, slot=slot)
+        return await future
+
+    def _refusal(self, batch: Batch | None, annotation: bytes, slot: int) -> FelixError | None:
+        """Why nothing may be appended now, or not this; None where it may."""
+        if self.state is not State.SERVING and (stopped := self._state_refusal()):
+            return stopped
+        if self._hold:
+            return self._hold
+        if annotation and slot not in self.annotations and len(self.annotations) >= ANNOTATION_SLOTS_MAX:
+            return RequestError(
+                f"The shard holds annotations of {ANNOTATION_SLOTS_MAX} sources, which is the most it can.",
+                hint="Spread the sources over more shards.",
+            )
+        if len(annotation) > ANNOTATION_BYTES_MAX or (batch is None and not annotation):
+            return RequestError(
+                f"An annotation has 1 to {ANNOTATION_BYTES_MAX} bytes, not {len(annotation)}."
+            )
+        size = len(annotation)
+        if batch:
+            size += batch.header.total_length
+            if batch.header.flags & FLAG_SEALED:
+                return RequestError(
+                    "The batch is sealed already; a shard takes plain batches and seals them itself."
+                )
+            if batch.header.total_length + SEAL_BYTES_MAX > BATCH_BYTES_MAX:
+                return RequestError(
+                    f"A batch of {batch.header.total_length} bytes leaves no room for its seal; "
+                    f"{BATCH_BYTES_MAX - SEAL_BYTES_MAX} are allowed.",
+                    code=Code.BATCH_TOO_LARGE,
+                    hint="Publish smaller batches.",
+                )
+        if self.pending_bytes + size > self.settings.pending_bytes_max:
+            self.counters.refused_memory += 1
+            return UnavailableError(
+                f"{self.pending_bytes} bytes of this shard wait for the disk; "
+                f"{self.settings.pending_bytes_max} are allowed.",
+                code=Code.LIMIT_MEMORY,
+                retry_after_ms=50,
+            )
+        return None
+
+    def _state_refusal(self) -> FelixError | None:
+        if self.state is State.FULL:
+            now = self._loop.time()
+            if now >= self._retry_at:
+                self._retry_at = now + FULL_RETRY_MS / 1000
+                return None
+            self.counters.refused_disk_full += 1
+            return _disk_full()
+        return self._not_serving()
+
+    def _not_serving(self) -> FelixError:
+        if self.failure:
+            return self.failure
+        return UnavailableError(f"The shard is {self.state.value}.", code=Code.SHUTTING_DOWN)
+
+    def _enqueue(self, item: _Pending) -> None:
+        if self._ephemeral:
+            self._append_ephemeral(item)
+            return
+        with self._lock:
+            refusing = self._refusing
+            if not refusing:
+                self._queue.append(item)
+        if refusing:
+            # The commit thread has just refused what this would follow; the loop hears of it next.
+            self._forget(item)
+            item.done(refusing)
+            return
+        self.pending_bytes += item.size
+        self._in_flight += 1
+        self._drained.clear()
+        if not self._kick_scheduled:
+            self._kick_scheduled = True
+            # At the end of this loop turn: what is appended together is committed together.
+            self._loop.call_soon(self._kick)
+
+    def _forget(self, item: _Pending) -> None:
+        """Take back the offset of an item that was never queued."""
+        if item.batch:
+            self._next_offset = item.answer.base_offset
+            self._producers.rollback(item.answer.base_offset)
+
+    def _append_ephemeral(self, item: _Pending) -> None:
+        if item.annotation:
+            self.annotations[item.slot] = item.annotation
+        if item.batch:
+            self._count(item.batch.header)
+            self._ring.append(self._plain_entry(item.batch))
+            self._high_watermark = self._next_offset
+            self._producers.settle(self._next_offset)
+            if not self._tail_scheduled:
+                self._tail_scheduled = True
+                self._loop.call_soon(self._wake_tail)
+        item.done(item.answer)
+
+    def _count(self, header: BatchHeader) -> None:
+        self.counters.batches += 1
+        self.counters.records += header.records
+        self.counters.appended_bytes += header.total_length
+
+    def _plain_entry(self, batch: Batch) -> Entry:
+        header = batch.header
+        data = b"".join((self._hooks.frame_prefix(header), header.encode(), batch.body))
+        return Entry(header.base_offset, header.next_offset, header.append_time_ms, data)
+
+    def _kick(self) -> None:
+        self._kick_scheduled = False
+        with self._lock:
+            if self._committing or not self._queue:
+                return
+            self._committing = True
+        self._commit_pool.submit(self._commit)
+
+    # In a commit thread.
+
+    def _commit(self) -> None:
+        """Commit one group, tell the loop, and go on if there is more."""
+        with self._lock:
+            size = count = 0
+            for item in self._queue:
+                if count and size + item.size > GROUP_BYTES_MAX:
+                    break
+                size += item.size
+                count += 1
+            group, self._queue = self._queue[:count], self._queue[count:]
+        refusal_: FelixError | None = None
+        no_room = failed = False
+        sync_ns = 0
+        try:
+            with self._writer:
+                sync_ns = self._write(group)
+        except StorageFailedError as error:
+            refusal_, failed = error, True
+        except OSError as error:
+            refusal_, no_room = _disk_full(), is_full(error)
+            if not no_room:
+                refusal_, failed = _storage_error(error, None), True
+        except FelixError as error:
+            # The seal refused (a key is gone, a provider does not answer): nothing was written.
+            refusal_ = error
+        except Exception as error:
+            refusal_, failed = _bug(error), True
+        with self._lock:
+            if refusal_:
+                group += self._queue
+                self._queue = []
+                self._refusing = refusal_
+            more = bool(self._queue)
+            self._committing = more
+        if refusal_:
+            self._tell(lambda: self._refuse(group, refusal_, no_room=no_room, failed=failed))
+        else:
+            self._tell(lambda: self._finish(group, sync_ns))
+        if more:
+            # Back of the pool's queue: other shards get their turn.
+            self._commit_pool.submit(self._commit)
+
+    def _write(self, group: Sequence[_Pending]) -> int:
+        """Seal, write and, where acknowledgements ask for it, sync a group; ns the sync took."""
+        disk = self._disk
+        assert disk is not None
+        frames = []
+        for item in group:
+            if item.batch:
+                item.entry = self._plain_entry(item.batch)
+                sealed = self._hooks.seal(item.batch)
+            elif item.annotation:
+                sealed = None
+            else:
+                continue
+            frames.append(Frame(sealed, item.answer.base_offset, item.epoch, item.slot, item.annotation))
+        if not frames:
+            return 0
+        disk.write(frames, self._hooks.clock_ms())
+        if self.settings.durability.kind is not Kind.FSYNC:
+            return 0
+        begun = time.perf_counter_ns()
+        disk.sync()
+        return time.perf_counter_ns() - begun
+
+    def _tell(self, callback: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            # The loop is closed: the process is going down, and nobody waits any more.
+            return
+
+    # Back on the loop.
+
+    def _finish(self, group: Sequence[_Pending], sync_ns: int) -> None:
+        """A group is as durable as its stream asks: let it be read, answer it, wake the tail."""
+        before = self._high_watermark
+        for item in group:
+            self._in_flight -= 1
+            self.pending_bytes -= item.size
+            if item.annotation:
+                self.annotations[item.slot] = item.annotation
+            if item.batch and item.entry:
+                self._count(item.batch.header)
+                self._ring.append(item.entry)
+                self._high_watermark = item.entry.next_offset
+        self._producers.settle(self._high_watermark)
+        self.counters.groups += 1
+        if sync_ns:
+            self.counters.syncs += 1
+            self.counters.sync_ns += sync_ns
+        if self.state is State.FULL:
+            self._move(Event.ROOM)
+        self._arm_timers()
+        for item in group:
+            item.done(item.answer)
+        if self._high_watermark > before:
+            self._wake_tail()
+        if not self._in_flight:
+            self._drained.set()
+
+    def _arm_timers(self) -> None:
+        if self.settings.durability.kind is Kind.INTERVAL and self._sync_timer is None:
+            self._sync_timer = self._loop.call_later(
+                self.settings.durability.interval_ms / 1000, self._sync_soon
+            )
+        if self._mark_timer is None:
+            self._mark_timer = self._loop.call_later(MARK_SYNC_IDLE_S, self._sync_mark_soon)
+        disk = self._disk
+        if disk and disk.segment_count != self._segments_seen:
+            self._segments_seen = disk.segment_count
+            # A rolled segment: what is before it need not be read again to know the producers.
+            snapshot = self._producers.encode(self._high_watermark)
+            self._submit(lambda: disk.save_producers(snapshot), optional=True)
+
+    def _sync_soon(self) -> None:
+        self._sync_timer = None
+        disk = self._disk
+        assert disk is not None
+        sync = disk.sync
+
+        def timed() -> None:
+            begun = time.perf_counter_ns()
+            sync()
+            elapsed = time.perf_counter_ns() - begun
+            self._tell(lambda: self._count_sync(elapsed))
+
+        self._submit(timed)
+
+    def _count_sync(self, elapsed_ns: int) -> None:
+        self.counters.syncs += 1
+        self.counters.sync_ns += elapsed_ns
+
+    def _sync_mark_soon(self) -> None:
+        self._mark_timer = None
+        assert self._disk is not None
+        self._submit(self._disk.sync_mark)
+
+    def _submit(self, work: Callable[[], None], *, optional: bool = False) -> None:
+        """Do something to the folder in a commit thread. A failure stops the shard, unless the work is a shortcut."""
+        if self.state not in (State.SERVING, State.FULL):
+            return
+
+        def run() -> None:
+            try:
+                with self._writer:
+                    work()
+            except (OSError, FelixError) as error:
+                if not optional:
+                    failure = error if isinstance(error, FelixError) else _storage_error(error, None)
+                    self._tell(lambda: self._fail(failure))
+
+        self._commit_pool.submit(run)
+
+    def _refuse(self, group: Sequence[_Pending], error: FelixError, *, no_room: bool, failed: bool) -> None:
+        """Nothing of `group` is in the log: give its offsets back and answer."""
+        self._next_offset = self._high_watermark
+        self._producers.rollback(self._next_offset)
+        for item in group:
+            self._in_flight -= 1
+            self.pending_bytes -= item.size
+        if no_room:
+            self.counters.refused_disk_full += len(group)
+            self._retry_at = self._loop.time() + FULL_RETRY_MS / 1000
+            self._move(Event.NO_ROOM)
+        with self._lock:
+            self._refusing = None
+        if failed:
+            self._fail(error)
+        for item in group:
+            item.done(error)
+        if not self._in_flight:
+            self._drained.set()
+
+    def _fail(self, error: FelixError) -> None:
+        """Stop serving, for good. What is pending is answered by the commit thread's refusal or here."""
+        if self.failure is None and self.state is not State.STOPPED:
+            self.failure = error
+        self._move(Event.FAILURE)
+        with self._lock:
+            waiting, self._queue = self._queue, []
+        for item in waiting:
+            self._in_flight -= 1
+            self.pending_bytes -= item.size
+        for item in waiting:
+            item.done(error)
+        if not self._in_flight:
+            self._drained.set()
+        self._wake_tail()
+
+    # Reading.
+
+    def subscribe_tail(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` on the loop, once per group, when the high watermark moved or the shard failed.
+
+        Returns what ends it.
+        """
+        self._tail_callbacks.append(callback)
+
+        def unsubscribe() -> None:
+            if callback in self._tail_callbacks:
+                self._tail_callbacks.remove(callback)
+
+        return unsubscribe
+
+    def _wake_tail(self) -> None:
+        self._tail_scheduled = False
+        for callback in tuple(self._tail_callbacks):
+            callback()
+
+    def _check_readable(self, offset: int) -> None:
+        if self.state not in (State.SERVING, State.FULL):
+            raise self._not_serving()
+        if not self.log_start_offset <= offset <= self._high_watermark:
+            raise OffsetOutOfRangeError(offset, self.log_start_offset, self._high_watermark)
+
+    def read_hot(self, offset: int, max_bytes: int) -> list[Entry] | None:
+        """Entries from the one that holds `offset` on, from memory: at least one, then up to `max_bytes`.
+
+        An empty list at the high watermark; None where only the disk has them (`read`). Raises
+        OffsetOutOfRangeError outside the log, which names the first offset there is; UnavailableError.
+        """
+        self._check_readable(offset)
+        found = self._ring.read(offset, max_bytes)
+        if found is not None:
+            self.counters.hot_reads += 1
+        return found
+
+    async def read(self, offset: int, max_bytes: int) -> list[Entry]:
+        """As `read_hot`, from memory or disk. Also raises what opening a sealed batch raises, and CorruptionError."""
+        hot = self.read_hot(offset, max_bytes)
+        if hot is not None:
+            return hot
+        batches = await self._read_disk(offset, max_bytes)
+        return await self._loop.run_in_executor(self._read_pool, self._open_entries, batches)
+
+    def _open_entries(self, batches: Sequence[SealedBatch]) -> list[Entry]:
+        return [
+            self._plain_entry(self._hooks.open_batch(Batch(batch.header, batch.data[HEADER_BYTES:])))
+            for batch in batches
+        ]
+
+    async def read_sealed(self, offset: int, max_bytes: int) -> list[Entry]:
+        """Batches as they stand on disk, below the high watermark: for bridges and followers. Raises as `read` does.
+
+        Raises RequestError(UNSUPPORTED) on an ephemeral shard, which has nothing sealed.
+        """
+        if self._ephemeral:
+            raise RequestError("An ephemeral shard keeps nothing sealed.", code=Code.UNSUPPORTED)
+        self._check_readable(offset)
+        return [
+            Entry(batch.header.base_offset, batch.header.next_offset, batch.header.append_time_ms, batch.data)
+            for batch in await self._read_disk(offset, max_bytes)
+        ]
+
+    async def _read_disk(self, offset: int, max_bytes: int) -> list[SealedBatch]:
+        disk = self._disk
+        assert disk is not None
+        batches = await self._on_disk(disk.read, offset, max_bytes, self._high_watermark)
+        self.counters.disk_reads += 1
+        self.counters.disk_read_bytes += sum(len(batch.data) for batch in batches)
+        return batches
+
+    async def _on_disk(self, read: Callable[..., _T], *arguments: int) -> _T:
+        """Read in a thread. Damage found while reading stops the shard: what else is damaged nobody knows."""
+        before = self._truncations
+        try:
+            return await self._loop.run_in_executor(self._read_pool, read, *arguments)
+        except CorruptionError as error:
+            if before % 2 or before != self._truncations:
+                raise UnavailableError(
+                    "The log was truncated while it was read.", code=Code.UNAVAILABLE, retry_after_ms=50
+                ) from error
+            self._fail(error)
+            raise
+        except OSError as error:
+            failure = _storage_error(error, None)
+            self._fail(failure)
+            raise failure from error
+
+    async def offset_for_time(self, time_ms: int) -> int:
+        """Base offset of the first readable batch appended at or after `time_ms`, else the high watermark."""
+        self._check_readable(self._high_watermark)
+        if self._disk is None:
+            return self._ring.offset_for_time(time_ms)
+        return await self._on_disk(self._disk.offset_for_time, time_ms, self._high_watermark)
+
+    # Changing what is there.
+
+    async def begin_epoch(self, epoch: int) -> None:
+        """Become leader under `epoch`: durable before this returns; batches appended from now on carry it.
+
+        Appends are refused meanwhile. Raises RequestError(CONFLICT) where a newer epoch has begun.
+        """
+        async with _Held(self, "its leader epoch changes"):
+            history = EpochHistory(list(self._epochs.starts))
+            if not history.begin(epoch, self._next_offset):
+                return
+            if self._disk:
+                await self._change(self._disk.save_epochs, history)
+            self._epochs = history
+
+    async def truncate(self, offset: int) -> None:
+        """Cut every batch that reaches past `offset`; for a follower whose log parts from its leader's.
+
+        Appends are refused meanwhile. Raises OffsetOutOfRangeError outside the log.
+        """
+        async with _Held(self, "its log is being truncated"):
+            if offset == self._next_offset:
+                return
+            self._check_readable(offset)
+            if self._disk is None:
+                self._ring.truncate(offset)
+                self._next_offset = self._high_watermark = self._ring.next_offset
+                self._producers.rollback(self._next_offset)
+                return
+            self._high_watermark = offset
+            self._ring.truncate(offset)
+            self._truncations += 1
+            try:
+                self._producers = await self._change(self._disk.truncate, offset)
+            finally:
+                self._truncations += 1
+            self._next_offset = self._high_watermark = self._disk.end_offset
+            self.annotations = dict(self._disk.annotations)
+            self._segments_seen = self._disk.segment_count
+            self._ring.truncate(self._next_offset)
+            history = EpochHistory(list(self._epochs.starts))
+            history.truncate(self._next_offset)
+            await self._change(self._disk.save_epochs, history)
+            self._epochs = history
+
+    async def sweep(self, now_ms: int) -> int:
+        """Apply retention; the segments deleted (for an ephemeral shard, 0: its batches go one by one)."""
+        if self.state not in (State.SERVING, State.FULL):
+            return 0
+        self._producers.expire(now_ms)
+        retention = self.settings.retention
+        disk = self._disk
+        if disk is None:
+            if retention.age_ms is not None:
+                self._ring.evict_before(now_ms - retention.age_ms)
+            return 0
+        below = self._high_watermark
+        try:
+            count = await self._change(lambda: disk.delete_old(retention, now_ms, below=below))
+        except UnavailableError as error:
+            if error.code is Code.DISK_FULL:
+                # The roll before deletion found no room; the next sweep tries again.
+                return 0
+            raise
+        self._log_start = disk.start_offset
+        self._epochs.trim(self._log_start)
+        self.counters.segments_deleted += count
+        self._segments_seen = disk.segment_count
+        return count
+
+    async def _change(self, work: Callable[..., _T], *arguments: object) -> _T:
+        """Change the folder in a commit thread, as its only writer."""
+
+        def run() -> _T:
+            with self._writer:
+                return work(*arguments)
+
+        try:
+            return await self._loop.run_in_executor(self._commit_pool, run)
+        except OSError as error:
+            failure = _storage_error(error, None)
+            if not is_full(error):
+                self._fail(failure)
+            raise failure from error
+        except (StorageFailedError, CorruptionError) as error:
+            self._fail(error)
+            raise
+
+    async def close(self) -> None:
+        """Answer what is pending, sync, and close. A failed shard's files are only closed. Repeating it does nothing."""
+        if self.state is State.STOPPED:
+            return
+        self._hold = UnavailableError("The shard is closing.", code=Code.SHUTTING_DOWN)
+        await self._drained.wait()
+        if self._closed:
+            return
+        self._closed = True
+        for timer in (self._sync_timer, self._mark_timer):
+            if timer:
+                timer.cancel()
+        failed = self.state is State.FAILED
+        self._move(Event.CLOSED)
+        disk = self._disk
+        if disk is None:
+            return
+        if failed:
+            await self._change(disk.abandon)
+            return
+        snapshot = self._producers.encode(self._high_watermark)
+
+        def finish() -> None:
+            try:
+                disk.save_producers(snapshot)
+            except OSError as error:
+                # It is only a shortcut; recovery reads the log instead.
+                if not is_full(error):
+                    raise
+            finally:
+                disk.close()
+
+        await self._change(finish)
+
+
+class _Held:
+    """No append while the folder changes under it; begins once everything pending is answered."""
+
+    def __init__(self, shard: ShardLog, why: str) -> None:
+        self._shard = shard
+        self._refusal = UnavailableError(
+            f"The shard takes no appends while {why}.", code=Code.UNAVAILABLE, retry_after_ms=50
+        )
+
+    async def __aenter__(self) -> None:
+        shard = self._shard
+        if shard._hold:
+            raise shard._hold
+        shard._hold = self._refusal
+        try:
+            await shard._drained.wait()
+        except asyncio.CancelledError:
+            shard._hold = None
+            raise
+        if shard.state not in (State.SERVING, State.FULL):
+            shard._hold = None
+            raise shard._not_serving()
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._shard._hold is self._refusal:
+            self._shard._hold = None
+
+
+def _disk_full() -> UnavailableError:
+    return UnavailableError(
+        "The disk is full: nothing was written.",
+        code=Code.DISK_FULL,
+        hint="Free some room or shorten the stream's retention; writing resumes by itself.",
+        retry_after_ms=FULL_RETRY_MS,
+    )
+
+
+def _storage_error(error: OSError, folder: Path | None) -> UnavailableError:
+    if is_full(error):
+        return _disk_full()
+    where = error.filename or folder or "the shard's folder"
+    return StorageFailedError(
+        f"{where} cannot be used: {error.strerror or error}.",
+        hint="Look after the disk or its permissions, then restart the broker.",
+    )
+
+
+def _bug(error: Exception) -> FelixError:
+    failure = FelixError(f"The shard stops: {type(error).__name__}: {error}.")
+    failure.__cause__ = error
+    return failure
