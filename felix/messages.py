@@ -351,13 +351,30 @@ class DataKeySealed(Message, frozen=True, tag="data_key_sealed"):
     epoch: int
 
 
+class GetLinkSecret(Message, frozen=True, tag="get_link_secret"):
+    """From a bridge agent: the secrets of one grant (transfer, commitment, pseudonyms), sealed to `public_key`."""
+
+    grant: Name
+    public_key: bytes
+
+
+class LinkSecretSealed(Message, frozen=True, tag="link_secret_sealed"):
+    sealed: bytes
+
+
 class OpenIngest(Message, frozen=True, tag="open_ingest"):
-    """First frame of an ingest stream at the destination: which link, and its transfer key (keys.transfer)."""
+    """First frame of an ingest stream at the destination: which link, and its transfer key (keys.transfer).
+
+    `shards` is how many the source stream has; `start` is where the source's log begins, for a link that has no
+    position at the destination yet.
+    """
 
     grant: Name
     from_region: Name
     stream: Name
     shard: int
+    shards: int
+    start: Natural
     incarnation: bytes
     epoch: int
     transfer_key: bytes
@@ -365,11 +382,15 @@ class OpenIngest(Message, frozen=True, tag="open_ingest"):
 
 
 class IngestOpened(Message, frozen=True, tag="ingest_opened"):
-    """`position` is the source offset after the last one recorded here; -1 where none is."""
+    """`position` is the source offset that comes next: after the last one recorded here, or `start`.
+
+    Without a receipt, at most `credit_bytes` of TRANSFER frames and `envelopes_max` of them may be on the way.
+    """
 
     destination: Name
     position: int
     credit_bytes: int
+    envelopes_max: int
 
 
 class Cosign(Message, frozen=True, tag="cosign"):
@@ -418,11 +439,11 @@ class Done(Message, frozen=True, tag="done"):
 Request = (
     CreateStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
     | PutRights | ListRights | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
-    | ReportLinks | ListLinks | GetDataKey | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
+    | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
 )  # fmt: skip
 Answer = (
     StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | DocumentPage | KeyPage | RegionState
-    | LinkPage | DataKeySealed | IngestOpened | Witnessed | CheckpointAnswer | Done
+    | LinkPage | DataKeySealed | LinkSecretSealed | IngestOpened | Witnessed | CheckpointAnswer | Done
 )  # fmt: skip
 
 _encoder: Final = msgspec.msgpack.Encoder()
