@@ -50,8 +50,11 @@ from region.metadata.port import (
 
 CONNECT_MS: Final = 2_000
 """How long to look for an endpoint that takes a connection, all of them together."""
-REQUEST_MS: Final = 5_000
-"""How long one request may take: longer than an election of etcd's leader with default settings."""
+REQUEST_MS: Final = 6_000
+"""How long one request may take, tries at several endpoints included: longer than an election of etcd's leader
+with default settings."""
+REQUEST_MS_MIN: Final = 100
+REQUEST_MS_MAX: Final = 60_000
 WATCH_OUTAGE_MS: Final = 10_000
 """How long a watch tries to reconnect before it tells its user that it is blind."""
 _RETRY_MS: Final = 50
@@ -102,12 +105,14 @@ class EtcdTls:
 
 @dataclass(frozen=True, slots=True)
 class EtcdConfig:
-    """Where etcd is. Endpoints as `https://host:port`; `http://` only where TLS is not wanted, never mixed."""
+    """Where etcd is. Endpoints as `https://host:port`; `http://` only where TLS is not wanted, never mixed.
+    `request_ms`: the time limit of one request, tries at several endpoints included."""
 
     endpoints: tuple[str, ...]
     tls: EtcdTls | None = None
     user: str = ""
     password: str = field(default="", repr=False)
+    request_ms: int = REQUEST_MS
 
     def __post_init__(self) -> None:
         if not self.endpoints:
@@ -129,6 +134,11 @@ class EtcdConfig:
             raise _config("An etcd client certificate needs its key, and a key its certificate", "Give both.")
         if bool(self.user) != bool(self.password):
             raise _config("etcd credentials need a user and a password", "Give both or neither.")
+        if not REQUEST_MS_MIN <= self.request_ms <= REQUEST_MS_MAX:
+            raise _config(
+                f"A time limit of {self.request_ms} ms for etcd requests is out of bounds",
+                f"Choose {REQUEST_MS_MIN} to {REQUEST_MS_MAX} ms.",
+            )
 
     @property
     def secure(self) -> bool:
@@ -247,7 +257,9 @@ class EtcdStore(MetadataStore):
                 with contextlib.suppress(rpc.AioRpcError, FelixError):
                     await self._authenticate(endpoint)
                     status = await endpoint.maintenance.Status(
-                        rpc.StatusRequest(), metadata=endpoint.metadata(), timeout=REQUEST_MS / 1_000
+                        rpc.StatusRequest(),
+                        metadata=endpoint.metadata(),
+                        timeout=self._config.request_ms / 1_000,
                     )
                     found[name] = status.version
         if not found:
@@ -260,7 +272,8 @@ class EtcdStore(MetadataStore):
         return UnavailableError(
             f"The metadata store does not answer: {why}.",
             code=code,
-            hint=f"Check that etcd runs, has a leader and can be reached at {', '.join(self._config.endpoints)}.",
+            hint=f"Check that etcd runs, has a leader and can be reached at {', '.join(self._config.endpoints)}"
+            + (", and that both sides trust each other's certificates." if self._config.secure else "."),
             retry_after_ms=_RETRY_MS_MAX,
         )
 
@@ -270,9 +283,10 @@ class EtcdStore(MetadataStore):
         if task is None or not task.cancelling():
             self._check_open()
 
-    async def _connect(self) -> _Endpoint:
-        """An endpoint that takes a connection, the last good one first. Raises UnavailableError within CONNECT_MS."""
-        deadline_ms = monotonic_ms() + CONNECT_MS
+    async def _connect(self, deadline_ms: int) -> _Endpoint:
+        """An endpoint that takes a connection, the last good one first. Raises UnavailableError after CONNECT_MS,
+        or at the deadline."""
+        deadline_ms = min(deadline_ms, monotonic_ms() + CONNECT_MS)
         share_ms = max(_RETRY_MS, CONNECT_MS // len(self._endpoints))
         while True:
             self._check_open()
@@ -295,7 +309,7 @@ class EtcdStore(MetadataStore):
         try:
             answer = await endpoint.auth.Authenticate(
                 rpc.AuthenticateRequest(name=self._config.user, password=self._config.password),
-                timeout=REQUEST_MS / 1_000,
+                timeout=self._config.request_ms / 1_000,
             )
         except rpc.AioRpcError as error:
             if error.code() is rpc.StatusCode.INVALID_ARGUMENT:
@@ -307,30 +321,42 @@ class EtcdStore(MetadataStore):
             raise
         endpoint.token = answer.token
 
-    async def _ask(self, send: Callable[[_Endpoint], Awaitable[Any]], *, once: bool) -> Any:
-        """Send a request to one endpoint after the other until one answers. `once`: it must not be sent twice."""
-        attempts = 2 * len(self._endpoints) + 1
-        for attempt in range(1, attempts + 1):
-            endpoint = await self._connect()
-            sent = False
+    async def _ask(
+        self,
+        send: Callable[[_Endpoint], Awaitable[Any]],
+        *,
+        once: bool = False,
+        expected: rpc.StatusCode | None = None,
+    ) -> Any:
+        """Send a request to one endpoint after the other until one answers. `once`: it must not be sent twice.
+        `expected`: a refusal that the caller wants to see as it is, as AioRpcError."""
+        deadline_ms = monotonic_ms() + self._config.request_ms
+        while True:
+            endpoint = await self._connect(deadline_ms)
+            remaining_ms = max(1, deadline_ms - monotonic_ms())
+            # Half of the time for one endpoint, so that a member that hangs leaves time for another.
+            attempt_ms = remaining_ms if once else min(remaining_ms, self._config.request_ms // 2)
+            sent = never_sent = False
             try:
-                await self._authenticate(endpoint)
-                sent = True
-                async with asyncio.timeout(REQUEST_MS / 1_000):
+                async with asyncio.timeout(attempt_ms / 1_000):
+                    await self._authenticate(endpoint)
+                    sent = True
                     return await send(endpoint)
             except rpc.AioRpcError as error:
                 failed: Exception = error
-                if self._token_refused(error, endpoint) and attempt < attempts:
+                why = error.details() or error.code().name
+                if self._token_refused(error, endpoint) and monotonic_ms() < deadline_ms:
                     continue
+                if error.code() is expected:
+                    raise
                 self._raise_if_final(error)
-                never_sent = (error.details() or "").startswith("failed to connect")
+                never_sent = why.startswith("failed to connect")
             except TimeoutError as error:
-                failed, never_sent = error, False
+                failed, why = error, f"no answer in {attempt_ms} ms"
             except asyncio.CancelledError:
                 self._check_cancelled()
                 raise
             self._next(endpoint)
-            why = failed.details() if isinstance(failed, rpc.AioRpcError) else f"no answer in {REQUEST_MS} ms"
             if once and sent and not never_sent:
                 raise OutcomeUnknownError(
                     f"The answer of the metadata store to a write was lost ({endpoint.target}: {why}); "
@@ -339,10 +365,9 @@ class EtcdStore(MetadataStore):
                     + ", ".join(self._config.endpoints),
                     retry_after_ms=_RETRY_MS_MAX,
                 ) from failed
-            if attempt == attempts:
+            if monotonic_ms() + _RETRY_MS >= deadline_ms:
                 raise self._unavailable(f"{endpoint.target}: {why}") from failed
             await asyncio.sleep(_RETRY_MS / 1_000)
-        raise AssertionError("the last attempt raises or returns")
 
     def _token_refused(self, error: rpc.AioRpcError, endpoint: _Endpoint) -> bool:
         """etcd's tokens run out and end with its process; then a new one is asked for."""
@@ -372,7 +397,7 @@ class EtcdStore(MetadataStore):
                     hint="Compact and defragment it, then clear the alarm (etcdctl alarm disarm).",
                     retry_after_ms=_RETRY_MS_MAX,
                 ) from error
-            case rpc.StatusCode.RESOURCE_EXHAUSTED if "message" not in details:
+            case rpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise self._unavailable(details, Code.LIMIT_RATE) from error
             case rpc.StatusCode.PERMISSION_DENIED | rpc.StatusCode.UNAUTHENTICATED:
                 raise RequestError(
@@ -380,8 +405,6 @@ class EtcdStore(MetadataStore):
                     code=Code.FORBIDDEN,
                     hint="Give its user a role with read and write on the prefix /felix/1/ (docs/metadata.md).",
                 ) from error
-            case rpc.StatusCode.RESOURCE_EXHAUSTED | rpc.StatusCode.OUT_OF_RANGE | rpc.StatusCode.NOT_FOUND:
-                raise error
             case _ if "user name is empty" in details:
                 raise RequestError(
                     "etcd asks for credentials and none are configured.",
@@ -393,7 +416,7 @@ class EtcdStore(MetadataStore):
 
     async def _get(self, key: str) -> Entry | None:
         request = rpc.RangeRequest(key=key.encode())
-        answer = await self._ask(lambda at: at.kv.Range(request, metadata=at.metadata()), once=False)
+        answer = await self._ask(lambda at: at.kv.Range(request, metadata=at.metadata()))
         return _entry(answer.kvs[0]) if answer.kvs else None
 
     async def _range(self, prefix: str, limit: int, after: str) -> Page:
@@ -407,11 +430,11 @@ class EtcdStore(MetadataStore):
             try:
                 answer = await self._ask(
                     lambda at, request=request: at.kv.Range(request, metadata=at.metadata()),  # type: ignore[misc]
-                    once=False,
+                    expected=rpc.StatusCode.RESOURCE_EXHAUSTED,
                 )
             except rpc.AioRpcError as error:
-                if error.code() is not rpc.StatusCode.RESOURCE_EXHAUSTED or limit <= _PAGE_ENTRIES:
-                    raise self._unavailable(error.details() or "its answer was too large") from error
+                if limit <= _PAGE_ENTRIES:  # so few always fit: it is etcd that is short of something
+                    self._raise_if_final(error)
                 limit = max(_PAGE_ENTRIES, limit // 4)
                 continue
             return Page(tuple(map(_entry, answer.kvs)), answer.header.revision, more=answer.more)
@@ -419,12 +442,14 @@ class EtcdStore(MetadataStore):
     async def _transact(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TransactResult:
         request = rpc.TxnRequest(compare=map(_compare, compares), success=map(_write, writes))
         try:
-            answer = await self._ask(lambda at: at.kv.Txn(request, metadata=at.metadata()), once=bool(writes))
+            answer = await self._ask(
+                lambda at: at.kv.Txn(request, metadata=at.metadata()),
+                once=bool(writes),
+                expected=rpc.StatusCode.NOT_FOUND,
+            )
         except rpc.AioRpcError as error:
             leases = [write.lease for write in writes if isinstance(write, Put) and write.lease]
-            if error.code() is rpc.StatusCode.NOT_FOUND and leases:
-                raise lease_lost(leases[0]) from error
-            raise RequestError(f"etcd refused a transaction: {error.details()}.") from error
+            raise lease_lost(leases[0] if leases else 0) from error
         return TransactResult(answer.succeeded, answer.header.revision)
 
     # Watches
@@ -461,12 +486,13 @@ class EtcdStore(MetadataStore):
     async def _watch_once(self, prefix: str, from_revision: int) -> AsyncGenerator[Change, None]:
         """One connection's worth of a watch. A change without events only says how far the store is."""
         low, high = _bounds(prefix)
-        endpoint = await self._connect()
+        request_ms = self._config.request_ms
+        endpoint = await self._connect(monotonic_ms() + request_ms)
         try:
             await self._authenticate(endpoint)
             call = endpoint.watch.Watch(metadata=endpoint.metadata(_REQUIRE_LEADER))
             try:
-                async with asyncio.timeout(REQUEST_MS / 1_000):
+                async with asyncio.timeout(request_ms / 1_000):
                     await call.write(
                         rpc.WatchRequest(
                             create_request=rpc.WatchCreateRequest(
@@ -482,7 +508,7 @@ class EtcdStore(MetadataStore):
                 self._check_watch(answer, from_revision)
                 if not answer.created:
                     return
-                await self._check_history(from_revision)
+                await self._check_history(low, from_revision)
                 yield Change(from_revision - 1, ())
                 held: list[Any] = []
                 while True:
@@ -528,16 +554,17 @@ class EtcdStore(MetadataStore):
                 )
             raise self._unavailable(f"it cancelled a watch ({answer.cancel_reason})")
 
-    async def _check_history(self, from_revision: int) -> None:
-        """Raises CompactedError unless the revision before `from_revision` can still be read."""
+    async def _check_history(self, key: bytes, from_revision: int) -> None:
+        """Raises CompactedError unless the revision before `from_revision` can still be read. `key`: any that
+        our user may read."""
         if from_revision <= 1:
             return
-        request = rpc.RangeRequest(key=b"\0", revision=from_revision - 1, count_only=True)
+        request = rpc.RangeRequest(key=key, revision=from_revision - 1, count_only=True)
         try:
-            await self._ask(lambda at: at.kv.Range(request, metadata=at.metadata()), once=False)
+            await self._ask(
+                lambda at: at.kv.Range(request, metadata=at.metadata()), expected=rpc.StatusCode.OUT_OF_RANGE
+            )
         except rpc.AioRpcError as error:
-            if error.code() is not rpc.StatusCode.OUT_OF_RANGE:
-                raise
             raise CompactedError(
                 f"etcd does not have its history from revision {from_revision} on ({error.details()}).",
                 hint="Load the prefix again and watch from the revision of what was loaded.",
@@ -548,7 +575,7 @@ class EtcdStore(MetadataStore):
     async def _lease_grant(self, ttl_ms: int) -> tuple[int, int]:
         request = rpc.LeaseGrantRequest(TTL=-(-ttl_ms // 1_000))
         # A grant whose answer was lost binds nothing and runs out; asking again is harmless.
-        answer = await self._ask(lambda at: at.lease.LeaseGrant(request, metadata=at.metadata()), once=False)
+        answer = await self._ask(lambda at: at.lease.LeaseGrant(request, metadata=at.metadata()))
         return answer.ID, answer.TTL * 1_000
 
     async def _lease_renew(self, lease_id: int) -> int:
@@ -562,7 +589,7 @@ class EtcdStore(MetadataStore):
             finally:
                 call.cancel()
 
-        answer = await self._ask(renew, once=False)
+        answer = await self._ask(renew)
         if answer is grpc.aio.EOF:
             raise self._unavailable("it ended a lease's renewal")
         if answer.TTL <= 0:
@@ -573,10 +600,12 @@ class EtcdStore(MetadataStore):
         self._check_open()
         request = rpc.LeaseRevokeRequest(ID=lease_id)
         try:
-            await self._ask(lambda at: at.lease.LeaseRevoke(request, metadata=at.metadata()), once=False)
-        except rpc.AioRpcError as error:
-            if error.code() is not rpc.StatusCode.NOT_FOUND:
-                raise
+            await self._ask(
+                lambda at: at.lease.LeaseRevoke(request, metadata=at.metadata()),
+                expected=rpc.StatusCode.NOT_FOUND,
+            )
+        except rpc.AioRpcError:
+            return  # it is gone already
 
     async def _close(self) -> None:
         for endpoint in self._endpoints:

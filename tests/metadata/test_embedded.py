@@ -1,0 +1,222 @@
+"""What only the embedded store must stand: other processes, crashes, damaged and full disks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from felix.errors import Code, CorruptionError, RequestError, UnavailableError
+from region.metadata.embedded import EmbeddedStore
+from region.metadata.port import CompactedError, Put
+
+ROOT = Path(__file__).parents[2]
+
+HOLD = """
+import asyncio, sys
+from pathlib import Path
+from region.metadata.embedded import EmbeddedStore
+
+async def hold():
+    store = await EmbeddedStore.open(Path(sys.argv[1]))
+    print("open", flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(hold())
+"""
+
+WRITE = """
+import asyncio, sys
+from pathlib import Path
+from region.metadata.embedded import EmbeddedStore
+from region.metadata.port import Put
+
+async def write():
+    store = await EmbeddedStore.open(Path(sys.argv[1]), history_events_max=100)
+    for number in range(1_000_000):
+        result = await store.transact([], [Put(f"/a/{number % 50}", b"%d" % number), Put("/last", b"%d" % number)])
+        print(number, result.revision, flush=True)
+
+asyncio.run(write())
+"""
+
+
+def spawn(program: str, path: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", program, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """Kill it; answers what it had still said, whole lines only."""
+    assert process.stdout is not None
+    os.kill(process.pid, signal.SIGKILL)
+    output = process.stdout.read()
+    process.stdout.close()
+    process.wait(timeout=30)
+    return output[: output.rfind("\n") + 1]
+
+
+@pytest.mark.fault
+async def test_a_second_process_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "metadata.db"
+    holder = spawn(HOLD, path)
+    try:
+        assert holder.stdout is not None
+        assert await asyncio.to_thread(holder.stdout.readline) == "open\n"
+        with pytest.raises(RequestError) as caught:
+            await EmbeddedStore.open(path)
+        assert caught.value.code is Code.CONFLICT
+        assert f"pid {holder.pid}" in str(caught.value) and "Stop that broker first" in caught.value.hint
+    finally:
+        end(holder)
+    async with await EmbeddedStore.open(path) as store:
+        assert not (await store.load("")).entries, "a killed process holds nothing"
+        with pytest.raises(RequestError):
+            await EmbeddedStore.open(path)
+
+
+@pytest.mark.fault
+async def test_nothing_acknowledged_is_lost_when_the_process_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "metadata.db"
+    for _ in range(3):
+        writer = spawn(WRITE, path)
+        assert writer.stdout is not None
+        lines = [await asyncio.to_thread(writer.stdout.readline) for _ in range(150)]
+        lines += end(writer).splitlines()
+        last, revision = map(int, lines[-1].split())
+        async with await EmbeddedStore.open(path, history_events_max=100) as store:
+            entry = await store.get("/last")
+            assert entry is not None and entry.mod_revision >= revision
+            assert int(entry.value) - last == entry.mod_revision - revision
+            snapshot = await store.load("/a/")
+            assert max(one.mod_revision for one in snapshot.entries) == entry.mod_revision, (
+                "whole transactions"
+            )
+            with pytest.raises(CompactedError):
+                await anext(store.watch("", 2))
+
+
+async def test_everything_is_there_after_reopening_with_history_and_leases(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "metadata.db"
+    async with await EmbeddedStore.open(path) as store:
+        first = await store.transact([], [Put("/a", b"1")])
+        lease = await store.grant(1_000, keep=False)
+        await store.transact([], [Put("/bound", b"", lease=lease.id)])
+    async with await EmbeddedStore.open(path) as store:
+        changes = store.watch("", first.revision)
+        assert (await anext(changes)).revision == first.revision
+        assert (await anext(changes)).events[0].key == "/bound"
+        async with asyncio.timeout(30):
+            gone = await anext(changes)
+        assert gone.events[0].key == "/bound" and gone.events[0].entry is None, "nobody renewed it"
+        await changes.aclose()
+
+
+async def test_history_is_bounded_by_events_and_by_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "metadata.db"
+    async with await EmbeddedStore.open(path, history_events_max=1_000, history_bytes_max=100_000) as store:
+        for number in range(40):
+            await store.transact([], [Put("/a", bytes(10_000) + b"%d" % number)])
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        [(kept, size)] = database.execute("SELECT count(*), sum(length(value)) FROM history").fetchall()
+    assert 1 <= kept <= 11 and size <= 110_000
+
+
+async def test_a_backup_is_a_store(tmp_path: Path) -> None:
+    target = tmp_path / "backup.db"
+    async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
+        await store.transact([], [Put("/a", b"1")])
+        await store.backup(target)
+        with pytest.raises(RequestError, match="failed"):
+            await store.backup(target)
+        await store.transact([], [Put("/a", b"2")])
+        before = (await store.load("")).revision
+    async with await EmbeddedStore.open(target) as restored:
+        entry = await restored.get("/a")
+        assert entry is not None and entry.value == b"1"
+        with pytest.raises(CompactedError, match="put back to an earlier state"):
+            await anext(restored.watch("", before + 1))
+
+
+async def test_what_is_no_store_of_ours_is_left_alone(tmp_path: Path) -> None:
+    text = tmp_path / "text.db"
+    text.write_bytes(b"this is not a database, and long enough to be read as one" * 10)
+    with pytest.raises(CorruptionError, match="cannot be read"):
+        await EmbeddedStore.open(text)
+    other = tmp_path / "other.db"
+    with contextlib.closing(sqlite3.connect(other)) as database:
+        database.execute("CREATE TABLE birds (name TEXT)")
+    before = other.read_bytes()
+    with pytest.raises(RequestError, match="another program"):
+        await EmbeddedStore.open(other)
+    assert other.read_bytes() == before
+    newer = tmp_path / "newer.db"
+    await (await EmbeddedStore.open(newer)).close()
+    with contextlib.closing(sqlite3.connect(newer)) as database:
+        database.execute("PRAGMA user_version=9")
+    with pytest.raises(RequestError, match="format 9; this Felix reads format 1") as caught:
+        await EmbeddedStore.open(newer)
+    assert caught.value.code is Code.UNSUPPORTED
+
+
+async def test_a_damaged_page_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "metadata.db"
+    async with await EmbeddedStore.open(path) as store:
+        for number in range(200):
+            await store.transact([], [Put(f"/a/{number:04}", bytes(200))])
+    raw = bytearray(path.read_bytes())
+    for position in range(4096, len(raw), 4096):
+        raw[position : position + 16] = b"\xa5" * 16
+    path.write_bytes(raw)
+    with pytest.raises(CorruptionError):
+        await EmbeddedStore.open(path)
+
+
+async def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UnavailableError, match="Check that the folder exists"):
+        await EmbeddedStore.open(tmp_path / "file" / "metadata.db")
+
+
+async def test_a_full_disk_refuses_writes_keeps_reads_and_goes_on_once_there_is_room(tmp_path: Path) -> None:
+    """The database is given a page limit, which SQLite answers exactly like a full disk."""
+    async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
+        await store.transact([], [Put("/a", b"1")])
+        database = store._open_database()._db
+        await store._in_worker(lambda: database.execute("PRAGMA max_page_count=40").fetchone())
+        with pytest.raises(UnavailableError) as caught:
+            for number in range(100):
+                await store.transact([], [Put(f"/b/{number}", bytes(50_000))])
+        assert caught.value.code is Code.DISK_FULL
+        before = await store.load("")
+        assert before.entries[0].value == b"1"
+        await store._in_worker(lambda: database.execute("PRAGMA max_page_count=100000").fetchone())
+        after = await store.transact([], [Put("/c", bytes(50_000))])
+        assert after.revision == before.revision + 1, "the refused write left no trace"
+
+
+async def test_a_cancelled_writer_leaves_the_store_whole(tmp_path: Path) -> None:
+    async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
+        changes = store.watch("/a", 2)
+        waiting = asyncio.ensure_future(anext(changes))
+        await asyncio.sleep(0.05)
+        writing = asyncio.create_task(store.transact([], [Put("/a", b"1")]))
+        await asyncio.sleep(0)
+        writing.cancel()
+        await asyncio.wait([writing])
+        async with asyncio.timeout(30):
+            if await store.get("/a") is None:  # cancelled before it began
+                await store.transact([], [Put("/a", b"1")])
+            assert (await waiting).revision == 2, "watchers hear of it although its writer went away"
+        await changes.aclose()
