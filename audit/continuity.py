@@ -1,0 +1,287 @@
+"""What must hold across leaves, not only in each. Pure; fed with a log's leaves in order.
+
+Rules, for each link shard and stream incarnation (docs/audit.md, verification step 7):
+
+- egress: every source offset from the first one on is accounted for exactly once and in order: listed in an
+  INTENT, listed in a WITHHELD, or inside a GAP. WITHHELD leaves come before the INTENT leaves of their batch. A
+  link may start anew further on only under another grant; what it left out is counted as skipped.
+- egress: an ACK answers exactly one INTENT batch: same envelope, same range, same number of records.
+- ingress: source offsets only grow; no record is appended twice.
+- both: an INTENT or ingress ACK names a grant whose GRANT leaf stands earlier in the same log, with the same hash of
+  terms, inside its window and not after its REVOKE.
+
+Memory is bounded: by link shards, by unanswered batches, by withheld records ahead of their INTENT.
+Callers: audit.verify, audit.spark.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from audit.leaf import Header, Kind, Leaf, Side, iter_entries
+from audit.position import LINK_SHARDS_MAX, LinkShard
+
+HELD_MAX: Final = 1 << 17
+"""Withheld records whose place is not reached yet: two of the largest batches."""
+UNANSWERED_MAX: Final = 1 << 18
+"""Batches without an ACK in the whole log, about 300 bytes each."""
+GRANTS_MAX: Final = 1 << 17
+
+
+class _Batch(NamedTuple):
+    key: LinkShard
+    first: int
+    last: int
+    records: int
+    parts_missing: int
+
+
+class _Grant(NamedTuple):
+    terms_hash: bytes
+    not_before_ms: int
+    expires_ms: int
+    revoked: bool
+
+
+@dataclass(slots=True)
+class _Shard:
+    following: int
+    grant_id: str
+    held: set[int] = field(default_factory=set)
+
+
+class Continuity:
+    """The state after the leaves applied so far."""
+
+    def __init__(self) -> None:
+        self._shards: dict[tuple[LinkShard, bytes], _Shard] = {}
+        self._unanswered: dict[tuple[LinkShard, bytes], _Batch] = {}
+        self._grants: dict[str, _Grant] = {}
+        self.leaves: Counter[str] = Counter()
+        """leaves by kind"""
+        self.records: Counter[str] = Counter()
+        """records by kind: INTENT, ACK, WITHHELD; GAP counts offsets"""
+        self.skipped = 0
+        """source offsets left out between two grants"""
+
+    @property
+    def unanswered(self) -> int:
+        """Batches with an INTENT and no ACK. Not a mistake: they may be under way."""
+        return len(self._unanswered)
+
+    def forget(self) -> None:
+        """Leaves could not be read: go on without conclusions from what is missing."""
+        self._shards.clear()
+        self._unanswered.clear()
+
+    def apply(self, leaf: Leaf) -> list[str]:
+        """Take the next leaf. Returns one sentence per rule that it breaks."""
+        header, kind = leaf.header, leaf.header.kind
+        self.leaves[kind.name] += 1
+        match kind:
+            case Kind.INTENT if header.side is Side.EGRESS:
+                self.records["INTENT"] += header.records
+                return self._grant_holds(header) + self._cover(leaf) + self._expect_ack(header)
+            case Kind.WITHHELD:
+                self.records["WITHHELD"] += header.records
+                return self._hold(leaf)
+            case Kind.GAP:
+                return self._gap(header)
+            case Kind.ACK if header.side is Side.EGRESS:
+                self.records["ACK"] += header.records
+                return self._answer(header)
+            case Kind.ACK:
+                self.records["ACK"] += header.records
+                return self._grant_holds(header) + self._grow(header)
+            case Kind.GRANT:
+                return self._grant(header)
+            case Kind.REVOKE:
+                grant = self._grants.get(header.grant_id)
+                if grant is not None:
+                    self._grants[header.grant_id] = grant._replace(revoked=True)
+            case Kind.INTENT:
+                return ["An INTENT stands in an ingress log."]
+        return []
+
+    # Grants
+
+    def _grant(self, header: Header) -> list[str]:
+        terms, known = header.terms, self._grants.get(header.grant_id)
+        assert terms is not None
+        if known is not None:
+            if known.terms_hash != header.terms_hash:
+                return [f"Grant {header.grant_id} appears with other terms than before."]
+            return []
+        if len(self._grants) >= GRANTS_MAX:
+            return [f"More than {GRANTS_MAX} grants: not all can be checked."]
+        self._grants[header.grant_id] = _Grant(
+            header.terms_hash, terms.not_before_ms, terms.expires_ms, revoked=False
+        )
+        return []
+
+    def _grant_holds(self, header: Header) -> list[str]:
+        grant, what = self._grants.get(header.grant_id), f"{header.kind.name} under grant {header.grant_id}"
+        if grant is None:
+            return [f"{what}: no GRANT leaf stands before it."]
+        if grant.terms_hash != header.terms_hash:
+            return [f"{what}: its hash of terms is not the grant's."]
+        if grant.revoked:
+            return [f"{what}: the grant was revoked before."]
+        if header.time_ms < grant.not_before_ms or (grant.expires_ms and header.time_ms >= grant.expires_ms):
+            return [f"{what}: at {header.time_ms} ms it is outside the grant's window."]
+        return []
+
+    # Offsets
+
+    def _shard(self, header: Header) -> _Shard | str:
+        key = (LinkShard.of(header), header.incarnation)
+        shard = self._shards.get(key)
+        if shard is None:
+            if len(self._shards) >= LINK_SHARDS_MAX:
+                return f"More than {LINK_SHARDS_MAX} link shards: not all can be checked."
+            assert header.first_offset is not None
+            shard = self._shards[key] = _Shard(header.first_offset, header.grant_id)
+        return shard
+
+    def _start(self, shard: _Shard, header: Header) -> list[str]:
+        """The range must begin where the last one ended; under another grant it may begin later."""
+        first = header.first_offset
+        assert first is not None
+        if first > shard.following and not shard.held:
+            missing = first - shard.following
+            at, shard.following = shard.following, first
+            if header.grant_id and header.grant_id != shard.grant_id:
+                self.skipped += missing
+            else:
+                return [
+                    f"{_name(header)}: offsets {at}..{first - 1} are neither crossed, withheld nor a gap."
+                ]
+        return []
+
+    def _cover(self, leaf: Leaf) -> list[str]:
+        header = leaf.header
+        shard = self._shard(header)
+        if isinstance(shard, str):
+            return [shard]
+        mistakes = self._start(shard, header)
+        shard.grant_id = header.grant_id
+        first, last = header.first_offset, header.last_offset
+        assert first is not None and last is not None
+        if not shard.held and first == shard.following and header.records == last - first + 1:
+            shard.following = last + 1
+            return mistakes
+        twice = 0
+        for entry in iter_entries(leaf):
+            _advance(shard)
+            twice += entry.offset < shard.following
+            if entry.offset > shard.following:
+                mistakes.append(
+                    f"{_name(header)}: offsets {shard.following}..{entry.offset - 1} inside the batch are neither "
+                    "crossed nor withheld."
+                )
+            shard.following = max(shard.following, entry.offset + 1)
+        _advance(shard)
+        if twice:
+            mistakes.append(
+                f"{_name(header)}: {twice} records of {first}..{last} are accounted for a second time."
+            )
+        if shard.following <= last:
+            mistakes.append(
+                f"{_name(header)}: offsets {shard.following}..{last} at the batch's end are neither crossed nor withheld."
+            )
+            shard.following = last + 1
+        shard.held = {offset for offset in shard.held if offset >= shard.following}
+        return mistakes
+
+    def _hold(self, leaf: Leaf) -> list[str]:
+        header = leaf.header
+        shard = self._shard(header)
+        if isinstance(shard, str):
+            return [shard]
+        mistakes = self._start(shard, header)
+        shard.grant_id = header.grant_id
+        if len(shard.held) + leaf.entry_count > HELD_MAX:
+            return [
+                *mistakes,
+                f"{_name(header)}: more than {HELD_MAX} records are withheld ahead of their INTENT.",
+            ]
+        twice = 0
+        for entry in iter_entries(leaf):
+            twice += entry.offset < shard.following or entry.offset in shard.held
+            shard.held.add(entry.offset)
+        _advance(shard)
+        if twice:
+            mistakes.append(f"{_name(header)}: {twice} withheld records are accounted for a second time.")
+        shard.held = {offset for offset in shard.held if offset >= shard.following} if twice else shard.held
+        return mistakes
+
+    def _gap(self, header: Header) -> list[str]:
+        shard = self._shard(header)
+        if isinstance(shard, str):
+            return [shard]
+        first, last = header.first_offset, header.last_offset
+        assert first is not None and last is not None
+        self.records["GAP"] += last - first + 1
+        mistakes = self._start(shard, header)
+        if first < shard.following:
+            mistakes.append(
+                f"{_name(header)}: the gap {first}..{last} covers offsets that are accounted for already."
+            )
+        shard.following = max(shard.following, last + 1)
+        return mistakes
+
+    def _grow(self, header: Header) -> list[str]:
+        shard = self._shard(header)
+        if isinstance(shard, str):
+            return [shard]
+        first, last = header.first_offset, header.last_offset
+        assert first is not None and last is not None
+        twice = first < shard.following
+        shard.following = max(shard.following, last + 1)
+        return [f"{_name(header)}: offsets from {first} on were appended before."] if twice else []
+
+    # Answers
+
+    def _expect_ack(self, header: Header) -> list[str]:
+        key = (LinkShard.of(header), header.envelope_sha256)
+        batch = self._unanswered.get(key)
+        first, last = header.first_offset, header.last_offset
+        assert first is not None and last is not None
+        if batch is None and header.part == 0:
+            if len(self._unanswered) >= UNANSWERED_MAX:
+                return [f"More than {UNANSWERED_MAX} batches without an ACK: not all can be checked."]
+            self._unanswered[key] = _Batch(key[0], first, last, header.records, header.parts - 1)
+            return []
+        if batch is None or header.part != header.parts - batch.parts_missing or first != batch.last + 1:
+            return [
+                f"{_name(header)}: part {header.part} of {header.parts} does not follow the part before it."
+            ]
+        self._unanswered[key] = batch._replace(
+            last=last, records=batch.records + header.records, parts_missing=batch.parts_missing - 1
+        )
+        return []
+
+    def _answer(self, header: Header) -> list[str]:
+        key = (LinkShard.of(header), header.envelope_sha256)
+        batch = self._unanswered.pop(key, None)
+        if batch is None:
+            return [f"{_name(header)}: the ACK answers no INTENT, or one that was answered before."]
+        said = (header.first_offset, header.last_offset, header.records, 0)
+        if said != (batch.first, batch.last, batch.records, batch.parts_missing):
+            return [
+                f"{_name(header)}: the ACK says {header.records} records of {header.first_offset}.."
+                f"{header.last_offset}, its INTENT {batch.records} of {batch.first}..{batch.last}."
+            ]
+        return []
+
+
+def _advance(shard: _Shard) -> None:
+    while shard.following in shard.held:
+        shard.held.remove(shard.following)
+        shard.following += 1
+
+
+def _name(header: Header) -> str:
+    return f"{header.stream} shard {header.shard} to {header.destination_region}"

@@ -1,0 +1,183 @@
+"""Positions: what a log says about how far each link's shards are. Pure; derived from leaf headers in log order.
+
+A bridge resumes from here and nowhere else: the last INTENT, the last ACK, and the INTENTs without an answer. On
+the ingress side the last ACK is the last delivery. Invariants: the state is a function of the leaves applied, in
+order; `Positions.decode(p.encode()) == p`; both the number of link shards and of unanswered intents are bounded.
+Callers: audit.trail (applies), bridge and region (ask through it).
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import msgspec
+
+from audit.leaf import Header, Kind, Side
+from felix.errors import CorruptionError
+
+LINK_SHARDS_MAX: Final = 65_536
+"""Streams' shards with positions in one log; about 1 kB each."""
+UNANSWERED_MAX: Final = 4_096
+"""INTENTs of one link shard without an ACK: far more than any window in flight, and still little memory. Appends
+already on their way to the disk may pass it by as many."""
+
+
+class LinkShard(NamedTuple):
+    """One shard of one stream on its way over one bridge to one region."""
+
+    bridge: str
+    source_region: str
+    destination_region: str
+    stream: str
+    shard: int
+
+    @classmethod
+    def of(cls, header: Header) -> LinkShard:
+        """The link shard that a leaf is about."""
+        return cls(
+            header.bridge, header.source_region, header.destination_region, header.stream, header.shard
+        )
+
+
+class Crossing(NamedTuple):
+    """One batch as its INTENT or ACK leaves describe it, all parts together. Offsets with both ends included."""
+
+    number: int
+    """the index of its first leaf"""
+    leaves: int
+    time_ms: int
+    incarnation: bytes
+    source_epoch: int
+    grant_id: str
+    first_offset: int
+    last_offset: int
+    records: int
+    source_batch_sha256: bytes
+    envelope_sha256: bytes
+    destination_first_offset: int | None
+    destination_last_offset: int | None
+    attempt: int
+
+
+class _State(msgspec.Struct):
+    key: LinkShard
+    intent: Crossing | None = None
+    ack: Crossing | None = None
+    unanswered: list[Crossing] = []
+
+
+class _Snapshot(msgspec.Struct):
+    size: int
+    last_leaf_hash: bytes
+    states: list[_State]
+
+
+def _crossing(number: int, header: Header) -> Crossing:
+    assert header.first_offset is not None and header.last_offset is not None
+    return Crossing(
+        number,
+        1,
+        header.time_ms,
+        header.incarnation,
+        header.source_epoch,
+        header.grant_id,
+        header.first_offset,
+        header.last_offset,
+        header.records,
+        header.source_batch_sha256,
+        header.envelope_sha256,
+        header.destination_first_offset,
+        header.destination_last_offset,
+        header.attempt,
+    )
+
+
+def _joined(before: Crossing, header: Header) -> Crossing:
+    """`before` with one more part."""
+    assert header.last_offset is not None
+    return before._replace(
+        leaves=before.leaves + 1,
+        last_offset=header.last_offset,
+        records=before.records + header.records,
+        destination_last_offset=header.destination_last_offset,
+    )
+
+
+class Positions:
+    """The positions after the leaves applied so far."""
+
+    def __init__(self) -> None:
+        self._states: dict[LinkShard, _State] = {}
+
+    def apply(self, number: int, header: Header) -> None:
+        """Take the leaf with index `number` into account. Kinds that move no position change nothing."""
+        if header.kind not in (Kind.INTENT, Kind.ACK):
+            return
+        key = LinkShard.of(header)
+        state = self._states.get(key)
+        if state is None:
+            state = self._states[key] = _State(key, unanswered=[])
+        if header.kind is Kind.INTENT:
+            if header.part and state.intent is not None and state.unanswered:
+                state.intent = state.unanswered[-1] = _joined(state.intent, header)
+            else:
+                state.intent = _crossing(number, header)
+                state.unanswered.append(state.intent)
+        elif header.part and state.ack is not None:
+            state.ack = _joined(state.ack, header)
+        else:
+            state.ack = _crossing(number, header)
+            if header.side is Side.EGRESS:
+                state.unanswered = [
+                    intent for intent in state.unanswered if intent.envelope_sha256 != header.envelope_sha256
+                ]
+
+    def refuses(self, headers: list[Header]) -> str:
+        """Why these leaves would pass a limit; empty where they would not."""
+        first = headers[0]
+        if first.kind is not Kind.INTENT and first.kind is not Kind.ACK:
+            return ""
+        state = self._states.get(LinkShard.of(first))
+        if state is None:
+            return (
+                f"it has {LINK_SHARDS_MAX} link shards already"
+                if len(self._states) >= LINK_SHARDS_MAX
+                else ""
+            )
+        if first.kind is Kind.INTENT and len(state.unanswered) >= UNANSWERED_MAX:
+            return f"{UNANSWERED_MAX} intents of {first.stream}, shard {first.shard}, are without an answer"
+        return ""
+
+    def last_intent(self, key: LinkShard) -> Crossing | None:
+        """The newest INTENT of this link shard."""
+        state = self._states.get(key)
+        return None if state is None else state.intent
+
+    def last_ack(self, key: LinkShard) -> Crossing | None:
+        """The newest ACK of this link shard."""
+        state = self._states.get(key)
+        return None if state is None else state.ack
+
+    def unanswered(self, key: LinkShard) -> tuple[Crossing, ...]:
+        """INTENTs without an ACK, oldest first: what a bridge sends again when it starts."""
+        state = self._states.get(key)
+        return () if state is None else tuple(state.unanswered)
+
+    def keys(self) -> list[LinkShard]:
+        """Every link shard with a position, sorted."""
+        return sorted(self._states)
+
+    def encode(self, size: int, last_leaf_hash: bytes) -> bytes:
+        """A snapshot after `size` leaves, the last of which has this hash."""
+        return msgspec.msgpack.encode(_Snapshot(size, last_leaf_hash, list(self._states.values())))
+
+    @classmethod
+    def decode(cls, data: bytes) -> tuple[Positions, int, bytes]:
+        """Positions, size and last leaf hash of a snapshot. Raises CorruptionError; the caller rebuilds instead."""
+        try:
+            snapshot = msgspec.msgpack.decode(data, type=_Snapshot)
+        except msgspec.MsgspecError as error:
+            raise CorruptionError(f"The snapshot of positions does not decode: {error}.") from error
+        positions = cls()
+        positions._states = {state.key: state for state in snapshot.states}
+        return positions, snapshot.size, snapshot.last_leaf_hash

@@ -1,0 +1,335 @@
+"""Proof files: that one record crossed, under which grant, and that the destination has it. Pure over `Files`.
+
+A proof is one JSON document that stands by itself: the INTENT leaf that lists the record, the ACK leaf with the
+destination's receipt, both with their inclusion paths, and the checkpoint with its signatures. `check_proof`
+needs trusted keys and nothing else. A record whose batch has no ACK yet has a proof of its INTENT alone.
+
+Invariants: `check_proof(prove(…), …)` holds for every record that the checkpoint covers; any change of the
+document that changes its meaning is refused. Callers: cli, tests.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Final
+
+import msgspec
+
+from audit.checkpoint import SignedCheckpoint, open_checkpoint
+from audit.errors import TamperError
+from audit.leaf import (
+    CommitmentKey,
+    Committer,
+    Entry,
+    Header,
+    Kind,
+    Leaf,
+    Side,
+    decode_header,
+    decode_leaf,
+    find_entry,
+)
+from audit.merkle import (
+    HASH_BYTES,
+    PROOF_HASHES_MAX,
+    TILE_HEIGHT,
+    TILE_WIDTH,
+    inclusion_proof,
+    leaf_hash,
+    verify_inclusion,
+)
+from audit.note import VerifierKey, encode_note
+from audit.range_index import INDEX_PATH, candidate_bundles
+from audit.receipt import Receipt, differences, open_receipt
+from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, Files, TileHashes, read_bundle
+from felix.errors import Code, RequestError
+
+FORMAT: Final = "felix/proof/1"
+PROOF_BYTES_MAX: Final = 1 << 20
+"""Two leaves in base64, two paths and a note are some 200 kB at most."""
+
+Base64 = Annotated[str, msgspec.Meta(max_length=100_000)]
+
+
+class _Included(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    index: Annotated[int, msgspec.Meta(ge=0)]
+    leaf: Base64
+    path: Annotated[tuple[Base64, ...], msgspec.Meta(max_length=PROOF_HASHES_MAX)]
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    stream: str
+    shard: Annotated[int, msgspec.Meta(ge=0)]
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: str
+    record: _Record
+    checkpoint: str
+    intent: _Included
+    ack: _Included | None
+
+
+class Proven(msgspec.Struct, frozen=True):
+    """What a proof shows, once checked."""
+
+    stream: str
+    shard: int
+    offset: int
+    entry: Entry
+    intent: Header
+    intent_index: int
+    ack: Header | None
+    ack_index: int | None
+    receipt: Receipt | None
+    origin: str
+    size: int
+    """leaves that the checkpoint covers"""
+    cosigned: tuple[tuple[str, int], ...]
+    """witnesses by name, with the POSIX seconds of their cosignature"""
+
+
+def prove(
+    files: Files,
+    log_key: VerifierKey,
+    stream: str,
+    shard: int,
+    offset: int,
+    *,
+    destination_region: str = "",
+    incarnation: bytes = b"",
+    witnesses: Iterable[VerifierKey] = (),
+) -> bytes:
+    """The proof file for the record at this source offset, from an egress log's files.
+
+    Where the offset crossed to several regions, or in several incarnations of the stream, the caller says which.
+    Raises RequestError(NOT_FOUND | CONFLICT), TamperError where the log's files do not hold.
+    """
+    witnesses = tuple(witnesses)
+    newest, cosigned = _checkpoints(files, log_key, witnesses)
+    wanted = (stream, shard, offset, destination_region, incarnation)
+    intents = list(_find(files, newest.checkpoint.size, Kind.INTENT, *wanted))
+    intents = [found for found in intents if find_entry(found[1], offset) is not None]
+    if not intents:
+        withheld = any(
+            find_entry(leaf, offset)
+            for _, leaf, _ in _find(files, newest.checkpoint.size, Kind.WITHHELD, *wanted)
+        )
+        raise RequestError(
+            f"No record {offset} of {stream} shard {shard} crossed, as far as the log's checkpoint goes"
+            + (": it was withheld." if withheld else "."),
+            code=Code.NOT_FOUND,
+            hint="`felix audit show` lists what crossed.",
+        )
+    if len(intents) > 1:
+        choices = ", ".join(
+            f"{leaf.header.destination_region} (incarnation {leaf.header.incarnation.hex()})"
+            for _, leaf, _ in intents
+        )
+        raise RequestError(
+            f"Record {offset} of {stream} shard {shard} crossed more than once: to {choices}.",
+            code=Code.CONFLICT,
+            hint="Say to which region, and of which incarnation.",
+        )
+    index, intent, data = intents[0]
+    ack = next(
+        (
+            found
+            for found in _find(files, newest.checkpoint.size, Kind.ACK, *wanted)
+            if found[1].header.envelope_sha256 == intent.header.envelope_sha256
+        ),
+        None,
+    )
+    # A cosigned checkpoint proves more; the newest one is for what lies behind it.
+    needed = 1 + (index if ack is None else max(index, ack[0]))
+    chosen = newest
+    if cosigned is not None and cosigned.checkpoint.size >= needed:
+        chosen = cosigned
+    document = _Proof(
+        FORMAT,
+        _Record(stream, shard, offset),
+        _note_text(chosen),
+        _include(files, chosen, index, data),
+        None if ack is None else _include(files, chosen, ack[0], ack[2]),
+    )
+    return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+
+
+def _checkpoints(
+    files: Files, log_key: VerifierKey, witnesses: tuple[VerifierKey, ...]
+) -> tuple[SignedCheckpoint, SignedCheckpoint | None]:
+    data = files.read(CHECKPOINT_PATH)
+    if data is None:
+        raise RequestError("There is no audit log here: the checkpoint is missing.", code=Code.NOT_FOUND)
+    newest = open_checkpoint(data, log_key, witnesses)
+    own = files.read(COSIGNED_PATH)
+    cosigned = None if own is None else open_checkpoint(own, log_key, witnesses)
+    if cosigned is not None and cosigned.checkpoint.size > newest.checkpoint.size:
+        cosigned = None
+    return newest, cosigned
+
+
+def _note_text(signed: SignedCheckpoint) -> str:
+    return encode_note(signed.note).decode()
+
+
+def _include(files: Files, signed: SignedCheckpoint, index: int, data: bytes) -> _Included:
+    size = signed.checkpoint.size
+    path = inclusion_proof(index, size, TileHashes(files, size))
+    verify_inclusion(leaf_hash(data), index, size, path, signed.checkpoint.root)
+    return _Included(index, b64encode(data).decode(), tuple(b64encode(hash_).decode() for hash_ in path))
+
+
+def _find(
+    files: Files,
+    size: int,
+    kind: Kind,
+    stream: str,
+    shard: int,
+    offset: int,
+    destination_region: str,
+    incarnation: bytes,
+) -> Iterator[tuple[int, Leaf, bytes]]:
+    """The egress leaves of this kind whose range covers the offset. By the index, and the last bundle."""
+    full = size >> TILE_HEIGHT
+    index = files.read(INDEX_PATH)
+    bundles = list(range(full))
+    if index is not None:
+        bundles = [
+            number for number in candidate_bundles(index, kind, stream, shard, offset) if number < full
+        ]
+    if size % TILE_WIDTH:
+        bundles.append(full)
+    for number in bundles:
+        for at, data in enumerate(read_bundle(files, number, size), number * TILE_WIDTH):
+            header = decode_header(data)
+            first, last = header.first_offset, header.last_offset
+            if (
+                header.kind is kind
+                and header.side is Side.EGRESS
+                and header.stream == stream
+                and header.shard == shard
+                and first is not None
+                and last is not None
+                and first <= offset <= last
+                and destination_region in ("", header.destination_region)
+                and incarnation in (b"", header.incarnation)
+            ):
+                yield at, decode_leaf(data), bytes(data)
+
+
+def check_proof(
+    data: bytes,
+    log_key: VerifierKey,
+    *,
+    witnesses: Iterable[VerifierKey] = (),
+    cosignatures_min: int = 0,
+    receipt_keys: Mapping[bytes, bytes] | None = None,
+) -> Proven:
+    """Verify a proof file without the log. The steps are those of docs/audit.md, "Checking a proof".
+
+    `receipt_keys`: the destination's Ed25519 public keys by key id; needed where the proof has an ACK. Raises
+    TamperError where anything does not hold.
+    """
+    # 1. The document is a proof.
+    proof = _parse(data)
+    record = proof.record
+    # 2. The checkpoint is signed by the log's key, and cosigned by enough known witnesses.
+    signed = open_checkpoint(proof.checkpoint.encode(), log_key, tuple(witnesses))
+    if len({by.key for by in signed.cosigned}) < cosignatures_min:
+        raise TamperError(
+            f"The proof's checkpoint has {len(signed.cosigned)} cosignatures of known witnesses, "
+            f"{cosignatures_min} are required."
+        )
+    # 3. The INTENT leaf is in the tree, and lists the record.
+    intent = _included(proof.intent, signed, "The INTENT leaf")
+    header = intent.header
+    entry = find_entry(intent, record.offset)
+    if (header.kind, header.side) != (Kind.INTENT, Side.EGRESS) or entry is None:
+        raise TamperError(
+            f"The proof's leaf {proof.intent.index} is no INTENT that lists record {record.offset}."
+        )
+    if (header.stream, header.shard) != (record.stream, record.shard):
+        raise TamperError(
+            f"The proof's INTENT is of {header.stream} shard {header.shard}, not of {record.stream}."
+        )
+    # 4. The ACK leaf is in the tree, after the INTENT, and answers it.
+    ack = None if proof.ack is None else _ack(proof.ack, signed, proof.intent.index, header)
+    # 5. The receipt in it is signed by the destination, and says the same.
+    receipt: Receipt | None = None
+    if ack is not None:
+        receipt = open_receipt(ack.receipt, receipt_keys or {})
+        differing = differences(receipt, ack)
+        if differing:
+            raise TamperError(f"The proof's receipt and ACK differ in {', '.join(differing)}.")
+    return Proven(
+        record.stream,
+        record.shard,
+        record.offset,
+        entry,
+        header,
+        proof.intent.index,
+        ack,
+        None if proof.ack is None else proof.ack.index,
+        receipt,
+        signed.checkpoint.origin,
+        signed.checkpoint.size,
+        tuple((by.key.name, by.time_s or 0) for by in signed.cosigned),
+    )
+
+
+def check_payload(proven: Proven, key: CommitmentKey, payload: bytes) -> None:
+    """Check that this payload is the one committed to, by whoever holds the commitment key. Raises TamperError."""
+    header = proven.intent
+    committer = Committer(key, header.stream, header.incarnation, header.shard)
+    if (
+        header.commitment_key_id != key.key_id
+        or committer.commit(proven.offset, payload) != proven.entry.commitment
+    ):
+        raise TamperError(f"That payload is not the one that crossed as record {proven.offset}.")
+
+
+def _parse(data: bytes) -> _Proof:
+    if len(data) > PROOF_BYTES_MAX:
+        raise TamperError(f"A proof file of {len(data)} bytes is over the limit of {PROOF_BYTES_MAX}.")
+    try:
+        proof = msgspec.json.decode(data, type=_Proof)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise TamperError(f"That is not a proof file: {error}.") from error
+    if proof.format != FORMAT:
+        raise TamperError(f"A proof of the format {proof.format[:40]!r}; this version reads {FORMAT}.")
+    return proof
+
+
+def _included(included: _Included, signed: SignedCheckpoint, what: str) -> Leaf:
+    try:
+        data = b64decode(included.leaf, validate=True)
+        path = [b64decode(hash_, validate=True) for hash_ in included.path]
+    except ValueError as error:
+        raise TamperError(f"{what} of the proof is not base64: {error}.") from error
+    canonical = b64encode(data).decode() == included.leaf and all(
+        b64encode(found).decode() == hash_ for found, hash_ in zip(path, included.path, strict=True)
+    )
+    if not canonical or any(len(hash_) != HASH_BYTES for hash_ in path):
+        raise TamperError(f"{what} of the proof has a path that is not made of {HASH_BYTES}-byte hashes.")
+    verify_inclusion(
+        leaf_hash(data), included.index, signed.checkpoint.size, path, signed.checkpoint.root, what
+    )
+    return decode_leaf(data)
+
+
+def _ack(included: _Included, signed: SignedCheckpoint, intent_index: int, intent: Header) -> Header:
+    ack = _included(included, signed, "The ACK leaf").header
+    same = ("bridge", "source_region", "destination_region", "stream", "shard", "incarnation", "source_epoch")
+    differing = [
+        name for name in (*same, "grant_id", "envelope_sha256") if getattr(ack, name) != getattr(intent, name)
+    ]
+    if (ack.kind, ack.side) != (Kind.ACK, Side.EGRESS) or included.index <= intent_index or differing:
+        raise TamperError(f"The proof's leaf {included.index} is no ACK of its INTENT.")
+    first, last = intent.first_offset, intent.last_offset
+    assert None not in (first, last, ack.first_offset, ack.last_offset)
+    if not (ack.first_offset <= first and last <= ack.last_offset):  # type: ignore[operator]
+        raise TamperError("The proof's ACK does not cover the range of its INTENT.")
+    return ack

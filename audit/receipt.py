@@ -1,0 +1,128 @@
+"""Receipts: the destination region's signed word that an envelope arrived and was appended. Pure.
+
+A receipt is Ed25519 over ``b"felix/receipt/1\\0"`` and the body's bytes; the body is a MessagePack map of
+`Receipt`'s fields, the whole is a MessagePack map of key_id, body and signature. It stands in the egress log's ACK
+leaf and in every proof. Invariants: `open_receipt(sign_receipt(r, …), …) == r`; a receipt is used only after
+`open_receipt` returned. Callers: region ingest (signs), bridge (checks), audit.verify, audit.proof, audit.spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final
+
+import msgspec
+
+from audit.errors import TamperError
+from audit.leaf import Digest, Header, Id16, Natural, Text
+from keys.signing import SigningKey, VerifyKey
+
+PURPOSE: Final = "receipt"
+RECEIPT_BYTES_MAX: Final = 4_096
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the destination says it did. Offsets in records, both ends included; time in ms since the Unix epoch."""
+
+    grant_id: Text
+    terms_hash: Digest
+    source_region: Text
+    destination_region: Text
+    bridge: Text
+    stream: Text
+    destination_stream: Text
+    shard: Natural
+    source_epoch: Natural
+    incarnation: Id16
+    first_offset: Natural
+    last_offset: Natural
+    records: Natural
+    envelope_sha256: Digest
+    destination_first_offset: Natural
+    destination_last_offset: Natural
+    ingress_origin: Text
+    """the ingress log's origin"""
+    ingress_index: Natural
+    """the index of the (first) ACK leaf in it"""
+    time_ms: Natural
+
+
+class _Signed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key_id: Id16
+    body: bytes
+    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_signed: Final = msgspec.msgpack.Decoder(_Signed)
+_body: Final = msgspec.msgpack.Decoder(Receipt)
+
+
+def sign_receipt(receipt: Receipt, key: SigningKey) -> bytes:
+    """The signed receipt's bytes."""
+    body = _encoder.encode(receipt)
+    data = _encoder.encode(_Signed(key.key_id, body, key.sign(PURPOSE, body)))
+    assert len(data) <= RECEIPT_BYTES_MAX
+    return data
+
+
+def open_receipt(data: bytes, keys: Mapping[bytes, bytes]) -> Receipt:
+    """Verify and read. `keys`: the destination's receipt keys, Ed25519 public bytes by key id.
+
+    Raises TamperError where the key is unknown, the signature does not hold, or the body is no receipt.
+    """
+    signed = _read(data)
+    public = keys.get(signed.key_id)
+    if public is None:
+        raise TamperError(
+            f"A receipt is signed by the key {signed.key_id.hex()}, which is not a trusted one."
+        )
+    if not VerifyKey(public).holds(PURPOSE, signed.body, signed.signature):
+        raise TamperError("A receipt's signature does not hold.")
+    return _decode(signed)
+
+
+def read_unverified(data: bytes) -> Receipt:
+    """The receipt without its signature checked, for display only. Raises TamperError."""
+    return _decode(_read(data))
+
+
+def _read(data: bytes) -> _Signed:
+    if len(data) > RECEIPT_BYTES_MAX:
+        raise TamperError(f"{len(data)} bytes are not a receipt.")
+    try:
+        return _signed.decode(data)
+    except msgspec.MsgspecError as error:
+        raise TamperError(f"A receipt does not decode: {error}.") from error
+
+
+def _decode(signed: _Signed) -> Receipt:
+    try:
+        return _body.decode(signed.body)
+    except msgspec.MsgspecError as error:
+        raise TamperError(f"A receipt's body does not decode: {error}.") from error
+
+
+_SHARED: Final = (
+    "grant_id",
+    "terms_hash",
+    "source_region",
+    "destination_region",
+    "bridge",
+    "stream",
+    "destination_stream",
+    "shard",
+    "source_epoch",
+    "incarnation",
+    "first_offset",
+    "last_offset",
+    "records",
+    "envelope_sha256",
+    "destination_first_offset",
+    "destination_last_offset",
+)
+
+
+def differences(receipt: Receipt, ack: Header) -> list[str]:
+    """The fields in which a receipt and the ACK leaf that carries it differ; empty where they agree."""
+    return [name for name in _SHARED if getattr(receipt, name) != getattr(ack, name)]

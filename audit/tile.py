@@ -1,0 +1,183 @@
+"""Tiles and entry bundles of C2SP tlog-tiles: paths, encodings, and reading hashes back. Pure over a `Files` port.
+
+Invariants: a path is one of the specification's (level and index without leading zeroes beyond its 3-digit
+groups); a bundle decodes only if it holds exactly as many entries as its width says; a partial tile or bundle is
+a prefix of every wider one of the same index. Source: https://c2sp.org/tlog-tiles.
+Callers: audit.trail, audit.verify, audit.proof, audit.spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from struct import Struct
+from typing import Final, Protocol
+
+from audit.errors import TamperError
+from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tree, complete_root, edge_widths, split_hashes
+
+CHECKPOINT_PATH: Final = "checkpoint"
+COSIGNED_PATH: Final = "checkpoint.cosigned"
+"""The newest checkpoint that a witness cosigned; the plain one is usually some seconds ahead of it."""
+WAL_FOLDER: Final = "wal"
+
+_TILES_KEPT: Final = 64
+"""Tiles that `TileHashes` keeps: a proof touches at most two per level."""
+_LENGTH: Final = Struct(">H")
+
+
+class Files(Protocol):
+    """The files of one log, by path relative to its folder, with / between the parts."""
+
+    def read(self, path: str) -> bytes | None:
+        """The file's bytes, None where there is none."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """The names in a folder, sorted; empty where there is none."""
+        ...
+
+
+class MemoryFiles:
+    """The memory twin of `audit.tile_disk.Folder`, for logs that were fetched, and for tests."""
+
+    def __init__(self, files: dict[str, bytes] | None = None) -> None:
+        self.files = {} if files is None else files
+
+    def read(self, path: str) -> bytes | None:
+        return self.files.get(path)
+
+    def names(self, folder: str) -> list[str]:
+        start = folder + "/"
+        return sorted({path[len(start) :].split("/")[0] for path in self.files if path.startswith(start)})
+
+
+def index_path(index: int) -> str:
+    """A tile's index as path elements: 1234067 is x001/x234/067."""
+    assert index >= 0
+    path = f"{index % 1000:03d}"
+    while index := index // 1000:
+        path = f"x{index % 1000:03d}/{path}"
+    return path
+
+
+def _path(kind: str, index: int, width: int) -> str:
+    assert 0 < width <= TILE_WIDTH
+    path = f"tile/{kind}/{index_path(index)}"
+    return path if width == TILE_WIDTH else f"{path}.p/{width}"
+
+
+def tile_path(level: int, index: int, width: int = TILE_WIDTH) -> str:
+    """`tile/<L>/<N>` or, where `width` is below 256, `tile/<L>/<N>.p/<W>`."""
+    return _path(str(level), index, width)
+
+
+def bundle_path(index: int, width: int = TILE_WIDTH) -> str:
+    """`tile/entries/<N>`, likewise."""
+    return _path("entries", index, width)
+
+
+def encode_bundle(leaves: Iterable[bytes]) -> bytes:
+    """An entry bundle: each leaf behind its length in 16 bits."""
+    parts: list[bytes] = []
+    for leaf in leaves:
+        parts += (_LENGTH.pack(len(leaf)), leaf)
+    return b"".join(parts)
+
+
+def decode_bundle(data: bytes, width: int) -> list[memoryview]:
+    """The leaves of a bundle, as views. Raises TamperError unless there are exactly `width`."""
+    leaves: list[memoryview] = []
+    view, at = memoryview(data), 0
+    while at < len(data):
+        if at + 2 > len(data):
+            raise TamperError("An entry bundle ends inside a length.")
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += 2
+        if at + length > len(data):
+            raise TamperError(f"An entry bundle ends inside its entry {len(leaves)}.")
+        leaves.append(view[at : at + length])
+        at += length
+    if len(leaves) != width:
+        raise TamperError(f"An entry bundle holds {len(leaves)} entries where {width} belong.")
+    return leaves
+
+
+def read_tile(files: Files, level: int, index: int, size: int) -> bytes:
+    """The tile at (level, index) of a tree of `size` leaves; a wider one is cut. Raises TamperError."""
+    there = size >> TILE_HEIGHT * level
+    width = min(TILE_WIDTH, there - index * TILE_WIDTH)
+    assert width > 0
+    data = _read_at_least(files, str(level), index, width)
+    if data is None:
+        raise TamperError(f"The tile {tile_path(level, index, width)} is missing.")
+    if len(data) < width * HASH_BYTES or len(data) % HASH_BYTES:
+        raise TamperError(f"The tile {tile_path(level, index, width)} has {len(data)} bytes.")
+    return data[: width * HASH_BYTES]
+
+
+def read_bundle(files: Files, index: int, size: int) -> list[memoryview]:
+    """The leaves of bundle `index` of a log of `size` leaves. Raises TamperError."""
+    width = min(TILE_WIDTH, size - index * TILE_WIDTH)
+    assert width > 0
+    for path, held in ((bundle_path(index, width), width), (bundle_path(index), TILE_WIDTH)):
+        data = files.read(path)
+        if data is not None:
+            return decode_bundle(data, held)[:width]
+    for held in partial_widths(files, "entries", index):
+        if held > width and (data := files.read(bundle_path(index, held))) is not None:
+            return decode_bundle(data, held)[:width]
+    raise TamperError(f"The entry bundle {bundle_path(index, width)} is missing.")
+
+
+def _read_at_least(files: Files, kind: str, index: int, width: int) -> bytes | None:
+    data = files.read(_path(kind, index, width))
+    if data is None:
+        # C2SP: a partial tile may be gone once the full one is there; it is the full one's prefix.
+        data = files.read(_path(kind, index, TILE_WIDTH))
+    if data is None:
+        for held in partial_widths(files, kind, index):
+            if held > width:
+                return files.read(_path(kind, index, held))
+    return data
+
+
+def partial_widths(files: Files, kind: str, index: int) -> list[int]:
+    """Which partial tiles of this index are there. `kind` is a level in decimal, or "entries"."""
+    names = files.names(f"tile/{kind}/{index_path(index)}.p")
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and 0 < int(name) < 256)
+
+
+class TileHashes:
+    """`audit.merkle.Node` over the tiles of a log, for a tree of `size` leaves."""
+
+    def __init__(self, files: Files, size: int) -> None:
+        self._files = files
+        self._size = size
+        self._kept: dict[tuple[int, int], bytes] = {}
+
+    def __call__(self, level: int, index: int) -> bytes:
+        """The hash of a complete subtree. Raises TamperError where its tile is missing or too short."""
+        tile_level, height = divmod(level, TILE_HEIGHT)
+        first = index << height
+        tile_index, at = divmod(first, TILE_WIDTH)
+        tile = self._kept.get((tile_level, tile_index))
+        if tile is None:
+            tile = read_tile(self._files, tile_level, tile_index, self._size)
+            if len(self._kept) >= _TILES_KEPT:
+                self._kept.clear()
+            self._kept[tile_level, tile_index] = tile
+        hashes = tile[at * HASH_BYTES : (at + (1 << height)) * HASH_BYTES]
+        assert len(hashes) == HASH_BYTES << height
+        return complete_root(split_hashes(hashes))
+
+
+def read_tree(files: Files, size: int) -> Tree:
+    """The tree at `size`, from its partial tiles alone. Raises TamperError where one is missing.
+
+    The caller compares its root with a checkpoint.
+    """
+    edge = []
+    for level, width in enumerate(edge_widths(size)):
+        tile = read_tile(files, level, size >> TILE_HEIGHT * (level + 1), size) if width else b""
+        edge.append(split_hashes(tile))
+    return Tree.from_edge(size, edge)

@@ -1,0 +1,742 @@
+"""The durable trail: one audit log being written. Append leaves, get them durable, tiled and checkpointed.
+
+Two threads behind one lock, nothing of it on an event loop:
+
+- the *writer* takes all that waits, appends it to the write-ahead file with one `fdatasync`, and calls back;
+- the *publisher* takes what is durable into the tree, writes tiles and entry bundles, and on a timer or a count a
+  checkpoint. Then the write-ahead segments that full bundles have replaced are removed.
+
+Invariants:
+- an append's leaves are durable before its `done` is called; they are all there after a crash, or none;
+- indexes are given in the order of `append_nowait`, and never again to other leaves once durable;
+- tiles and bundles are durable, names included, before the checkpoint that covers them; a checkpoint is durable
+  before anybody is shown it; every checkpoint continues the ones before;
+- what waits is bounded by `pending_bytes_max`; beyond it, and after any failure of disk or signer, an append is
+  refused with AuditUnavailableError, so that nothing crosses. A failed sync is never retried.
+- opening never drops a leaf below a checkpoint: it recovers, or raises CorruptionError (with ROLLED_BACK where
+  the log is shorter than what was signed).
+
+Callers: bridge (egress), region (ingress). `open` and `close`, `consistency_proof` and `add_cosigned` block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final, NamedTuple
+
+from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
+from audit.errors import VERIFY_HINT, AuditUnavailableError, RolledBackError, TamperError
+from audit.leaf import Header, Leaf, decode_header, encode_leaf
+from audit.merkle import EMPTY_ROOT, TILE_HEIGHT, TILE_WIDTH, Tree, leaf_hash, root_from_nodes
+from audit.merkle import consistency_proof as prove_consistency
+from audit.note import Note, NoteSigner, VerifierKey, encode_note
+from audit.position import Crossing, LinkShard, Positions
+from audit.range_index import INDEX_PATH, ROW_BYTES, bundle_rows, bundles_indexed, cut_index
+from audit.tile import (
+    CHECKPOINT_PATH,
+    COSIGNED_PATH,
+    WAL_FOLDER,
+    TileHashes,
+    bundle_path,
+    encode_bundle,
+    index_path,
+    read_bundle,
+    read_tree,
+    tile_path,
+)
+from audit.tile_disk import Folder
+from audit.wal_disk import SEGMENT_BYTES_MAX, Recovery, Torn, Wal
+from felix.errors import Code, CorruptionError, RequestError
+
+APPEND_LEAVES_MAX: Final = 4_096
+"""Leaves of one append: a batch of 65,536 records has about 75."""
+SNAPSHOT_LEAVES: Final = 16_384
+"""Opening reads at most about so many leaves for the positions after a crash."""
+SNAPSHOT_PATH: Final = "positions"
+LOCK_PATH: Final = "lock"
+_RETRY_MS: Final = 50
+
+Done = Callable[[int, AuditUnavailableError | None], None]
+"""Called with the index of the append's first leaf, and the reason where it did not become durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrailSettings:
+    """How often to checkpoint, and how much may wait."""
+
+    checkpoint_interval_ms: int = 1_000
+    """after the first leaf that the last checkpoint does not cover"""
+    checkpoint_leaves: int = 4_096
+    """so many uncovered leaves make a checkpoint at once"""
+    pending_bytes_max: int = 64 << 20
+    """leaves accepted that are not yet in the tree; on top, one bundle (16 MiB at most) is held"""
+    segment_bytes_max: int = SEGMENT_BYTES_MAX
+
+
+class TrailStatus(NamedTuple):
+    """For metrics and `status`. Sizes in leaves."""
+
+    size: int
+    durable: int
+    checkpoint: int
+    cosigned: int
+    pending_bytes: int
+    failure: str
+
+
+class _Waiting(NamedTuple):
+    first: int
+    leaves: list[bytes]
+    headers: list[Header]
+    done: Done
+    loop: asyncio.AbstractEventLoop | None
+
+
+class Trail:
+    """One open audit log. Make it with `open`."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        lock: IO[bytes],
+        signer: NoteSigner,
+        settings: TrailSettings,
+        state: _Opened,
+        wal: Wal,
+    ) -> None:
+        self._folder, self._lock_file, self._signer, self._settings = folder, lock, signer, settings
+        self._witnesses = state.witnesses
+        self._wal = wal
+        self.recovered: Torn | None = state.torn
+        """what opening cut from the write-ahead file, if anything"""
+
+        # All below is guarded by _lock, down to the publisher's own.
+        self._lock = threading.Lock()
+        self._to_write = threading.Condition(self._lock)
+        self._to_publish = threading.Condition(self._lock)
+        self._published_once = threading.Condition(self._lock)
+        self._queue: list[_Waiting] = []
+        self._synced: deque[tuple[bytes, Header]] = deque()
+        self._size = self._durable = state.tree.size
+        self._pending_bytes = 0
+        self._positions = state.positions
+        self._current, self._cosigned = state.checkpoint, state.cosigned
+        self._publish_wanted = state.tree.size > state.checkpoint.checkpoint.size
+        self._closing = False
+        self._writer_ended = False
+        self._failure: AuditUnavailableError | None = None
+
+        # The publisher's own: nobody else touches these after the threads run.
+        self._tree = state.tree
+        self._bundle = state.bundle
+        self._bundle_headers = state.bundle_headers
+        self._tree_positions = Positions.decode(state.positions.encode(0, b""))[0]
+        self._last_leaf_hash = state.last_leaf_hash
+        self._snapshot_size = state.snapshot_size
+        self._partial_bundles: list[str] = state.partial_bundles
+        self._obsolete: list[str] = []
+
+        # Checkpoint files: written by the publisher and by add_cosigned.
+        self._files_lock = threading.Lock()
+
+        self._writer = threading.Thread(target=self._write_all, name="audit-writer", daemon=True)
+        self._publisher = threading.Thread(target=self._publish_all, name="audit-publisher", daemon=True)
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        signer: NoteSigner,
+        *,
+        witnesses: Iterable[VerifierKey] = (),
+        cosigned: Iterable[bytes] = (),
+        settings: TrailSettings | None = None,
+        sync: Callable[[int], None] = os.fdatasync,
+    ) -> Trail:
+        """Open the log in this folder, or begin one; recover what a crash left. Blocks.
+
+        `signer`: the log's key; its name is the log's origin. `cosigned`: notes that witnesses remember of this
+        log; a log that does not reach them, or differs, is not opened. `sync`: what makes a file durable.
+
+        Raises RequestError(CONFLICT) where another process has it open, CorruptionError where leaves are damaged,
+        RolledBackError where it is shorter than what was signed, TamperError where files do not fit each other.
+        """
+        settings = settings or TrailSettings()
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / LOCK_PATH).open("ab")
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise RequestError(
+                    f"The audit log {path} is open in another process.",
+                    code=Code.CONFLICT,
+                    hint="Stop that one first; a log has one writer.",
+                ) from error
+            folder = Folder(path)
+            state = _Opening(folder, signer, tuple(witnesses)).open(tuple(cosigned))
+            wal = Wal(
+                path / WAL_FOLDER, state.tree.size, sync=sync, segment_bytes_max=settings.segment_bytes_max
+            )
+            trail = cls(folder, lock, signer, settings, state, wal)
+        except BaseException:
+            lock.close()
+            raise
+        trail._writer.start()
+        trail._publisher.start()
+        return trail
+
+    @property
+    def key(self) -> VerifierKey:
+        """The key under which the log's checkpoints verify; its name is the log's origin."""
+        return self._signer.key
+
+    # Appending
+
+    def append_nowait(
+        self, leaves: Sequence[Leaf], done: Done, loop: asyncio.AbstractEventLoop | None = None
+    ) -> int:
+        """Accept these leaves, all or none; `done` is called once they are durable, or never will be.
+
+        `done` runs on `loop`, or where that is None on the trail's writer thread (be quick there). Returns the index
+        that the first leaf will have; it counts only once `done` was called without an error. Does not block.
+
+        Raises RequestError for leaves that cannot be written, AuditUnavailableError where the trail is full,
+        closed or failed: then nothing may cross.
+        """
+        if not 0 < len(leaves) <= APPEND_LEAVES_MAX:
+            raise RequestError(f"One append has 1 to {APPEND_LEAVES_MAX} leaves, this one {len(leaves)}.")
+        encoded = [encode_leaf(leaf) for leaf in leaves]
+        headers = [leaf.header for leaf in leaves]
+        size = sum(map(len, encoded))
+        with self._lock:
+            self._check_open()
+            if self._pending_bytes and self._pending_bytes + size > self._settings.pending_bytes_max:
+                raise AuditUnavailableError(
+                    f"The audit log {self.key.name} has {self._pending_bytes} bytes waiting for its disk; "
+                    f"{self._settings.pending_bytes_max} may.",
+                    hint="Nothing crosses until it has caught up; try again.",
+                    retry_after_ms=_RETRY_MS,
+                )
+            refused = self._positions.refuses(headers)
+            if refused:
+                raise AuditUnavailableError(
+                    f"The audit log {self.key.name} takes no more: {refused}.", retry_after_ms=_RETRY_MS
+                )
+            first = self._size
+            self._size += len(encoded)
+            self._pending_bytes += size
+            self._queue.append(_Waiting(first, encoded, headers, done, loop))
+            self._to_write.notify()
+        return first
+
+    async def append(self, leaves: Sequence[Leaf]) -> int:
+        """Append and wait until durable. Returns the first leaf's index. Errors as `append_nowait`.
+
+        Cancelling the wait does not take the leaves back.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[int] = loop.create_future()
+
+        def done(first: int, error: AuditUnavailableError | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(first)
+            else:
+                future.set_exception(error)
+
+        self.append_nowait(leaves, done, loop)
+        return await future
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise AuditUnavailableError(f"The audit log {self.key.name} is being closed.")
+
+    # Asking
+
+    def status(self) -> TrailStatus:
+        """Where the log is; for metrics."""
+        with self._lock:
+            return TrailStatus(
+                self._size,
+                self._durable,
+                self._current.checkpoint.size,
+                0 if self._cosigned is None else self._cosigned.checkpoint.size,
+                self._pending_bytes,
+                "" if self._failure is None else str(self._failure),
+            )
+
+    def last_intent(self, key: LinkShard) -> Crossing | None:
+        """The newest durable INTENT of this link shard."""
+        with self._lock:
+            return self._positions.last_intent(key)
+
+    def last_ack(self, key: LinkShard) -> Crossing | None:
+        """The newest durable ACK of this link shard."""
+        with self._lock:
+            return self._positions.last_ack(key)
+
+    def unanswered(self, key: LinkShard) -> tuple[Crossing, ...]:
+        """Durable INTENTs without an ACK, oldest first."""
+        with self._lock:
+            return self._positions.unanswered(key)
+
+    def link_shards(self) -> list[LinkShard]:
+        """Every link shard that this log has a position of."""
+        with self._lock:
+            return self._positions.keys()
+
+    def checkpoint(self) -> bytes:
+        """The newest durable checkpoint, a signed note. Does not block."""
+        with self._lock:
+            return encode_note(self._current.note)
+
+    def consistency_proof(self, old: int, new: int) -> list[bytes]:
+        """The proof that `new` leaves continue the first `old`; `new` is the size of a checkpoint. Blocks on disk.
+
+        Raises RequestError(OFFSET_OUT_OF_RANGE).
+        """
+        with self._lock:
+            size = self._current.checkpoint.size
+        if not 0 <= old <= new <= size:
+            raise RequestError(
+                f"The log has a checkpoint of {size} leaves; there is no proof from {old} to {new}.",
+                code=Code.OFFSET_OUT_OF_RANGE,
+            )
+        return prove_consistency(old, new, TileHashes(self._folder, new))
+
+    # Checkpoints
+
+    def publish(self, timeout_s: float = 30.0) -> bytes:
+        """Checkpoint all that is durable now, without waiting for the timer. Returns the note. Blocks."""
+        with self._lock:
+            wanted, limit = self._durable, time.monotonic() + timeout_s
+            while self._current.checkpoint.size < wanted:
+                if self._failure is not None:
+                    raise self._failure
+                self._publish_wanted = True
+                self._to_publish.notify()
+                if not self._published_once.wait(limit - time.monotonic()):
+                    raise AuditUnavailableError(
+                        f"The audit log {self.key.name} made no checkpoint in {timeout_s} s."
+                    )
+            return encode_note(self._current.note)
+
+    def add_cosigned(self, data: bytes) -> None:
+        """Keep a checkpoint of this log that a known witness cosigned. Blocks on disk.
+
+        Raises TamperError where a signature does not hold or no known witness signed, RolledBackError where it is
+        not a checkpoint of this log as it is.
+        """
+        added = open_checkpoint(data, self.key, self._witnesses)
+        if not added.cosigned:
+            raise TamperError("That checkpoint carries no cosignature of a known witness.")
+        with self._files_lock:
+            with self._lock:
+                current, cosigned = self._current, self._cosigned
+            _check_continues(self._folder, current.checkpoint, added.checkpoint)
+            if cosigned is not None and added.checkpoint.size < cosigned.checkpoint.size:
+                return
+            if cosigned is not None and added.note.text == cosigned.note.text:
+                added = self._merge(cosigned, added)
+            self._folder.write(COSIGNED_PATH, encode_note(added.note))
+            if added.note.text == current.note.text:
+                current = self._merge(current, added)
+                self._folder.write(CHECKPOINT_PATH, encode_note(current.note))
+            self._folder.flush()
+            with self._lock:
+                self._current, self._cosigned = current, added
+
+    def _merge(self, to: SignedCheckpoint, more: SignedCheckpoint) -> SignedCheckpoint:
+        ids = {(by.key.name, by.key.key_id) for by in more.cosigned}
+        lines = [line for line in more.note.signatures if (line.name, line.key_id) in ids]
+        return open_checkpoint(encode_note(to.note.with_signatures(lines)), self.key, self._witnesses)
+
+    def close(self) -> None:
+        """Make everything accepted durable, checkpoint it, and let go of the folder. Blocks. Safe to call twice."""
+        with self._lock:
+            self._closing = True
+            self._to_write.notify()
+        self._writer.join()
+        self._publisher.join()
+        self._wal.close()
+        self._lock_file.close()
+
+    # The writer thread
+
+    def _write_all(self) -> None:
+        while True:
+            with self._lock:
+                while not self._queue and not self._closing and self._failure is None:
+                    self._to_write.wait()
+                taken, self._queue = self._queue, []
+                failure = self._failure
+                if not taken or failure is not None:
+                    break
+            try:
+                self._wal.append([waiting.leaves for waiting in taken])
+            except Exception as error:  # a leaf that may not be durable must never count
+                self._fail("its disk failed", error)
+                break
+            with self._lock:
+                for waiting in taken:
+                    for at, (leaf, header) in enumerate(zip(waiting.leaves, waiting.headers, strict=True)):
+                        self._positions.apply(waiting.first + at, header)
+                        self._synced.append((leaf, header))
+                self._durable = self._wal.size
+                self._to_publish.notify()
+            _call_done(taken, None)
+        if self._failure is not None:
+            with self._lock:
+                taken += self._queue
+                self._queue = []
+            _call_done(taken, self._failure)
+        with self._lock:
+            self._writer_ended = True
+            self._to_publish.notify()
+
+    def _fail(self, why: str, error: BaseException) -> None:
+        failure = AuditUnavailableError(
+            f"The audit log {self.key.name} has stopped: {why} ({error}). Nothing crosses.",
+            hint="Mend the cause and start again; what was acknowledged is kept.",
+        )
+        failure.__cause__ = error
+        with self._lock:
+            self._failure = self._failure or failure
+            self._to_write.notify_all()
+            self._to_publish.notify_all()
+            self._published_once.notify_all()
+
+    # The publisher thread
+
+    def _publish_all(self) -> None:
+        due_at: float | None = None
+        try:
+            while True:
+                with self._lock:
+                    while not (self._synced or self._publish_wanted or self._writer_ended or self._failure):
+                        left = None if due_at is None else due_at - time.monotonic()
+                        if left is not None and left <= 0:
+                            break
+                        self._to_publish.wait(left)
+                    taken, self._synced = self._synced, deque()
+                    wanted, self._publish_wanted = self._publish_wanted, False
+                    if self._failure is not None:
+                        return
+                    ended = self._writer_ended
+                for leaf, header in taken:
+                    self._take(leaf, header)
+                uncovered = self._tree.size - self._current.checkpoint.size
+                if uncovered and due_at is None:
+                    due_at = time.monotonic() + self._settings.checkpoint_interval_ms / 1000
+                with self._lock:
+                    self._pending_bytes -= sum(len(leaf) for leaf, _ in taken)
+                overdue = due_at is not None and time.monotonic() >= due_at
+                if uncovered and (
+                    wanted or overdue or ended or uncovered >= self._settings.checkpoint_leaves
+                ):
+                    self._publish()
+                    due_at = None
+                elif wanted:
+                    with self._lock:
+                        self._published_once.notify_all()
+                if ended and not taken:
+                    self._write_snapshot()
+                    return
+        except Exception as error:  # whatever it was, no checkpoint is better than a wrong one
+            self._fail("it cannot be checkpointed", error)
+
+    def _take(self, leaf: bytes, header: Header) -> None:
+        """One durable leaf into the tree; full tiles and bundles onto the disk."""
+        self._tree_positions.apply(self._tree.size, header)
+        self._last_leaf_hash = leaf_hash(leaf)
+        self._bundle.append(leaf)
+        self._bundle_headers.append(header)
+        full = self._tree.add(self._last_leaf_hash)
+        if not full:
+            return
+        number = full[0].number
+        self._folder.write(bundle_path(number), encode_bundle(self._bundle))
+        self._obsolete.append(f"entries/{index_path(number)}")
+        for tile in full:
+            self._folder.write(tile_path(tile.level, tile.number), tile.hashes)
+            self._obsolete.append(f"{tile.level}/{index_path(tile.number)}")
+        append_index(self._folder.path, bundle_rows(number, self._bundle_headers))
+        self._bundle, self._bundle_headers = [], []
+
+    def _publish(self) -> None:
+        tree, folder = self._tree, self._folder
+        if self._bundle:
+            path = bundle_path(tree.size // TILE_WIDTH, len(self._bundle))
+            folder.write(path, encode_bundle(self._bundle))
+            self._partial_bundles.append(path)
+        for tile in tree.partial_tiles():
+            folder.write(tile_path(tile.level, tile.number, tile.width), tile.hashes)
+        folder.flush()
+        checkpoint = Checkpoint(self.key.name, tree.size, tree.root())
+        text = checkpoint.text()
+        signed = SignedCheckpoint(checkpoint, Note(text, (self._signer.sign(text),)), ())
+        with self._files_lock:
+            folder.write(CHECKPOINT_PATH, encode_note(signed.note))
+            folder.flush()
+            with self._lock:
+                self._current = signed
+                self._published_once.notify_all()
+        self._tidy()
+        if tree.size - self._snapshot_size >= SNAPSHOT_LEAVES:
+            self._write_snapshot()
+
+    def _tidy(self) -> None:
+        """Remove what the checkpoint just written has made superfluous. Losing this to a crash does no harm."""
+        # Two partial bundles stay: a reader may hold the checkpoint before this one.
+        while len(self._partial_bundles) > 2:
+            self._folder.remove(self._partial_bundles.pop(0))
+        for where in self._obsolete:
+            kind, _, path = where.partition("/")
+            remove_partials(self._folder, kind, path)
+            self._partial_bundles = [
+                name for name in self._partial_bundles if not name.startswith(f"tile/{where}.p/")
+            ]
+        self._obsolete.clear()
+        self._wal.remove_below(self._tree.size // TILE_WIDTH * TILE_WIDTH)
+
+    def _write_snapshot(self) -> None:
+        size = self._current.checkpoint.size
+        if size == self._tree.size and size > self._snapshot_size:
+            self._folder.write(SNAPSHOT_PATH, self._tree_positions.encode(size, self._last_leaf_hash))
+            self._snapshot_size = size
+
+
+def _call_done(taken: list[_Waiting], error: AuditUnavailableError | None) -> None:
+    """Call back: one wake-up per event loop, however many appends it waits for."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Waiting]] = {}
+    for waiting in taken:
+        if waiting.loop is None:
+            waiting.done(waiting.first, error)
+        else:
+            by_loop.setdefault(waiting.loop, []).append(waiting)
+    for loop, group in by_loop.items():
+        # A loop that was closed meanwhile waits for nothing any more.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_run_done, group, error)
+
+
+def _run_done(group: list[_Waiting], error: AuditUnavailableError | None) -> None:
+    for waiting in group:
+        waiting.done(waiting.first, error)
+
+
+def append_index(path: Path, rows: bytes) -> None:
+    """Append rows to the range index. Not synced: it is a hint, and rebuilt where it is torn."""
+    with (path / INDEX_PATH).open("ab") as file:
+        file.write(rows)
+
+
+def remove_partials(folder: Folder, kind: str, path: str) -> None:
+    """Remove the partial files of a tile or bundle that is full now."""
+    where = f"tile/{kind}/{path}.p"
+    for name in folder.names(where):
+        folder.remove(f"{where}/{name}")
+    folder.remove_folder(where)
+
+
+def _check_continues(folder: Folder, current: Checkpoint, before: Checkpoint) -> None:
+    """Raises RolledBackError unless the tree of `current`, on disk, continues `before`."""
+    if before.size > current.size:
+        raise RolledBackError(
+            f"The audit log {current.origin} has {current.size} leaves where {before.size} were signed before: "
+            "it was rolled back.",
+            hint=VERIFY_HINT,
+        )
+    root = root_from_nodes(before.size, TileHashes(folder, current.size)) if before.size else EMPTY_ROOT
+    if root != before.root:
+        raise RolledBackError(
+            f"The audit log {current.origin} differs from what was signed at {before.size} leaves.",
+            hint=VERIFY_HINT,
+        )
+
+
+class _Opened(NamedTuple):
+    """The state of a log that was opened, before its threads run."""
+
+    witnesses: tuple[VerifierKey, ...]
+    tree: Tree
+    bundle: list[bytes]
+    bundle_headers: list[Header]
+    positions: Positions
+    last_leaf_hash: bytes
+    snapshot_size: int
+    checkpoint: SignedCheckpoint
+    cosigned: SignedCheckpoint | None
+    partial_bundles: list[str]
+    torn: Torn | None
+
+
+class _Opening:
+    """Recovery, step by step; see `open`."""
+
+    def __init__(self, folder: Folder, signer: NoteSigner, witnesses: tuple[VerifierKey, ...]) -> None:
+        self._folder, self._signer, self._witnesses = folder, signer, witnesses
+        self._wal_path = folder.path / WAL_FOLDER
+
+    def open(self, remembered: tuple[bytes, ...]) -> _Opened:
+        """Recover. The numbers are those of docs/audit.md, "Opening a log"."""
+        # 1. The newest checkpoint, signed by this log's key.
+        signed = self._read_checkpoint()
+        checkpoint = signed.checkpoint
+        # 2. Its right edge from the tiles gives its root.
+        tree = read_tree(self._folder, checkpoint.size)
+        if tree.root() != checkpoint.root:
+            raise TamperError(
+                f"The tiles of {checkpoint.origin} do not give the root of its checkpoint at {checkpoint.size} leaves.",
+                hint=VERIFY_HINT,
+            )
+        # 3. Everything that was cosigned lies below it, with the same roots.
+        cosigned = self._check_cosigned(checkpoint, remembered)
+        # 4. The leaves of the last, partial bundle are those of the tiles.
+        bundle = self._read_bundle(tree)
+        # 5. Positions, from the snapshot and the leaves after it.
+        positions, snapshot_size = self._read_positions(checkpoint.size)
+        self._mend_index(checkpoint.size)
+        # 6. The write-ahead file from the checkpoint on; what lies below it must be the same leaves.
+        headers = [decode_header(leaf) for leaf in bundle]
+        last_hash = TileHashes(self._folder, tree.size)(0, tree.size - 1) if tree.size else b""
+        partial = tree.size % TILE_WIDTH
+        state = _Opened(
+            self._witnesses,
+            tree,
+            bundle,
+            headers,
+            positions,
+            last_hash,
+            snapshot_size,
+            signed,
+            cosigned,
+            [bundle_path(tree.size // TILE_WIDTH, partial)] if partial else [],
+            None,
+        )
+        return self._replay(state)
+
+    def _read_checkpoint(self) -> SignedCheckpoint:
+        data = self._folder.read(CHECKPOINT_PATH)
+        if data is not None:
+            return open_checkpoint(data, self._signer.key, self._witnesses)
+        if self._folder.names(WAL_FOLDER) or self._folder.names("tile") or self._folder.names(COSIGNED_PATH):
+            raise RolledBackError(
+                f"The audit log {self._signer.key.name} has leaves and no checkpoint: the file was removed.",
+                hint=VERIFY_HINT,
+            )
+        checkpoint = Checkpoint(self._signer.key.name, 0, EMPTY_ROOT)
+        note = Note(checkpoint.text(), (self._signer.sign(checkpoint.text()),))
+        self._folder.write(CHECKPOINT_PATH, encode_note(note))
+        self._folder.flush()
+        return SignedCheckpoint(checkpoint, note, ())
+
+    def _check_cosigned(
+        self, checkpoint: Checkpoint, remembered: tuple[bytes, ...]
+    ) -> SignedCheckpoint | None:
+        for data in remembered:
+            before = open_checkpoint(data, self._signer.key, self._witnesses)
+            _check_continues(self._folder, checkpoint, before.checkpoint)
+        own = self._folder.read(COSIGNED_PATH)
+        if own is None:
+            return None
+        cosigned = open_checkpoint(own, self._signer.key, self._witnesses)
+        _check_continues(self._folder, checkpoint, cosigned.checkpoint)
+        return cosigned
+
+    def _read_bundle(self, tree: Tree) -> list[bytes]:
+        if not tree.edge[0]:
+            return []
+        bundle = [bytes(leaf) for leaf in read_bundle(self._folder, tree.size // TILE_WIDTH, tree.size)]
+        for at, (leaf, expected) in enumerate(zip(bundle, tree.edge[0], strict=True)):
+            if leaf_hash(leaf) != expected:
+                number = tree.size // TILE_WIDTH * TILE_WIDTH + at
+                raise TamperError(
+                    f"Leaf {number} in its entry bundle is not the one in the tree.", hint=VERIFY_HINT
+                )
+        return bundle
+
+    def _read_positions(self, size: int) -> tuple[Positions, int]:
+        positions, start = Positions(), 0
+        data = self._folder.read(SNAPSHOT_PATH)
+        if data is not None:
+            try:
+                found, at, last_hash = Positions.decode(data)
+                if 0 < at <= size and TileHashes(self._folder, size)(0, at - 1) == last_hash:
+                    positions, start = found, at
+            except CorruptionError:
+                pass  # a shortcut that does not hold is not taken
+        for number in range(start // TILE_WIDTH, -(-size // TILE_WIDTH)):
+            for at, leaf in enumerate(read_bundle(self._folder, number, size), number * TILE_WIDTH):
+                if at >= start:
+                    positions.apply(at, decode_header(leaf))
+        return positions, start
+
+    def _mend_index(self, size: int) -> None:
+        full = size >> TILE_HEIGHT
+        index = self._folder.read(INDEX_PATH) or b""
+        indexed = bundles_indexed(index)
+        kept = cut_index(index, full) if indexed else b""
+        if kept != index:
+            self._folder.write(INDEX_PATH, kept)
+        # The last bundle's rows may be torn, so they are written once more; twice does no harm.
+        for number in range(max(0, indexed - 1), full) if indexed < full or len(index) % ROW_BYTES else ():
+            headers = [decode_header(leaf) for leaf in read_bundle(self._folder, number, size)]
+            append_index(self._folder.path, bundle_rows(number, headers))
+
+    def _replay(self, state: _Opened) -> _Opened:
+        size = state.checkpoint.checkpoint.size
+        recovery = Recovery(self._wal_path, size)
+        if size and (not recovery.firsts or recovery.firsts[0] > size):
+            raise RolledBackError(
+                f"The audit log {self._signer.key.name} has no write-ahead file that reaches its checkpoint at {size}.",
+                hint=VERIFY_HINT,
+            )
+        tree, bundle, headers = state.tree, state.bundle, state.bundle_headers
+        bundle_start, last_hash = size - len(bundle), state.last_leaf_hash
+        below = list(bundle)
+        obsolete: list[tuple[str, str]] = []
+        for number, leaf in recovery:
+            if number < size:
+                if number >= bundle_start and leaf != below[number - bundle_start]:
+                    raise TamperError(
+                        f"Leaf {number} in the write-ahead file is not the one in the tree.", hint=VERIFY_HINT
+                    )
+                continue
+            header = decode_header(leaf)
+            state.positions.apply(number, header)
+            bundle.append(leaf)
+            headers.append(header)
+            last_hash = leaf_hash(leaf)
+            full = tree.add(last_hash)
+            if full:
+                self._folder.write(bundle_path(full[0].number), encode_bundle(bundle))
+                obsolete.append(("entries", index_path(full[0].number)))
+                for tile in full:
+                    self._folder.write(tile_path(tile.level, tile.number), tile.hashes)
+                    obsolete.append((str(tile.level), index_path(tile.number)))
+                append_index(self._folder.path, bundle_rows(full[0].number, headers))
+                bundle.clear()
+                headers.clear()
+        if recovery.size < size:
+            raise RolledBackError(
+                f"The audit log {self._signer.key.name} ends at leaf {recovery.size}, its checkpoint covers {size}.",
+                hint=VERIFY_HINT,
+            )
+        recovery.cut()
+        self._folder.flush()
+        for kind, path in obsolete:
+            remove_partials(self._folder, kind, path)
+        return state._replace(last_leaf_hash=last_hash, torn=recovery.torn)

@@ -1,0 +1,163 @@
+"""Witnesses: cosigning another party's checkpoints, never two histories. Pure over a `WitnessStore` port.
+
+Per log, a witness remembers the last checkpoint that it cosigned, *durably before* it signs the next. It signs only
+what continues that one: a smaller tree, another root at the same size, or a consistency proof that does not hold is
+refused with `ForkError`, which carries both notes. Two roots at one size convict the log: it signed both. Sources:
+https://c2sp.org/tlog-cosignature, https://c2sp.org/tlog-witness. `cosign` blocks where its store does; calls for one
+log must not overlap. Callers: region (for a bridge's egress log), bridge (for a region's ingress log), cli.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
+from audit.errors import RolledBackError, TamperError
+from audit.merkle import PROOF_HASHES_MAX, verify_consistency
+from audit.note import Algorithm, NoteSigner, VerifierKey, encode_note, parse_note
+from audit.tile_disk import Folder
+from felix.errors import Code, RequestError
+
+
+class ForkError(RolledBackError):
+    """A log did not show that it continues what was cosigned. `cosigned` and `offered` are both signed by it."""
+
+    def __init__(self, sentence: str, cosigned: bytes, offered: bytes) -> None:
+        super().__init__(sentence, hint="Keep both checkpoints: each is signed by the log.")
+        self.cosigned = cosigned
+        self.offered = offered
+
+
+class WitnessStore(Protocol):
+    """Remembers one note per origin."""
+
+    def last(self, origin: str) -> bytes | None:
+        """The last note put for this origin."""
+        ...
+
+    def put(self, origin: str, note: bytes) -> None:
+        """Replace it; durable on return."""
+        ...
+
+
+class MemoryWitnessStore:
+    """The memory twin of `DiskWitnessStore`."""
+
+    def __init__(self) -> None:
+        self._notes: dict[str, bytes] = {}
+
+    def last(self, origin: str) -> bytes | None:
+        return self._notes.get(origin)
+
+    def put(self, origin: str, note: bytes) -> None:
+        self._notes[origin] = note
+
+
+class DiskWitnessStore:
+    """One file per origin, named by the SHA-256 of the origin, replaced atomically."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = Folder(folder)
+
+    def last(self, origin: str) -> bytes | None:
+        return self._folder.read(_name(origin))
+
+    def put(self, origin: str, note: bytes) -> None:
+        self._folder.write(_name(origin), note)
+        self._folder.flush()
+
+
+def _name(origin: str) -> str:
+    return sha256(origin.encode()).hexdigest() + ".checkpoint"
+
+
+class Witness:
+    """Cosigns the checkpoints of the logs whose keys it was given.
+
+    - What is stored for an origin is signed by that log and was consistent with all that was stored before.
+    - A cosignature exists only for a checkpoint that was stored first.
+    """
+
+    def __init__(
+        self, signer: NoteSigner, logs: Iterable[VerifierKey], store: WitnessStore, now_s: Callable[[], int]
+    ) -> None:
+        assert signer.key.algorithm is Algorithm.COSIGNATURE
+        self._signer = signer
+        self._logs = {key.name: key for key in logs}
+        self._store = store
+        self._now_s = now_s
+
+    @property
+    def key(self) -> VerifierKey:
+        """The key under which this witness's cosignatures verify."""
+        return self._signer.key
+
+    def trust(self, key: VerifierKey) -> None:
+        """Take another log in. Raises RequestError(CONFLICT) where its origin has another key already."""
+        if self._logs.setdefault(key.name, key) != key:
+            raise RequestError(f"The log {key.name} is known under another key.", code=Code.CONFLICT)
+
+    def last(self, origin: str) -> Checkpoint | None:
+        """The last checkpoint cosigned for this log: the one that the next proof has to start from."""
+        note = self._last_note(origin)
+        return None if note is None else note.checkpoint
+
+    def last_note(self, origin: str) -> bytes | None:
+        """The same as a signed note, for whoever verifies a log against this witness's memory."""
+        return self._store.last(origin)
+
+    def cosign(self, data: bytes, proof: Sequence[bytes]) -> bytes:
+        """Cosign a checkpoint note. `proof`: consistency from `last(origin)`; empty for the first or the same one.
+
+        Returns the note with this witness's cosignature added. Raises RequestError(NOT_FOUND) for an unknown log,
+        TamperError where the note's signature does not hold, ForkError where it does not continue the last one.
+        """
+        origin = parse_note(data).text.partition("\n")[0]
+        key = self._logs.get(origin)
+        if key is None:
+            raise RequestError(
+                f"The log {origin[:200]!r} is not one that is cosigned here.", code=Code.NOT_FOUND
+            )
+        offered = open_checkpoint(data, key)
+        last = self._last_note(origin)
+        if last is not None:
+            self._check_continues(last, offered, proof)
+        elif proof:
+            raise TamperError(
+                f"Nothing of {origin} was cosigned yet, so its first checkpoint needs no proof."
+            )
+        # Durable before signing: after a crash between the two, nothing older can be signed any more.
+        bare = encode_note(offered.note)
+        if last is None or last.checkpoint != offered.checkpoint:
+            self._store.put(origin, bare)
+        cosignature = self._signer.cosign(offered.note.text, self._now_s())
+        return encode_note(offered.note.with_signatures([cosignature]))
+
+    def _last_note(self, origin: str) -> SignedCheckpoint | None:
+        key, data = self._logs.get(origin), self._store.last(origin)
+        return None if key is None or data is None else open_checkpoint(data, key)
+
+    def _check_continues(
+        self, last: SignedCheckpoint, offered: SignedCheckpoint, proof: Sequence[bytes]
+    ) -> None:
+        old, new = last.checkpoint, offered.checkpoint
+        notes = encode_note(last.note), encode_note(offered.note)
+        if new.size < old.size:
+            raise ForkError(
+                f"The log {old.origin} was rolled back: {old.size} leaves were cosigned, it offers {new.size}.",
+                *notes,
+            )
+        if new.size == old.size and new.root != old.root:
+            raise ForkError(f"The log {old.origin} has two roots for {old.size} leaves.", *notes)
+        if len(proof) > PROOF_HASHES_MAX:
+            raise TamperError(f"A consistency proof of {len(proof)} hashes is none.")
+        try:
+            verify_consistency(old.size, old.root, new.size, new.root, proof)
+        except TamperError as error:
+            raise ForkError(
+                f"The log {old.origin} does not show that its {new.size} leaves continue the {old.size} cosigned.",
+                *notes,
+            ) from error

@@ -1,0 +1,240 @@
+"""Material for tests of audit logs: keys, leaves of a link as a bridge and a region write them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Final
+
+from audit.leaf import (
+    CommitmentKey,
+    Committer,
+    FieldLineage,
+    GapKind,
+    Header,
+    Kind,
+    Leaf,
+    Side,
+    Terms,
+    intent_leaves,
+)
+from audit.note import Algorithm, NoteSigner
+from audit.position import LinkShard
+from audit.receipt import Receipt, sign_receipt
+from felix.batch import Record
+from keys.signing import SigningKey
+
+STREAM: Final = "acme/ops/departures"
+BRIDGE: Final = "spiffe://us-east.acme/bridge/us-to-eu"
+OPERATOR: Final = "spiffe://us-east.acme/operator/alice"
+INCARNATION: Final = b"i" * 16
+COMMITMENT_KEY: Final = CommitmentKey(b"c" * 16, b"s" * 32)
+TIME_MS: Final = 1_760_000_000_000
+EGRESS_ORIGIN: Final = "us-east.acme/audit/us-to-eu/egress"
+INGRESS_ORIGIN: Final = "eu-west.acme/audit/us-to-eu/ingress"
+
+
+def key(seed: int) -> SigningKey:
+    return SigningKey.from_seed(bytes([seed]) * 32)
+
+
+def log_signer(origin: str = EGRESS_ORIGIN, seed: int = 1) -> NoteSigner:
+    return NoteSigner.from_key(origin, key(seed), Algorithm.ED25519)
+
+
+def witness_signer(name: str = "eu-west.acme/witness", seed: int = 2) -> NoteSigner:
+    return NoteSigner.from_key(name, key(seed), Algorithm.COSIGNATURE)
+
+
+RECEIPT_KEY: Final = key(3)
+RECEIPT_KEYS: Final = {RECEIPT_KEY.key_id: RECEIPT_KEY.verify_key.public}
+
+TERMS: Final = Terms(
+    purpose="analytics",
+    basis="scc",
+    article="GDPR 46(2)(c)",
+    reference="SCC-2026-014",
+    categories=("travel",),
+    exporter="Acme Inc.",
+    importer="Acme Europe GmbH",
+    owner="ops",
+    approvers=(OPERATOR,),
+    not_before_ms=0,
+    expires_ms=TIME_MS + 10**9,
+    lineage=(FieldLineage(field="tailnum", action="pseudonymize"),),
+)
+
+
+class Link:
+    """Writes leaves as the two sides of a link do, batch after batch."""
+
+    def __init__(self, shard: int = 0, grant_id: str = "g-1") -> None:
+        self.shard, self.grant_id = shard, grant_id
+        self.offset = self.destination_offset = 0
+        self.time_ms = TIME_MS
+        self.random = random.Random(shard)
+
+    @property
+    def key(self) -> LinkShard:
+        return LinkShard(BRIDGE, "us-east", "eu-west", STREAM, self.shard)
+
+    def header(self, kind: Kind, side: Side = Side.EGRESS, **more: object) -> Header:
+        self.time_ms += 1
+        fields: dict[str, object] = {
+            "kind": kind,
+            "side": side,
+            "time_ms": self.time_ms,
+            "source_region": "us-east",
+            "destination_region": "eu-west",
+            "bridge": BRIDGE,
+            "stream": STREAM,
+            "destination_stream": STREAM,
+            "shard": self.shard,
+            "source_epoch": 1,
+            "incarnation": INCARNATION,
+            "grant_id": self.grant_id,
+            "terms_hash": b"t" * 32,
+            "policy_version": 1,
+            "policy_hash": b"p" * 32,
+        }
+        return Header(**(fields | more))  # type: ignore[arg-type]
+
+    def grant(self, side: Side = Side.EGRESS, **more: object) -> Leaf:
+        return Leaf(self.header(Kind.GRANT, side, actor=OPERATOR, terms=TERMS, document=b"signed", **more))
+
+    def records(self, count: int) -> list[Record]:
+        return [
+            Record(self.offset + i, self.time_ms, b"key-%d" % (i % 5), {}, payload(self.offset + i))
+            for i in range(count)
+        ]
+
+    def intent(self, count: int = 3, withhold: tuple[int, ...] = ()) -> list[Leaf]:
+        """WITHHELD and INTENT leaves of the next batch; `withhold` counts from the batch's first record."""
+        records, first = self.records(count), self.offset
+        covered = {"first_offset": first, "last_offset": first + count - 1}
+        envelope = sha256(b"envelope %d %d" % (self.shard, first)).digest()
+        digests = {"source_batch_sha256": sha256(b"batch %d" % first).digest(), "envelope_sha256": envelope}
+        committer = Committer(COMMITMENT_KEY, STREAM, INCARNATION, self.shard)
+        leaves: list[Leaf] = []
+        stay = [records[at] for at in withhold]
+        if stay:
+            held = self.header(Kind.WITHHELD, reason="transform-failed", code=509, **covered)
+            leaves += intent_leaves(held, stay, committer)
+        cross = [record for at, record in enumerate(records) if at not in withhold]
+        if cross:
+            leaves += intent_leaves(self.header(Kind.INTENT, **covered, **digests), cross, committer)
+        self.offset += count
+        return leaves
+
+    def delivery(self, intents: list[Leaf]) -> list[Leaf]:
+        """The ingress log's ACK leaves for these INTENT leaves."""
+        leaves = []
+        for leaf in intents:
+            if leaf.header.kind is not Kind.INTENT:
+                continue
+            first = self.destination_offset
+            self.destination_offset += leaf.header.records
+            fields = {name: getattr(leaf.header, name) for name in leaf.header.__struct_fields__}
+            fields |= {
+                "kind": Kind.ACK,
+                "side": Side.INGRESS,
+                "destination_first_offset": first,
+                "destination_last_offset": self.destination_offset - 1,
+                "attempt": 1,
+            }
+            leaves.append(Leaf(Header(**fields), leaf.entries))
+        return leaves
+
+    def ack(self, intents: list[Leaf], ingress_index: int = 0) -> Leaf:
+        """The egress log's ACK, with the receipt that the destination signs for these INTENT leaves."""
+        intents = [leaf for leaf in intents if leaf.header.kind is Kind.INTENT]
+        head, count = intents[0].header, sum(leaf.header.records for leaf in intents)
+        to = self.destination_offset
+        self.destination_offset += count
+        ack = self.header(
+            Kind.ACK,
+            first_offset=head.first_offset,
+            last_offset=intents[-1].header.last_offset,
+            records=count,
+            envelope_sha256=head.envelope_sha256,
+            destination_first_offset=to,
+            destination_last_offset=to + count - 1,
+            attempt=1,
+        )
+        receipt = receipt_for(ack, ingress_index)
+        return Leaf(self.header(**{**_fields(ack), "receipt": receipt}))  # type: ignore[arg-type]
+
+    def gap(self, count: int, gap: GapKind = GapKind.RETENTION) -> Leaf:
+        first = self.offset
+        self.offset += count
+        return Leaf(
+            self.header(Kind.GAP, first_offset=first, last_offset=first + count - 1, gap=gap, terms_hash=b"")
+        )
+
+    def deny(self) -> Leaf:
+        return Leaf(
+            self.header(
+                Kind.DENY,
+                actor=BRIDGE,
+                action="read",
+                rule="grant-missing",
+                code=501,
+                sentence="No grant names that stream.",
+                stream="acme/ops/crew",
+            )
+        )
+
+    def revoke(self) -> Leaf:
+        return Leaf(self.header(Kind.REVOKE, actor=OPERATOR, sentence="No longer needed."))
+
+
+def _fields(header: Header) -> dict[str, object]:
+    return {name: getattr(header, name) for name in header.__struct_fields__}
+
+
+def receipt_for(ack: Header, ingress_index: int = 0) -> bytes:
+    assert ack.first_offset is not None and ack.last_offset is not None
+    assert ack.destination_first_offset is not None and ack.destination_last_offset is not None
+    receipt = Receipt(
+        grant_id=ack.grant_id,
+        terms_hash=ack.terms_hash,
+        source_region=ack.source_region,
+        destination_region=ack.destination_region,
+        bridge=ack.bridge,
+        stream=ack.stream,
+        destination_stream=ack.destination_stream,
+        shard=ack.shard,
+        source_epoch=ack.source_epoch,
+        incarnation=ack.incarnation,
+        first_offset=ack.first_offset,
+        last_offset=ack.last_offset,
+        records=ack.records,
+        envelope_sha256=ack.envelope_sha256,
+        destination_first_offset=ack.destination_first_offset,
+        destination_last_offset=ack.destination_last_offset,
+        ingress_origin=INGRESS_ORIGIN,
+        ingress_index=ingress_index,
+        time_ms=ack.time_ms,
+    )
+    return sign_receipt(receipt, RECEIPT_KEY)
+
+
+def payload(offset: int) -> bytes:
+    return b'{"flight": %d, "tailnum": "pseudonym"}' % offset
+
+
+def egress_appends(batches: int, link: Link | None = None) -> Iterator[list[Leaf]]:
+    """What a bridge appends for so many batches: a grant, then per batch an append of its INTENT and one of its ACK."""
+    link = link or Link()
+    yield [link.grant()]
+    for at in range(batches):
+        withhold = (1,) if at % 10 == 3 else (0, 1, 2) if at % 10 == 7 else ()
+        if at % 25 == 24:
+            yield [link.gap(5)]
+        if at % 40 == 39:
+            yield [link.deny()]
+        intents = link.intent(3, withhold)
+        yield intents
+        if any(leaf.header.kind is Kind.INTENT for leaf in intents):
+            yield [link.ack(intents)]
