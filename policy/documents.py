@@ -403,6 +403,9 @@ class _Decoder:
                 self._note(key, (*path, name[:SHOWN_CHARS_MAX]), sentence)
                 continue
             values[field.name] = self._value(value, hints[field.name], (*path, name))
+            # Where a part "stands" is where its key stands: that is the line a person looks for.
+            mark = key.start_mark
+            self.places[(*path, name)] = Place(self.source, mark.line + 1, mark.column + 1)
         for name, field in fields.items():
             if field.required and name not in pairs:
                 wanted = _expected(hints[field.name])
@@ -433,8 +436,8 @@ class _Decoder:
             return _ABSENT
         values: dict[Any, Any] = {}
         for name, (key, value) in pairs.items():
-            decoded = self._value(key, key_type, (*path, name))
             decoded_value = self._value(value, value_type, (*path, name))
+            decoded = self._value(key, key_type, (*path, name))
             if not isinstance(decoded, _Absent):
                 values[decoded] = decoded_value
         return values

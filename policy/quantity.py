@@ -1,4 +1,4 @@
-"""Quantities as people write them: durations (`90d`, `50ms`), sizes (`10GB`, `64MiB`) and rates (`5MB/s`).
+"""Quantities as people write them: durations (`90d`), sizes (`10GB`, `64MiB`), rates (`5MB/s`) and instants.
 
 Invariants: a unit is always written out, a bare number is refused, because `90` in a retention field has
 meant seconds, days and bytes to different readers; the value is a whole number of ms, bytes or bytes per
@@ -8,6 +8,7 @@ second; `str()` of a quantity parses back to the same quantity. Anyone may call.
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Final, Self
 
@@ -20,6 +21,8 @@ SIZE_BYTES_MAX: Final = 1 << 53
 TEXT_CHARS_MAX: Final = 32
 
 _NUMBER: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z/]+)", re.ASCII)
+
+_INSTANT: Final = re.compile(r"\d{4}-\d\d-\d\d(T\d\d:\d\d(:\d\d(\.\d{1,6})?)?(Z|[+-]\d\d:\d\d))?", re.ASCII)
 
 _DURATION_UNITS: Final = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 604_800_000}
 _SIZE_UNITS: Final = {
@@ -96,3 +99,30 @@ class Rate(int):
 
     def __str__(self) -> str:
         return f"{Size(self)}/s"
+
+
+class Instant(int):
+    """A point in time in ms since the Unix epoch; written `2026-12-31` (midnight UTC) or `2026-12-31T18:00Z`."""
+
+    __slots__ = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """ISO 8601 with Z or an offset. Raises RequestError(INVALID) with what was expected."""
+        expected = "a date or a time with its zone, as in 2026-12-31 or 2026-12-31T18:00Z"
+        if len(text) > TEXT_CHARS_MAX or not _INSTANT.fullmatch(text):
+            raise _refuse("time", text, expected)
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            raise _refuse("time", text, expected) from None
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        since = moment - datetime(1970, 1, 1, tzinfo=UTC)
+        if since.days < 0:
+            raise _refuse("time", text, f"{expected}, not before 1970")
+        return cls(since // timedelta(milliseconds=1))
+
+    def __str__(self) -> str:
+        moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=int(self))
+        return moment.isoformat(timespec="milliseconds" if self % 1000 else "seconds").replace("+00:00", "Z")

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from felix.errors import RequestError
-from policy.quantity import DURATION_MS_MAX, SIZE_BYTES_MAX, Duration, Rate, Size
+from policy.quantity import DURATION_MS_MAX, SIZE_BYTES_MAX, Duration, Instant, Rate, Size
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,25 @@ def test_what_is_shown_parses_back(ms: int, size: int) -> None:
     assert Duration.parse(str(Duration(ms))) == ms
     assert Size.parse(str(Size(size))) == size
     assert Rate.parse(str(Rate(size))) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("1970-01-01", "1970-01-01T00:00:00Z"),
+        ("2026-12-31", "2026-12-31T00:00:00Z"),
+        ("2026-12-31T18:00Z", "2026-12-31T18:00:00Z"),
+        ("2026-12-31T18:00:00.5+02:00", "2026-12-31T16:00:00.500Z"),
+    ],
+)
+def test_an_instant_has_a_zone_or_is_midnight_utc(text: str, shown: str) -> None:
+    assert str(Instant.parse(text)) == shown
+    assert Instant.parse(shown) == Instant.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2026", "2026-13-01", "2026-12-31T18:00", "tomorrow", "1969-12-31", "2026-12-31 18:00Z"]
+)
+def test_what_is_no_instant_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match="expected a date or a time with its zone"):
+        Instant.parse(text)

@@ -1,0 +1,207 @@
+"""Signed documents: bytes, the region that signed them, and an Ed25519 signature that outsiders can check.
+
+The signature (RFC 8032) is over ``b"felix/<purpose>/1\\0" + body``: a signature made for one purpose is none for
+another. The body is canonical JSON, or for a residency policy the YAML text itself, comments included.
+
+Canonical JSON here: UTF-8, members sorted by name, no white space, whole numbers only. For texts without control
+characters that is RFC 8785 (JSON Canonicalization Scheme).
+
+As a file, a document is JSON that a person can read (two spaces of indentation); as a token, base64url in one line.
+
+Invariants:
+- a file or token is accepted only as exactly the bytes that `encode_file` or `encode_token` write, so no two
+  different files are the same document, and an edited one is refused, wherever it was edited;
+- parsing proves nothing: only `verify` does, against keys that the caller trusts for the region.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, Self, TypeVar
+
+import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from felix.errors import Code, FelixError, RequestError
+from felix.names import parse_region
+
+FILE_BYTES_MAX: Final = 768 * 1024
+"""A policy of the largest size, escaped as a JSON text, fits; a grant is some 2 KiB."""
+KEY_ID_BYTES: Final = 16
+NUMBER_MAX: Final = (1 << 53) - 1
+"""What every JSON reader holds exactly (RFC 7493)."""
+
+T = TypeVar("T")
+Trusted = Mapping[str, Sequence[bytes]]
+"""Region to its policy keys: raw Ed25519 public keys, 32 bytes each, the current one and those before it."""
+
+
+class Purpose(StrEnum):
+    """What a signature is for."""
+
+    EXPORT = "grant-export"
+    IMPORT = "grant-import"
+    STANDING = "grant-standing"
+    DENY = "bridge-deny"
+    POLICY = "residency-policy"
+
+
+class SignatureError(RequestError):
+    """A document that is not what its region signed."""
+
+    default_code = Code.GRANT_INVALID
+
+
+def canonical(value: object) -> bytes:
+    """Canonical JSON of structs, dicts, lists, texts, whole numbers, booleans and null."""
+    return msgspec.json.encode(value, order="sorted")
+
+
+def key_id(public_key: bytes) -> str:
+    """What names a policy key: the first 16 bytes of the SHA-256 of the raw public key, in hex."""
+    return hashlib.sha256(public_key).digest()[:KEY_ID_BYTES].hex()
+
+
+def raw_public_key(key: Ed25519PrivateKey | Ed25519PublicKey) -> bytes:
+    """The 32 bytes of a key's public half."""
+    public = key.public_key() if isinstance(key, Ed25519PrivateKey) else key
+    return public.public_bytes_raw()
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    body: Any
+    key: str
+    purpose: Purpose
+    region: str
+    signature: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignedDocument:
+    """A body and its signature. That the signature holds is `verify`'s to say."""
+
+    purpose: Purpose
+    region: str
+    key: str
+    body: bytes
+    signature: bytes
+
+    def _file(self) -> _File:
+        body: Any = self.body.decode() if self.purpose is Purpose.POLICY else msgspec.json.decode(self.body)
+        signature = urlsafe_b64encode(self.signature).rstrip(b"=").decode()
+        return _File(body=body, key=self.key, purpose=self.purpose, region=self.region, signature=signature)
+
+    def encode_file(self) -> bytes:
+        """Readable JSON that ends in a line feed."""
+        return msgspec.json.format(canonical(self._file()), indent=2) + b"\n"
+
+    def encode_token(self) -> str:
+        """One line of base64url without padding, for a terminal or a chat."""
+        return urlsafe_b64encode(canonical(self._file())).rstrip(b"=").decode()
+
+    @classmethod
+    def parse(cls, data: bytes | str) -> Self:
+        """A file or a token. Raises SignatureError for anything that was not written by this class."""
+        raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+        if len(raw) > FILE_BYTES_MAX:
+            raise _unreadable(f"it has {len(raw)} bytes, and {FILE_BYTES_MAX} are allowed")
+        if raw.startswith(b"{"):
+            document = cls._from_json(raw)
+            if raw not in (document.encode_file(), canonical(document._file())):
+                raise _unreadable("it was edited or reformatted since it was signed")
+            return document
+        try:
+            packed = urlsafe_b64decode(raw.strip() + b"=" * (-len(raw.strip()) % 4))
+        except ValueError:
+            raise _unreadable("it is neither a JSON file nor a base64 token") from None
+        document = cls._from_json(packed)
+        if raw.strip() != document.encode_token().encode():
+            raise _unreadable("the token was edited since it was signed")
+        return document
+
+    @classmethod
+    def _from_json(cls, data: bytes) -> Self:
+        try:
+            file = msgspec.json.decode(data, type=_File)
+            parse_region(file.region)
+            padding = "=" * (-len(file.signature) % 4)
+            signature = urlsafe_b64decode(file.signature.encode("ascii") + padding.encode())
+            if isinstance(file.body, str) is not (file.purpose is Purpose.POLICY):
+                raise _unreadable("its body is not of the kind that its purpose asks for")
+            body = file.body.encode() if isinstance(file.body, str) else canonical(file.body)
+            document = cls(file.purpose, file.region, file.key, body, signature)
+            document._file()
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+            reason = (
+                str(error) if isinstance(error, msgspec.ValidationError) else "it is not a signed document"
+            )
+            raise _unreadable(reason) from None
+        except FelixError as error:
+            raise error if isinstance(error, SignatureError) else _unreadable(error.sentence) from None
+        return document
+
+
+def _unreadable(reason: str) -> SignatureError:
+    return SignatureError(
+        f"The signed document cannot be read: {reason.removesuffix('.')}.",
+        hint="Fetch it again from the region that signed it.",
+    )
+
+
+def _message(purpose: Purpose, body: bytes) -> bytes:
+    return b"felix/" + purpose.encode() + b"/1\0" + body
+
+
+def sign(purpose: Purpose, region: str, body: bytes, key: Ed25519PrivateKey) -> SignedDocument:
+    """The document that `region` signs with its policy key."""
+    parse_region(region)
+    signature = key.sign(_message(purpose, body))
+    return SignedDocument(purpose, region, key_id(raw_public_key(key)), body, signature)
+
+
+def verify(document: SignedDocument, trusted: Trusted) -> None:
+    """Raises SignatureError(GRANT_INVALID) unless a key trusted for the document's region signed it.
+
+    1. the region is known; 2. the key id is one of that region's keys; 3. the signature holds.
+    """
+    keys = trusted.get(document.region, ())
+    if not keys:
+        raise SignatureError(
+            f"The document is signed by {document.region}, whose policy key is not known here.",
+            hint="Import that region's bundle first.",
+        )
+    found = next((key for key in keys if key_id(key) == document.key), None)
+    if found is None:
+        raise SignatureError(
+            f"The document is signed with the key {document.key[:32]}, which is none of {document.region}'s policy keys.",
+            hint="Import that region's current bundle, or treat the document as forged.",
+        )
+    try:
+        Ed25519PublicKey.from_public_bytes(found).verify(
+            document.signature, _message(document.purpose, document.body)
+        )
+    except (InvalidSignature, ValueError):
+        raise SignatureError(
+            f"The signature of {document.region} does not hold: the document was forged or changed.",
+            hint="Do not use it; fetch it again from the region that signed it.",
+        ) from None
+
+
+def decode_body(document: SignedDocument, type_: type[T], purpose: Purpose) -> T:
+    """The body as a struct. Raises SignatureError where it is of another purpose, malformed or not canonical."""
+    if document.purpose is not purpose:
+        raise _unreadable(f"it is a {document.purpose}, where a {purpose} is needed")
+    try:
+        value = msgspec.json.decode(document.body, type=type_)
+    except FelixError as error:
+        raise _unreadable(error.sentence) from None
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise _unreadable(str(error)) from None
+    if canonical(value) != document.body:
+        raise _unreadable("its body is not in canonical form")
+    return value

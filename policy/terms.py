@@ -1,0 +1,188 @@
+"""The terms of a crossing: what two regions agree on, as one value with canonical bytes and one hash.
+
+Invariants of `GrantTerms`, asserted whenever one is made or decoded:
+- the stream is one exact name unless `wildcard` is set, and then the destination's name is the same pattern;
+- the two regions differ; the bridge is an identity of kind `bridge` in the source region;
+- it expires, after it begins; it has one or two different approvers;
+- every legal basis but `not-personal` and `same-jurisdiction` has a reference;
+- texts have no control characters and are bounded; numbers fit 2^53: so the canonical bytes are RFC 8785.
+
+The terms hash is the plain SHA-256 of the canonical bytes, and the grant's id is its first 80 bits: whoever holds
+the document can check both with common tools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b32encode
+from enum import StrEnum
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from felix.names import NamePattern, SpiffeId, StreamName, parse_region
+from policy.signed import NUMBER_MAX, canonical
+from policy.transform import TransformSpec
+
+TEXT_CHARS_MAX: Final = 256
+"""A purpose, a reference, a name of an entity: one line in a register."""
+CATEGORIES_MAX: Final = 32
+APPROVERS_MAX: Final = 2
+
+Line = Annotated[str, msgspec.Meta(min_length=1, max_length=TEXT_CHARS_MAX, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]
+OptionalLine = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+
+
+class Basis(StrEnum):
+    """On what a transfer rests. Article numbers are those of the GDPR (Regulation (EU) 2016/679)."""
+
+    ADEQUACY = "adequacy"
+    SCC = "scc"
+    BCR = "bcr"
+    PUBLIC_INSTRUMENT = "public-instrument"
+    CODE_OF_CONDUCT = "code-of-conduct"
+    CERTIFICATION = "certification"
+    AD_HOC_CLAUSES = "ad-hoc-clauses"
+    ADMINISTRATIVE_ARRANGEMENT = "administrative-arrangement"
+    DEROGATION = "derogation"
+    SAME_JURISDICTION = "same-jurisdiction"
+    """No border of law is crossed. The policy's table of regions must say so too."""
+    NOT_PERSONAL = "not-personal"
+    """The owner states that no personal data crosses."""
+
+    @property
+    def article(self) -> str:
+        """The article that a register names; empty where none applies."""
+        return _ARTICLES.get(self, "")
+
+    @property
+    def needs_reference(self) -> bool:
+        return self not in (Basis.NOT_PERSONAL, Basis.SAME_JURISDICTION)
+
+
+_ARTICLES: Final = {
+    Basis.ADEQUACY: "45",
+    Basis.PUBLIC_INSTRUMENT: "46(2)(a)",
+    Basis.BCR: "46(2)(b), 47",
+    Basis.SCC: "46(2)(c)-(d)",
+    Basis.CODE_OF_CONDUCT: "46(2)(e)",
+    Basis.CERTIFICATION: "46(2)(f)",
+    Basis.AD_HOC_CLAUSES: "46(3)(a)",
+    Basis.ADMINISTRATIVE_ARRANGEMENT: "46(3)(b)",
+    Basis.DEROGATION: "49",
+}
+
+
+class GrantTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What crosses, from where to where, on which basis, until when. Times in ms since the Unix epoch."""
+
+    version: Literal[1] = 1
+    stream: str
+    destination_stream: str = ""
+    """The same name where it is left empty."""
+    from_region: str
+    to_region: str
+    bridge: str
+    purpose: Line
+    basis: Basis
+    mechanism: OptionalLine = ""
+    """Which one exactly: the module of the clauses, the decision, the derogation's letter."""
+    reference: OptionalLine = ""
+    transfer_assessment: OptionalLine = ""
+    categories: Annotated[tuple[Line, ...], msgspec.Meta(max_length=CATEGORIES_MAX)] = ()
+    exporter: Line
+    importer: Line
+    owner: Line
+    approvers: Annotated[tuple[Line, ...], msgspec.Meta(min_length=1, max_length=APPROVERS_MAX)]
+    not_before: Number
+    expires: Number
+    transform: TransformSpec = TransformSpec()
+    """The filter is part of it."""
+    rate_bytes: Number = 0
+    """Bytes per second that may cross; 0: no limit."""
+    budget_bytes: Number = 0
+    """Bytes that may cross altogether; 0: no limit."""
+    onward: bool = False
+    """Whether records that came from a third region may cross, too."""
+    wildcard: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.destination_stream:
+            msgspec.structs.force_setattr(self, "destination_stream", self.stream)
+        pattern = NamePattern(self.stream)
+        if not pattern.is_exact and not self.wildcard:
+            raise ValueError(
+                f"{self.stream} is a pattern; a grant for several streams needs the wildcard flag"
+            )
+        if self.wildcard:
+            if pattern.is_exact:
+                raise ValueError(f"{self.stream} is one exact name, so the wildcard flag must not be set")
+            if self.destination_stream != self.stream:
+                raise ValueError("a wildcard grant keeps the streams' names")
+        else:
+            StreamName.parse(self.destination_stream)
+        parse_region(self.from_region)
+        parse_region(self.to_region)
+        if self.from_region == self.to_region:
+            raise ValueError(f"source and destination are both {self.to_region}; nothing would cross")
+        bridge = SpiffeId.parse(self.bridge)
+        if bridge.kind != "bridge" or bridge.region != self.from_region:
+            raise ValueError(f"{self.bridge} is not a bridge identity of {self.from_region}")
+        if self.expires <= self.not_before:
+            raise ValueError("it would expire before it begins")
+        if not 1 <= len(self.approvers) <= APPROVERS_MAX or len(set(self.approvers)) != len(self.approvers):
+            raise ValueError("it needs one approver, or two different ones")
+        if self.basis.needs_reference and not self.reference:
+            raise ValueError(f"the basis {self.basis} needs a reference to the document it stands in")
+        # Decoding checks the annotations; a struct made in Python is held to them here.
+        msgspec.convert(msgspec.to_builtins(self), _Checked, strict=True)
+
+    @property
+    def pattern(self) -> NamePattern:
+        return NamePattern(self.stream)
+
+    @property
+    def bridge_id(self) -> SpiffeId:
+        return SpiffeId.parse(self.bridge)
+
+    def canonical_bytes(self) -> bytes:
+        """Canonical JSON of all fields, defaults written out: nothing that is signed is implied."""
+        return canonical(self)
+
+    def hash(self) -> bytes:
+        """SHA-256 of the canonical bytes."""
+        return hashlib.sha256(self.canonical_bytes()).digest()
+
+    def destination_of(self, stream: StreamName) -> StreamName:
+        """Under which name a granted stream arrives."""
+        return stream if self.wildcard else StreamName.parse(self.destination_stream)
+
+
+class _Checked(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of GrantTerms whose annotations a Python caller could pass by."""
+
+    purpose: Line
+    mechanism: OptionalLine
+    reference: OptionalLine
+    transfer_assessment: OptionalLine
+    categories: Annotated[tuple[Line, ...], msgspec.Meta(max_length=CATEGORIES_MAX)]
+    exporter: Line
+    importer: Line
+    owner: Line
+    approvers: tuple[Line, ...]
+    not_before: Number
+    expires: Number
+    rate_bytes: Number
+    budget_bytes: Number
+
+
+def grant_id(terms_hash: bytes) -> str:
+    """`g-` and 16 characters of base32: readable aloud, and nobody can choose it."""
+    return "g-" + b32encode(terms_hash[:10]).decode("ascii").lower()
+
+
+def pseudonym_scope(terms: GrantTerms) -> str:
+    """What separates pseudonyms: destination and purpose. A renewed grant keeps its pseudonyms, two
+    destinations or two purposes never share theirs."""
+    return f"{terms.from_region}\0{terms.to_region}\0{terms.purpose}"
