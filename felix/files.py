@@ -30,7 +30,8 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _write_beside(path: Path, data: bytes, mode: int) -> Path:
+def stage_file(path: Path, data: bytes, mode: int = PRIVATE) -> Path:
+    """Write what is to become `path` beside it, synced; `commit_file` puts it there. Leaves nothing where it fails."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.new")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -46,9 +47,15 @@ def _write_beside(path: Path, data: bytes, mode: int) -> Path:
     return beside
 
 
+def commit_file(staged: Path, path: Path) -> None:
+    """Put a staged file in place of `path`, in one step. After an OSError it is not known which of the two is there."""
+    staged.replace(path)
+    sync_folder(path.parent)
+
+
 def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Write a file that must not exist yet. Raises RequestError(ALREADY_EXISTS); the old one stays as it was."""
-    beside = _write_beside(path, data, mode)
+    beside = stage_file(path, data, mode)
     try:
         # A link, unlike a rename, fails where the name is taken.
         path.hardlink_to(beside)
@@ -65,9 +72,7 @@ def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> None:
 
 def replace_file(path: Path, data: bytes, mode: int = PRIVATE) -> None:
     """Write a file, or put new content in place of the old in one step."""
-    beside = _write_beside(path, data, mode)
-    beside.replace(path)
-    sync_folder(path.parent)
+    commit_file(stage_file(path, data, mode), path)
 
 
 def read_file(path: Path, what: str, *, bytes_max: int = SMALL_BYTES_MAX, private: bool = False) -> bytes:

@@ -1,0 +1,236 @@
+"""The key file of a region on disk: wrapped keys and their states, appended, synced, and rewritten whole when needed.
+
+File `keys.log`, mode 0600, beside `keys.lock`, which is locked as long as a store is open::
+
+    prefix   `felix/key-store/1`, a zero byte, then the region's name behind its length (u32)
+    entry    length u32, its complement u32, XXH3-64 of the body u64, body (keys.hierarchy)
+    …
+
+Invariants:
+- `append` returns only after `fdatasync`; `rewrite` puts a whole new file in place in one step;
+- an entry that a crash cut off was never acknowledged, so it is cut away at opening and reported (`cut_bytes`);
+  damage anywhere else is CorruptionError: a key is never dropped silently;
+- after a failed write or sync nothing more is written: what is on the disk is no longer known.
+
+Blocks on the disk. One process, one thread at a time: the keyring serializes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from felix.context import bind
+from felix.errors import Code, CorruptionError, RequestError, UnavailableError
+from felix.files import PRIVATE, commit_file, create_file, read_file, stage_file
+from keys.errors import KeyProviderError
+
+KEY_FILE: Final = "keys.log"
+LOCK_FILE: Final = "keys.lock"
+KEY_FILE_BYTES_MAX: Final = 1 << 30
+"""Some three million data keys; read whole at opening."""
+ENTRY_BYTES_MAX: Final = 16_384
+"""The largest entry is a wrapped key of a few hundred bytes with its names."""
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_ENTRY: Final = struct.Struct(">IIQ")
+_BLOCK_BYTES: Final = 512
+"""Disks write whole sectors: what a crash leaves unwritten within a file's length reads as zeros from one on."""
+
+
+def _prefix(region: str) -> bytes:
+    return bind("key-store", region)
+
+
+def _frame(body: bytes) -> bytes:
+    assert 0 < len(body) <= ENTRY_BYTES_MAX
+    return _ENTRY.pack(len(body), len(body) ^ 0xFFFFFFFF, xxhash.xxh3_64_intdigest(body)) + body
+
+
+def decode_entries(data: bytes, start: int, where: str) -> tuple[list[bytes], int]:
+    """The bodies of all whole entries from `start` on, and where the last of them ends; what follows is torn.
+
+    Raises CorruptionError where the file is damaged rather than cut off. Pure.
+    """
+    bodies: list[bytes] = []
+    at = start
+    while at < len(data):
+        if len(data) - at < _ENTRY.size:
+            break
+        length, complement, checksum = _ENTRY.unpack_from(data, at)
+        end = at + _ENTRY.size + length
+        sound = length ^ 0xFFFFFFFF == complement and 0 < length <= ENTRY_BYTES_MAX
+        if sound and end > len(data):
+            break
+        body = data[at + _ENTRY.size : end]
+        if not sound or xxhash.xxh3_64_intdigest(body) != checksum:
+            if _never_written(data, at):
+                break
+            raise CorruptionError(
+                f"{where} is damaged at byte {at}.",
+                hint="Restore it from a backup that is not older than the newest data; do not cut it by hand.",
+            )
+        bodies.append(body)
+        at = end
+    return bodies, at
+
+
+def _never_written(data: bytes, at: int) -> bool:
+    """True where the file is zeros to its end from `at`, or from a sector's start within the last entry."""
+    zeros_from = len(data.rstrip(b"\0"))
+    sector = -(-max(zeros_from, at) // _BLOCK_BYTES) * _BLOCK_BYTES
+    return zeros_from <= at or (sector < len(data) and len(data) - at <= _ENTRY.size + ENTRY_BYTES_MAX)
+
+
+def create_store(folder: Path, region: str, bodies: Iterable[bytes]) -> None:
+    """Write a region's first key file. Raises RequestError(ALREADY_EXISTS): it never overwrites."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    create_file(folder / KEY_FILE, _prefix(region) + b"".join(map(_frame, bodies)), PRIVATE)
+
+
+class KeyStore:
+    """An open key file, locked against every other process.
+
+    - `bodies` is what it held at opening; `cut_bytes` is how much of a torn tail was cut away.
+    """
+
+    def __init__(self, folder: Path, region: str) -> None:
+        """Raises RequestError: NOT_FOUND, FORBIDDEN, CONFLICT where a process has it open, WRONG_REGION;
+        CorruptionError."""
+        self._path = folder / KEY_FILE
+        self._region = region
+        self._broken = ""
+        self._file = -1
+        self._lock = -1
+        if not self._path.exists():
+            raise RequestError(
+                f"There is no key file {self._path}.",
+                code=Code.NOT_FOUND,
+                hint="Initialise the region first, or restore its keys from a backup.",
+            )
+        self._lock = _lock(folder / LOCK_FILE)
+        try:
+            # Leftovers of a rewrite that a crash interrupted; they were never the key file.
+            for leftover in folder.glob(f".{KEY_FILE}.*.new"):
+                leftover.unlink()
+            data = read_file(self._path, "the key file", bytes_max=KEY_FILE_BYTES_MAX, private=True)
+            prefix = _prefix(region)
+            if not data.startswith(prefix):
+                raise self._foreign(data)
+            self.bodies, end = decode_entries(data, len(prefix), str(self._path))
+            self.cut_bytes = len(data) - end
+            self._open()
+            if self.cut_bytes:
+                os.ftruncate(self._file, end)
+                os.fsync(self._file)
+        except BaseException:
+            self.close()
+            raise
+
+    def _foreign(self, data: bytes) -> RequestError | CorruptionError:
+        if data.startswith(_prefix("")[:-4]):
+            return RequestError(
+                f"{self._path} is the key file of another region than {self._region}.",
+                code=Code.WRONG_REGION,
+                hint="Keys never move between regions.",
+            )
+        return CorruptionError(
+            f"{self._path} does not begin like a key file.", hint="Restore it from its backup."
+        )
+
+    def _open(self) -> None:
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+    def append(self, bodies: Iterable[bytes]) -> None:
+        """Add entries; they are durable when this returns. Raises UnavailableError(DISK_FULL), KeyProviderError."""
+        self._require_sound()
+        frames = b"".join(map(_frame, bodies))
+        before = os.fstat(self._file).st_size
+        try:
+            written = os.write(self._file, frames)
+            if written == len(frames):
+                os.fdatasync(self._file)
+                return
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise self._break(error) from error
+        # The disk is full: what was written of it is taken back, and the store stays as it was.
+        try:
+            os.ftruncate(self._file, before)
+            os.fsync(self._file)
+        except OSError as error:
+            raise self._break(error) from error
+        raise UnavailableError(
+            f"{self._path} cannot grow: the disk is full.",
+            code=Code.DISK_FULL,
+            hint="Make room; no new data key can be made until then.",
+        )
+
+    def rewrite(self, bodies: Iterable[bytes]) -> None:
+        """Put a file with these entries in place of the old one, in one step.
+
+        Raises UnavailableError where the new file cannot be written (the old one stays), KeyProviderError where it
+        is not known which of them is there.
+        """
+        self._require_sound()
+        data = _prefix(self._region) + b"".join(map(_frame, bodies))
+        try:
+            staged = stage_file(self._path, data, PRIVATE)
+        except OSError as error:
+            raise UnavailableError(
+                f"{self._path} cannot be written anew: {error}.",
+                code=Code.DISK_FULL if error.errno in _FULL else Code.UNAVAILABLE,
+                hint="Nothing was changed. Make room or mend the disk, then try again.",
+            ) from error
+        try:
+            commit_file(staged, self._path)
+            os.close(self._file)
+            self._open()
+        except OSError as error:
+            raise self._break(error) from error
+
+    def close(self) -> None:
+        """Give up file and lock; again is no error."""
+        for handle in (self._file, self._lock):
+            if handle >= 0:
+                os.close(handle)
+        self._file = self._lock = -1
+
+    def _break(self, error: OSError) -> KeyProviderError:
+        self._broken = str(error)
+        return self._refusal()
+
+    def _refusal(self) -> KeyProviderError:
+        return KeyProviderError(
+            f"{self._path} could not be written ({self._broken}), so it is not known what it holds now.",
+            hint="Look at the disk, then restart the broker: it reads the key file anew.",
+        )
+
+    def _require_sound(self) -> None:
+        if self._broken:
+            raise self._refusal()
+        if self._file < 0:
+            raise UnavailableError(f"{self._path} is closed.", code=Code.SHUTTING_DOWN)
+
+
+def _lock(path: Path) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        with suppress(OSError):
+            os.close(handle)
+        raise RequestError(
+            f"{path.parent} is in use by another process.",
+            code=Code.CONFLICT,
+            hint="One broker has a region's keys open at a time; ask it (felix keys …) instead.",
+        ) from None
+    return handle

@@ -1,0 +1,190 @@
+"""The key file: torn tails, damage, full disks, and the lock."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from keys.errors import KeyProviderError
+from keys.store import KEY_FILE, KeyStore, _frame, create_store, decode_entries
+
+BODIES = [b"first entry", b"the second one, a bit longer" * 10, b"third"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    create_store(tmp_path, "us-east", BODIES[:1])
+    store = KeyStore(tmp_path, "us-east")
+    store.append(BODIES[1:2])
+    store.append(BODIES[2:])
+    store.close()
+    return tmp_path
+
+
+def read(folder: Path) -> tuple[list[bytes], int]:
+    store = KeyStore(folder, "us-east")
+    store.close()
+    return store.bodies, store.cut_bytes
+
+
+def test_what_was_appended_is_read_back_in_order(folder: Path) -> None:
+    assert read(folder) == (BODIES, 0)
+    assert (folder / KEY_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_tail_torn_at_every_byte_is_cut_and_the_rest_is_kept(folder: Path) -> None:
+    path = folder / KEY_FILE
+    whole = path.read_bytes()
+    ends = [len(whole) - 16 - len(BODIES[2]), len(whole)]
+    for length in range(ends[0], ends[1]):
+        path.write_bytes(whole[:length])
+        assert read(folder) == (BODIES[:2], length - ends[0])
+        assert path.stat().st_size == ends[0]
+        store = KeyStore(folder, "us-east")
+        store.append([b"again"])
+        store.close()
+        assert read(folder) == ([*BODIES[:2], b"again"], 0)
+
+
+@pytest.mark.parametrize("zeros", [1, 15, 16, 40, 511, 512, 5000])
+def test_a_tail_of_zeros_is_a_torn_one(folder: Path, zeros: int) -> None:
+    path = folder / KEY_FILE
+    path.write_bytes(path.read_bytes() + bytes(zeros))
+    assert read(folder) == (BODIES, zeros)
+
+
+def test_a_last_entry_of_which_only_the_first_sectors_were_written_is_torn(folder: Path) -> None:
+    store = KeyStore(folder, "us-east")
+    start = (folder / KEY_FILE).stat().st_size
+    store.append([b"x" * 2000])
+    store.close()
+    path = folder / KEY_FILE
+    whole = path.read_bytes()
+    for sector in range(-(-start // 512), len(whole) // 512 + 1):
+        path.write_bytes(whole[: sector * 512].ljust(len(whole), b"\0"))
+        assert read(folder)[0] == BODIES
+        path.write_bytes(whole)
+
+
+def test_any_changed_bit_before_the_end_is_corruption_and_nothing_is_cut(folder: Path) -> None:
+    path = folder / KEY_FILE
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        for bit in (0, 7):
+            changed = whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :]
+            path.write_bytes(changed)
+            with pytest.raises(FelixError) as caught:
+                read(folder)
+            assert caught.value.code in (Code.CORRUPTION, Code.WRONG_REGION)
+            assert path.read_bytes() == changed
+
+
+@given(st.lists(st.binary(min_size=1, max_size=100), max_size=8), st.data())
+def test_reading_any_prefix_gives_whole_entries_only(bodies: list[bytes], data: st.DataObject) -> None:
+    frames = [_frame(body) for body in bodies]
+    whole = b"".join(frames)
+    length = data.draw(st.integers(0, len(whole)))
+    found, end = decode_entries(whole[:length], 0, "here")
+    assert found == bodies[: len(found)]
+    assert end == sum(map(len, frames[: len(found)])) <= length
+    assert len(found) == len(bodies) or end + len(frames[len(found)]) > length
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_entries_are_refused_or_torn(data: bytes) -> None:
+    try:
+        found, end = decode_entries(data, 0, "here")
+    except CorruptionError:
+        return
+    assert end <= len(data)
+    assert found == [] or end > 0
+
+
+def test_a_file_that_is_something_else_is_refused(folder: Path) -> None:
+    (folder / KEY_FILE).write_bytes(b"something else")
+    with pytest.raises(CorruptionError, match="does not begin like a key file"):
+        read(folder)
+    (folder / KEY_FILE).write_bytes(b"")
+    with pytest.raises(CorruptionError):
+        read(folder)
+
+
+def test_a_key_file_that_others_may_read_is_refused(folder: Path) -> None:
+    (folder / KEY_FILE).chmod(0o644)
+    with pytest.raises(RequestError, match="chmod 600"):
+        read(folder)
+    (folder / KEY_FILE).chmod(0o600)
+    assert read(folder)[0] == BODIES
+
+
+def test_a_second_opening_is_refused_until_the_first_is_closed(folder: Path) -> None:
+    store = KeyStore(folder, "us-east")
+    with pytest.raises(RequestError, match="in use by another process") as caught:
+        KeyStore(folder, "us-east")
+    assert caught.value.code is Code.CONFLICT
+    store.close()
+    store.close()
+    read(folder)
+    with pytest.raises(UnavailableError, match="is closed"):
+        store.append([b"x"])
+
+
+@pytest.mark.parametrize("part", [0, 7])
+def test_a_full_disk_refuses_the_entry_takes_back_its_part_and_stays_usable(
+    folder: Path, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = KeyStore(folder, "us-east")
+    write = os.write
+
+    def full(handle: int, data: bytes) -> int:
+        if part:
+            return write(handle, data[:part])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "write", full)
+        with pytest.raises(UnavailableError) as caught:
+            store.append([b"does not fit"])
+    assert caught.value.code is Code.DISK_FULL
+    store.append([b"fits again"])
+    store.close()
+    assert read(folder) == ([*BODIES, b"fits again"], 0)
+
+
+def test_after_a_failed_sync_nothing_more_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = KeyStore(folder, "us-east")
+
+    def failing_sync(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fdatasync", failing_sync)
+        with pytest.raises(KeyProviderError, match="restart the broker"):
+            store.append([b"x"])
+    with pytest.raises(KeyProviderError):
+        store.append([b"y"])
+    with pytest.raises(KeyProviderError):
+        store.rewrite([b"y"])
+    store.close()
+    assert b"y" not in read(folder)[0]
+
+
+def test_a_rewrite_replaces_everything_and_appending_goes_on_behind_it(folder: Path) -> None:
+    store = KeyStore(folder, "us-east")
+    store.rewrite([b"only"])
+    store.append([b"and one more"])
+    store.close()
+    assert read(folder) == ([b"only", b"and one more"], 0)
+
+
+def test_creating_never_overwrites(folder: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        create_store(folder, "us-east", [])
+    assert caught.value.code is Code.ALREADY_EXISTS
+    assert read(folder)[0] == BODIES
