@@ -110,12 +110,12 @@ def prove(
     witnesses = tuple(witnesses)
     newest, cosigned = _checkpoints(files, log_key, witnesses)
     wanted = (stream, shard, offset, destination_region, incarnation)
-    intents = list(_find(files, newest.checkpoint.size, Kind.INTENT, *wanted))
+    intents = list(find_leaves(files, newest.checkpoint.size, Kind.INTENT, Side.EGRESS, *wanted))
     intents = [found for found in intents if find_entry(found[1], offset) is not None]
     if not intents:
         withheld = any(
             find_entry(leaf, offset)
-            for _, leaf, _ in _find(files, newest.checkpoint.size, Kind.WITHHELD, *wanted)
+            for _, leaf, _ in find_leaves(files, newest.checkpoint.size, Kind.WITHHELD, Side.EGRESS, *wanted)
         )
         raise RequestError(
             f"No record {offset} of {stream} shard {shard} crossed, as far as the log's checkpoint goes"
@@ -137,7 +137,7 @@ def prove(
     ack = next(
         (
             found
-            for found in _find(files, newest.checkpoint.size, Kind.ACK, *wanted)
+            for found in find_leaves(files, newest.checkpoint.size, Kind.ACK, Side.EGRESS, *wanted)
             if found[1].header.envelope_sha256 == intent.header.envelope_sha256
         ),
         None,
@@ -182,17 +182,21 @@ def _include(files: Files, signed: SignedCheckpoint, index: int, data: bytes) ->
     return _Included(index, b64encode(data).decode(), tuple(b64encode(hash_).decode() for hash_ in path))
 
 
-def _find(
+def find_leaves(
     files: Files,
     size: int,
     kind: Kind,
+    side: Side,
     stream: str,
     shard: int,
     offset: int,
     destination_region: str,
     incarnation: bytes,
 ) -> Iterator[tuple[int, Leaf, bytes]]:
-    """The egress leaves of this kind whose range covers the offset. By the index, and the last bundle."""
+    """Leaves of this kind and side whose source range covers the offset, with index and bytes.
+
+    `size` is that of a checkpoint. Found by the index, and in the last bundle. Blocks on the disk.
+    """
     full = size >> TILE_HEIGHT
     index = files.read(INDEX_PATH)
     bundles = list(range(full))
@@ -208,7 +212,7 @@ def _find(
             first, last = header.first_offset, header.last_offset
             if (
                 header.kind is kind
-                and header.side is Side.EGRESS
+                and header.side is side
                 and header.stream == stream
                 and header.shard == shard
                 and first is not None

@@ -363,6 +363,16 @@ class Trail:
         lines = [line for line in more.note.signatures if (line.name, line.key_id) in ids]
         return open_checkpoint(encode_note(to.note.with_signatures(lines)), self.key, self._witnesses)
 
+    def trust_witnesses(self, keys: Iterable[VerifierKey]) -> None:
+        """Take more witnesses in: their cosignatures count from now on."""
+        with self._lock:
+            self._witnesses = tuple(dict.fromkeys((*self._witnesses, *keys)))
+
+    @property
+    def files(self) -> Folder:
+        """The log's files, for finding leaves in it (audit.proof.find_leaves)."""
+        return self._folder
+
     def close(self) -> None:
         """Make everything accepted durable, checkpoint it, and let go of the folder. Blocks. Safe to call twice."""
         with self._lock:

@@ -355,6 +355,7 @@ class GetLinkSecret(Message, frozen=True, tag="get_link_secret"):
     """From a bridge agent: the secrets of one grant (transfer, commitment, pseudonyms), sealed to `public_key`."""
 
     grant: Name
+    stream: Name
     public_key: bytes
 
 

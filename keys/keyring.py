@@ -51,6 +51,7 @@ from keys.hierarchy import (
     next_state,
 )
 from keys.key_id import RANDOM_BYTES, KeyKind, check_key_id, new_key_id
+from keys.link import LinkSecrets
 from keys.provider import KeyProvider
 from keys.store import KEY_FILE, KeyStore, create_store
 from keys.wrapping import NONCE_BYTES, unwrap, wrap
@@ -272,6 +273,17 @@ class Keyring:
             key.claim_sealer()
             self._cache(key)
             return key
+
+    def link_secrets(
+        self, stream: StreamName, incarnation: bytes, grant_id: str, terms_hash: bytes, pseudonyms: str
+    ) -> LinkSecrets:
+        """What a bridge derives a grant's keys from (keys.link): the same each time, until the stream is destroyed.
+
+        Raises KeyDestroyedError, KeyProviderError.
+        """
+        with self._lock:
+            entry = self._stream_key_for_writing(stream, incarnation)
+            return LinkSecrets.of_stream(self._stream_secret(entry), grant_id, terms_hash, pseudonyms)
 
     # -- rotation and destruction ----------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Crossing a border: a transfer key sealed to the destination region, and batches sealed under it.
 
-A `TransferKey` is fresh for each link, shard, source epoch and start of the agent. It travels once, at the opening of
+A `TransferKey` belongs to one link, shard and source epoch (keys.link derives it). It travels once per session, at the opening of
 an ingest stream: sealed (keys.hybrid) to the destination's public import key with the whole `TransferScope` as
 context, and signed by the agent's identity, so that the destination knows who sent it. An envelope carries one range
 of source offsets, contiguous with the one before it, with the records of it that cross, perhaps none.
@@ -136,7 +136,7 @@ class TransferScope:
 
 @dataclass(frozen=True, slots=True)
 class TransferKey:
-    """The key of one link, shard, source epoch and agent start. `secret` has 32 bytes and is in no repr."""
+    """The key of one link, shard and source epoch. `secret` has 32 bytes and is in no repr."""
 
     key_id: bytes
     scope: TransferScope
