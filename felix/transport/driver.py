@@ -679,7 +679,10 @@ class DriverConnection:
     def _ping(self, now: float) -> None:
         if self._pinged_at is None:
             self._pinged_at = now
-        self._machine.ping()
+        try:
+            self._machine.ping()
+        except Exception:
+            log.debug("the engine could not ping", exc_info=True)
         self._schedule_flush()
 
     # ending

@@ -30,6 +30,9 @@ NAME: Final = "aioquic"
 ETHERNET_BYTES: Final = 1472
 """Larger than this is meant for loopback alone; up to it, the engine cannot probe and stays at the minimum."""
 
+PACKET_BYTES_MAX: Final = 16_384
+"""The largest datagram that the engine can build: it writes a long packet's length in two bytes."""
+
 _TYPES: Final = EventTypes(
     stream_data=events.StreamDataReceived,
     stream_reset=events.StreamReset,
@@ -178,7 +181,9 @@ def _configuration(
         idle_timeout=limits.idle_timeout_ms / 1000,
         max_data=limits.connection_window_bytes,
         max_stream_data=limits.stream_window_bytes,
-        max_datagram_size=datagram_bytes if datagram_bytes > ETHERNET_BYTES else DATAGRAM_BYTES_MIN,
+        max_datagram_size=(
+            min(datagram_bytes, PACKET_BYTES_MAX) if datagram_bytes > ETHERNET_BYTES else DATAGRAM_BYTES_MIN
+        ),
         supported_versions=[QuicProtocolVersion.VERSION_1],
     )
 

@@ -180,10 +180,11 @@ class UdpSocket:
                 if kind == _UDP_GRO and len(value) >= _GRO_SIZE.size:
                     segment = _GRO_SIZE.unpack_from(value)[0] or size
             receiver.datagrams_received(bytes(view[:size]), segment, address)
-        if refused and not self._closed:
-            receiver.peer_refused()
         if not self._closed:
             receiver.pass_ended()
+        # Last: what arrived before may be the peer's goodbye.
+        if refused and not self._closed:
+            receiver.peer_refused()
 
     # writing
 
@@ -275,4 +276,3 @@ class UdpSocket:
     def _tell_refused(self) -> None:
         if not self._closed:
             self._receiver.peer_refused()
-            self._receiver.pass_ended()
