@@ -453,7 +453,7 @@ class GrantBook:
         self._forged: list[_Forged] = []
         self._standings: dict[tuple[str, str], Standing] = {}
         self._denies: dict[tuple[str, str, str], DenyEntry] = {}
-        self._decisions: dict[tuple[bytes, str, str, bool], Decision] = {}
+        self._decisions: dict[tuple[bytes, str, str, bool, bool], Decision] = {}
         problems: list[Problem] = []
         for document in self._documents:
             try:
@@ -715,10 +715,9 @@ class GrantBook:
     ) -> Decision:
         """The policy's decision, remembered: it depends on `now` only through the policy's own validity."""
         file = policy.file
-        in_force = (file.valid_from is None or now >= file.valid_from) and (
-            file.valid_until is None or now < file.valid_until
-        )
-        key = (policy.hash, name, str(attempt.stream), in_force)
+        begun = file.valid_from is None or now >= file.valid_from
+        over = file.valid_until is not None and now >= file.valid_until
+        key = (policy.hash, name, str(attempt.stream), begun, over)
         found = self._decisions.get(key)
         if found is None:
             if len(self._decisions) >= DECISIONS_MAX:

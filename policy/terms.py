@@ -20,6 +20,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from felix.errors import RequestError
 from felix.names import NamePattern, SpiffeId, StreamName, parse_region
 from policy.signed import NUMBER_MAX, canonical
 from policy.transform import TransformSpec
@@ -74,6 +75,10 @@ _ARTICLES: Final = {
 }
 
 
+def _unusable(sentence: str) -> RequestError:
+    return RequestError(f"The terms of the grant cannot be used: {sentence}.", hint="See docs/policy.md.")
+
+
 class GrantTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What crosses, from where to where, on which basis, until when. Times in ms since the Unix epoch."""
 
@@ -112,31 +117,37 @@ class GrantTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             msgspec.structs.force_setattr(self, "destination_stream", self.stream)
         pattern = NamePattern(self.stream)
         if not pattern.is_exact and not self.wildcard:
-            raise ValueError(
+            raise _unusable(
                 f"{self.stream} is a pattern; a grant for several streams needs the wildcard flag"
             )
         if self.wildcard:
             if pattern.is_exact:
-                raise ValueError(f"{self.stream} is one exact name, so the wildcard flag must not be set")
+                raise _unusable(f"{self.stream} is one exact name, so the wildcard flag must not be set")
             if self.destination_stream != self.stream:
-                raise ValueError("a wildcard grant keeps the streams' names")
+                raise _unusable("a wildcard grant keeps the streams' names")
         else:
             StreamName.parse(self.destination_stream)
         parse_region(self.from_region)
         parse_region(self.to_region)
         if self.from_region == self.to_region:
-            raise ValueError(f"source and destination are both {self.to_region}; nothing would cross")
+            raise _unusable(f"source and destination are both {self.to_region}; nothing would cross")
         bridge = SpiffeId.parse(self.bridge)
         if bridge.kind != "bridge" or bridge.region != self.from_region:
-            raise ValueError(f"{self.bridge} is not a bridge identity of {self.from_region}")
+            raise _unusable(f"{self.bridge} is not a bridge identity of {self.from_region}")
         if self.expires <= self.not_before:
-            raise ValueError("it would expire before it begins")
+            raise _unusable("it would expire before it begins")
         if not 1 <= len(self.approvers) <= APPROVERS_MAX or len(set(self.approvers)) != len(self.approvers):
-            raise ValueError("it needs one approver, or two different ones")
+            raise _unusable("it needs one approver, or two different ones")
         if self.basis.needs_reference and not self.reference:
-            raise ValueError(f"the basis {self.basis} needs a reference to the document it stands in")
-        # Decoding checks the annotations; a struct made in Python is held to them here.
-        msgspec.convert(msgspec.to_builtins(self), _Checked, strict=True)
+            raise _unusable(f"the basis {self.basis} needs a reference to the document it stands in")
+        try:
+            # Decoding checks the annotations; a struct made in Python is held to them here.
+            msgspec.convert(msgspec.to_builtins(self), _Checked, strict=True)
+            self.canonical_bytes()
+        except UnicodeEncodeError:
+            raise _unusable("one of its texts is not Unicode") from None
+        except msgspec.ValidationError as error:
+            raise _unusable(str(error)) from None
 
     @property
     def pattern(self) -> NamePattern:

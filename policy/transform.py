@@ -58,6 +58,7 @@ MASK: Final = "***"
 
 _HASH_CONTEXT: Final = b"felix/transform-hash/1\0"
 _PSEUDONYM_CONTEXT: Final = b"felix/transform-pseudonym/1\0"
+_MASK_LAST: Final = re.compile(r"(.+):([0-9]{1,2})", re.ASCII)
 _TRACEPARENT: Final = re.compile(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """W3C Trace Context, section 3.2, version 00."""
 
@@ -99,6 +100,10 @@ class Format(StrEnum):
     """Payloads cross as they are; no rule and no filter can apply."""
 
 
+def _unusable(sentence: str) -> RequestError:
+    return RequestError(f"The transform cannot be used: {sentence}.", hint="See docs/policy.md.")
+
+
 class FieldRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One rule. `missing` is withhold unless said otherwise, but ok for keep and drop.
 
@@ -118,13 +123,13 @@ class FieldRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         canonical = str(FieldPath.parse(self.field))
         if canonical != self.field:
-            raise ValueError(f"write the field {self.field} as {canonical}")
+            raise _unusable(f"write the field {self.field} as {canonical}")
         if not 0 <= self.last <= LAST_CHARS_MAX:
-            raise ValueError(f"last is {self.last}; 0 to {LAST_CHARS_MAX} are allowed")
+            raise _unusable(f"last is {self.last}; 0 to {LAST_CHARS_MAX} are allowed")
         if not DIGEST_BYTES_MIN <= self.digest_bytes <= 32:
-            raise ValueError(f"digest_bytes is {self.digest_bytes}; {DIGEST_BYTES_MIN} to 32 are allowed")
+            raise _unusable(f"digest_bytes is {self.digest_bytes}; {DIGEST_BYTES_MIN} to 32 are allowed")
         if self.last and self.do is not Action.MASK:
-            raise ValueError(f"last belongs to mask, not to {self.do}")
+            raise _unusable(f"last belongs to mask, not to {self.do}")
         if self.missing is None:
             loose = self.do in (Action.KEEP, Action.DROP)
             msgspec.structs.force_setattr(self, "missing", Missing.OK if loose else Missing.WITHHOLD)
@@ -148,12 +153,12 @@ class TransformSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         if self.format is Format.OPAQUE and (self.fields or self.filter):
-            raise ValueError("opaque payloads are not read, so they take no field rules and no filter")
+            raise _unusable("opaque payloads are not read, so they take no field rules and no filter")
         if len(self.fields) > RULES_MAX:
-            raise ValueError(f"{len(self.fields)} field rules; {RULES_MAX} are allowed")
+            raise _unusable(f"{len(self.fields)} field rules; {RULES_MAX} are allowed")
         for name in self.headers:
             if name.lower() in RESERVED_HEADERS or name.lower().startswith(RESERVED_HEADER_PREFIX):
-                raise ValueError(
+                raise _unusable(
                     f"the header {name} is not passed on by a rule; trace: true passes traceparent"
                 )
         if self.filter:
@@ -184,21 +189,15 @@ def build_spec(
     Raises RequestError(INVALID).
     """
     rules: list[FieldRule] = []
-    try:
-        for action, names in (
-            (Action.KEEP, keep), (Action.DROP, drop), (Action.HASH, hash_), (Action.PSEUDONYMIZE, pseudonymize),
-        ):  # fmt: skip
-            rules += [FieldRule(field=name, do=action, missing=missing) for name in names]
-        for text in mask:
-            name, _, last = text.partition(":")
-            if last and not last.isdecimal():
-                raise ValueError(f"{text!r} does not say how many characters stay readable, as card:4 does")
-            rules.append(FieldRule(field=name, do=Action.MASK, last=int(last or 0), missing=missing))
-        return TransformSpec(
-            fields=tuple(rules), filter=filter_, key=key, headers=tuple(headers), trace=trace
-        )
-    except ValueError as error:
-        raise RequestError(f"The transform cannot be used: {error}.") from error
+    for action, names in (
+        (Action.KEEP, keep), (Action.DROP, drop), (Action.HASH, hash_), (Action.PSEUDONYMIZE, pseudonymize),
+    ):  # fmt: skip
+        rules += [FieldRule(field=name, do=action, missing=missing) for name in names]
+    for text in mask:
+        found = _MASK_LAST.fullmatch(text)
+        name, last = (found[1], int(found[2])) if found else (text, 0)
+        rules.append(FieldRule(field=name, do=Action.MASK, last=last, missing=missing))
+    return TransformSpec(fields=tuple(rules), filter=filter_, key=key, headers=tuple(headers), trace=trace)
 
 
 class Withheld(NamedTuple):
@@ -250,27 +249,27 @@ class _Tree:
 
 
 def _grow(spec: TransformSpec) -> _Tree:
-    """Raises ValueError where two rules contradict each other."""
+    """Raises RequestError where two rules contradict each other."""
     root = _Tree()
     for rule in spec.fields:
         node = root
         for part in rule.path.parts:
             if part == EACH:
                 if node.members:
-                    raise ValueError(f"{rule.field} takes for a list what another rule takes for an object")
+                    raise _unusable(f"{rule.field} takes for a list what another rule takes for an object")
                 node.each = node.each or _Tree()
                 node = node.each
             else:
                 if node.each:
-                    raise ValueError(f"{rule.field} takes for an object what another rule takes for a list")
+                    raise _unusable(f"{rule.field} takes for an object what another rule takes for a list")
                 node = node.members.setdefault(part, _Tree())
         if node.rule is not None:
-            raise ValueError(f"{rule.field} has two rules")
+            raise _unusable(f"{rule.field} has two rules")
         node.rule = rule
 
     def check(node: _Tree) -> None:
         if node.rule is not None and node.rule.do is not Action.KEEP and node.children:
-            raise ValueError(f"{node.rule.field} has the rule {node.rule.do}, so no rule can apply below it")
+            raise _unusable(f"{node.rule.field} has the rule {node.rule.do}, so no rule can apply below it")
         for child in node.children:
             check(child)
 
@@ -499,6 +498,8 @@ def _has_duplicates(data: bytes) -> bool:
         json.loads(data, object_pairs_hook=pairs)
     except _Refuse:
         return True
+    except ValueError:
+        raise _Refuse("the record is not valid JSON.") from None
     return False
 
 
@@ -590,7 +591,7 @@ class Transform:
         except _Refuse as refusal:
             return Withheld(str(refusal))
 
-    def _apply(self, record: dict[str, Any]) -> bytes | Withheld | FilteredOut:
+    def _apply(self, record: dict[str, Any], key: bytes | None = None) -> bytes | Withheld | FilteredOut:
         if self._test is not None:
             answer = self._test(record)
             if answer is None:
@@ -598,6 +599,8 @@ class Transform:
                 return Withheld(reason)
             if not answer:
                 return FilteredOut()
+        if key is not None and self.spec.key is KeyRule.KEEP and self._protective:
+            self._refuse_shown(key, record)
         try:
             output = _encode(self._run(record))
         except (msgspec.MsgspecError, ValueError, OverflowError):
@@ -618,10 +621,7 @@ class Transform:
             output = self._tombstone()
         else:
             try:
-                record = _read(payload)
-                if plain_key is not None and self.spec.key is KeyRule.KEEP and self._protective:
-                    self._refuse_shown(plain_key, record)
-                output = self._apply(record)
+                output = self._apply(_read(payload), plain_key)
             except _Refuse as refusal:
                 return Withheld(str(refusal))
         if not isinstance(output, bytes):
