@@ -7,23 +7,27 @@ overtakes is told so. Used by `memory` and `embedded` alone.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final, NamedTuple
 
-from felix.errors import Code, UnavailableError
+from felix.errors import Code, FelixError, UnavailableError
 from region.metadata.lease import Deadlines, cancel_and_wait, lease_lost, monotonic_ms
 from region.metadata.port import (
     Change,
     CompactedError,
+    Compare,
     MetadataStore,
     Put,
     TransactResult,
     Write,
 )
-from region.metadata.port import Compare as Compare
 
+_log = logging.getLogger(__name__)
+
+_SWEEP_RETRY_MS: Final = 1_000
 HISTORY_EVENTS_MAX: Final = 10_000
 """Events kept for watchers that were away; older ones are compacted, and those watchers load again."""
 HISTORY_BYTES_MAX: Final = 64 << 20
@@ -145,8 +149,10 @@ class LocalStore(MetadataStore):
                 due = self._deadlines.due(self._clock_ms())
                 try:
                     await self._expire(due)
-                except UnavailableError:
-                    await asyncio.sleep(1)  # a full disk: the leases stay due and are tried again
+                except FelixError as error:
+                    # Such as a full disk. The leases stay due, and nobody can renew or bind them meanwhile.
+                    _log.warning("Leases that ran out could not be swept: %s", error)
+                    await asyncio.sleep(_SWEEP_RETRY_MS / 1_000)
                     continue
                 for lease_id in due:
                     self._deadlines.forget(lease_id)

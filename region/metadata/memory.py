@@ -30,6 +30,11 @@ from region.metadata.port import (
 )
 
 
+async def _others_turn() -> None:
+    """After each answer others run first, as with a store that has a disk or a network: answers grow old."""
+    await asyncio.sleep(0)
+
+
 class MemoryStore(LocalStore):
     """Entries in a dictionary, history in a bounded queue of revisions."""
 
@@ -45,9 +50,16 @@ class MemoryStore(LocalStore):
         self._compacted = 0
 
     async def _get(self, key: str) -> Entry | None:
-        return self._entries.get(key)
+        entry = self._entries.get(key)
+        await _others_turn()
+        return entry
 
     async def _range(self, prefix: str, limit: int, after: str) -> Page:
+        page = self._page(prefix, limit, after)
+        await _others_turn()
+        return page
+
+    def _page(self, prefix: str, limit: int, after: str) -> Page:
         found: list[Entry] = []
         size = 0
         for key in sorted(key for key in self._entries if key.startswith(prefix) and key > after):
@@ -63,7 +75,7 @@ class MemoryStore(LocalStore):
         if succeeded:
             self._apply(writes)
         result = TransactResult(succeeded, self._revision)
-        await asyncio.sleep(0)  # others get their turn, as with a store that has a disk or a network
+        await _others_turn()
         return result
 
     def _apply(self, writes: Sequence[Write]) -> None:

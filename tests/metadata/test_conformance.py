@@ -277,6 +277,22 @@ async def test_a_watch_from_a_forgotten_revision_says_so(bench: Bench) -> None:
     assert change.events[0].key == bench.key("b")
 
 
+async def test_a_watch_begins_exactly_where_it_was_asked_to_or_not_at_all(bench: Bench) -> None:
+    await bench.compact()
+    for number in range(3):
+        await bench.store.transact([], [Put(bench.key(str(number)), b"")])
+    current = (await bench.store.range(bench.prefix)).revision
+    refused, begun = [], []
+    for start in range(max(1, current - 60), current + 1):
+        try:
+            [change] = await take(bench.store, "", start, 1)
+            assert change.revision == start
+            begun.append(start)
+        except CompactedError:
+            refused.append(start)
+    assert refused and begun and max(refused) < min(begun) <= current - 2
+
+
 async def test_a_watch_of_a_revision_never_made_says_so(bench: Bench) -> None:
     page = await bench.store.range(bench.prefix)
     with pytest.raises(CompactedError):

@@ -206,6 +206,23 @@ async def test_a_full_disk_refuses_writes_keeps_reads_and_goes_on_once_there_is_
         assert after.revision == before.revision + 1, "the refused write left no trace"
 
 
+async def test_a_transaction_that_fails_at_its_end_leaves_no_trace(tmp_path: Path) -> None:
+    async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
+        await store.transact([], [Put("/a", b"1")])
+        database = store._open_database()._db
+        await store._in_worker(
+            lambda: database.execute(
+                "CREATE TEMP TRIGGER fail AFTER UPDATE ON main.state BEGIN SELECT RAISE(ABORT, 'on purpose'); END"
+            ).fetchone()
+        )
+        with pytest.raises(CorruptionError, match="on purpose"):
+            await store.transact([], [Put("/a", b"2"), Put("/b", b"2")])
+        await store._in_worker(lambda: database.execute("DROP TRIGGER fail").fetchone())
+        snapshot = await store.load("")
+        assert [(entry.key, entry.value) for entry in snapshot.entries] == [("/a", b"1")]
+        assert (await store.transact([], [Put("/a", b"3")])).revision == snapshot.revision + 1 == 3
+
+
 async def test_a_cancelled_writer_leaves_the_store_whole(tmp_path: Path) -> None:
     async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
         changes = store.watch("/a", 2)
