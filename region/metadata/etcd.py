@@ -68,7 +68,8 @@ _CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 10_000),  # a dead peer is noticed; etcd refuses pings closer than 5 s
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Despite its name this also bounds one attempt to connect.
+    ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_retries", 0),  # a write must not be sent twice behind our back
     ("grpc.use_local_subchannel_pool", 1),

@@ -11,12 +11,13 @@ in order of name, no spaces.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import parse_region
+from keys.signing import SigningKey, VerifyKey
 from region.metadata.port import Absent, Entry, MetadataStore, OutcomeUnknownError, Put
 
 ROOT: Final = "/felix/1/"
@@ -24,20 +25,6 @@ OWNER_KEY: Final = ROOT + "owner"
 _PURPOSE: Final = "genesis"
 _CLAIMS_MAX: Final = 3
 """Tries to claim, where the answer to one was lost or another broker of this region came first."""
-
-
-class Signer(Protocol):
-    """Signs for a purpose, as `keys.signing.SigningKey` does."""
-
-    def sign(self, purpose: str, message: bytes) -> bytes:
-        """64 bytes, Ed25519 over the purpose's prefix and the message."""
-
-
-class Verifier(Protocol):
-    """Checks signatures of one key, as `keys.signing.VerifyKey` does."""
-
-    def holds(self, purpose: str, message: bytes, signature: bytes) -> bool:
-        """True where the key signed the message for the purpose."""
 
 
 class Genesis(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +48,9 @@ def region_prefix(region: str) -> str:
     return f"{ROOT}{parse_region(region)}/"
 
 
-def sign_genesis(region: str, mesh: str, authority_fingerprint: str, created_ms: int, key: Signer) -> Genesis:
+def sign_genesis(
+    region: str, mesh: str, authority_fingerprint: str, created_ms: int, key: SigningKey
+) -> Genesis:
     """The signed record of a new region. Raises RequestError(NAME_INVALID) for names that are none."""
     unsigned = Genesis(
         parse_region(region), parse_region(mesh), authority_fingerprint.lower(), created_ms, b""
@@ -69,7 +58,7 @@ def sign_genesis(region: str, mesh: str, authority_fingerprint: str, created_ms:
     return msgspec.structs.replace(unsigned, signature=key.sign(_PURPOSE, unsigned.signed_bytes()))
 
 
-def verify_genesis(genesis: Genesis, key: Verifier, where: str) -> None:
+def verify_genesis(genesis: Genesis, key: VerifyKey, where: str) -> None:
     """Raises CorruptionError(TAMPERED) unless `key` signed it. `where`: the record's place, for the sentence."""
     if not key.holds(_PURPOSE, genesis.signed_bytes(), genesis.signature):
         raise CorruptionError(
@@ -79,7 +68,7 @@ def verify_genesis(genesis: Genesis, key: Verifier, where: str) -> None:
         )
 
 
-async def claim_or_verify(store: MetadataStore, genesis: Genesis, key: Verifier) -> Genesis:
+async def claim_or_verify(store: MetadataStore, genesis: Genesis, key: VerifyKey) -> Genesis:
     """Make a fresh store this region's, or check that it already is. Answers the record in the store.
 
     1. our own record is signed with our region's key;
@@ -138,7 +127,7 @@ async def _refuse_other_regions(store: MetadataStore, genesis: Genesis) -> None:
         after = f"{ROOT}{region}0"  # "0" sorts right after "/": past everything of this region
 
 
-def _check(there: Genesis, ours: Genesis, key: Verifier, store: MetadataStore) -> None:
+def _check(there: Genesis, ours: Genesis, key: VerifyKey, store: MetadataStore) -> None:
     if there.region != ours.region:
         raise _wrong_region(ours, there.region, store)
     if there.mesh != ours.mesh:

@@ -77,6 +77,7 @@ async def test_requests_watches_and_leases_move_to_another_endpoint(etcd: EtcdPr
         changes = store.watch("/move/", first)
         async with aclosing(changes), asyncio.timeout(PATIENCE_S):
             seen = [(await anext(changes)).revision]
+            assert len(writers) == 2, "everything so far went by way of the relay"
             server.close()
             for writer in writers:
                 writer.transport.abort()

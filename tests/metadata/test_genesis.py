@@ -3,49 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from felix.context import purpose_prefix
 from felix.errors import Code, CorruptionError, RequestError
+from keys.signing import SigningKey
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.genesis import OWNER_KEY, Genesis, claim_or_verify, sign_genesis
 from region.metadata.memory import MemoryStore
 from region.metadata.port import Delete, Put
 
-
-@dataclass
-class Key:
-    """Both halves of a region's Ed25519 key."""
-
-    private: Ed25519PrivateKey
-
-    def sign(self, purpose: str, message: bytes) -> bytes:
-        return self.private.sign(purpose_prefix(purpose) + message)
-
-    def holds(self, purpose: str, message: bytes, signature: bytes) -> bool:
-        try:
-            self.private.public_key().verify(signature, purpose_prefix(purpose) + message)
-        except InvalidSignature:
-            return False
-        return True
-
-
-US_KEY, EU_KEY = (Key(Ed25519PrivateKey.from_private_bytes(bytes([n] * 32))) for n in (1, 2))
-US = sign_genesis("us-east", "acme", "AA" * 32, 1_700_000_000_000, US_KEY)
-EU = sign_genesis("eu-west", "acme", "bb" * 32, 1_700_000_000_000, EU_KEY)
+US_SIGNS, EU_SIGNS = (SigningKey.from_seed(bytes([n] * 32)) for n in (1, 2))
+US_KEY, EU_KEY = US_SIGNS.verify_key, EU_SIGNS.verify_key
+US = sign_genesis("us-east", "acme", "AA" * 32, 1_700_000_000_000, US_SIGNS)
+EU = sign_genesis("eu-west", "acme", "bb" * 32, 1_700_000_000_000, EU_SIGNS)
 
 
 async def test_the_first_broker_claims_and_the_next_ones_verify() -> None:
     store = MemoryStore()
     assert await claim_or_verify(store, US, US_KEY) == US
     revision = (await store.range("")).revision
-    later = sign_genesis("us-east", "acme", "aa" * 32, 1_800_000_000_000, US_KEY)
+    later = sign_genesis("us-east", "acme", "aa" * 32, 1_800_000_000_000, US_SIGNS)
     assert await claim_or_verify(store, later, US_KEY) == US, "the record in the store is the older one"
     assert (await store.range("")).revision == revision, "verifying writes nothing"
 
@@ -87,12 +67,12 @@ async def test_keys_of_another_region_are_found_wherever_they_sort(other: str) -
 async def test_a_region_of_the_same_name_but_another_authority_or_mesh_is_another_region() -> None:
     store = MemoryStore()
     await claim_or_verify(store, US, US_KEY)
-    namesake = sign_genesis("us-east", "acme", "cc" * 32, 1, US_KEY)
+    namesake = sign_genesis("us-east", "acme", "cc" * 32, 1, US_SIGNS)
     with pytest.raises(RequestError, match="another region that is also called us-east") as caught:
         await claim_or_verify(store, namesake, US_KEY)
     assert caught.value.code is Code.WRONG_REGION
     with pytest.raises(RequestError, match="of mesh acme; this broker belongs to mesh initech") as caught:
-        await claim_or_verify(store, sign_genesis("us-east", "initech", "aa" * 32, 1, US_KEY), US_KEY)
+        await claim_or_verify(store, sign_genesis("us-east", "initech", "aa" * 32, 1, US_SIGNS), US_KEY)
     assert caught.value.code is Code.WRONG_REGION
 
 
