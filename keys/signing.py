@@ -98,6 +98,11 @@ class SigningKey:
         """16 bytes; the same as the verify key's."""
         return self.verify_key.key_id
 
+    @property
+    def private_key(self) -> Ed25519PrivateKey:
+        """For signers that bind their purposes themselves (policy.signed, which may not import this package)."""
+        return self._key
+
     def sign(self, purpose: str, message: bytes) -> bytes:
         """64 bytes over the prefix of `purpose` and `message`; the same input gives the same signature."""
         return self._key.sign(purpose_prefix(purpose) + message)

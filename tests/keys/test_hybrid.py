@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, ChaCha20Poly1305
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from keys.errors import TamperError
 from keys.hybrid import OVERHEAD_BYTES, HybridKeyPair, HybridPublicKey, load_key_pair, save_key_pair
 
 PAIR = HybridKeyPair.generate()
+VECTOR_BYTES = {"info", "skRm", "pkRm", "enc", "shared_secret", "key", "base_nonce", "aad", "pt", "ct"}
 
 
 @settings(max_examples=30)
@@ -50,33 +52,51 @@ def test_any_changed_or_missing_byte_is_refused() -> None:
         PAIR.open(sealed + bytes(4096), b"for this", "it")
 
 
-def test_an_independent_reading_of_the_specifications_opens_it_too() -> None:
-    """RFC 9180 (base mode, single shot) over the X-Wing KEM (draft-connolly-cfrg-xwing-kem), step by step."""
-    private = PAIR.encode_private().removeprefix(purpose_prefix("hybrid-private-key") + b"\x01")
-    lattice = MLKEM768PrivateKey.from_seed_bytes(private[:64])
-    curve = X25519PrivateKey.from_private_bytes(private[64:])
-    sealed = PAIR.public.seal(b"thirty-two bytes of key material", b"the info")[1:]
-    enc, ciphertext = sealed[:1120], sealed[1120:]
+def key_and_nonce(
+    lattice: MLKEM768PrivateKey, curve: X25519PrivateKey, enc: bytes, info: bytes, aead_id: int
+) -> tuple[bytes, bytes, bytes]:
+    """Shared secret, key and base nonce as the specifications say, step by step, without the library's HPKE.
 
+    RFC 9180, section 5.1 (base mode, HKDF-SHA256), over the KEM MLKEM768-X25519 (draft-ietf-hpke-pq).
+    """
     from_lattice = lattice.decapsulate(enc[:1088])
     from_curve = curve.exchange(X25519PublicKey.from_public_bytes(enc[1088:]))
     combined = from_lattice + from_curve + enc[1088:] + curve.public_key().public_bytes_raw() + b"\\.//^\\"
     shared_secret = hashlib.sha3_256(combined).digest()
+    suite = b"HPKE" + b"".join(number.to_bytes(2, "big") for number in (0x647A, 1, aead_id))
 
-    suite = b"HPKE" + (0x647A).to_bytes(2, "big") + (0x0001).to_bytes(2, "big") + (0x0002).to_bytes(2, "big")
+    def extract(label: bytes, ikm: bytes, salt: bytes = bytes(32)) -> bytes:
+        return hmac.digest(salt, b"HPKE-v1" + suite + label + ikm, "sha256")
 
-    def extract(salt: bytes, label: bytes, ikm: bytes) -> bytes:
-        return hmac.digest(salt or bytes(32), b"HPKE-v1" + suite + label + ikm, "sha256")
-
-    def expand(prk: bytes, label: bytes, info: bytes, length: int) -> bytes:
-        labeled = length.to_bytes(2, "big") + b"HPKE-v1" + suite + label + info
+    def expand(prk: bytes, label: bytes, context: bytes, length: int) -> bytes:
+        labeled = length.to_bytes(2, "big") + b"HPKE-v1" + suite + label + context
         return hmac.digest(prk, labeled + b"\x01", "sha256")[:length]
 
-    context = b"\x00" + extract(b"", b"psk_id_hash", b"") + extract(b"", b"info_hash", b"the info")
-    secret = extract(shared_secret, b"secret", b"")
-    key = expand(secret, b"key", context, 32)
-    nonce = expand(secret, b"base_nonce", context, 12)
-    assert AESGCM(key).decrypt(nonce, ciphertext, b"") == b"thirty-two bytes of key material"
+    context = b"\x00" + extract(b"psk_id_hash", b"") + extract(b"info_hash", info)
+    secret = extract(b"secret", b"", shared_secret)
+    return shared_secret, expand(secret, b"key", context, 32), expand(secret, b"base_nonce", context, 12)
+
+
+def test_the_working_groups_vector_gives_our_public_key_and_its_secret_key_and_plaintext() -> None:
+    vector = json.loads((Path(__file__).parent.parent / "vectors" / "hpke_mlkem768_x25519.json").read_text())
+    value = {name: bytes.fromhex(text) for name, text in vector.items() if name in VECTOR_BYTES}
+    expanded = hashlib.shake_256(value["skRm"]).digest(96)
+    pair = HybridKeyPair.decode_private(purpose_prefix("hybrid-private-key") + b"\x01" + expanded)
+    assert pair.public.encoded == b"\x01" + value["pkRm"]
+    lattice = MLKEM768PrivateKey.from_seed_bytes(expanded[:64])
+    curve = X25519PrivateKey.from_private_bytes(expanded[64:])
+    shared_secret, key, nonce = key_and_nonce(lattice, curve, value["enc"], value["info"], vector["aead_id"])
+    assert (shared_secret, key, nonce) == (value["shared_secret"], value["key"], value["base_nonce"])
+    assert ChaCha20Poly1305(key).decrypt(nonce, value["ct"], value["aad"]) == value["pt"]
+
+
+def test_the_same_steps_open_what_was_sealed_here() -> None:
+    private = PAIR.encode_private().removeprefix(purpose_prefix("hybrid-private-key") + b"\x01")
+    lattice = MLKEM768PrivateKey.from_seed_bytes(private[:64])
+    curve = X25519PrivateKey.from_private_bytes(private[64:])
+    sealed = PAIR.public.seal(b"thirty-two bytes of key material", b"the info")[1:]
+    _, key, nonce = key_and_nonce(lattice, curve, sealed[:1120], b"the info", aead_id=2)
+    assert AESGCM(key).decrypt(nonce, sealed[1120:], b"") == b"thirty-two bytes of key material"
 
 
 def test_a_pair_survives_its_private_file(tmp_path: Path) -> None:

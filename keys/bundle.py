@@ -1,0 +1,156 @@
+"""A region's public bundle, `bundle.json`: all that another region needs to know of it before they exchange anything.
+
+The file is JSON; bytes are base64. The signature is Ed25519, for the purpose `region-bundle`, over the body as JSON
+with sorted names and no white space, so a file may be laid out as one likes. It is made by one of the policy keys that
+the body itself names: it shows that the bundle was not changed since, not whose it is. Whose it is, people see by the
+fingerprint (SHA-256 of the same bytes), which they compare over another way than the file came.
+
+Invariants of a decoded `SignedBundle`, each checked again at decoding:
+1. the shape holds: names, sizes and numbers as typed here, no field too many;
+2. the root certificate names this region and mesh, and every key is a key;
+3. the signature holds under one of its own policy keys.
+
+An update is taken without people comparing again only where `check_update` holds. Pure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from felix.errors import Code, RequestError
+from felix.identity import TrustAnchor
+from felix.names import trust_domain
+from keys.errors import TamperError
+from keys.hybrid import PUBLIC_BYTES, HybridPublicKey
+from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
+
+BUNDLE_BYTES_MAX: Final = 65_536
+"""A bundle takes about 4 KiB; the rest is room for keys that are being rotated."""
+KEYS_MAX: Final = 16
+"""Keys of one kind: the one in use, and some that it takes over from or hands over to."""
+_PURPOSE: Final = "region-bundle"
+
+PublicKeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+PublicKeys = Annotated[tuple[PublicKeyBytes, ...], msgspec.Meta(min_length=1, max_length=KEYS_MAX)]
+
+
+class AuditKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A key that signs audit checkpoints (`log`) or cosigns those of others (`cosigner`), by its name in signed notes."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    role: Literal["log", "cosigner"]
+    public: PublicKeyBytes
+
+
+class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a region tells others. `country` is ISO 3166-1 alpha-2; `jurisdiction` is for people and policies."""
+
+    format: Literal[1] = 1
+    region: str
+    mesh: str
+    country: Annotated[str, msgspec.Meta(pattern="^[A-Z]{2}$")]
+    jurisdiction: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    issued_ms: Annotated[int, msgspec.Meta(ge=0)]
+    root_pem: Annotated[str, msgspec.Meta(max_length=8192)]
+    policy_keys: PublicKeys
+    receipt_keys: PublicKeys
+    audit_keys: Annotated[tuple[AuditKey, ...], msgspec.Meta(max_length=KEYS_MAX)]
+    import_key: Annotated[bytes, msgspec.Meta(min_length=PUBLIC_BYTES, max_length=PUBLIC_BYTES)]
+
+    def anchor(self) -> TrustAnchor:
+        """The root that verifies this region's identities."""
+        return TrustAnchor(self.region, self.mesh, self.root_pem.encode())
+
+    def hybrid_import_key(self) -> HybridPublicKey:
+        """What transfer keys for this region are sealed to."""
+        return HybridPublicKey(self.import_key)
+
+    def signed_bytes(self) -> bytes:
+        """What the signature and the fingerprint are over."""
+        return msgspec.json.encode(self, order="sorted")
+
+    def fingerprint(self) -> str:
+        """SHA-256 in 16 groups of four hexadecimal digits, for people to read to each other."""
+        digest = hashlib.sha256(self.signed_bytes()).hexdigest()
+        return " ".join(digest[at : at + 4] for at in range(0, 64, 4))
+
+
+class SignedBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A bundle and the signature of one of its policy keys."""
+
+    bundle: RegionBundle
+    signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+
+    def encode(self) -> bytes:
+        """The file, laid out for people."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+
+_decoder: Final = msgspec.json.Decoder(SignedBundle)
+
+
+def sign_bundle(bundle: RegionBundle, policy_key: SigningKey) -> SignedBundle:
+    """Raises RequestError(INVALID) where `policy_key` is not among the bundle's own, or the bundle does not hold."""
+    signed = SignedBundle(bundle, policy_key.sign(_PURPOSE, bundle.signed_bytes()))
+    if policy_key.verify_key.public not in bundle.policy_keys:
+        raise RequestError("A bundle is signed with one of the policy keys that it names.", code=Code.INVALID)
+    # Whatever is written can be read: the same checks, before rather than after.
+    return decode_bundle(signed.encode())
+
+
+def decode_bundle(data: bytes) -> SignedBundle:
+    """A bundle that holds. Raises RequestError(INVALID) for its shape, TamperError for its signature."""
+    if len(data) > BUNDLE_BYTES_MAX:
+        raise RequestError(f"A bundle of {len(data)} bytes; {BUNDLE_BYTES_MAX} are allowed.")
+    # 1. the shape
+    try:
+        signed = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"This is not a region's bundle: {error}.", hint="Have that region export its bundle again."
+        ) from error
+    bundle = signed.bundle
+    # 2. its parts
+    trust_domain(bundle.region, bundle.mesh)
+    bundle.anchor()
+    bundle.hybrid_import_key()
+    keys = [VerifyKey(public) for public in bundle.policy_keys]
+    for public in (*bundle.receipt_keys, *(key.public for key in bundle.audit_keys)):
+        VerifyKey(public)
+    # 3. the signature
+    message = bundle.signed_bytes()
+    if not any(key.holds(_PURPOSE, message, signed.signature) for key in keys):
+        raise TamperError(
+            f"The bundle of {bundle.region} is not signed by one of its own policy keys: it was changed.",
+            hint="Get it again from that region, and compare its fingerprint.",
+        )
+    return signed
+
+
+def check_update(trusted: RegionBundle, update: SignedBundle) -> None:
+    """That `update` may take the place of `trusted` without people comparing fingerprints again.
+
+    It must be of the same region, mesh and root, newer, and signed by a policy key that was trusted before. Raises
+    RequestError(WRONG_REGION | CONFLICT), TamperError.
+    """
+    new = update.bundle
+    if (new.region, new.mesh) != (trusted.region, trusted.mesh):
+        raise RequestError(
+            f"A bundle of {new.region}.{new.mesh} cannot replace that of {trusted.region}.{trusted.mesh}.",
+            code=Code.WRONG_REGION,
+        )
+    if new.issued_ms <= trusted.issued_ms:
+        raise RequestError(
+            f"The bundle of {new.region} is not newer than the one that is trusted.", code=Code.CONFLICT
+        )
+    message = new.signed_bytes()
+    if new.root_pem != trusted.root_pem or not any(
+        VerifyKey(public).holds(_PURPOSE, message, update.signature) for public in trusted.policy_keys
+    ):
+        raise TamperError(
+            f"The new bundle of {new.region} has another root, or no policy key that was trusted signed it.",
+            hint="If the region really began anew, compare the fingerprint with its operator and trust it again.",
+        )

@@ -1,0 +1,76 @@
+"""Small files: whole or not at all, and private where they must be."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from felix import files
+from felix.errors import Code, RequestError
+from felix.files import PUBLIC, create_file, read_file, replace_file
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_modes_are_as_asked_whatever_the_users_mask_is(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        create_file(tmp_path / "private", b"1")
+        create_file(tmp_path / "public", b"2", PUBLIC)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "public").stat().st_mode & 0o777 == 0o644
+
+
+def test_creating_never_overwrites_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    create_file(tmp_path / "f", b"old")
+    with pytest.raises(RequestError) as caught:
+        create_file(tmp_path / "f", b"new")
+    assert caught.value.code is Code.ALREADY_EXISTS
+    assert (tmp_path / "f").read_bytes() == b"old"
+    assert names(tmp_path) == ["f"]
+
+
+def test_replacing_is_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_file(tmp_path / "f", b"old")
+    replace_file(tmp_path / "f", b"new")
+    assert (tmp_path / "f").read_bytes() == b"new"
+
+    def failing(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(files.os, "fsync", failing)
+    with pytest.raises(OSError, match="Input/output"):
+        replace_file(tmp_path / "f", b"newer")
+    assert (tmp_path / "f").read_bytes() == b"new"
+    assert names(tmp_path) == ["f"]
+
+
+def test_reading_refuses_what_is_missing_open_too_large_or_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    for missing in (path, path / "below"):
+        with pytest.raises(RequestError, match="the thing") as caught:
+            read_file(missing, "the thing")
+        assert caught.value.code is Code.NOT_FOUND
+    with pytest.raises(RequestError, match="is a folder"):
+        read_file(tmp_path, "the thing")
+    create_file(path, b"12345")
+    assert read_file(path, "the thing", bytes_max=5, private=True) == b"12345"
+    with pytest.raises(RequestError, match="more than 4 bytes"):
+        read_file(path, "the thing", bytes_max=4)
+    path.chmod(0o640)
+    assert read_file(path, "the thing") == b"12345"
+    with pytest.raises(RequestError, match="mode 0640") as caught:
+        read_file(path, "the thing", private=True)
+    assert caught.value.code is Code.FORBIDDEN
+
+
+def test_a_device_is_no_plain_file() -> None:
+    with pytest.raises(RequestError, match="not a plain file"):
+        read_file(Path("/dev/null"), "the thing")

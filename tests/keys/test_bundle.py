@@ -1,0 +1,160 @@
+"""A region's public bundle."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from felix.errors import Code, FelixError, RequestError
+from felix.identity import TrustBundle, verify_chain
+from felix.names import SpiffeId
+from keys.authority import RegionAuthority, create_authority
+from keys.bundle import BUNDLE_BYTES_MAX, AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
+from keys.errors import TamperError
+from keys.hybrid import HybridKeyPair
+from keys.signing import SigningKey
+
+NOW = 1_764_000_000_000
+POLICY = SigningKey.from_seed(b"p" * 32)
+PAIR = HybridKeyPair.generate()
+
+
+@cache
+def authority(region: str = "eu-west") -> RegionAuthority:
+    return create_authority(region, "acme", NOW)
+
+
+def bundle(**changes: object) -> RegionBundle:
+    fields: dict[str, object] = {
+        "region": "eu-west",
+        "mesh": "acme",
+        "country": "IE",
+        "jurisdiction": "EU",
+        "issued_ms": NOW,
+        "root_pem": authority().anchor().root_pem.decode(),
+        "policy_keys": (POLICY.verify_key.public,),
+        "receipt_keys": (SigningKey.from_seed(b"r" * 32).verify_key.public,),
+        "audit_keys": (
+            AuditKey("eu-west.acme/ingress", "log", SigningKey.from_seed(b"a" * 32).verify_key.public),
+        ),
+        "import_key": PAIR.public.encoded,
+    }
+    return RegionBundle(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_a_bundle_survives_its_file_and_its_parts_work() -> None:
+    signed = decode_bundle(sign_bundle(bundle(), POLICY).encode())
+    assert signed.bundle == bundle()
+    identity = authority().issue_identity(SpiffeId.parse("spiffe://eu-west.acme/broker/b1"), NOW)
+    assert verify_chain(identity.chain_pem, TrustBundle([signed.bundle.anchor()]), NOW)
+    sealed = signed.bundle.hybrid_import_key().seal(b"secret", b"")
+    assert PAIR.open(sealed, b"", "it") == b"secret"
+
+
+def test_another_layout_of_the_file_is_the_same_bundle() -> None:
+    signed = sign_bundle(bundle(), POLICY)
+    shuffled = json.dumps(json.loads(signed.encode()), sort_keys=True, indent=7)
+    assert decode_bundle(shuffled.encode()) == signed
+
+
+def test_the_fingerprint_is_for_people_and_changes_with_anything() -> None:
+    fingerprint = bundle().fingerprint()
+    assert len(fingerprint.split()) == 16
+    assert fingerprint == sign_bundle(bundle(), POLICY).bundle.fingerprint()
+    assert bundle(issued_ms=NOW + 1).fingerprint() != fingerprint
+    assert bundle(import_key=HybridKeyPair.generate().public.encoded).fingerprint() != fingerprint
+
+
+def test_any_changed_byte_of_the_file_is_refused_or_means_the_same() -> None:
+    signed = sign_bundle(bundle(), POLICY)
+    data = signed.encode()
+    for at in range(0, len(data), 3):
+        changed = data[:at] + bytes([data[at] ^ (1 << at % 7)]) + data[at + 1 :]
+        try:
+            assert decode_bundle(changed) == signed
+        except FelixError:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"country": "Ireland"}, "not a region's bundle"),
+        ({"jurisdiction": ""}, "not a region's bundle"),
+        ({"region": "EU West"}, "region or mesh name"),
+        ({"region": "us-east"}, "given for us-east"),
+        ({"root_pem": "nothing"}, "cannot be read"),
+        ({"policy_keys": ()}, "policy keys|not a region's bundle"),
+        ({"receipt_keys": (b"short",)}, "not a region's bundle"),
+        ({"import_key": bytes(1217)}, "hybrid public key"),
+        ({"import_key": b"short"}, "not a region's bundle"),
+    ],
+)
+def test_a_bundle_that_does_not_hold_is_not_even_signed(changes: dict[str, object], match: str) -> None:
+    with pytest.raises(RequestError, match=match):
+        sign_bundle(bundle(**changes), POLICY)
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_bundle_are_refused(data: bytes) -> None:
+    with pytest.raises(RequestError):
+        decode_bundle(data)
+
+
+def test_files_that_are_too_large_or_have_a_field_too_many_are_refused() -> None:
+    with pytest.raises(RequestError, match="are allowed"):
+        decode_bundle(bytes(BUNDLE_BYTES_MAX + 1))
+    content = json.loads(sign_bundle(bundle(), POLICY).encode())
+    content["bundle"]["note"] = "hello"
+    with pytest.raises(RequestError, match="note"):
+        decode_bundle(json.dumps(content).encode())
+    content = json.loads(sign_bundle(bundle(), POLICY).encode())
+    content["bundle"]["format"] = 2
+    with pytest.raises(RequestError, match="not a region's bundle"):
+        decode_bundle(json.dumps(content).encode())
+
+
+def test_a_bundle_signed_by_a_key_that_it_does_not_name_is_refused() -> None:
+    with pytest.raises(RequestError, match="that it names"):
+        sign_bundle(bundle(), SigningKey.generate())
+    forged = msgspec.structs.replace(
+        sign_bundle(bundle(), POLICY),
+        signature=SigningKey.generate().sign("region-bundle", bundle().signed_bytes()),
+    )
+    with pytest.raises(TamperError):
+        decode_bundle(forged.encode())
+
+
+def test_an_update_signed_by_a_trusted_key_may_bring_new_keys() -> None:
+    next_key = SigningKey.generate()
+    keys = (POLICY.verify_key.public, next_key.verify_key.public)
+    first = bundle(issued_ms=NOW + 1, policy_keys=keys, import_key=HybridKeyPair.generate().public.encoded)
+    check_update(bundle(), sign_bundle(first, POLICY))
+    second = bundle(issued_ms=NOW + 2, policy_keys=(next_key.verify_key.public,))
+    check_update(first, sign_bundle(second, next_key))
+
+
+def test_an_update_that_is_old_foreign_or_by_a_stranger_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        check_update(bundle(), sign_bundle(bundle(), POLICY))
+    assert caught.value.code is Code.CONFLICT
+    foreign = bundle(
+        region="us-east", issued_ms=NOW + 1, root_pem=authority("us-east").anchor().root_pem.decode()
+    )
+    with pytest.raises(RequestError) as caught:
+        check_update(bundle(), sign_bundle(foreign, POLICY))
+    assert caught.value.code is Code.WRONG_REGION
+    stranger = SigningKey.generate()
+    with pytest.raises(TamperError):
+        check_update(
+            bundle(),
+            sign_bundle(bundle(issued_ms=NOW + 1, policy_keys=(stranger.verify_key.public,)), stranger),
+        )
+    other_root = create_authority("eu-west", "acme", NOW).anchor().root_pem.decode()
+    with pytest.raises(TamperError, match="another root"):
+        check_update(bundle(), sign_bundle(bundle(issued_ms=NOW + 1, root_pem=other_root), POLICY))
