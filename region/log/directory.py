@@ -18,9 +18,11 @@ from typing import Final, NamedTuple
 
 from felix.errors import Code, FelixError, RequestError
 from felix.names import StreamName
+from region.log.disk import storage_error
 from region.log.durability import Kind
 from region.log.files import Files
 from region.log.lock import FolderLock
+from region.log.mark import MARK_NAME
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
@@ -30,6 +32,7 @@ READ_THREADS_MAX: Final = 4
 """Catching-up readers wait for each other rather than for syncs: reads have threads of their own."""
 
 _SEPARATOR: Final = "~"
+_DELETED_SUFFIX: Final = ".deleted"
 
 
 class StoredStream(NamedTuple):
@@ -71,6 +74,7 @@ class LogDirectory:
         self._commit_pool = ThreadPoolExecutor(COMMIT_THREADS_MAX, thread_name_prefix="log-commit")
         self._read_pool = ThreadPoolExecutor(READ_THREADS_MAX, thread_name_prefix="log-read")
         self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
+        self._commit_pool.submit(self._finish_deletions)
 
     @property
     def shards(self) -> tuple[ShardLog, ...]:
@@ -112,7 +116,10 @@ class LogDirectory:
         folder = None
         if settings.durability.kind is not Kind.EPHEMERAL:
             folder = self.shard_folder(name, incarnation, shard)
-            await asyncio.get_running_loop().run_in_executor(self._commit_pool, self._make, folder)
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._commit_pool, self._make, folder)
+            except OSError as error:
+                raise storage_error(error, folder) from error
         log = await ShardLog.open(
             folder,
             ShardIdentity(self._region, str(name), incarnation, shard),
@@ -128,9 +135,9 @@ class LogDirectory:
 
     def _make(self, folder: Path) -> None:
         """Create a shard's folder so that a crash does not undo it."""
-        if folder.is_dir():
+        if (folder / MARK_NAME).exists():
             return
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self._files.sync_folder(folder.parent)
         self._files.sync_folder(self._data)
 
@@ -151,10 +158,16 @@ class LogDirectory:
         if not folder.exists():
             return
         # Renamed first: a crash in the middle leaves no half of a stream under its name.
-        doomed = folder.with_name(folder.name + ".deleted")
+        doomed = folder.with_name(folder.name + _DELETED_SUFFIX)
         folder.rename(doomed)
         self._files.sync_folder(self._data)
         shutil.rmtree(doomed)
+
+    def _finish_deletions(self) -> None:
+        """What a crash left of deletions that were asked for."""
+        for folder in self._data.glob(f"*{_DELETED_SUFFIX}"):
+            if parse_folder_name(folder.name.removesuffix(_DELETED_SUFFIX)):
+                shutil.rmtree(folder, ignore_errors=True)
 
     async def close(self) -> None:
         """Close every shard, the threads and the lock."""

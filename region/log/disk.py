@@ -60,6 +60,8 @@ SEGMENT_AGE_MS: Final = 24 * 3_600_000
 """Retention by age deletes whole segments, so one must not stay open for longer than a day."""
 ANNOTATION_SLOTS_MAX: Final = 256
 """Every roll carries all annotations over: 256 of them stay under 150 KB."""
+FULL_RETRY_MS: Final = 250
+"""While the disk is full, one append in this time is let through to find out whether there is room."""
 _INDEXES_HELD_MAX: Final = 16
 """Indexes of closed segments in memory per shard, about 100 KiB each."""
 
@@ -112,8 +114,29 @@ class SealedBatch(NamedTuple):
     data: memoryview
 
 
-def _no_commitment() -> bytes:
+def no_commitment() -> bytes:
+    """The key commitment of a stream that is kept unsealed."""
     return b""
+
+
+def disk_full() -> UnavailableError:
+    """The answer to a write that found no room."""
+    return UnavailableError(
+        "The disk is full: nothing was written.",
+        code=Code.DISK_FULL,
+        hint="Free some room or shorten the stream's retention; writing resumes by itself.",
+        retry_after_ms=FULL_RETRY_MS,
+    )
+
+
+def storage_error(error: OSError, folder: Path) -> UnavailableError:
+    """What an OSError in a shard's folder means to the callers above."""
+    if is_full(error):
+        return disk_full()
+    return StorageFailedError(
+        f"{error.filename or folder} cannot be used: {error.strerror or error}.",
+        hint="Look after the disk or its permissions, then restart the broker.",
+    )
 
 
 class DiskLog:
@@ -153,7 +176,7 @@ class DiskLog:
         now_ms: int,
         files: Files | None = None,
         limits: SegmentLimits | None = None,
-        commitment: Callable[[], bytes] = _no_commitment,
+        commitment: Callable[[], bytes] = no_commitment,
         full_verify: bool = False,
     ) -> tuple[DiskLog, Recovered]:
         """Recover what `folder` holds, or begin a log in it. `commitment` is asked for each new segment's header.

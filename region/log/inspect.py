@@ -1,4 +1,5 @@
-"""A segment's structure without its contents, for `felix log inspect`. Values in, values out: nothing is opened.
+"""A segment's structure without its contents, for `felix log inspect`. Values in, values out: nothing is opened. The
+header itself is region.log.segment.decode_segment_header's.
 
 Payloads, keys, annotations' bytes and bodies are never among what is given back; lengths, offsets and times are.
 """
@@ -11,7 +12,6 @@ from typing import NamedTuple
 from felix.batch import FLAG_HEADERS, FLAG_KEYED, FLAG_SEALED, FLAG_ZSTD, Buffer
 from region.log.segment import (
     EntryDamagedError,
-    SegmentHeader,
     decode_entry,
     decode_segment_header,
     find_entries,
@@ -44,11 +44,6 @@ class DamageLine(NamedTuple):
     position: int
     length: int
     reason: str
-
-
-def inspect_header(data: Buffer) -> tuple[SegmentHeader, int]:
-    """The segment's header and its length. Raises CorruptionError."""
-    return decode_segment_header(data)
 
 
 def inspect_entries(data: Buffer) -> Iterator[EntryLine | DamageLine]:

@@ -56,9 +56,9 @@ from region.log.segment import (
     SegmentEntry,
     SegmentHeader,
     ShardIdentity,
-    decode_entry,
     decode_segment_header,
     find_entries,
+    scan_window,
 )
 
 EPOCHS_NAME: Final = "epochs"
@@ -133,31 +133,24 @@ def scan_file(
     position = start
     while position < end:
         window = files.pread(descriptor, min(WINDOW_BYTES, end - position), position)
-        at, index = position, 0
-        while index < len(window):
-            try:
-                entry = decode_entry(
-                    window,
-                    index,
-                    at=at,
-                    salt=segment.salt,
-                    shard=segment.identity.shard,
-                    verify_body=verify_bodies,
-                )
-            except EntryIncompleteError as error:
-                # The rest of the window may only be the beginning; a whole one shows which it is.
-                if index and at + index + error.needed <= end:
-                    break
-                raise
+        if not window:
+            raise EntryIncompleteError("the file is shorter than it was", 1)
+        entries, stopped = scan_window(
+            window, at=position, salt=segment.salt, shard=segment.identity.shard, verify_body=verify_bodies
+        )
+        for entry in entries:
             if entry.end > end:
                 raise EntryIncompleteError(
                     f"{end - entry.position} bytes of an entry's {entry.length}", entry.length
                 )
             yield entry
-            index += entry.length
-        if not window:
-            raise EntryIncompleteError("the file is shorter than it was", 1)
-        position = at + index
+            position = entry.end
+        # An entry that only the window cuts off stands whole at the beginning of the next one.
+        cut_by_window = (
+            isinstance(stopped, EntryIncompleteError) and entries and position + stopped.needed <= end
+        )
+        if stopped and not cut_by_window:
+            raise stopped
 
 
 def evidence_beyond(

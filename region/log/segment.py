@@ -180,7 +180,6 @@ class SegmentEntry(NamedTuple):
     slot: int
     annotation: bytes
     header: BatchHeader | None
-    batch_position: int
 
     @property
     def end(self) -> int:
@@ -226,9 +225,7 @@ def decode_entry(
     if kind == Kind.POSITION:
         if batch_length:
             raise EntryDamagedError("an entry without a batch states a batch length")
-        return SegmentEntry(
-            position, length, base_offset, epoch, synced_to, slot, annotation, None, position + head_length
-        )
+        return SegmentEntry(position, length, base_offset, epoch, synced_to, slot, annotation, None)
     if kind != Kind.BATCH or batch_length < HEADER_BYTES:
         raise EntryDamagedError(f"an entry of kind {kind} with a batch of {batch_length} bytes")
     if available < head_length + HEADER_BYTES:
@@ -250,9 +247,7 @@ def decode_entry(
         body_at = index + head_length + HEADER_BYTES
         if body_checksum(view[body_at : index + length]) != header.body_checksum:
             raise EntryDamagedError("the body's checksum does not hold")
-    return SegmentEntry(
-        position, length, base_offset, epoch, synced_to, slot, annotation, header, position + head_length
-    )
+    return SegmentEntry(position, length, base_offset, epoch, synced_to, slot, annotation, header)
 
 
 class Scan(NamedTuple):

@@ -31,12 +31,16 @@ from felix.errors import Code, CorruptionError, FelixError, RequestError, Unavai
 from region.log.counters import ShardCounters
 from region.log.disk import (
     ANNOTATION_SLOTS_MAX,
+    FULL_RETRY_MS,
     DiskLog,
     Frame,
     OffsetOutOfRangeError,
     SealedBatch,
     SegmentLimits,
     StorageFailedError,
+    disk_full,
+    no_commitment,
+    storage_error,
 )
 from region.log.durability import FSYNC, Durability, Kind
 from region.log.epochs import EpochHistory
@@ -53,8 +57,6 @@ GROUP_BYTES_MAX: Final = 8 << 20
 """Written before one sync: bounds how long the first of a group waits for the last."""
 SEAL_BYTES_MAX: Final = 64
 """What sealing may add to a body (nonce, tag); a plain batch must leave this much room."""
-FULL_RETRY_MS: Final = 250
-"""While the disk is full, one append in this time is let through to find out whether there is room."""
 MARK_SYNC_IDLE_S: Final = 1.0
 """The mark is brought to the disk this long after appends began; see region.log.recovery for what it proves."""
 
@@ -117,11 +119,6 @@ def same_batch(batch: Batch) -> Batch:
 
 def no_prefix(header: BatchHeader) -> bytes:
     """Delivery bytes without a frame of the wire around them."""
-    return b""
-
-
-def no_commitment() -> bytes:
-    """The key commitment of a stream that is kept unsealed."""
     return b""
 
 
@@ -195,6 +192,7 @@ class ShardLog:
         self._commit_pool = commit_pool
         self._read_pool = read_pool
         self._loop = asyncio.get_running_loop()
+        self._folder = Path()
         self._ephemeral = settings.durability.kind is Kind.EPHEMERAL
         self._ring = self._new_ring(settings.first_offset)
         self._disk: DiskLog | None = None
@@ -248,7 +246,7 @@ class ShardLog:
             shard._move(Event.OPENED)
             return shard
         assert folder is not None
-        shard_folder = folder
+        shard_folder = shard._folder = folder
 
         def recover() -> tuple[DiskLog, Recovered]:
             return DiskLog.open(
@@ -264,7 +262,7 @@ class ShardLog:
         try:
             disk, recovered = await shard._loop.run_in_executor(commit_pool, recover)
         except OSError as error:
-            raise _storage_error(error, shard_folder) from error
+            raise storage_error(error, shard_folder) from error
         shard._adopt(disk, recovered)
         shard._move(Event.OPENED)
         return shard
@@ -451,7 +449,7 @@ class ShardLog:
                 self._retry_at = now + FULL_RETRY_MS / 1000
                 return None
             self.counters.refused_disk_full += 1
-            return _disk_full()
+            return disk_full()
         return self._not_serving()
 
     def _not_serving(self) -> FelixError:
@@ -538,9 +536,9 @@ class ShardLog:
         except StorageFailedError as error:
             refusal_, failed = error, True
         except OSError as error:
-            refusal_, no_room = _disk_full(), is_full(error)
+            refusal_, no_room = disk_full(), is_full(error)
             if not no_room:
-                refusal_, failed = _storage_error(error, None), True
+                refusal_, failed = storage_error(error, self._folder), True
         except FelixError as error:
             # The seal refused (a key is gone, a provider does not answer): nothing was written.
             refusal_ = error
@@ -614,11 +612,21 @@ class ShardLog:
             self._move(Event.ROOM)
         self._arm_timers()
         for item in group:
-            item.done(item.answer)
+            self._answer(item, item.answer)
         if self._high_watermark > before:
             self._wake_tail()
         if not self._in_flight:
             self._drained.set()
+
+    def _answer(self, item: _Pending, result: Appended | FelixError) -> None:
+        """One caller's mistake must not keep the others of its group waiting."""
+        try:
+            item.done(result)
+        except Exception as error:
+            self._report("The receiver of an append's answer failed", error)
+
+    def _report(self, what: str, error: Exception) -> None:
+        self._loop.call_exception_handler({"message": f"{what} ({self.identity.stream})", "exception": error})
 
     def _arm_timers(self) -> None:
         if self.settings.durability.kind is Kind.INTERVAL and self._sync_timer is None:
@@ -631,8 +639,14 @@ class ShardLog:
         if disk and disk.segment_count != self._segments_seen:
             self._segments_seen = disk.segment_count
             # A rolled segment: what is before it need not be read again to know the producers.
-            snapshot = self._producers.encode(self._high_watermark)
-            self._submit(lambda: disk.save_producers(snapshot), optional=True)
+            snapshot, truncations = self._producers.encode(self._high_watermark), self._truncations
+
+            def save() -> None:
+                # A truncation in between made the snapshot claim what is no longer there.
+                if truncations == self._truncations:
+                    disk.save_producers(snapshot)
+
+            self._submit(save, optional=True)
 
     def _sync_soon(self) -> None:
         self._sync_timer = None
@@ -668,7 +682,7 @@ class ShardLog:
                     work()
             except (OSError, FelixError) as error:
                 if not optional:
-                    failure = error if isinstance(error, FelixError) else _storage_error(error, None)
+                    failure = error if isinstance(error, FelixError) else storage_error(error, self._folder)
                     self._tell(lambda: self._fail(failure))
 
         self._commit_pool.submit(run)
@@ -689,7 +703,7 @@ class ShardLog:
         if failed:
             self._fail(error)
         for item in group:
-            item.done(error)
+            self._answer(item, error)
         if not self._in_flight:
             self._drained.set()
 
@@ -704,7 +718,7 @@ class ShardLog:
             self._in_flight -= 1
             self.pending_bytes -= item.size
         for item in waiting:
-            item.done(error)
+            self._answer(item, error)
         if not self._in_flight:
             self._drained.set()
         self._wake_tail()
@@ -727,7 +741,10 @@ class ShardLog:
     def _wake_tail(self) -> None:
         self._tail_scheduled = False
         for callback in tuple(self._tail_callbacks):
-            callback()
+            try:
+                callback()
+            except Exception as error:
+                self._report("A follower of the tail failed", error)
 
     def _check_readable(self, offset: int) -> None:
         if self.state not in (State.SERVING, State.FULL):
@@ -795,7 +812,7 @@ class ShardLog:
             self._fail(error)
             raise
         except OSError as error:
-            failure = _storage_error(error, None)
+            failure = storage_error(error, self._folder)
             self._fail(failure)
             raise failure from error
 
@@ -886,7 +903,7 @@ class ShardLog:
         try:
             return await self._loop.run_in_executor(self._commit_pool, run)
         except OSError as error:
-            failure = _storage_error(error, None)
+            failure = storage_error(error, self._folder)
             if not is_full(error):
                 self._fail(failure)
             raise failure from error
@@ -955,25 +972,6 @@ class _Held:
     async def __aexit__(self, *_: object) -> None:
         if self._shard._hold is self._refusal:
             self._shard._hold = None
-
-
-def _disk_full() -> UnavailableError:
-    return UnavailableError(
-        "The disk is full: nothing was written.",
-        code=Code.DISK_FULL,
-        hint="Free some room or shorten the stream's retention; writing resumes by itself.",
-        retry_after_ms=FULL_RETRY_MS,
-    )
-
-
-def _storage_error(error: OSError, folder: Path | None) -> UnavailableError:
-    if is_full(error):
-        return _disk_full()
-    where = error.filename or folder or "the shard's folder"
-    return StorageFailedError(
-        f"{where} cannot be used: {error.strerror or error}.",
-        hint="Look after the disk or its permissions, then restart the broker.",
-    )
 
 
 def _bug(error: Exception) -> FelixError:

@@ -239,6 +239,20 @@ async def test_file_size_limit_is_a_full_disk(tmp_path: Path) -> None:
         assert await read_all(shard) == [b"one"]
 
 
+async def test_one_receiver_that_fails_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    reported: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["message"]))
+
+    def broken(_: object) -> None:
+        raise ValueError("a mistake of the caller's")
+
+    async with serving(tmp_path) as shard:
+        shard.subscribe_tail(lambda: broken(None))
+        shard.append_nowait(batch_of(b"one"), broken)
+        assert (await shard.append(batch_of(b"two"))).base_offset == 1
+    assert len(reported) == 2
+
+
 async def test_pending_bytes_are_bounded(tmp_path: Path) -> None:
     async with serving(tmp_path, ShardSettings(pending_bytes_max=1_000)) as shard:
         answers = await asyncio.gather(

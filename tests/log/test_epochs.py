@@ -1,0 +1,46 @@
+"""The leader-epoch history."""
+
+from __future__ import annotations
+
+import pytest
+
+from felix.errors import Code, RequestError
+from region.log.epochs import EpochHistory, EpochStart
+
+
+def test_follower_finds_where_an_epoch_ended() -> None:
+    history = EpochHistory()
+    assert history.current == 0
+    assert history.begin(1, 0) and history.begin(3, 10) and history.begin(4, 25)
+    assert not history.begin(4, 30)
+    assert history.end_of(1, 40) == EpochStart(1, 10)
+    assert history.end_of(2, 40) == EpochStart(1, 10)
+    assert history.end_of(3, 40) == EpochStart(3, 25)
+    assert history.end_of(9, 40) == EpochStart(4, 40)
+    assert history.end_of(0, 40) == EpochStart(0, 0)
+
+
+def test_older_epoch_cannot_begin() -> None:
+    history = EpochHistory()
+    history.begin(5, 0)
+    with pytest.raises(RequestError) as conflict:
+        history.begin(4, 10)
+    assert conflict.value.code is Code.CONFLICT
+
+
+def test_epoch_without_a_batch_leaves_its_place_to_the_next() -> None:
+    history = EpochHistory()
+    history.begin(1, 0)
+    history.begin(2, 10)
+    history.begin(3, 10)
+    assert history.starts == (EpochStart(1, 0), EpochStart(3, 10))
+
+
+def test_truncate_trim_and_clamp() -> None:
+    history = EpochHistory([EpochStart(1, 0), EpochStart(2, 10), EpochStart(3, 20)])
+    history.trim(15)
+    assert [start.epoch for start in history.starts] == [2, 3]
+    history.clamp(15)
+    assert history.starts[-1] == EpochStart(3, 15)
+    history.truncate(15)
+    assert history.current == 2
