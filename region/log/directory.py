@@ -74,6 +74,7 @@ class LogDirectory:
         self._commit_pool = ThreadPoolExecutor(COMMIT_THREADS_MAX, thread_name_prefix="log-commit")
         self._read_pool = ThreadPoolExecutor(READ_THREADS_MAX, thread_name_prefix="log-read")
         self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
+        self._opening: set[tuple[StreamName, bytes, int]] = set()
         self._commit_pool.submit(self._finish_deletions)
 
     @property
@@ -111,8 +112,25 @@ class LogDirectory:
         RequestError(CONFLICT) where it is open already.
         """
         key = (name, incarnation, shard)
-        if key in self._open:
+        if key in self._open or key in self._opening:
             raise RequestError(f"Shard {shard} of {name} is open already.", code=Code.CONFLICT)
+        self._opening.add(key)
+        try:
+            log = await self._open_log(*key, settings, hooks, full_verify)
+        finally:
+            self._opening.discard(key)
+        self._open[key] = log
+        return log
+
+    async def _open_log(
+        self,
+        name: StreamName,
+        incarnation: bytes,
+        shard: int,
+        settings: ShardSettings,
+        hooks: ShardHooks,
+        full_verify: bool,
+    ) -> ShardLog:
         folder = None
         if settings.durability.kind is not Kind.EPHEMERAL:
             folder = self.shard_folder(name, incarnation, shard)
@@ -120,7 +138,7 @@ class LogDirectory:
                 await asyncio.get_running_loop().run_in_executor(self._commit_pool, self._make, folder)
             except OSError as error:
                 raise storage_error(error, folder) from error
-        log = await ShardLog.open(
+        return await ShardLog.open(
             folder,
             ShardIdentity(self._region, str(name), incarnation, shard),
             settings,
@@ -130,8 +148,6 @@ class LogDirectory:
             files=self._files,
             full_verify=full_verify,
         )
-        self._open[key] = log
-        return log
 
     def _make(self, folder: Path) -> None:
         """Create a shard's folder so that a crash does not undo it."""

@@ -409,6 +409,12 @@ class _Recovery:
         segments = [self.closed(path, int(following.stem)) for path, following in pairwise(paths)]
         state, annotations = self.last(paths[-1], mark)
         segments.append(state)
+        if self.replay_from > state.next_offset:
+            # Acknowledged under `interval` and lost with the power, or cut by hand: the snapshot knows too much.
+            self.files.unlink(self.folder / PRODUCERS_NAME)
+            again = _Recovery(self.files, self.folder, self.identity, full=False)
+            again.cut = self.cut
+            return again.run()
         self.producers.settle(state.next_offset)
         self.epochs.clamp(state.next_offset)
         file, position, size, offset, reason = self.cut or (None, 0, 0, 0, "")

@@ -28,6 +28,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from felix.batch import BATCH_BYTES_MAX, FLAG_SEALED, HEADER_BYTES, NO_KEY_ID, Batch, BatchHeader
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from keys.envelope import SEAL_BYTES
 from region.log.counters import ShardCounters
 from region.log.disk import (
     ANNOTATION_SLOTS_MAX,
@@ -55,8 +56,6 @@ PENDING_BYTES_MAX: Final = 32 << 20
 """Appended and not yet durable, per shard: several groups ahead of a slow disk, and no more."""
 GROUP_BYTES_MAX: Final = 8 << 20
 """Written before one sync: bounds how long the first of a group waits for the last."""
-SEAL_BYTES_MAX: Final = 64
-"""What sealing may add to a body (nonce, tag); a plain batch must leave this much room."""
 MARK_SYNC_IDLE_S: Final = 1.0
 """The mark is brought to the disk this long after appends began; see region.log.recovery for what it proves."""
 
@@ -144,6 +143,7 @@ class ShardSettings:
 class ShardHooks:
     """What the broker injects: called in threads of the pools, `seal` by one at a time, `open_batch` by many.
 
+    A batch to seal carries its final header; a data key is of one leader epoch, so `seal` chooses it by the header's.
     `seal` gives the batch as it stands on disk, `open_batch` undoes it (also for batches of older keys);
     `commitment` is asked for each new segment; `frame_prefix` gives what precedes a plain batch in delivery.
     """
@@ -425,10 +425,10 @@ class ShardLog:
                 return RequestError(
                     "The batch is sealed already; a shard takes plain batches and seals them itself."
                 )
-            if batch.header.total_length + SEAL_BYTES_MAX > BATCH_BYTES_MAX:
+            if batch.header.total_length + SEAL_BYTES > BATCH_BYTES_MAX:
                 return RequestError(
                     f"A batch of {batch.header.total_length} bytes leaves no room for its seal; "
-                    f"{BATCH_BYTES_MAX - SEAL_BYTES_MAX} are allowed.",
+                    f"{BATCH_BYTES_MAX - SEAL_BYTES} are allowed.",
                     code=Code.BATCH_TOO_LARGE,
                     hint="Publish smaller batches.",
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from felix.names import StreamName
 from region.log.directory import LogDirectory, StoredStream, folder_name, parse_folder_name
 from region.log.durability import EPHEMERAL
 from region.log.lock import FolderLock
-from region.log.shard import ShardHooks, ShardSettings
+from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
 NAME = StreamName.parse("acme/payments/orders")
 FIRST, SECOND = bytes(16), bytes(range(16))
@@ -47,11 +48,16 @@ async def test_shards_are_opened_listed_closed_and_deleted(tmp_path: Path) -> No
     with pytest.raises(RequestError):
         await directory.open_shard(NAME, FIRST, 0, ShardSettings(), ShardHooks())
     assert len(directory.shards) == 4
+    both = await asyncio.gather(
+        *(directory.open_shard(NAME, FIRST, 2, ShardSettings(), ShardHooks()) for _ in range(2)),
+        return_exceptions=True,
+    )
+    assert [type(one) for one in both] == [ShardLog, RequestError], "opened once, even at the same time"
     await directory.close_shard(NAME, FIRST, 1)
     await directory.close()
 
     directory = LogDirectory(tmp_path, "us-east")
-    assert directory.stored() == [StoredStream(NAME, FIRST, (0, 1)), StoredStream(NAME, SECOND, (0,))]
+    assert directory.stored() == [StoredStream(NAME, FIRST, (0, 1, 2)), StoredStream(NAME, SECOND, (0,))]
     log = await directory.open_shard(NAME, FIRST, 0, ShardSettings(), ShardHooks())
     assert log.high_watermark == 1
     await directory.delete_stream(NAME, FIRST)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from log.building import (
+    IDENTITY,
     SMALL,
     FailingFiles,
     batch_of,
@@ -25,6 +26,9 @@ from log.building import (
 
 from felix.batch import BATCH_BYTES_MAX, Batch, BatchHeader
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from felix.names import StreamName
+from keys.envelope import BatchSealer, DataKey, open_batch
+from keys.key_id import KeyKind, new_key_id
 from region.log.disk import OffsetOutOfRangeError
 from region.log.durability import EPHEMERAL, Durability
 from region.log.retention import Retention
@@ -304,6 +308,35 @@ async def test_what_is_sealed_on_disk_is_delivered_plain_hot_and_cold(tmp_path: 
     assert b"secret" not in first_segment(tmp_path).read_bytes()
 
 
+async def test_real_seal_across_epochs_and_restart(tmp_path: Path) -> None:
+    stream = StreamName.parse(IDENTITY.stream)
+    keys: dict[bytes, DataKey] = {}
+    sealers: dict[int, BatchSealer] = {}
+    for epoch in (0, 1):
+        key = DataKey(
+            new_key_id("us-east", KeyKind.DATA, bytes([epoch]) * 11),
+            *("us-east", stream, IDENTITY.incarnation, IDENTITY.shard, epoch, bytes([epoch]) * 32),
+        )
+        keys[key.key_id], sealers[epoch] = key, BatchSealer(key)
+
+    hooks = ShardHooks(
+        seal=lambda batch: sealers[batch.header.leader_epoch].seal(batch),
+        open_batch=lambda batch: open_batch(keys[batch.header.key_id], batch),
+        commitment=lambda: next(iter(keys.values())).commitment(),
+    )
+    async with serving(tmp_path, ShardSettings(ring_bytes_max=1), hooks) as shard:
+        await asyncio.gather(*(shard.append(batch_of(b"%d" % number)) for number in range(50)))
+        await shard.begin_epoch(1)
+        await asyncio.gather(*(shard.append(batch_of(b"%d" % number)) for number in range(50, 100)))
+        assert await read_all(shard) == [b"%d" % number for number in range(100)]
+        hot, cold = shard.read_hot(99, 1), await shard.read(98, 1)
+        assert hot and payloads_of(hot + cold) == [b"99", b"98"]
+    async with serving(tmp_path, hooks=hooks) as shard:
+        assert await read_all(shard) == [b"%d" % number for number in range(100)]
+        again = await shard.read(99, 1)
+        assert bytes(again[0].data) == bytes(hot[0].data), "what disk gives is what memory gave"
+
+
 async def test_refusal_by_the_seal_refuses_the_group_and_nothing_else(tmp_path: Path) -> None:
     broken = False
 
@@ -433,6 +466,32 @@ async def test_producers_are_deduplicated_across_restart_and_in_flight(tmp_path:
             await shard.append(numbered(6))
         assert fenced.value.code is Code.PRODUCER_FENCED
         assert await read_all(shard) == [b"0", b"1", b"2", b"3", b"4", b"5", b"0"]
+
+
+async def test_snapshot_that_knows_more_than_the_log_is_not_believed(tmp_path: Path) -> None:
+    """What an interval stream acknowledged and lost with the power is not a duplicate when it is sent again."""
+
+    def numbered(sequence: int) -> Batch:
+        return batch_of(b"%d" % sequence, producer=5, sequence=sequence)
+
+    async with serving(tmp_path) as shard:
+        for sequence in range(3):
+            await shard.append(numbered(sequence))
+        kept = shard.disk_bytes
+        for sequence in range(3, 20):
+            await shard.append(numbered(sequence))
+    lose_after(tmp_path, kept)
+    async with serving(tmp_path) as shard:
+        assert shard.high_watermark == 3
+        answer = await shard.append(numbered(3))
+        assert (answer.base_offset, answer.duplicate) == (3, False)
+
+
+def lose_after(folder: Path, position: int) -> None:
+    """Cut the log by hand, as documented: the bytes and the mark that vouches for them."""
+    path = first_segment(folder)
+    path.write_bytes(path.read_bytes()[:position])
+    (folder / "mark").unlink()
 
 
 async def test_duplicate_of_a_batch_that_fails_fails_with_it(tmp_path: Path) -> None:
