@@ -14,8 +14,8 @@ The header of a sealed batch has FLAG_SEALED, the key id, and length and checksu
 stays. Opening gives back exactly what was sealed.
 
 Invariants:
-- one data key has at most one sealer, ever, and a sealer never gives out a counter twice; with a data key fresh
-  for every process start, a crash cannot bring a nonce back;
+- one data key has at most one sealer, ever, in one process, and a sealer never gives out a counter twice; with a
+  data key fresh for every process start, neither a crash nor a fork can bring a nonce back;
 - the AES key is derived from the data key's secret and its whole scope, and so is the commitment: a wrong secret
   is found before it is used, and a secret under another stream's name opens nothing.
 
@@ -24,6 +24,7 @@ Pure. The log seals, brokers and granted bridges open. A sealer may be shared be
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from dataclasses import dataclass, field
@@ -125,7 +126,7 @@ class BatchSealer:
     - `batches` is the next counter; it only grows, and no value of it is used twice.
     """
 
-    __slots__ = ("_lock", "batches", "data_key", "started_ms")
+    __slots__ = ("_lock", "_process", "batches", "data_key", "started_ms")
 
     def __init__(self, data_key: DataKey, started_ms: int = 0) -> None:
         """`started_ms` is when the key began to seal; its age counts from there.
@@ -140,6 +141,7 @@ class BatchSealer:
         self.data_key = data_key
         self.started_ms = started_ms
         self.batches = 0
+        self._process = os.getpid()
         self._lock = threading.Lock()
 
     def due(self, now_ms: int) -> bool:
@@ -164,6 +166,10 @@ class BatchSealer:
                 f"{_which(header)} has a body of {len(batch.body)} bytes; sealed, at most {SEALABLE_BYTES_MAX} fit.",
                 code=Code.BATCH_TOO_LARGE,
                 hint="Publish smaller batches.",
+            )
+        if os.getpid() != self._process:
+            raise KeyScopeError(
+                f"Data key {key.key_id.hex()} belongs to process {self._process}; a forked copy would repeat its nonces."
             )
         with self._lock:
             counter = self.batches

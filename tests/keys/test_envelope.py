@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 
@@ -161,6 +162,14 @@ def test_one_data_key_has_one_sealer() -> None:
     BatchSealer(key)
     with pytest.raises(KeyScopeError, match="has a sealer already"):
         BatchSealer(key)
+
+
+def test_a_forked_process_seals_nothing_with_its_parents_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    sealer = BatchSealer(data_key())
+    sealer.seal(plain_batch([b"x"]))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(KeyScopeError, match="forked"):
+        sealer.seal(plain_batch([b"x"]))
 
 
 def test_threads_that_share_a_sealer_never_share_a_counter() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,3 +107,14 @@ def test_entries_that_break_the_tree_are_corruption(
     with pytest.raises(CorruptionError) as caught:
         tree.apply(entries[-1])
     assert caught.value.code is Code.CORRUPTION
+
+
+def test_the_documentation_prints_the_table_that_the_code_runs_on() -> None:
+    text = (Path(__file__).parent.parent.parent / "docs" / "keys.md").read_text()
+    section = text.split("## States\n")[1].split("\n## ")[0]
+    rows = [
+        tuple(cell.strip() for cell in line.strip("|").split("|"))
+        for line in section.splitlines()
+        if "|" in line
+    ]
+    assert rows[2:] == [(str(state), str(event), str(after)) for (state, event), after in TRANSITIONS.items()]
