@@ -1,1 +1,59 @@
-"""What both ends of the wire share, and the client SDK."""
+"""What both ends of the wire share, and the client SDK, whose face this is.
+
+`felix.connect` is where an application begins (felix.client); `felix.sync` is the same for scripts and notebooks.
+"""
+
+from felix.backoff import BackoffPolicy
+from felix.batch import NewRecord, Record
+from felix.client import RegionClient, Stream, connect
+from felix.connection import SessionInfo
+from felix.errors import (
+    Code,
+    CorruptionError,
+    FelixError,
+    ProtocolError,
+    RequestError,
+    UnavailableError,
+)
+from felix.frames import GapReason
+from felix.identity import Identity, load_identity
+from felix.messages import Durability, Retention, ShardState, StreamState
+from felix.names import SpiffeId, StreamName
+from felix.profile import Profile, felix_home, load_profile
+from felix.publisher import Publisher, Receipt, Refusal
+from felix.subscription import Gap, GapError, ReceivedBatch, Subscription
+
+__all__ = [
+    "BackoffPolicy",
+    "Code",
+    "CorruptionError",
+    "Durability",
+    "FelixError",
+    "Gap",
+    "GapError",
+    "GapReason",
+    "Identity",
+    "NewRecord",
+    "Profile",
+    "ProtocolError",
+    "Publisher",
+    "Receipt",
+    "ReceivedBatch",
+    "Record",
+    "Refusal",
+    "RegionClient",
+    "RequestError",
+    "Retention",
+    "SessionInfo",
+    "ShardState",
+    "SpiffeId",
+    "Stream",
+    "StreamName",
+    "StreamState",
+    "Subscription",
+    "UnavailableError",
+    "connect",
+    "felix_home",
+    "load_identity",
+    "load_profile",
+]

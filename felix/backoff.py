@@ -1,0 +1,49 @@
+"""Backoff: how long to wait before trying again, growing, bounded, and spread so that clients do not march in step.
+
+Pure: randomness comes in, and waiting is the caller's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from felix.errors import Code, RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackoffPolicy:
+    """Bounds of the wait, in ms."""
+
+    first_ms: int = 50
+    """After the first failure: a broker that restarts is back soon."""
+    ceiling_ms: int = 5_000
+    """Never longer: the broker may be back any time, and one try is cheap."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first_ms <= self.ceiling_ms:
+            raise RequestError(
+                f"A backoff from {self.first_ms} to {self.ceiling_ms} ms cannot be kept; the first must be at least "
+                "1 ms and not above the ceiling.",
+                code=Code.CONFIG_INVALID,
+            )
+
+
+@dataclass(slots=True)
+class Backoff:
+    """The waits of one series of failures: the ceiling doubles, the wait is drawn from its upper half."""
+
+    policy: BackoffPolicy
+    random: Random = field(repr=False)
+    failures: int = 0
+
+    def next_ms(self, at_least_ms: int | None = None) -> int:
+        """The next wait in ms; never below what the peer asked for, which may be above the ceiling."""
+        ceiling = min(self.policy.ceiling_ms, self.policy.first_ms << min(self.failures, 30))
+        self.failures += 1
+        drawn = ceiling - self.random.randrange(ceiling // 2 + 1)
+        return max(1, drawn, at_least_ms or 0)
+
+    def reset(self) -> None:
+        """It worked; the next series begins at the first wait."""
+        self.failures = 0

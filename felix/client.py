@@ -1,0 +1,479 @@
+"""Client: a region and its streams, as an application sees them.
+
+::
+
+    async with felix.connect("us-east") as region:
+        orders = region.stream("acme/payments/orders")
+        offset = await orders.publish(b'{"id": 7}', key=b"7")
+        async for record in orders.subscribe(start="earliest"):
+            ...
+
+A `RegionClient` keeps one session, makes it anew when it is lost, and carries publishers and subscriptions over. It
+reaches the one region of its profile and no other. Everything here belongs to one event loop; `felix.sync` is for threads.
+
+Errors, by who must act (felix.errors): `RequestError` change the request; `UnavailableError` try again;
+`ProtocolError` the broker is broken; `CorruptionError` the region's operator must look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from felix.backoff import BackoffPolicy
+from felix.batch import Headers, NewRecord
+from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, RegionConnection, SessionInfo
+from felix.errors import Code, FelixError, ProtocolError, RequestError
+from felix.identity import Identity
+from felix.messages import (
+    PAGE_MAX,
+    Answer,
+    CreateStream,
+    DeleteStream,
+    DescribeRegion,
+    DescribeStream,
+    Done,
+    Durability,
+    KeyPage,
+    KeyState,
+    LinkPage,
+    LinkState,
+    ListKeys,
+    ListLinks,
+    ListRights,
+    ListStreams,
+    PutRights,
+    RegionState,
+    Request,
+    Retention,
+    RightsPage,
+    RotateKeys,
+    StreamPage,
+    StreamState,
+)
+from felix.names import StreamName
+from felix.profile import Profile, load_profile
+from felix.publisher import (
+    BATCH_BYTES_DEFAULT,
+    BATCH_RECORDS_DEFAULT,
+    BUFFER_BYTES_DEFAULT,
+    DEADLINE_MS_DEFAULT,
+    Acks,
+    Payload,
+    Publisher,
+    Receipt,
+    Refusal,
+)
+from felix.subscription import CREDIT_BYTES_DEFAULT, OnGap, StartAt, Subscription
+from felix.tracing import Tracing, tracing, tracing_wanted
+from felix.transport.port import Engine, TransportLimits
+
+STREAM_PUBLISHERS_MAX: Final = 64
+"""Publishers that `Stream.publish` opens by itself; the least recently used is closed for a new one. Below the 100
+QUIC streams of a session, so that publishers made by hand find room."""
+
+T = TypeVar("T")
+
+
+def connect(
+    region: str | None = None,
+    *,
+    identity: Identity | Path | str | None = None,
+    profile: Profile | None = None,
+    engine: Engine | None = None,
+    transport_limits: TransportLimits | None = None,
+    backoff: BackoffPolicy | None = None,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
+    tracing: bool | None = None,
+    random: Random | None = None,
+) -> RegionClient:
+    """A client of a region, by name (its profile is under `FELIX_HOME`) or by `profile`. Use it as `async with`.
+
+    `identity`: who to come as: a name in the region's folder, a path, or an `Identity`; None: the profile's own.
+    Timeouts in seconds. `tracing`: see felix.tracing; None: what `FELIX_TRACING` says. `engine`, `random`: for tests.
+    Entering raises what `RegionConnection.open` and `load_profile` raise.
+    """
+    if (region is None) == (profile is None):
+        raise RequestError("Connect either to a region by name or by a profile.", code=Code.CONFIG_INVALID)
+    return RegionClient(
+        region,
+        profile,
+        identity,
+        engine=engine,
+        transport_limits=transport_limits,
+        backoff=backoff,
+        connect_timeout_s=connect_timeout_s,
+        request_timeout_s=request_timeout_s,
+        tracing_on=tracing_wanted() if tracing is None else tracing,
+        random=random,
+    )
+
+
+class RegionClient:
+    """One region. Made by `connect`; open inside `async with`, or between `open` and `close`."""
+
+    def __init__(
+        self,
+        region: str | None,
+        profile: Profile | None,
+        identity: Identity | Path | str | None,
+        *,
+        engine: Engine | None,
+        transport_limits: TransportLimits | None,
+        backoff: BackoffPolicy | None,
+        connect_timeout_s: float,
+        request_timeout_s: float,
+        tracing_on: bool,
+        random: Random | None,
+    ) -> None:
+        self._name = region
+        self._profile = profile
+        self._identity = identity
+        self._engine = engine
+        self._transport_limits = transport_limits
+        self._backoff = backoff
+        self._connect_timeout_s = connect_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._tracing_on = tracing_on
+        self._random = random
+        self._connection: RegionConnection | None = None
+        self._publishers: OrderedDict[StreamName, Publisher] = OrderedDict()
+
+    # -- life -----------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Connect. Raises UnavailableError where no broker answers in time, RequestError where profile, identity or
+        region are wrong, ProtocolError where the peer speaks another protocol."""
+        if self._connection is not None:
+            raise RequestError(
+                "This client is open already.", code=Code.STATE, hint="Make another with felix.connect."
+            )
+        profile = await asyncio.to_thread(self._resolve)
+        connection = RegionConnection(
+            profile,
+            engine=self._engine,
+            transport_limits=self._transport_limits,
+            backoff=self._backoff,
+            connect_timeout_s=self._connect_timeout_s,
+            request_timeout_s=self._request_timeout_s,
+            random=self._random,
+        )
+        await connection.open()
+        self._connection = connection
+
+    def _resolve(self) -> Profile:
+        identity = self._identity
+        if self._profile is None:
+            assert self._name is not None
+            profile = load_profile(self._name, identity=identity if isinstance(identity, str) else "")
+        else:
+            profile = self._profile
+            if isinstance(identity, str):
+                identity = Path(identity)
+        return replace(profile, identity=identity) if isinstance(identity, Identity | Path) else profile
+
+    async def close(self) -> None:
+        """Flush what `Stream.publish` still has open, end every subscription and the session. Idempotent."""
+        connection = self._connection
+        if connection is None:
+            return
+        publishers, self._publishers = self._publishers, OrderedDict()
+        for publisher in publishers.values():
+            # Whoever published awaits the outcome there; here it is only given the time to arrive.
+            with suppress(FelixError):
+                await publisher.close()
+        await connection.close()
+
+    @property
+    def connection(self) -> RegionConnection:
+        """For felix/ itself. Raises RequestError(STATE) before the client is open."""
+        if self._connection is None:
+            raise RequestError(
+                "This client is not connected.",
+                code=Code.STATE,
+                hint="Use `async with felix.connect(…) as region`.",
+            )
+        return self._connection
+
+    @property
+    def session(self) -> SessionInfo:
+        """Who answered, as whom we came, what we may: of the newest session."""
+        return self.connection.session
+
+    @property
+    def is_connected(self) -> bool:
+        """True while a session stands; False while a new one is being made."""
+        return self._connection is not None and self._connection.link is not None
+
+    @property
+    def reconnects(self) -> int:
+        """How often the session was made anew."""
+        return self.connection.reconnects
+
+    # -- streams --------------------------------------------------------------------------------------
+
+    def stream(self, name: str | StreamName) -> Stream:
+        """A stream by its name, tenant/namespace/name; whether it exists is not asked. Raises RequestError(NAME_INVALID)."""
+        return Stream(self, StreamName.parse(name) if isinstance(name, str) else name)
+
+    async def create_stream(
+        self,
+        name: str | StreamName,
+        *,
+        shards: int = 1,
+        durability: Durability | None = None,
+        retention: Retention | None = None,
+        ring_bytes: int = 0,
+    ) -> StreamState:
+        """Create a stream. Raises RequestError: ALREADY_EXISTS, FORBIDDEN, CONFIG_INVALID.
+
+        `durability`: fsync unless said; `retention`: without bound unless said; `ring_bytes`: memory of an ephemeral shard.
+        """
+        wanted = CreateStream(
+            str(StreamName.parse(str(name))),
+            shards,
+            durability or Durability(),
+            retention or Retention(),
+            ring_bytes,
+        )
+        return await self._typed(wanted, StreamState)
+
+    async def describe_stream(self, name: str | StreamName) -> StreamState:
+        """Settings and offsets of a stream. Raises RequestError(NOT_FOUND_OR_FORBIDDEN)."""
+        return await self._typed(DescribeStream(str(StreamName.parse(str(name)))), StreamState)
+
+    async def delete_stream(self, name: str | StreamName, *, incarnation: bytes = b"") -> None:
+        """Delete a stream and its records; with `incarnation`, only if it is still that one."""
+        await self._typed(DeleteStream(str(StreamName.parse(str(name))), incarnation), Done)
+
+    async def list_streams(self, prefix: str = "") -> AsyncIterator[StreamState]:
+        """The streams that this identity may see, by name, page after page."""
+        after = ""
+        while True:
+            page = await self._typed(ListStreams(prefix, after, PAGE_MAX), StreamPage)
+            for state in page.streams:
+                yield state
+            if not page.more or not page.streams:
+                return
+            after = page.streams[-1].stream
+
+    # -- the region -----------------------------------------------------------------------------------
+
+    async def describe(self) -> RegionState:
+        """Gauges of the broker that answers."""
+        return await self._typed(DescribeRegion(), RegionState)
+
+    async def put_rights(self, identity: str, rights: Sequence[str]) -> None:
+        """Replace the rights of an identity, as `publish acme/ops/*`; an empty list takes all away, at once."""
+        await self._typed(PutRights(identity, list(rights)), Done)
+
+    async def list_rights(self) -> dict[str, list[str]]:
+        """All rights, by identity."""
+        found: dict[str, list[str]] = {}
+        after = ""
+        while True:
+            page = await self._typed(ListRights(after, PAGE_MAX), RightsPage)
+            found |= page.rights
+            if not page.more or not page.rights:
+                return found
+            after = max(page.rights)
+
+    async def list_keys(self, stream: str = "") -> list[KeyState]:
+        """Keys by id, level and state; never their bytes."""
+        return (await self._typed(ListKeys(stream), KeyPage)).keys
+
+    async def rotate_keys(self, level: str, stream: str = "") -> str:
+        """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""
+        return (await self._typed(RotateKeys(level, stream), Done)).note
+
+    async def list_links(self) -> list[LinkState]:
+        """Links of bridges, as their agents last said."""
+        return (await self._typed(ListLinks(), LinkPage)).links
+
+    async def request(self, request: Request, *, timeout_s: float | None = None) -> Answer:
+        """Any request of the protocol (felix.messages) and its answer.
+
+        Raises what the broker refuses it with; UnavailableError: TIMEOUT, or DISCONNECTED where the connection was lost
+        before the answer and asking twice could do harm.
+        """
+        return await self.connection.request(request, timeout_s=timeout_s)
+
+    async def _typed(self, request: Request, kind: type[T]) -> T:
+        answer: Any = await self.connection.request(request)
+        if not isinstance(answer, kind):
+            raise ProtocolError(
+                f"The broker answered a {type(request).__name__} with a {type(answer).__name__}.",
+                hint="Use a client and a broker of neighbouring releases.",
+            )
+        return answer
+
+    # -- publishers of `Stream.publish` ---------------------------------------------------------------
+
+    def _tracer(self) -> Tracing | None:
+        return tracing() if self._tracing_on else None
+
+    def _new_producer_id(self) -> int:
+        return self.connection.random.getrandbits(63) or 1
+
+    async def _publisher(self, name: StreamName) -> Publisher:
+        publisher = self._publishers.get(name)
+        if publisher is None or publisher.is_over:
+            if len(self._publishers) >= STREAM_PUBLISHERS_MAX:
+                for other, idle in list(self._publishers.items()):
+                    if not idle.held_bytes:
+                        del self._publishers[other]
+                        await idle.close()
+                        break
+            publisher = self.stream(name).publisher()
+            self._publishers[name] = publisher
+        self._publishers.move_to_end(name)
+        if not publisher.shards:
+            await publisher.open()
+        return publisher
+
+
+class Stream:
+    """One stream of a region. Cheap to make; two of one name share the publisher of `publish`."""
+
+    __slots__ = ("_client", "name")
+
+    def __init__(self, client: RegionClient, name: StreamName) -> None:
+        self._client = client
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Stream({str(self.name)!r})"
+
+    async def publish(
+        self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
+    ) -> int:
+        """Publish one record and return its offset once the stream's durability holds for it.
+
+        Many at once share batches: `await asyncio.gather(*(stream.publish(p) for p in payloads))`. For streams of records,
+        use `publisher`. Raises RequestError (no right, too large), UnavailableError after two minutes of trying.
+        """
+        publisher = await self._client._publisher(self.name)
+        tracer = self._client._tracer()
+        if tracer is None:
+            return await publisher.publish(payload, key, headers)
+        with tracer.publishing(str(self.name), self._client.session.region):
+            return await publisher.publish(payload, key, headers)
+
+    async def publish_nowait(
+        self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
+    ) -> asyncio.Future[int]:
+        """As `publish`, but returns once the record has joined its batch; the future gives the offset."""
+        return (await self._client._publisher(self.name)).publish_nowait(payload, key, headers)
+
+    async def publish_many(
+        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+    ) -> list[int]:
+        """Publish many records and return their offsets in the order given, once all are acknowledged."""
+        return await (await self._client._publisher(self.name)).publish_many(payloads, keys)
+
+    async def publish_batch(self, records: Sequence[NewRecord], *, shard: int | None = None) -> Receipt:
+        """Publish records as one batch in one shard, wholly or not at all."""
+        return await (await self._client._publisher(self.name)).publish_batch(records, shard)
+
+    def publisher(
+        self,
+        *,
+        linger_ms: float = 0,
+        batch_bytes: int = BATCH_BYTES_DEFAULT,
+        batch_records: int = BATCH_RECORDS_DEFAULT,
+        buffer_bytes: int = BUFFER_BYTES_DEFAULT,
+        acks: Acks = "all",
+        compress: bool = False,
+        deadline_ms: int = DEADLINE_MS_DEFAULT,
+        on_refused: Callable[[Refusal], None] | None = None,
+    ) -> Publisher:
+        """A publisher of its own, for throughput; use it as `async with`.
+
+        A batch closes at `batch_bytes`, at `batch_records`, or `linger_ms` after its first record (0: at the end of the
+        loop turn). `buffer_bytes` bounds what is not acknowledged; `deadline_ms` how long a batch is tried. `compress`: zstd,
+        level 1, on the event loop (about 2 ms for a full batch). `on_refused` is called with every batch that is given up.
+        Raises RequestError(CONFIG_INVALID).
+        """
+        return Publisher(
+            self._client.connection,
+            self.name,
+            producer_id=self._client._new_producer_id(),
+            linger_ms=linger_ms,
+            batch_bytes=batch_bytes,
+            batch_records=batch_records,
+            buffer_bytes=buffer_bytes,
+            acks=acks,
+            compress=compress,
+            deadline_ms=deadline_ms,
+            on_refused=on_refused,
+            tracer=self._client._tracer(),
+        )
+
+    def subscribe(
+        self,
+        start: StartAt = "latest",
+        *,
+        offsets: dict[int, int] | None = None,
+        incarnation: bytes = b"",
+        shards: Collection[int] | None = None,
+        credit_bytes: int = CREDIT_BYTES_DEFAULT,
+        on_gap: OnGap = "log",
+        grant: str = "",
+    ) -> Subscription:
+        """A subscription: an async iterator of records; `batches()` of it is the fast way.
+
+        `start`: "earliest", "latest", an offset, or a time (with a time zone). `offsets` overrides it per shard, as in
+        `Subscription.positions` of an earlier one; with that one's `incarnation`, a stream made anew is noticed.
+        `shards`: only these; None: all. `credit_bytes` bounds what is held here unread. `on_gap`: see felix.subscription.
+        `grant`: sealed batches under an export grant, for bridges. Raises RequestError(INVALID, CONFIG_INVALID) here, and
+        what the broker refuses it with at the first record.
+        """
+        return Subscription(
+            self._client.connection,
+            self.name,
+            start=start,
+            offsets=offsets,
+            incarnation=incarnation,
+            shards=shards,
+            credit_bytes=credit_bytes,
+            on_gap=on_gap,
+            grant=grant,
+        )
+
+    async def create(
+        self,
+        *,
+        shards: int = 1,
+        durability: Durability | None = None,
+        retention: Retention | None = None,
+        ring_bytes: int = 0,
+    ) -> StreamState:
+        """As `RegionClient.create_stream`."""
+        return await self._client.create_stream(
+            self.name, shards=shards, durability=durability, retention=retention, ring_bytes=ring_bytes
+        )
+
+    async def describe(self) -> StreamState:
+        """As `RegionClient.describe_stream`."""
+        return await self._client.describe_stream(self.name)
+
+    async def delete(self, *, incarnation: bytes = b"") -> None:
+        """As `RegionClient.delete_stream`."""
+        await self._client.delete_stream(self.name, incarnation=incarnation)

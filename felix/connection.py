@@ -1,0 +1,847 @@
+"""Connection: one region, reached and reached again; below client, publisher and subscription, above the transport.
+
+A `Link` is one QUIC connection and the session on it: it gives bytes to the sans-IO `ClientSession`, hands answers to
+whoever asked, and keeps the session's publish credit. A `RegionConnection` is the actor: it makes links, one after the
+other, with backoff, and tells its attachments (publishers and feeds) when one stands and when it is gone.
+
+Invariants:
+
+- a correlation id is in use at most once in a session; an answer to one nobody waits for is ignored;
+- no batch leaves beyond publish credit, nor while the transport's backlog is above its high-water mark;
+- an event stream's bytes are bounded by the credit that its subscription gave, also before it is claimed;
+- `link_up` and `link_down` alternate, `link_dead` comes last and once; all on the event loop.
+
+Only felix/ itself may use this module; applications use `felix.client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import cycle
+from random import Random
+from typing import Final, Protocol
+
+from felix.backoff import Backoff, BackoffPolicy
+from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError, error_for
+from felix.frames import AppendedBody, Frame, FrameDecoder, FrameType
+from felix.identity import Proof, prove
+from felix.messages import (
+    Answer,
+    Challenge,
+    DescribeRegion,
+    DescribeStream,
+    GetCheckpoint,
+    GetDataKey,
+    Goodbye,
+    Limits,
+    ListDocuments,
+    ListKeys,
+    ListLinks,
+    ListRights,
+    ListStreams,
+    PutRights,
+    ReportLinks,
+    Request,
+    Subscribe,
+    Subscribed,
+    Unsubscribe,
+    Welcome,
+    WitnessedSize,
+    decode_answer,
+    encode_message,
+)
+from felix.profile import Address, Credentials, Profile, load_credentials
+from felix.session import (
+    Acknowledged,
+    Answered,
+    ClientSession,
+    CreditGranted,
+    CreditLine,
+    Established,
+    LeaveAsked,
+    Refused,
+    grant_frame,
+)
+from felix.transport.port import ClientTls, Connection, Engine, TransportLimits, engine_named
+
+SOFTWARE: Final = "felix-python/0.1"
+CONNECT_TIMEOUT_S: Final = 10.0
+"""Until the first session stands: covers a broker that is just starting, short enough for a person to wait."""
+ATTEMPT_TIMEOUT_S: Final = 5.0
+"""One address, transport and session handshake together; then the next address has its turn."""
+REQUEST_TIMEOUT_S: Final = 30.0
+"""A request with its answer, reconnects included."""
+GOODBYE_DRAIN_S: Final = 5.0
+"""How long answers are still awaited on a session that the broker asked to leave."""
+GOODBYE_PAUSE_MS_MAX: Final = 60_000
+"""However long a broker asks its clients to stay away, they look again after a minute."""
+CORRELATION_MAX: Final = (1 << 32) - 1
+
+_SAFE: Final = (
+    DescribeStream, ListStreams, ListRights, ListDocuments, ListKeys, DescribeRegion, ListLinks, GetDataKey,
+    WitnessedSize, GetCheckpoint, PutRights, ReportLinks,
+)  # fmt: skip
+"""Requests that may be carried out twice without harm, so that a lost answer is asked for again."""
+_EVENT_TYPES: Final = frozenset({FrameType.ANSWER, FrameType.BATCH, FrameType.GAP, FrameType.ERROR})
+
+_log = logging.getLogger("felix.connection")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """The session that stands now: who answered, as whom we came, what is allowed."""
+
+    session: str
+    identity: str
+    region: str
+    mesh: str
+    broker: str
+    rights: tuple[str, ...]
+    limits: Limits
+    engine: str
+    address: Address
+
+
+class Pending(Protocol):
+    """Whoever waits for what comes back under a correlation id."""
+
+    def answered(self, answer: Answer) -> None: ...
+
+    def acknowledged(self, appended: AppendedBody) -> None: ...
+
+    def refused(self, error: FelixError) -> None: ...
+
+
+class EventSink(Protocol):
+    """Where an event stream's frames go (felix.subscription)."""
+
+    def event(self, frame: Frame) -> None:
+        """Raises ProtocolError where the frame breaks the protocol: the link ends."""
+
+    def event_end(self, error: FelixError | None) -> None:
+        """The stream is over; `error` is what the broker said, None where it said nothing."""
+
+
+class Sender(Protocol):
+    """A publisher that waits for credit or for the backlog to fall."""
+
+    def pump(self) -> None: ...
+
+
+class Attachment(Protocol):
+    """Something that lives on a region through its links."""
+
+    def link_up(self, link: Link) -> None: ...
+
+    def link_down(self, error: FelixError) -> None: ...
+
+    def link_dead(self, error: FelixError) -> None:
+        """There will be no further link; also called where one is attached to a dead connection."""
+
+
+def protocol_breach(sentence: str, code: Code = Code.STATE) -> ProtocolError:
+    """What a broker did that it may not."""
+    return ProtocolError(
+        sentence, code=code, hint="The broker is broken or of another release; the session was ended."
+    )
+
+
+class _Ask:
+    """One request's answer. A cancelled ask stays registered until its answer comes, so that it can be undone."""
+
+    __slots__ = ("_link", "future")
+
+    def __init__(self, link: Link, future: asyncio.Future[Answer]) -> None:
+        self._link, self.future = link, future
+
+    def answered(self, answer: Answer) -> None:
+        self._link.release_ask()
+        if not self.future.done():
+            self.future.set_result(answer)
+        elif isinstance(answer, Subscribed):
+            self._link.forget_subscription(answer.subscription, unsubscribe=True)
+
+    def acknowledged(self, appended: AppendedBody) -> None:
+        raise protocol_breach("The broker acknowledged a batch where a request was asked.")
+
+    def refused(self, error: FelixError) -> None:
+        self._link.release_ask()
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+class _EventStream:
+    """One event stream: its decoder, and its frames for as long as nobody has claimed it."""
+
+    __slots__ = ("decoder", "dropped", "ended", "held", "sink", "subscription")
+
+    def __init__(self) -> None:
+        self.decoder = FrameDecoder(_EVENT_TYPES)
+        self.subscription = 0
+        self.sink: EventSink | None = None
+        self.held: list[Frame] = []
+        self.ended = False
+        self.dropped = False
+
+
+class Link:
+    """One QUIC connection and the session on it; the Handler that the transport calls."""
+
+    def __init__(
+        self, *, region: str, prove_to: Callable[[Challenge, str], Proof], limits: TransportLimits
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._region = region
+        self._prove_to = prove_to
+        self._backlog_high_bytes = limits.backlog_high_bytes
+        self._connection: Connection | None = None
+        self._session: ClientSession | None = None
+        self._control = -1
+        self._pending: dict[int, Pending] = {}
+        self._watchers: dict[int, Callable[[FelixError], None]] = {}
+        self._last_correlation = 0
+        self._asks: asyncio.Semaphore | None = None
+        self._streams: dict[int, _EventStream] = {}
+        self._sinks: dict[int, EventSink] = {}
+        self._forgotten: set[int] = set()
+        self._subscribing_bytes = 0
+        self._senders: deque[Sender] = deque()
+        self._resuming = False
+        self._error: FelixError | None = None
+        self.established: asyncio.Future[Established] = self._loop.create_future()
+        self.over: asyncio.Future[FelixError] = self._loop.create_future()
+        self.leaving: Goodbye | None = None
+        self.leave_asked = asyncio.Event()
+        self.credit = CreditLine(0)
+        self.window_bytes = 0
+        """Publish credit of a session with nothing on its way: no frame may be longer."""
+        self.limits: Limits | None = None
+        self.on_over: Callable[[Link, FelixError], None] | None = None
+
+    # -- what the transport calls ---------------------------------------------------------------------
+
+    def connected(self, connection: Connection) -> None:
+        self._connection = connection
+        name = connection.server_name
+        self._session = ClientSession(
+            region=self._region, software=SOFTWARE, prove=lambda challenge: self._prove_to(challenge, name)
+        )
+        self._control = connection.open_stream(bidirectional=True)
+        self._flush()
+
+    def stream_data(self, stream_id: int, data: bytes, end: bool) -> None:
+        try:
+            if stream_id == self._control:
+                self._receive_control(data, end)
+            else:
+                self._receive_event(stream_id, data, end)
+        except FelixError as error:
+            self.fail(error)
+
+    def stream_reset(self, stream_id: int, code: int) -> None:
+        if stream_id == self._control:
+            self.fail(protocol_breach("The broker reset the control stream."))
+            return
+        stream = self._streams.pop(stream_id, None)
+        if stream is not None and stream.sink is not None:
+            self._sinks.pop(stream.subscription, None)
+            stream.sink.event_end(None)
+
+    def drained(self) -> None:
+        self._resume()
+
+    def closed(self, code: int, reason: str) -> None:
+        self._finish(self._error or self._closing_error(code, reason))
+
+    def _closing_error(self, code: int, reason: str) -> FelixError:
+        """What the end of the connection stands for. The broker's ERROR frame may be lost; its close says the same."""
+        said = f": {reason}" if reason else ""
+        sentence = f"The connection to region {self._region} ended{said}."
+        if 100 <= code < 500 and code not in (Code.PROTOCOL, Code.HANDSHAKE_TIMEOUT, Code.DISCONNECTED):
+            return error_for(code, reason or sentence)
+        return UnavailableError(sentence, code=Code.DISCONNECTED)
+
+    # -- the session ----------------------------------------------------------------------------------
+
+    @property
+    def is_over(self) -> bool:
+        return self.over.done()
+
+    @property
+    def is_usable(self) -> bool:
+        """True while new requests and batches may be sent."""
+        return not self.over.done() and self.leaving is None and self.established.done()
+
+    @property
+    def waits(self) -> bool:
+        """True while answers are outstanding."""
+        return bool(self._pending)
+
+    @property
+    def connection(self) -> Connection:
+        assert self._connection is not None
+        return self._connection
+
+    def _flush(self) -> None:
+        assert self._session is not None
+        if not self.over.done() and not self.connection.is_closed:
+            out = self._session.take_output()
+            if out:
+                self.connection.send(self._control, out)
+
+    def send_control(self, frame: bytes) -> None:
+        """Queue one frame for the control stream; dropped where the link is over."""
+        if self.over.done():
+            return
+        assert self._session is not None
+        self._session.send(frame)
+        self._flush()
+
+    def _receive_control(self, data: bytes, end: bool) -> None:
+        assert self._session is not None
+        events = self._session.receive(data)
+        credit_before = self.credit.limit_bytes
+        for event in events:
+            match event:
+                case Acknowledged(correlation, appended):
+                    self.credit.extend(appended.credit_limit_bytes)
+                    waiting = self._pending.pop(correlation, None)
+                    if waiting is not None:
+                        waiting.acknowledged(appended)
+                case Answered(correlation, answer):
+                    waiting = self._pending.pop(correlation, None)
+                    if waiting is not None:
+                        waiting.answered(answer)
+                case Refused(0, error):
+                    raise error
+                case Refused(correlation, error):
+                    waiting = self._pending.pop(correlation, None)
+                    if waiting is not None:
+                        waiting.refused(error)
+                    elif correlation in self._watchers:
+                        self._watchers[correlation](error)
+                case CreditGranted(subscription, limit_bytes):
+                    if subscription:
+                        raise protocol_breach("The broker sent delivery credit, which only a client gives.")
+                    self.credit.extend(limit_bytes)
+                case Established(welcome):
+                    self._welcome(welcome)
+                    self.established.set_result(event)
+                case LeaveAsked(goodbye):
+                    self.leaving = goodbye
+                    self.leave_asked.set()
+        self._flush()
+        if self.credit.limit_bytes > credit_before:
+            self._resume()
+        if end:
+            raise UnavailableError("The broker ended the session.", code=Code.DISCONNECTED)
+
+    def _welcome(self, welcome: Welcome) -> None:
+        self.limits = welcome.limits
+        self.credit = CreditLine(welcome.publish_credit_bytes)
+        self.window_bytes = welcome.publish_credit_bytes
+        self._asks = asyncio.Semaphore(max(1, welcome.limits.requests_max))
+
+    def fail(self, error: FelixError) -> None:
+        """End the connection because of what came; whoever waits is told this error."""
+        if self.over.done():
+            return
+        self._error = error
+        if self._connection is not None and not self._connection.is_closed:
+            self._connection.close(int(error.code), error.sentence[:200])
+        self._finish(error)
+
+    def _finish(self, error: FelixError) -> None:
+        if self.over.done():
+            return
+        self.over.set_result(error)
+        self.leave_asked.set()
+        if not self.established.done():
+            self.established.set_exception(error)
+            # Whoever made the link may have given up on it already.
+            self.established.exception()
+        pending, self._pending = self._pending, {}
+        self._streams.clear()
+        self._sinks.clear()
+        self._senders.clear()
+        self._watchers.clear()
+        for waiting in pending.values():
+            if isinstance(waiting, _Ask):
+                waiting.refused(error)
+        if self.on_over is not None:
+            self.on_over(self, error)
+
+    def close(self) -> None:
+        """End the connection from our side."""
+        self.fail(UnavailableError("The connection was closed by this client.", code=Code.DISCONNECTED))
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    def register(self, pending: Pending) -> int:
+        """A correlation id under which `pending` is called, once."""
+        number = self._new_correlation()
+        self._pending[number] = pending
+        return number
+
+    def _new_correlation(self) -> int:
+        number = self._last_correlation
+        while True:
+            number = number + 1 if number < CORRELATION_MAX else 1
+            if number not in self._pending and number not in self._watchers:
+                self._last_correlation = number
+                return number
+
+    def watch(self, refused: Callable[[FelixError], None]) -> int:
+        """A correlation id under which any number of refusals may come, until `unwatch`."""
+        number = self._new_correlation()
+        self._watchers[number] = refused
+        return number
+
+    def unwatch(self, correlation: int) -> None:
+        self._watchers.pop(correlation, None)
+
+    def forget(self, correlation: int) -> None:
+        """Nobody waits for this one any more; what still comes for it is ignored."""
+        self._pending.pop(correlation, None)
+
+    def release_ask(self) -> None:
+        """One answer came, so that another request may be asked."""
+        assert self._asks is not None
+        self._asks.release()
+
+    async def ask(self, request: Request, *, stream_id: int | None = None) -> Answer:
+        """One request and its answer, on the control stream or as the first frame of `stream_id`.
+
+        Raises what the broker refused it with, or the error that ended the link.
+        """
+        if self._asks is None or self.over.done():
+            raise self._gone()
+        await self._asks.acquire()
+        if self.over.done():
+            self._asks.release()
+            raise self._gone()
+        ask = _Ask(self, self._loop.create_future())
+        correlation = self.register(ask)
+        frame = encode_message(FrameType.REQUEST, request, correlation)
+        if isinstance(request, Subscribe):
+            self._subscribing_bytes += request.credit_bytes
+        try:
+            if stream_id is None:
+                self.send_control(frame)
+            else:
+                self.connection.send(stream_id, frame)
+            return await ask.future
+        finally:
+            if isinstance(request, Subscribe):
+                self._subscribing_bytes -= request.credit_bytes
+
+    def _gone(self) -> FelixError:
+        if self.over.done():
+            return self.over.result()
+        return UnavailableError("The session does not stand yet.", code=Code.DISCONNECTED)
+
+    # -- publishing -----------------------------------------------------------------------------------
+
+    def may_send(self, amount: int) -> bool:
+        """True where `amount` bytes of BATCH frame fit the credit and the transport's backlog is not high."""
+        return (
+            self.leaving is None
+            and not self.over.done()
+            and not self.connection.is_closed
+            and amount <= self.credit.limit_bytes - self.credit.used_bytes
+            and self.connection.backlog_bytes() < self._backlog_high_bytes
+        )
+
+    def send_batch(self, stream_id: int, frame: bytes) -> None:
+        """Send a BATCH frame; the caller asked `may_send` in the same turn."""
+        self.credit.use(len(frame))
+        self.connection.send(stream_id, frame)
+
+    def wait_to_send(self, sender: Sender) -> None:
+        """`sender.pump` is called once credit came or the backlog fell. Asking twice is asking once."""
+        if sender not in self._senders:
+            self._senders.append(sender)
+
+    def _resume(self) -> None:
+        if self._resuming or self.over.done():
+            return
+        self._resuming = True
+        try:
+            for _ in range(len(self._senders)):
+                if not self._senders:
+                    break
+                self._senders.popleft().pump()
+        finally:
+            self._resuming = False
+
+    # -- event streams --------------------------------------------------------------------------------
+
+    def claim(self, subscription: int, sink: EventSink) -> None:
+        """What comes for this subscription goes to `sink`, what came already now."""
+        self._sinks[subscription] = sink
+        for stream in list(self._streams.values()):
+            if stream.subscription == subscription and stream.sink is None and not stream.dropped:
+                stream.sink = sink
+                held, stream.held = stream.held, []
+                try:
+                    self._deliver(stream, held)
+                except FelixError as error:
+                    self.fail(error)
+                    return
+                if stream.ended:
+                    self._end_stream(stream)
+
+    def forget_subscription(self, subscription: int, *, unsubscribe: bool) -> None:
+        """Nothing of this subscription is wanted any more; stragglers are dropped."""
+        self._sinks.pop(subscription, None)
+        seen = [stream for stream in self._streams.values() if stream.subscription == subscription]
+        for stream in seen:
+            self._drop(stream)
+        if not seen:
+            self._forgotten.add(subscription)
+        if unsubscribe and not self.over.done():
+            # The answer is of no interest; an id of its own keeps it from being anybody else's.
+            request = encode_message(FrameType.REQUEST, Unsubscribe(subscription), self._new_correlation())
+            self.send_control(request)
+
+    def extend_credit(self, subscription: int, limit_bytes: int) -> None:
+        """Let the broker send a subscription this much in all."""
+        self.send_control(grant_frame(subscription, limit_bytes))
+
+    def _drop(self, stream: _EventStream) -> None:
+        # It stays known until its end, so that stragglers on it are told from a new stream.
+        stream.dropped = True
+        stream.sink = None
+        stream.held.clear()
+
+    def _receive_event(self, stream_id: int, data: bytes, end: bool) -> None:
+        # RFC 9000, section 2.1: the two lowest bits say who opened a stream and whether it is unidirectional.
+        if stream_id & 3 != 3:
+            raise protocol_breach(f"Data came on stream {stream_id}, which is no event stream.")
+        if not self.established.done():
+            raise protocol_breach("An event stream came before the session stood.")
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            stream = self._streams[stream_id] = _EventStream()
+        frames = [] if stream.dropped else stream.decoder.feed(data)
+        if not stream.subscription and frames:
+            self._name_stream(stream, frames.pop(0))
+        if stream.dropped:
+            if end:
+                del self._streams[stream_id]
+            return
+        if stream.sink is not None:
+            self._deliver(stream, frames)
+        elif frames:
+            stream.held += frames
+        if stream.sink is None:
+            unclaimed = sum(
+                len(frame.body) for each in self._streams.values() if each.sink is None for frame in each.held
+            )
+            if unclaimed > self._subscribing_bytes + (1 << 16):
+                raise protocol_breach(
+                    "An event stream carried more than its subscription asked for.", Code.CREDIT_EXCEEDED
+                )
+        if end:
+            stream.decoder.finish()
+            stream.ended = True
+            if stream.sink is not None:
+                self._end_stream(stream)
+
+    def _name_stream(self, stream: _EventStream, first: Frame) -> None:
+        answer = decode_answer(first.body) if first.type is FrameType.ANSWER else None
+        if not isinstance(answer, Subscribed):
+            raise protocol_breach("An event stream does not begin with whose it is.")
+        stream.subscription = answer.subscription
+        if answer.subscription in self._forgotten:
+            self._forgotten.discard(answer.subscription)
+            self._drop(stream)
+            return
+        stream.sink = self._sinks.get(answer.subscription)
+
+    def _deliver(self, stream: _EventStream, frames: list[Frame]) -> None:
+        sink = stream.sink
+        assert sink is not None
+        for frame in frames:
+            sink.event(frame)
+
+    def _end_stream(self, stream: _EventStream) -> None:
+        for stream_id, each in list(self._streams.items()):
+            if each is stream:
+                del self._streams[stream_id]
+        sink = self._sinks.pop(stream.subscription, None)
+        if sink is not None:
+            sink.event_end(None)
+
+
+class RegionConnection:
+    """The actor that keeps one region connected."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        engine: Engine | None = None,
+        transport_limits: TransportLimits | None = None,
+        backoff: BackoffPolicy | None = None,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
+        random: Random | None = None,
+    ) -> None:
+        self.profile = profile
+        self.request_timeout_s = request_timeout_s
+        self.random = random or Random()  # noqa: S311 - spreads retries; nothing secret is drawn
+        self.policy = backoff or BackoffPolicy()
+        self.reconnects = 0
+        self._engine = engine
+        self._limits = transport_limits or TransportLimits()
+        self._connect_timeout_s = connect_timeout_s
+        self._addresses = cycle(profile.parsed_addresses())
+        self._attachments: dict[Attachment, None] = {}
+        self._link: Link | None = None
+        self._linked = asyncio.Event()
+        self._info: SessionInfo | None = None
+        self._dead: FelixError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    # -- life -----------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Connect for the first time.
+
+        Raises UnavailableError where no address answers in time, RequestError where identity, region or profile are
+        wrong, ProtocolError where the peer does not speak this protocol.
+        """
+        assert self._task is None, "a connection is opened once"
+        loop = asyncio.get_running_loop()
+        if self._engine is None:
+            self._engine = engine_named(self.profile.engine or None)
+        link = await self._establish(loop.time() + self._connect_timeout_s)
+        self._task = loop.create_task(self._run(link), name=f"felix-{self.profile.region}")
+
+    async def close(self) -> None:
+        """End the connection; whoever still waits is told so. Idempotent."""
+        self._die(
+            UnavailableError(
+                f"The connection to region {self.profile.region} was closed by this client.",
+                code=Code.DISCONNECTED,
+            )
+        )
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+        link = self._link
+        if link is not None:
+            link.close()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await link.connection.wait_closed()
+
+    @property
+    def session(self) -> SessionInfo:
+        """The newest session, also while a new one is being made. Raises UnavailableError before the first."""
+        if self._info is None:
+            raise UnavailableError(
+                "There is no session yet.", code=Code.DISCONNECTED, hint="Use `async with felix.connect(…)`."
+            )
+        return self._info
+
+    @property
+    def link(self) -> Link | None:
+        """The link that stands, if one does."""
+        return self._link if self._link is not None and self._link.is_usable else None
+
+    @property
+    def is_dead(self) -> bool:
+        """True once there will be no further link."""
+        return self._dead is not None
+
+    def attach(self, attachment: Attachment) -> None:
+        """Tell it of links from now on; of the present one at once."""
+        if self._dead is not None:
+            attachment.link_dead(self._dead)
+            return
+        self._attachments[attachment] = None
+        if self.link is not None:
+            attachment.link_up(self.link)
+
+    def detach(self, attachment: Attachment) -> None:
+        self._attachments.pop(attachment, None)
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    async def request(self, request: Request, *, timeout_s: float | None = None) -> Answer:
+        """One request and its answer, within `timeout_s` (None: the connection's own).
+
+        A request that was not yet sent waits for a link. One whose answer was lost is asked again where that is safe,
+        else UnavailableError(DISCONNECTED) says that nobody knows. Raises what the broker refuses it with.
+        """
+        limit_s = self.request_timeout_s if timeout_s is None else timeout_s
+        backoff = Backoff(self.policy, self.random)
+        last: FelixError | None = None
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    link = await self._wait_for_link()
+                    try:
+                        return await link.ask(request)
+                    except UnavailableError as error:
+                        if not isinstance(request, _SAFE):
+                            raise self._unknown_outcome(request, error) from error
+                        last = error
+                    await asyncio.sleep(backoff.next_ms(last.retry_after_ms) / 1000)
+        except TimeoutError:
+            why = last.sentence if last else "No broker answered."
+            raise UnavailableError(
+                f"{type(request).__name__} was not answered by region {self.profile.region} within {limit_s:g} s. {why}",
+                code=Code.TIMEOUT,
+                hint="Is the region up? `felix region status` tells."
+                if isinstance(request, _SAFE)
+                else "Whether it was carried out is not known; look before asking again.",
+            ) from last
+
+    def _unknown_outcome(self, request: Request, error: UnavailableError) -> UnavailableError:
+        if error.code is not Code.DISCONNECTED:
+            return error
+        return UnavailableError(
+            f"The connection to region {self.profile.region} was lost before {type(request).__name__} was answered.",
+            code=Code.DISCONNECTED,
+            hint="Whether it was carried out is not known; look (describe, list) before asking again.",
+        )
+
+    async def _wait_for_link(self) -> Link:
+        while True:
+            if self._dead is not None:
+                raise self._dead
+            if self.link is not None:
+                return self.link
+            self._linked.clear()
+            await self._linked.wait()
+
+    # -- the actor ------------------------------------------------------------------------------------
+
+    async def _run(self, link: Link) -> None:
+        loop = asyncio.get_running_loop()
+        backoff = Backoff(self.policy, self.random)
+        while True:
+            began = loop.time()
+            await link.leave_asked.wait()
+            pause_ms = 0
+            if link.leaving is not None and not link.is_over:
+                pause_ms = link.leaving.reconnect_after_ms
+                _log.info("Broker of %s leaves: %s", self.profile.region, link.leaving.reason)
+                await self._let_finish(link)
+                link.close()
+            # A session that falls as soon as it stands must not be made again in a tight circle.
+            if (loop.time() - began) * 1000 >= self.policy.ceiling_ms:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_ms(min(pause_ms, GOODBYE_PAUSE_MS_MAX)) / 1000)
+            try:
+                link = await self._establish(None)
+            except FelixError as error:
+                self._die(error)
+                return
+            self.reconnects += 1
+
+    async def _let_finish(self, link: Link) -> None:
+        deadline = asyncio.get_running_loop().time() + GOODBYE_DRAIN_S
+        while link.waits and not link.is_over and asyncio.get_running_loop().time() < deadline:
+            await asyncio.wait([link.over], timeout=0.02)
+
+    async def _establish(self, deadline: float | None) -> Link:
+        """A link that stands. Tries address after address; without a deadline, for as long as it takes."""
+        loop = asyncio.get_running_loop()
+        backoff = Backoff(self.policy, self.random)
+        tried = 0
+        while True:
+            address = next(self._addresses)
+            tried += 1
+            left_s = ATTEMPT_TIMEOUT_S if deadline is None else max(0.05, deadline - loop.time())
+            error: FelixError
+            try:
+                return await self._attempt(address, min(ATTEMPT_TIMEOUT_S, left_s))
+            except UnavailableError as caught:
+                error = caught
+            if deadline is None and tried % len(self.profile.addresses):
+                continue
+            wait_s = backoff.next_ms(error.retry_after_ms) / 1000
+            _log.info("%s:%d of %s: %s", *address, self.profile.region, error.sentence)
+            if deadline is not None and loop.time() + wait_s >= deadline:
+                raise UnavailableError(
+                    f"No broker of region {self.profile.region} answered at {', '.join(self.profile.addresses)} within "
+                    f"{self._connect_timeout_s:g} s: {error.sentence}",
+                    code=error.code,
+                    hint=error.hint
+                    or f"Start it with `felix region up {self.profile.region}`, or check the addresses.",
+                    retry_after_ms=error.retry_after_ms,
+                ) from error
+            if deadline is not None and tried % len(self.profile.addresses):
+                continue
+            await asyncio.sleep(wait_s)
+
+    async def _attempt(self, address: Address, timeout_s: float) -> Link:
+        assert self._engine is not None
+        # Read anew each time, off the loop: a renewed certificate is taken without a restart.
+        credentials = await asyncio.to_thread(load_credentials, self.profile)
+        link = Link(
+            region=self.profile.region,
+            prove_to=lambda challenge, name: self._prove(credentials, challenge, name),
+            limits=self._limits,
+        )
+        tls = ClientTls(credentials.root_pem, self.profile.tls_name)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._engine.connect(
+                    address.host, address.port, tls, link, self._limits, timeout=timeout_s
+                )
+                established = await link.established
+        except TimeoutError:
+            error = UnavailableError(f"{address} did not answer within {timeout_s:.1f} s.", code=Code.TIMEOUT)
+            link.fail(error)
+            raise error from None
+        except asyncio.CancelledError:
+            link.close()
+            raise
+        welcome, challenge = established
+        self._info = SessionInfo(
+            welcome.session, welcome.identity, challenge.region, challenge.mesh, challenge.broker,
+            tuple(welcome.rights), welcome.limits, link.connection.engine_name, address,
+        )  # fmt: skip
+        link.on_over = self._link_over
+        self._link = link
+        if link.is_over:
+            raise UnavailableError("The session ended as soon as it stood.", code=Code.DISCONNECTED)
+        for attachment in list(self._attachments):
+            attachment.link_up(link)
+        self._linked.set()
+        return link
+
+    def _prove(self, credentials: Credentials, challenge: Challenge, server_name: str) -> Proof:
+        if challenge.mesh != self.profile.mesh:
+            raise RequestError(
+                f"Asked for mesh {self.profile.mesh!r} and reached {challenge.mesh!r}; nothing was sent there.",
+                code=Code.WRONG_REGION,
+                hint="Check the addresses in the profile.",
+            )
+        return prove(credentials.identity, challenge.nonce, self.profile.region, server_name)
+
+    def _link_over(self, link: Link, error: FelixError) -> None:
+        if link is not self._link:
+            return
+        for attachment in list(self._attachments):
+            attachment.link_down(error)
+
+    def _die(self, error: FelixError) -> None:
+        if self._dead is not None:
+            return
+        self._dead = error
+        attachments, self._attachments = list(self._attachments), {}
+        for attachment in attachments:
+            attachment.link_dead(error)
+        self._linked.set()

@@ -1,0 +1,997 @@
+"""Publisher: records into batches, batches onto a publish stream, acknowledgements back to who asked for them.
+
+A record joins the open batch of its shard. The batch closes when it is full (bytes or records), or when its linger
+ends; linger 0 is the end of this loop turn, so a lone record never waits and a burst batches itself. While a shard has
+FLYING_BATCHES_MAX batches on the way, its open batch goes on filling instead of closing small. A closed batch is
+encoded once and stays these bytes; only its sequence can be renewed, in the header.
+
+Invariants:
+
+- records of one shard are in the log in the order in which they were given, each once, however often the connection
+  breaks: batches carry producer id, epoch and sequence, are sent again in order, and the broker knows a repeated one;
+- no batch leaves beyond the session's publish credit; accepted and unacknowledged records stay within `buffer_bytes`;
+- every record accepted is acknowledged, or its refusal is delivered: to its future, to `on_refused`, and to the next
+  `send` or `flush`;
+- a refusal that says "not now" is tried again, with everything behind it, until the batch's deadline.
+
+How order survives a refusal: what follows a refused batch is refused too (SEQUENCE_GAP). Behind one that will be sent
+again, it is sent again in order. At the head of its shard, it is certainly not in the log, so the shard takes the next
+producer epoch, numbers what is left from 0 and sends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Final, Literal, NamedTuple, Protocol, Self
+
+from felix.backoff import Backoff
+from felix.batch import (
+    BATCH_BYTES_MAX,
+    HEADER_BYTES,
+    KEY_BYTES_MAX,
+    RECORDS_MAX,
+    Batch,
+    BatchHeader,
+    Headers,
+    NewRecord,
+    Record,
+    decode_records,
+    encode_batch,
+    encode_headers,
+)
+from felix.connection import Link, RegionConnection
+from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.frames import FRAME_HEADER_BYTES, AppendedBody, FrameType, frame_header
+from felix.messages import Answer, OpenPublisher, PublisherOpened
+from felix.names import StreamName, shard_for_key
+
+FLYING_BATCHES_MAX: Final = 7
+"""Batches of one shard that are sent and not acknowledged: fewer than a broker remembers per producer (8), so that
+every repeated one is recognised."""
+BATCH_BYTES_DEFAULT: Final = 128 * 1024
+"""Where a batch closes: large enough that per-batch work vanishes, small enough to flow."""
+BATCH_RECORDS_DEFAULT: Final = 8_192
+BUFFER_BYTES_DEFAULT: Final = 32 * 1024 * 1024
+"""Records accepted and not yet acknowledged, of one publisher."""
+DEADLINE_MS_DEFAULT: Final = 120_000
+"""How long a batch is tried again before its error is raised: longer than a broker's restart."""
+LINGER_MS_MAX: Final = 60_000
+RECORD_OVERHEAD_BYTES: Final = 12
+"""What a record takes in a batch beside its own bytes: one entry in each of the three columns."""
+
+Payload = bytes | bytearray | memoryview
+Acks = Literal["all", "none"]
+
+
+class Receipt(NamedTuple):
+    """Where a batch stands in the log: offsets base_offset .. base_offset + records, the broker's time in ms."""
+
+    shard: int
+    base_offset: int
+    records: int
+    append_time_ms: int
+
+
+class Refusal(NamedTuple):
+    """A batch that is not in the log as far as anybody knows, why, and its records."""
+
+    error: FelixError
+    shard: int
+    batch: Batch
+
+    def records(self) -> Iterator[Record]:
+        """The records in the order in which they were given; their offsets count from 0 and mean nothing."""
+        return decode_records(self.batch)
+
+
+class Tracer(Protocol):
+    """What the publisher asks of felix.tracing, where tracing is on."""
+
+    def inject(self, headers: Headers | None) -> Headers | None: ...
+
+
+class _Many:
+    """The offsets of several records, in the order given; done when the last one is known."""
+
+    __slots__ = ("future", "left", "offsets")
+
+    def __init__(self, future: asyncio.Future[list[int]]) -> None:
+        self.future = future
+        self.offsets: list[int] = []
+        self.left = 0
+
+
+class _Sink(NamedTuple):
+    """Who asked for the offset of the record `at` this place of its batch: a future, or a place in a collection."""
+
+    at: int
+    future: asyncio.Future[int] | None
+    many: _Many | None = None
+    place: int = 0
+
+
+class _Parcel:
+    """A closed batch on its way."""
+
+    __slots__ = (
+        "backoff", "body", "correlation", "deadline", "done", "header", "held_bytes", "lane", "link", "receipt",
+        "renumbered", "sent", "sent_ever", "sinks",
+    )  # fmt: skip
+
+    def __init__(self, lane: _Lane, batch: Batch, held_bytes: int, deadline: float) -> None:
+        self.lane = lane
+        self.header: BatchHeader = batch.header
+        self.body = batch.body
+        self.held_bytes = held_bytes
+        self.deadline = deadline
+        self.sinks: list[_Sink] | None = None
+        self.receipt: asyncio.Future[Receipt] | None = None
+        self.correlation = 0
+        self.link: Link | None = None
+        self.sent = False
+        self.sent_ever = False
+        self.done = False
+        self.renumbered = False
+        self.backoff: Backoff | None = None
+
+    @property
+    def frame_bytes(self) -> int:
+        return FRAME_HEADER_BYTES + HEADER_BYTES + len(self.body)
+
+    # What the link calls (connection.Pending):
+
+    def answered(self, answer: Answer) -> None:
+        raise FelixError("A batch was answered like a request.", code=Code.PROTOCOL)
+
+    def acknowledged(self, appended: AppendedBody) -> None:
+        self.correlation = 0
+        self.lane.publisher._acknowledged(self, appended)
+
+    def refused(self, error: FelixError) -> None:
+        self.correlation = 0
+        self.lane.publisher._refused(self, error)
+
+
+class _Lane:
+    """One shard of a publisher: its open batch, and its closed ones in the order of their sequence."""
+
+    __slots__ = (
+        "epoch", "linger", "linger_over", "next_sequence", "open_bytes", "parcels", "publisher",
+        "records", "shard", "sinks", "stalled", "unsent",
+    )  # fmt: skip
+
+    def __init__(self, publisher: Publisher, shard: int) -> None:
+        self.publisher = publisher
+        self.shard = shard
+        self.records: list[NewRecord] = []
+        self.open_bytes = 0
+        self.sinks: list[_Sink] | None = None
+        self.linger: asyncio.TimerHandle | None = None
+        self.linger_over = False
+        self.parcels: deque[_Parcel] = deque()
+        self.unsent: deque[_Parcel] = deque()
+        self.epoch = 0
+        self.next_sequence = 0
+        self.stalled: asyncio.TimerHandle | None = None
+
+    @property
+    def flying(self) -> int:
+        """Batches from the oldest that is not acknowledged to the newest that was sent."""
+        return len(self.parcels) - len(self.unsent)
+
+    def rewind(self) -> None:
+        """Everything that is not acknowledged is to be sent, from the first one on."""
+        for parcel in self.parcels:
+            if parcel.correlation and parcel.link is not None:
+                parcel.link.forget(parcel.correlation)
+            parcel.correlation, parcel.link, parcel.sent = 0, None, False
+        self.unsent = deque(parcel for parcel in self.parcels if not parcel.done)
+
+    def renumber(self) -> None:
+        """The next producer epoch: what is left counts from sequence 0."""
+        self.epoch += 1
+        self.next_sequence = 0
+        for parcel in self.parcels:
+            if not parcel.done:
+                parcel.header = parcel.header._replace(
+                    producer_epoch=self.epoch, base_sequence=self.next_sequence
+                )
+                self.next_sequence += parcel.header.records
+
+
+class Publisher:
+    """Publishes into one stream. Made by `Stream.publisher`; used as `async with`, or `open` and `close`.
+
+    Not for use from another thread. `acks="all"`: acknowledged as the stream's durability says, sent again until then.
+    `acks="none"`: at most once, nothing is acknowledged or sent again, and no offsets are known.
+    """
+
+    def __init__(
+        self,
+        connection: RegionConnection,
+        stream: StreamName,
+        *,
+        producer_id: int,
+        linger_ms: float = 0,
+        batch_bytes: int = BATCH_BYTES_DEFAULT,
+        batch_records: int = BATCH_RECORDS_DEFAULT,
+        buffer_bytes: int = BUFFER_BYTES_DEFAULT,
+        acks: Acks = "all",
+        compress: bool = False,
+        deadline_ms: int = DEADLINE_MS_DEFAULT,
+        on_refused: Callable[[Refusal], None] | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        for name, value, low, high in (
+            ("linger_ms", linger_ms, 0, LINGER_MS_MAX),
+            ("batch_bytes", batch_bytes, 1024, BATCH_BYTES_MAX),
+            ("batch_records", batch_records, 1, RECORDS_MAX),
+            ("buffer_bytes", buffer_bytes, BATCH_BYTES_MAX, 1 << 40),
+            ("deadline_ms", deadline_ms, 1, 1 << 31),
+        ):
+            if not low <= value <= high:
+                raise RequestError(
+                    f"{name} is {value}; it must be from {low} to {high}.", code=Code.CONFIG_INVALID
+                )
+        if acks not in ("all", "none"):
+            raise RequestError(f"acks is {acks!r}; it is 'all' or 'none'.", code=Code.CONFIG_INVALID)
+        self._region = connection
+        self._loop = asyncio.get_running_loop()
+        self.stream = stream
+        self.acks: Acks = acks
+        self._producer_id = producer_id if acks == "all" else 0
+        self._linger_s = linger_ms / 1000
+        self._batch_bytes = batch_bytes
+        self._batch_records = batch_records
+        self._record_bytes_max = BATCH_BYTES_MAX - HEADER_BYTES
+        self._buffer_bytes = buffer_bytes
+        self._compress = compress
+        self._deadline_s = deadline_ms / 1000
+        self._on_refused = on_refused
+        self._tracer = tracer
+        self._lanes: list[_Lane] = []
+        self._unkeyed = 0
+        self._incarnation = b""
+        self._link: Link | None = None
+        self._stream_id = -1
+        self._watch = 0
+        self._opening: asyncio.Task[None] | None = None
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._started = False
+        self._closed = False
+        self._failed: FelixError | None = None
+        self._error: FelixError | None = None
+        self._held_bytes = 0
+        self._room: deque[asyncio.Future[None]] = deque()
+        self._idle: list[asyncio.Future[None]] = []
+        self._turn_end = False
+        self._yield_due = False
+        self._next_lane = 0
+        self._expiry: asyncio.TimerHandle | None = None
+        self.batches_sent = 0
+        self.batches_resent = 0
+
+    # -- life -----------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            self.abort()
+
+    async def open(self) -> None:
+        """Open the publish stream. Raises what the broker refuses it with, UnavailableError(TIMEOUT) without an answer."""
+        if not self._started:
+            self._started = True
+            self._region.attach(self)
+        try:
+            async with asyncio.timeout(self._region.request_timeout_s):
+                await asyncio.shield(self._opened)
+        except TimeoutError:
+            self.abort()
+            raise UnavailableError(
+                f"No publish stream into {self.stream} could be opened within {self._region.request_timeout_s:g} s.",
+                code=Code.TIMEOUT,
+                hint="Is the region up?",
+            ) from None
+
+    async def close(self) -> None:
+        """Flush, then end the publish stream. Raises what `flush` raises; the publisher is closed in any case."""
+        if self._closed:
+            return
+        try:
+            if self._failed is None:
+                await self.flush()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """End at once. What is not acknowledged is given up, and whoever waits for it is told so."""
+        if not self._closed:
+            self._closed = True
+            self._fail(
+                UnavailableError(
+                    f"The publisher into {self.stream} was closed before this was acknowledged.",
+                    code=Code.DISCONNECTED,
+                    hint="Whether it is in the log is not known.",
+                )
+            )
+
+    @property
+    def shards(self) -> int:
+        """Shards of the stream; 0 before it is open."""
+        return len(self._lanes)
+
+    @property
+    def is_over(self) -> bool:
+        """True once it takes no more records: closed, or refused for good."""
+        return self._failed is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of records accepted and not yet acknowledged; `buffer_bytes` bounds them."""
+        return self._held_bytes
+
+    # -- records in -----------------------------------------------------------------------------------
+
+    async def send(self, payload: Payload, key: bytes | None = None, headers: Headers | None = None) -> None:
+        """Put one record into its batch; returns at once while there is room, else waits for it.
+
+        Raises RequestError where the record itself cannot be (too large, key or headers invalid), and the error of
+        an earlier refused batch, once. Bytes are taken as they are; a bytearray or memoryview is copied.
+        """
+        if self._error is not None or self._failed is not None or not self._lanes:
+            await self._check()
+        if self._held_bytes >= self._buffer_bytes:
+            await self._wait_for_room()
+        self._add(payload, key, headers, None)
+        if self._yield_due:
+            # So that a producer that never waits does not keep the loop from sending what it made.
+            self._yield_due = False
+            await asyncio.sleep(0)
+
+    async def publish(
+        self, payload: Payload, key: bytes | None = None, headers: Headers | None = None
+    ) -> int:
+        """Publish one record and return its offset once it is in the log as the stream promises.
+
+        Raises RequestError, or UnavailableError once it was tried for `deadline_ms`.
+        """
+        self._require_acks()
+        if self._failed is not None or not self._lanes:
+            await self._check()
+        while self._held_bytes >= self._buffer_bytes:
+            await self._wait_for_room()
+        future: asyncio.Future[int] = self._loop.create_future()
+        self._add(payload, key, headers, _Sink(0, future))
+        return await future
+
+    def publish_nowait(
+        self, payload: Payload, key: bytes | None = None, headers: Headers | None = None
+    ) -> asyncio.Future[int]:
+        """Put one record into its batch; the future gives its offset.
+
+        Raises UnavailableError(LIMIT_MEMORY) where `buffer_bytes` are in use, RequestError(STATE) before it is open.
+        """
+        self._require_acks()
+        if self._failed is not None:
+            raise self._failed
+        if not self._lanes:
+            raise RequestError(
+                f"The publisher into {self.stream} is not open.", code=Code.STATE, hint="Use `async with`."
+            )
+        if self._held_bytes >= self._buffer_bytes:
+            raise UnavailableError(
+                f"{self._held_bytes} bytes wait for acknowledgement in {self.stream}; {self._buffer_bytes} are allowed.",
+                code=Code.LIMIT_MEMORY,
+                hint="Await an earlier record first, or use `send`, which waits.",
+            )
+        future: asyncio.Future[int] = self._loop.create_future()
+        self._add(payload, key, headers, _Sink(0, future))
+        return future
+
+    async def send_many(
+        self, payloads: Iterable[Payload], keys: Iterable[bytes | None] | None = None
+    ) -> None:
+        """Put many records into their batches: the cheapest way per record. As `send` otherwise."""
+        if self._error is not None or self._failed is not None or not self._lanes:
+            await self._check()
+        add = self._add
+        for payload, key in paired(payloads, keys):
+            if self._held_bytes >= self._buffer_bytes:
+                await self._wait_for_room()
+            add(payload, key, None, None)
+            if self._yield_due:
+                self._yield_due = False
+                await asyncio.sleep(0)
+
+    async def publish_many(
+        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+    ) -> list[int]:
+        """Publish many records and return their offsets, in the order given, once all are in the log.
+
+        Raises the first refusal; the others may be in the log.
+        """
+        self._require_acks()
+        if self._failed is not None or not self._lanes:
+            await self._check()
+        many = _Many(self._loop.create_future())
+        many.offsets = [-1] * len(payloads)
+        # One more until all are given, so that it is not done before.
+        many.left = 1
+        try:
+            for place, (payload, key) in enumerate(paired(payloads, keys)):
+                while self._held_bytes >= self._buffer_bytes:
+                    await self._wait_for_room()
+                many.left += 1
+                try:
+                    self._add(payload, key, None, _Sink(0, None, many, place))
+                except BaseException:
+                    many.left -= 1
+                    raise
+                if self._yield_due:
+                    self._yield_due = False
+                    await asyncio.sleep(0)
+        except BaseException:
+            many.future.cancel()
+            raise
+        many.left -= 1
+        if not many.left and not many.future.done():
+            many.future.set_result(many.offsets)
+        return await many.future
+
+    async def publish_batch(self, records: Sequence[NewRecord], shard: int | None = None) -> Receipt:
+        """Publish these records as one batch, in one shard, wholly or not at all.
+
+        Without `shard`, the keys say it and must agree; without keys, the next shard in turn has it.
+        Raises RequestError(BATCH_TOO_LARGE, INVALID) where they do not make one batch.
+        """
+        self._require_acks()
+        if self._failed is not None or not self._lanes:
+            await self._check()
+        while self._held_bytes >= self._buffer_bytes:
+            await self._wait_for_room()
+        lane = self._lanes[self._shard_of(records, shard)]
+        self._close_batch(lane)
+        parcel = self._encode(lane, list(records), sum(map(_record_bytes, records)))
+        parcel.receipt = self._loop.create_future()
+        self._held_bytes += parcel.held_bytes
+        self.pump()
+        return await parcel.receipt
+
+    async def flush(self) -> None:
+        """Return once all that was given is acknowledged (with acks="none": has left).
+
+        Raises the error of the first batch refused since the last `send` or `flush` that raised.
+        """
+        if self._failed is not None:
+            raise self._failed
+        for lane in self._lanes:
+            self._close_batch(lane)
+        self.pump()
+        while self._held_bytes and self._failed is None:
+            future: asyncio.Future[None] = self._loop.create_future()
+            self._idle.append(future)
+            await future
+        await self._check()
+
+    def _require_acks(self) -> None:
+        if self.acks == "none":
+            raise RequestError(
+                "A publisher with acks='none' learns no offsets.", code=Code.UNSUPPORTED, hint="Use `send`."
+            )
+
+    async def _check(self) -> None:
+        """Raise what there is to raise; wait until the stream is open."""
+        if self._failed is not None:
+            raise self._failed
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if not self._lanes:
+            await self.open()
+
+    def _shard_of(self, records: Sequence[NewRecord], shard: int | None) -> int:
+        shards = len(self._lanes)
+        if not records:
+            raise RequestError("A batch without records.")
+        if shard is None:
+            keyed = {shard_for_key(record.key, shards) for record in records if record.key}
+            if len(keyed) > 1:
+                raise RequestError(
+                    f"These records belong into {len(keyed)} shards by their keys, and a batch into one.",
+                    hint="Publish one batch per key, or use `publish_many`.",
+                )
+            if keyed:
+                return keyed.pop()
+            shard = self._unkeyed
+            self._unkeyed = (shard + 1) % shards
+        if not 0 <= shard < shards:
+            raise RequestError(f"There is no shard {shard}; {self.stream} has {shards}, from 0.")
+        return shard
+
+    # -- batching -------------------------------------------------------------------------------------
+
+    def _add(self, payload: Payload, key: bytes | None, headers: Headers | None, sink: _Sink | None) -> None:
+        if type(payload) is not bytes:
+            payload = payload_bytes(payload)
+        size = len(payload) + RECORD_OVERHEAD_BYTES
+        if key:
+            if type(key) is not bytes or len(key) > KEY_BYTES_MAX:
+                raise _key_refused(key)
+            lane = self._lanes[shard_for_key(key, len(self._lanes))]
+            size += len(key)
+        else:
+            lane = self._lanes[self._unkeyed]
+        if self._tracer is not None:
+            headers = self._tracer.inject(headers)
+        if headers:
+            size += len(encode_headers(headers))
+        if size > self._record_bytes_max:
+            raise RequestError(
+                f"A record of {size} bytes; {self._record_bytes_max} are allowed in this session.",
+                code=Code.BATCH_TOO_LARGE,
+                hint="Split it, or keep it elsewhere and publish where it is.",
+            )
+        records = lane.records
+        if records and lane.open_bytes + size > self._batch_bytes:
+            self._close_batch(lane)
+            self.pump()
+            if not key:
+                lane = self._lanes[self._unkeyed]
+            records = lane.records
+        if sink is not None:
+            if lane.sinks is None:
+                lane.sinks = []
+            lane.sinks.append(sink._replace(at=len(records)))
+        records.append(NewRecord(payload, key, headers))
+        lane.open_bytes += size
+        self._held_bytes += size
+        if len(records) == 1:
+            self._begin_linger(lane)
+        elif lane.open_bytes >= self._batch_bytes or len(records) >= self._batch_records:
+            self._close_batch(lane)
+            self.pump()
+
+    def _begin_linger(self, lane: _Lane) -> None:
+        if lane.open_bytes >= self._batch_bytes or self._batch_records == 1:
+            self._close_batch(lane)
+            self.pump()
+        elif self._linger_s:
+            lane.linger = self._loop.call_later(self._linger_s, self._linger_ended, lane)
+        elif not self._turn_end:
+            self._turn_end = True
+            self._loop.call_soon(self._turn_ended)
+
+    def _linger_ended(self, lane: _Lane) -> None:
+        lane.linger = None
+        lane.linger_over = True
+        self.pump()
+
+    def _turn_ended(self) -> None:
+        self._turn_end = False
+        for lane in self._lanes:
+            if lane.records and lane.linger is None:
+                lane.linger_over = True
+        self.pump()
+
+    def _close_batch(self, lane: _Lane) -> None:
+        """Close the open batch of a shard, if it has one."""
+        if not lane.records:
+            return
+        records, lane.records = lane.records, []
+        sinks, lane.sinks = lane.sinks, None
+        held, lane.open_bytes = lane.open_bytes, 0
+        lane.linger_over = False
+        if lane.linger is not None:
+            lane.linger.cancel()
+            lane.linger = None
+        if lane.shard == self._unkeyed:
+            self._unkeyed = (self._unkeyed + 1) % len(self._lanes)
+        parcel = self._encode(lane, records, held)
+        parcel.sinks = sinks
+        self._yield_due = True
+
+    def _encode(self, lane: _Lane, records: list[NewRecord], held_bytes: int) -> _Parcel:
+        batch = encode_batch(
+            records,
+            shard=lane.shard,
+            producer_id=self._producer_id,
+            producer_epoch=lane.epoch if self._producer_id else 0,
+            base_sequence=lane.next_sequence if self._producer_id else 0,
+            compress=self._compress,
+        )
+        lane.next_sequence += len(records)
+        parcel = _Parcel(lane, batch, held_bytes, self._loop.time() + self._deadline_s)
+        lane.parcels.append(parcel)
+        lane.unsent.append(parcel)
+        if self._expiry is None:
+            self._expiry = self._loop.call_at(parcel.deadline, self._expire)
+        return parcel
+
+    # -- batches out ----------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Send what may be sent now: shard after shard in turn, each in order, as far as credit and backlog allow."""
+        link = self._link
+        if link is None or self._stream_id < 0:
+            return
+        lanes = self._lanes
+        count = len(lanes)
+        idle = 0
+        while idle < count:
+            lane = lanes[self._next_lane]
+            parcel = self._sendable(lane)
+            if parcel is None:
+                idle += 1
+            elif parcel.frame_bytes > link.window_bytes:
+                lane.unsent.popleft()
+                self._give_up(parcel, self._never_fits(parcel, link))
+            elif link.may_send(parcel.frame_bytes):
+                idle = 0
+                lane.unsent.popleft()
+                self._send(link, lane, parcel)
+            else:
+                link.wait_to_send(self)
+                return
+            self._next_lane = (self._next_lane + 1) % count
+
+    def _sendable(self, lane: _Lane) -> _Parcel | None:
+        if lane.stalled is not None or lane.flying >= FLYING_BATCHES_MAX:
+            return None
+        if not lane.unsent and lane.linger_over:
+            self._close_batch(lane)
+        return lane.unsent[0] if lane.unsent else None
+
+    def _never_fits(self, parcel: _Parcel, link: Link) -> RequestError:
+        return RequestError(
+            f"A batch of {parcel.frame_bytes} bytes can never be sent: the broker lets {link.window_bytes} bytes be on the "
+            "way in one session.",
+            code=Code.BATCH_TOO_LARGE,
+            hint="Set a smaller batch_bytes, or publish smaller records.",
+        )
+
+    def _send(self, link: Link, lane: _Lane, parcel: _Parcel) -> None:
+        if parcel.sent_ever:
+            self.batches_resent += 1
+        self.batches_sent += 1
+        if self.acks == "none":
+            correlation = self._watch
+        else:
+            correlation = parcel.correlation = link.register(parcel)
+            parcel.link = link
+        parcel.sent = parcel.sent_ever = True
+        head = frame_header(FrameType.BATCH, HEADER_BYTES + len(parcel.body), correlation)
+        link.send_batch(self._stream_id, b"".join((head, parcel.header.encode(), parcel.body)))
+        if self.acks == "none":
+            self._settle(parcel)
+
+    # -- answers --------------------------------------------------------------------------------------
+
+    def _acknowledged(self, parcel: _Parcel, appended: AppendedBody) -> None:
+        if parcel.done:
+            return
+        base = appended.base_offset
+        if parcel.sinks is not None:
+            for at, future, many, place in parcel.sinks:
+                if future is not None:
+                    if not future.done():
+                        future.set_result(base + at)
+                elif many is not None:
+                    many.offsets[place] = base + at
+                    many.left -= 1
+                    if not many.left and not many.future.done():
+                        many.future.set_result(many.offsets)
+        if parcel.receipt is not None and not parcel.receipt.done():
+            parcel.receipt.set_result(
+                Receipt(parcel.lane.shard, base, parcel.header.records, appended.append_time_ms)
+            )
+        self._settle(parcel)
+        self._after_hole(parcel.lane)
+        self.pump()
+
+    def _refused(self, parcel: _Parcel, error: FelixError) -> None:
+        if parcel.done:
+            return
+        lane = parcel.lane
+        head = next(each for each in lane.parcels if not each.done)
+        if error.code is Code.SEQUENCE_GAP:
+            if parcel is not head:
+                # Something before it is missing and will be dealt with first; then this is sent again.
+                parcel.link = None
+                return
+            if not parcel.renumbered:
+                parcel.renumbered = True
+                lane.renumber()
+                lane.rewind()
+                self.pump()
+                return
+        elif isinstance(error, UnavailableError):
+            if parcel.backoff is None:
+                parcel.backoff = Backoff(self._region.policy, self._region.random)
+            wait_s = parcel.backoff.next_ms(error.retry_after_ms) / 1000
+            if self._loop.time() + wait_s < parcel.deadline:
+                # The rest of the shard was or will be refused with a gap; it is all sent again, in order.
+                if lane.stalled is not None:
+                    lane.stalled.cancel()
+                lane.stalled = self._loop.call_later(wait_s, self._stall_ended, lane)
+                return
+        self._give_up(parcel, error)
+        self._after_hole(lane)
+        self.pump()
+
+    def _after_hole(self, lane: _Lane) -> None:
+        """A batch left the shard's order without being in the log. If what follows was already refused for that, no
+        further answer will come for it: number it anew and send it."""
+        head = next((each for each in lane.parcels if not each.done), None)
+        if head is not None and head.sent and not head.correlation and not lane.stalled:
+            head.renumbered = True
+            lane.renumber()
+            lane.rewind()
+
+    def _stall_ended(self, lane: _Lane) -> None:
+        lane.stalled = None
+        lane.rewind()
+        self.pump()
+
+    def _settle(self, parcel: _Parcel) -> None:
+        """The parcel is dealt with, one way or the other."""
+        parcel.done = True
+        lane = parcel.lane
+        while lane.parcels and lane.parcels[0].done:
+            lane.parcels.popleft()
+        self._held_bytes -= parcel.held_bytes
+        while self._room and self._held_bytes < self._buffer_bytes:
+            waiter = self._room.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                break
+        if not self._held_bytes:
+            idle, self._idle = self._idle, []
+            for waiter in idle:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _give_up(self, parcel: _Parcel, error: FelixError) -> None:
+        """The parcel's records are refused for good; tell whoever is to know."""
+        if parcel.correlation and parcel.link is not None:
+            parcel.link.forget(parcel.correlation)
+            parcel.correlation = 0
+        if parcel.sinks is not None:
+            for _, future, many, _ in parcel.sinks:
+                waiting = future if future is not None else many.future if many is not None else None
+                if waiting is not None and not waiting.done():
+                    waiting.set_exception(error)
+        told = parcel.sinks is not None and len(parcel.sinks) == parcel.header.records
+        if parcel.receipt is not None:
+            told = True
+            if not parcel.receipt.done():
+                parcel.receipt.set_exception(error)
+        if not told and self._error is None:
+            self._error = error
+        self._settle(parcel)
+        if self._on_refused is not None:
+            self._on_refused(Refusal(error, parcel.lane.shard, Batch(parcel.header, parcel.body)))
+
+    def _expire(self) -> None:
+        """Give up what was tried for as long as it may be."""
+        self._expiry = None
+        now = self._loop.time()
+        first: float | None = None
+        for lane in self._lanes:
+            while lane.parcels and lane.parcels[0].deadline <= now:
+                parcel = lane.parcels[0]
+                if not parcel.sent:
+                    lane.unsent.popleft()
+                why = "it was sent and not answered" if parcel.sent_ever else "it could not be sent"
+                self._give_up(
+                    parcel,
+                    UnavailableError(
+                        f"A batch for shard {lane.shard} of {self.stream} is not acknowledged after {self._deadline_s:g} s: "
+                        f"{why}.",
+                        code=Code.TIMEOUT,
+                        hint="Whether it is in the log is not known."
+                        if parcel.sent
+                        else "It is not in the log.",
+                    ),
+                )
+                if lane.stalled is not None:
+                    lane.stalled.cancel()
+                    self._stall_ended(lane)
+                self._after_hole(lane)
+            if lane.parcels and (first is None or lane.parcels[0].deadline < first):
+                first = lane.parcels[0].deadline
+        if first is not None:
+            self._expiry = self._loop.call_at(first, self._expire)
+        self.pump()
+
+    async def _wait_for_room(self) -> None:
+        while self._held_bytes >= self._buffer_bytes:
+            # What is still open counts too: without this, one large linger could wait for itself.
+            for lane in self._lanes:
+                lane.linger_over = lane.linger_over or bool(lane.records)
+            self.pump()
+            if self._held_bytes < self._buffer_bytes:
+                break
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._room.append(waiter)
+            try:
+                await waiter
+            finally:
+                # Whoever was woken and does not stay passes the turn on.
+                if self._room and self._held_bytes < self._buffer_bytes:
+                    following = self._room.popleft()
+                    if not following.done():
+                        following.set_result(None)
+            if self._failed is not None:
+                raise self._failed
+
+    # -- links (connection.Attachment) ----------------------------------------------------------------
+
+    def link_up(self, link: Link) -> None:
+        self._opening = self._loop.create_task(self._open_on(link), name=f"felix-open-{self.stream}")
+
+    def link_down(self, error: FelixError) -> None:
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
+        self._link = None
+        self._stream_id = -1
+        self._watch = 0
+        for lane in self._lanes:
+            lane.rewind()
+
+    def link_dead(self, error: FelixError) -> None:
+        self.link_down(error)
+        self._fail(error)
+
+    async def _open_on(self, link: Link) -> None:
+        backoff = Backoff(self._region.policy, self._region.random)
+        while not link.is_over:
+            stream_id = -1
+            try:
+                stream_id = link.connection.open_stream(bidirectional=False)
+                answer = await link.ask(OpenPublisher(str(self.stream), self.acks), stream_id=stream_id)
+                if not isinstance(answer, PublisherOpened):
+                    raise RequestError(
+                        f"The broker answered an OpenPublisher with {type(answer).__name__}.",
+                        code=Code.PROTOCOL,
+                    )
+                self._stand_on(link, stream_id, answer)
+                return
+            except UnavailableError as error:
+                if link.is_over:
+                    return
+                if stream_id >= 0:
+                    link.connection.reset_stream(stream_id, 0)
+                if not self._opened.done() and error.retry_after_ms is None:
+                    self._fail(error)
+                    return
+                await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
+            except FelixError as error:
+                if not link.is_over:
+                    self._fail(error)
+                return
+
+    def _stand_on(self, link: Link, stream_id: int, opened: PublisherOpened) -> None:
+        if opened.shards < 1:
+            raise RequestError(f"{self.stream} is said to have {opened.shards} shards.", code=Code.PROTOCOL)
+        assert link.limits is not None
+        self._record_bytes_max = min(BATCH_BYTES_MAX, link.limits.batch_bytes_max) - HEADER_BYTES
+        self._batch_bytes = max(1, min(self._batch_bytes, self._record_bytes_max, link.window_bytes // 2))
+        if self._lanes and (self._incarnation, len(self._lanes)) != (opened.incarnation, opened.shards):
+            self._recreated()
+        self._incarnation = opened.incarnation
+        if len(self._lanes) != opened.shards:
+            self._lanes = [_Lane(self, shard) for shard in range(opened.shards)]
+            self._unkeyed = self._next_lane = 0
+        self._link, self._stream_id = link, stream_id
+        self._watch = link.watch(self._stream_refused)
+        if not self._opened.done():
+            self._opened.set_result(None)
+        self.pump()
+
+    def _recreated(self) -> None:
+        """The stream of this name is another one now: what was meant for the old one is not put into it."""
+        error = RequestError(
+            f"{self.stream} was deleted and created anew while these records were on their way.",
+            code=Code.CONFLICT,
+            hint="Publish them again if they belong into the new stream.",
+        )
+        for lane in self._lanes:
+            self._close_batch(lane)
+            lane.unsent.clear()
+            for parcel in list(lane.parcels):
+                if not parcel.done:
+                    self._give_up(parcel, error)
+            lane.epoch += 1
+            lane.next_sequence = 0
+
+    def _stream_refused(self, error: FelixError) -> None:
+        """A batch without acknowledgement was refused."""
+        if self._error is None:
+            self._error = error
+
+    def _fail(self, error: FelixError) -> None:
+        """There is nothing more to be done with this publisher; tell whoever waits."""
+        if self._failed is not None:
+            return
+        self._failed = error
+        self._region.detach(self)
+        if self._opening is not None and self._opening is not asyncio.current_task():
+            self._opening.cancel()
+        link, stream_id = self._link, self._stream_id
+        if link is not None:
+            link.unwatch(self._watch)
+            if stream_id >= 0 and not link.connection.is_closed:
+                link.connection.send(stream_id, b"", end=True)
+        self._link, self._stream_id = None, -1
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if not self._opened.done():
+            self._opened.set_exception(error)
+            # It is raised by `open`, if anybody still waits there.
+            self._opened.exception()
+        for lane in self._lanes:
+            if lane.stalled is not None:
+                lane.stalled.cancel()
+                lane.stalled = None
+            self._close_batch(lane)
+            lane.unsent.clear()
+            for parcel in list(lane.parcels):
+                if not parcel.done:
+                    self._give_up(parcel, error)
+        for waiter in (*self._room, *self._idle):
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+
+
+def _record_bytes(record: NewRecord) -> int:
+    headers = len(encode_headers(record.headers)) if record.headers else 0
+    return len(record.payload) + len(record.key or b"") + headers + RECORD_OVERHEAD_BYTES
+
+
+def paired(
+    payloads: Iterable[Payload], keys: Iterable[bytes | None] | None
+) -> Iterator[tuple[Payload, bytes | None]]:
+    """Payloads with their keys. Raises RequestError where there are not as many of both."""
+    if keys is None:
+        for payload in payloads:
+            yield payload, None
+        return
+    try:
+        yield from zip(payloads, keys, strict=True)
+    except ValueError as error:
+        raise RequestError("There are not as many keys as payloads.") from error
+
+
+def payload_bytes(payload: object) -> bytes:
+    """Bytes that nobody else changes. Raises RequestError where the payload is something else."""
+    if type(payload) is bytes:
+        return payload
+    if isinstance(payload, bytes | bytearray | memoryview):
+        return bytes(payload)
+    raise RequestError(
+        f"A payload is bytes, not {type(payload).__name__}.",
+        hint="Encode it first, as in text.encode() or json.dumps(value).encode().",
+    )
+
+
+def _key_refused(key: object) -> RequestError:
+    if not isinstance(key, bytes):
+        return RequestError(f"A key is bytes, not {type(key).__name__}.", hint="Encode it first.")
+    return RequestError(
+        f"A key has {len(key)} bytes; {KEY_BYTES_MAX} are allowed.", code=Code.BATCH_TOO_LARGE
+    )

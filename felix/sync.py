@@ -1,0 +1,408 @@
+"""The synchronous face of the client, for scripts and notebooks: the same objects behind a background loop.
+
+::
+
+    import felix.sync
+
+    with felix.sync.connect("us-east") as region:
+        orders = region.stream("acme/payments/orders")
+        offset = orders.publish(b'{"id": 7}', key=b"7")
+        for record in orders.subscribe(start="earliest"):
+            ...
+
+One thread with one event loop per client; any thread may call. A call blocks until it is done, and Ctrl-C ends the wait
+(what was already sent stays sent). Inside a running event loop use `felix.connect`; from there a blocking call is refused.
+Errors are those of `felix.client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from felix import client, publisher, subscription
+from felix.batch import Headers, NewRecord, Record
+from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SessionInfo
+from felix.errors import Code, RequestError
+from felix.identity import Identity
+from felix.messages import Answer, Durability, RegionState, Request, Retention, StreamState
+from felix.names import StreamName
+from felix.profile import Profile
+from felix.publisher import (
+    BATCH_BYTES_DEFAULT,
+    BATCH_RECORDS_DEFAULT,
+    BUFFER_BYTES_DEFAULT,
+    DEADLINE_MS_DEFAULT,
+    Acks,
+    Payload,
+    Receipt,
+    Refusal,
+)
+from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, ReceivedBatch, StartAt
+from felix.transport.port import Engine
+
+STOP_TIMEOUT_S: Final = 5.0
+"""How long `close` waits for the background thread."""
+
+T = TypeVar("T")
+
+
+class _Background:
+    """A thread that runs an event loop, and calls into it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="felix-sync", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it on the loop and wait. Raises what it raises."""
+        try:
+            if threading.current_thread() is self._thread or _loop_runs_here():
+                raise RequestError(
+                    "felix.sync would block the event loop that runs in this thread.",
+                    code=Code.STATE,
+                    hint="Use `felix.connect` there, with await.",
+                )
+            if not self._thread.is_alive():
+                raise RequestError("This client is closed.", code=Code.STATE)
+        except RequestError:
+            work.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(STOP_TIMEOUT_S)
+
+
+def _loop_runs_here() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def connect(
+    region: str | None = None,
+    *,
+    identity: Identity | Path | str | None = None,
+    profile: Profile | None = None,
+    engine: Engine | None = None,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
+    tracing: bool | None = None,
+) -> SyncRegion:
+    """Connect now; arguments and errors are those of `felix.connect`. Close it, or use it as `with`."""
+    background = _Background()
+    try:
+        made = client.connect(
+            region,
+            identity=identity,
+            profile=profile,
+            engine=engine,
+            connect_timeout_s=connect_timeout_s,
+            request_timeout_s=request_timeout_s,
+            tracing=tracing,
+        )
+        background.call(made.open())
+    except BaseException:
+        background.stop()
+        raise
+    return SyncRegion(background, made)
+
+
+class SyncRegion:
+    """A region, as `felix.client.RegionClient`, blocking."""
+
+    def __init__(self, background: _Background, region: client.RegionClient) -> None:
+        self._background = background
+        self._region = region
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the session and the background thread. Idempotent."""
+        if self._background._thread.is_alive():
+            try:
+                self._background.call(self._region.close())
+            finally:
+                self._background.stop()
+
+    @property
+    def session(self) -> SessionInfo:
+        """The newest session."""
+        return self._region.session
+
+    @property
+    def is_connected(self) -> bool:
+        return self._region.is_connected
+
+    def stream(self, name: str | StreamName) -> SyncStream:
+        """A stream by its name. Raises RequestError(NAME_INVALID)."""
+        return SyncStream(self._background, self._region.stream(name))
+
+    def create_stream(
+        self,
+        name: str | StreamName,
+        *,
+        shards: int = 1,
+        durability: Durability | None = None,
+        retention: Retention | None = None,
+        ring_bytes: int = 0,
+    ) -> StreamState:
+        return self._background.call(
+            self._region.create_stream(
+                name, shards=shards, durability=durability, retention=retention, ring_bytes=ring_bytes
+            )
+        )
+
+    def describe_stream(self, name: str | StreamName) -> StreamState:
+        return self._background.call(self._region.describe_stream(name))
+
+    def delete_stream(self, name: str | StreamName, *, incarnation: bytes = b"") -> None:
+        self._background.call(self._region.delete_stream(name, incarnation=incarnation))
+
+    def list_streams(self, prefix: str = "") -> list[StreamState]:
+        async def all_of_them() -> list[StreamState]:
+            return [state async for state in self._region.list_streams(prefix)]
+
+        return self._background.call(all_of_them())
+
+    def describe(self) -> RegionState:
+        return self._background.call(self._region.describe())
+
+    def request(self, request: Request, *, timeout_s: float | None = None) -> Answer:
+        """Any request of the protocol and its answer."""
+        return self._background.call(self._region.request(request, timeout_s=timeout_s))
+
+
+class SyncStream:
+    """One stream, as `felix.client.Stream`, blocking."""
+
+    def __init__(self, background: _Background, stream: client.Stream) -> None:
+        self._background = background
+        self._stream = stream
+
+    @property
+    def name(self) -> StreamName:
+        return self._stream.name
+
+    def publish(self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None) -> int:
+        """Publish one record; its offset. One round trip each: for many, `publish_many` or `publisher`."""
+        return self._background.call(self._stream.publish(payload, key=key, headers=headers))
+
+    def publish_many(
+        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+    ) -> list[int]:
+        """Publish many records; their offsets in the order given."""
+        return self._background.call(self._stream.publish_many(payloads, keys))
+
+    def publish_batch(self, records: Sequence[NewRecord], *, shard: int | None = None) -> Receipt:
+        """Publish records as one batch, wholly or not at all."""
+        return self._background.call(self._stream.publish_batch(records, shard=shard))
+
+    def publisher(
+        self,
+        *,
+        batch_bytes: int = BATCH_BYTES_DEFAULT,
+        batch_records: int = BATCH_RECORDS_DEFAULT,
+        buffer_bytes: int = BUFFER_BYTES_DEFAULT,
+        acks: Acks = "all",
+        compress: bool = False,
+        deadline_ms: int = DEADLINE_MS_DEFAULT,
+        on_refused: Callable[[Refusal], None] | None = None,
+    ) -> SyncPublisher:
+        """For many records: they are gathered in this thread and handed over by the batch. Use it as `with`."""
+
+        async def make() -> publisher.Publisher:
+            made = self._stream.publisher(
+                batch_bytes=batch_bytes,
+                batch_records=batch_records,
+                buffer_bytes=buffer_bytes,
+                acks=acks,
+                compress=compress,
+                deadline_ms=deadline_ms,
+                on_refused=on_refused,
+            )
+            await made.open()
+            return made
+
+        return SyncPublisher(self._background, self._background.call(make()), batch_bytes, batch_records)
+
+    def subscribe(
+        self,
+        start: StartAt = "latest",
+        *,
+        offsets: dict[int, int] | None = None,
+        shards: Collection[int] | None = None,
+        credit_bytes: int = CREDIT_BYTES_DEFAULT,
+        on_gap: OnGap = "log",
+    ) -> SyncSubscription:
+        """An iterator of records, as `felix.client.Stream.subscribe`. A function for `on_gap` runs in the background thread."""
+
+        async def make() -> subscription.Subscription:
+            made = self._stream.subscribe(
+                start, offsets=offsets, shards=shards, credit_bytes=credit_bytes, on_gap=on_gap
+            )
+            await made.open()
+            return made
+
+        return SyncSubscription(self._background, self._background.call(make()))
+
+    def create(
+        self,
+        *,
+        shards: int = 1,
+        durability: Durability | None = None,
+        retention: Retention | None = None,
+        ring_bytes: int = 0,
+    ) -> StreamState:
+        return self._background.call(
+            self._stream.create(
+                shards=shards, durability=durability, retention=retention, ring_bytes=ring_bytes
+            )
+        )
+
+    def describe(self) -> StreamState:
+        return self._background.call(self._stream.describe())
+
+    def delete(self, *, incarnation: bytes = b"") -> None:
+        self._background.call(self._stream.delete(incarnation=incarnation))
+
+
+class SyncPublisher:
+    """Gathers records in the caller's thread; one thread at a time.
+
+    There is no linger here: a record leaves when its batch is full, or with `flush` or `close`.
+    """
+
+    def __init__(
+        self, background: _Background, inner: publisher.Publisher, batch_bytes: int, batch_records: int
+    ) -> None:
+        self._background = background
+        self._inner = inner
+        self._batch_bytes = batch_bytes
+        self._batch_records = batch_records
+        self._records: list[tuple[bytes, bytes | None, Headers | None]] = []
+        self._gathered_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._records.clear()
+            self._background.loop.call_soon_threadsafe(self._inner.abort)
+
+    def send(self, payload: Payload, key: bytes | None = None, headers: Headers | None = None) -> None:
+        """Gather one record; hands over, and waits for room, when a batch is full. Raises as `Publisher.send`, then."""
+        taken = publisher.payload_bytes(payload)
+        self._records.append((taken, key, headers))
+        self._gathered_bytes += len(taken)
+        if self._gathered_bytes >= self._batch_bytes or len(self._records) >= self._batch_records:
+            self._hand_over()
+
+    def send_many(self, payloads: Iterable[Payload], keys: Iterable[bytes | None] | None = None) -> None:
+        """Gather many records."""
+        for payload, key in publisher.paired(payloads, keys):
+            self.send(payload, key)
+
+    def flush(self) -> None:
+        """Return once all is acknowledged. Raises as `Publisher.flush`."""
+        self._hand_over()
+        self._background.call(self._inner.flush())
+
+    def close(self) -> None:
+        """Flush and end the publish stream."""
+        try:
+            self._hand_over()
+        finally:
+            self._background.call(self._inner.close())
+
+    def _hand_over(self) -> None:
+        if not self._records:
+            return
+        records, self._records, self._gathered_bytes = self._records, [], 0
+
+        async def send_all() -> None:
+            for payload, key, headers in records:
+                await self._inner.send(payload, key, headers)
+
+        self._background.call(send_all())
+
+
+class SyncSubscription:
+    """An iterator of records; one batch is fetched from the background loop at a time. One thread at a time."""
+
+    def __init__(self, background: _Background, inner: subscription.Subscription) -> None:
+        self._background = background
+        self._inner = inner
+        self._records: Iterator[Record] = iter(())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unsubscribe. Idempotent."""
+        if self._background._thread.is_alive():
+            self._background.call(self._inner.close())
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Record:
+        while True:
+            for record in self._records:
+                return subscription.own_record(record)
+            self._records = self.next_batch().records()
+
+    def next_batch(self, timeout_s: float | None = None) -> ReceivedBatch:
+        """The next batch. Raises TimeoutError where none came within `timeout_s` seconds (None: waits)."""
+
+        async def fetch() -> ReceivedBatch:
+            async with asyncio.timeout(timeout_s):
+                return await self._inner.next_batch()
+
+        return self._background.call(fetch())
+
+    @property
+    def positions(self) -> dict[int, int]:
+        """Per shard, the offset after the last batch given out."""
+        return self._inner.positions
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """The newest gaps."""
+        return list(self._inner.gaps)

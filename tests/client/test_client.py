@@ -1,0 +1,255 @@
+"""The client's session: connecting, requests, reconnecting, leaving."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from client.conftest import ORDERS, connected, until
+from client.scripted_broker import BrokerSession, MemoryEngine, ScriptedBroker, profile
+
+import felix
+from felix import Code, ProtocolError, RequestError, UnavailableError
+from felix.messages import DescribeStream, Done, Limits, Request, RotateKeys
+
+
+async def test_a_session_says_who_answered_and_as_whom_we_came(region: felix.RegionClient) -> None:
+    session = region.session
+    assert (session.region, session.mesh, session.broker) == ("us-east", "acme", "b1")
+    assert session.identity == "spiffe://us-east.acme/client/app"
+    assert session.rights == ("publish */*/*",)
+    assert str(session.address) == "broker:7443"
+    assert region.is_connected
+
+
+async def test_streams_are_created_described_and_listed_page_after_page(region: felix.RegionClient) -> None:
+    for name in ("a", "b", "c", "d"):
+        await region.create_stream(f"acme/ops/{name}", shards=2)
+    assert [state.stream async for state in region.list_streams()] == [
+        "acme/ops/a", "acme/ops/b", "acme/ops/c", "acme/ops/d", ORDERS,
+    ]  # fmt: skip
+    assert (await region.stream("acme/ops/a").describe()).shards == 2
+
+
+async def test_a_refusal_comes_as_the_error_that_it_is(region: felix.RegionClient) -> None:
+    with pytest.raises(RequestError) as caught:
+        await region.describe_stream("acme/ops/nothing")
+    assert caught.value.code is Code.NOT_FOUND_OR_FORBIDDEN
+    assert caught.value.hint == "Create it."
+    with pytest.raises(RequestError, match="exists"):
+        await region.create_stream(ORDERS)
+
+
+async def test_an_answer_of_the_wrong_kind_is_the_brokers_fault(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    def odd(session: BrokerSession, request: Request, correlation: int) -> bool:
+        session.answer(correlation, Done())
+        return True
+
+    broker.on_request = odd
+    with pytest.raises(ProtocolError, match="DescribeStream with a Done"):
+        await region.describe_stream(ORDERS)
+
+
+async def test_answers_come_in_any_order(region: felix.RegionClient, broker: ScriptedBroker) -> None:
+    asked: list[tuple[BrokerSession, str, int]] = []
+
+    def keep(session: BrokerSession, request: Request, correlation: int) -> bool:
+        assert isinstance(request, RotateKeys)
+        asked.append((session, request.stream, correlation))
+        if len(asked) == 3:
+            for each, stream, number in reversed(asked):
+                each.answer(number, Done(stream))
+        return True
+
+    broker.on_request = keep
+    notes = await asyncio.gather(*(region.rotate_keys("data", f"acme/ops/{n}") for n in "abc"))
+    assert notes == ["acme/ops/a", "acme/ops/b", "acme/ops/c"]
+
+
+async def test_an_answer_to_a_cancelled_request_is_ignored(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    asked = asyncio.Event()
+    held: list[int] = []
+
+    def hold(session: BrokerSession, request: Request, correlation: int) -> bool:
+        held.append(correlation)
+        asked.set()
+        return len(held) == 1
+
+    broker.on_request = hold
+    task = asyncio.create_task(region.describe_stream(ORDERS))
+    await asked.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    broker.session.answer(held[0], Done("too late"))
+    assert (await region.describe_stream(ORDERS)).stream == ORDERS
+
+
+async def test_no_more_requests_are_open_than_the_broker_allows(broker: ScriptedBroker) -> None:
+    broker.limits = Limits(1 << 20, 8, 8, 2)
+    open_now: list[tuple[BrokerSession, int]] = []
+    most = 0
+
+    def slow(session: BrokerSession, request: Request, correlation: int) -> bool:
+        nonlocal most
+        open_now.append((session, correlation))
+        most = max(most, len(open_now))
+        asyncio.get_running_loop().call_later(0.005, lambda: session.answer(open_now.pop()[1], Done()))
+        return True
+
+    async with connected(broker) as region:
+        broker.on_request = slow
+        await asyncio.gather(*(region.put_rights("x", []) for _ in range(9)))
+    assert most == 2
+
+
+async def test_a_safe_request_is_asked_again_after_a_lost_connection(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    def crash_once(session: BrokerSession, request: Request, correlation: int) -> bool:
+        broker.on_request = None
+        session.drop()
+        return True
+
+    broker.on_request = crash_once
+    assert (await region.describe_stream(ORDERS)).stream == ORDERS
+    assert [type(r) for r in broker.requests] == [DescribeStream, DescribeStream]
+    assert region.reconnects == 1
+
+
+async def test_an_unsafe_request_is_not_asked_twice_and_says_that_nobody_knows(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    def crash(session: BrokerSession, request: Request, correlation: int) -> bool:
+        session.drop()
+        return True
+
+    broker.on_request = crash
+    with pytest.raises(UnavailableError) as caught:
+        await region.create_stream("acme/ops/new")
+    assert caught.value.code is Code.DISCONNECTED
+    assert "not known" in caught.value.hint
+    assert len(broker.requests) == 1
+
+
+async def test_a_request_waits_while_the_broker_is_away(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    broker.down = True
+    broker.session.drop()
+    task = asyncio.create_task(region.create_stream("acme/ops/new"))
+    await asyncio.sleep(0.03)
+    assert not task.done()
+    broker.down = False
+    assert (await task).stream == "acme/ops/new"
+
+
+async def test_a_request_that_is_never_answered_times_out(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    broker.on_request = lambda *_: True
+    with pytest.raises(UnavailableError, match="was not answered") as caught:
+        await region.request(DescribeStream(ORDERS), timeout_s=0.05)
+    assert caught.value.code is Code.TIMEOUT
+
+
+async def test_the_addresses_are_tried_in_turn(broker: ScriptedBroker) -> None:
+    engine = MemoryEngine(second=broker)
+    async with felix.connect(profile=profile("first:1", "second:2"), engine=engine) as region:
+        assert str(region.session.address) == "second:2"
+    assert engine.attempts == ["first", "second"]
+
+
+async def test_nobody_answering_says_what_to_do(broker: ScriptedBroker) -> None:
+    broker.down = True
+    with pytest.raises(UnavailableError, match="felix region up us-east") as caught:
+        await connected(broker, connect_timeout_s=0.05).open()
+    assert caught.value.sentence.startswith("No broker of region us-east answered at broker:7443")
+
+
+async def test_another_region_behind_the_address_gets_no_proof() -> None:
+    elsewhere = ScriptedBroker(region="eu-west")
+    with pytest.raises(RequestError) as caught:
+        await connected(elsewhere).open()
+    assert caught.value.code is Code.WRONG_REGION
+
+
+async def test_another_mesh_behind_the_address_gets_no_proof() -> None:
+    elsewhere = ScriptedBroker(mesh="globex")
+    with pytest.raises(RequestError, match="globex") as caught:
+        await connected(elsewhere).open()
+    assert caught.value.code is Code.WRONG_REGION
+
+
+async def test_a_profile_with_another_server_name_is_refused_by_the_broker(broker: ScriptedBroker) -> None:
+    other = replace(profile(), server_name="b2.us-east.acme")
+    with pytest.raises(RequestError) as caught:
+        await felix.connect(profile=other, engine=MemoryEngine(broker=broker)).open()
+    assert caught.value.code is Code.IDENTITY_REFUSED
+
+
+async def test_goodbye_moves_the_client_to_the_next_broker(broker: ScriptedBroker) -> None:
+    second = ScriptedBroker()
+    second.streams = broker.streams
+    engine = MemoryEngine(first=broker, second=second)
+    async with felix.connect(
+        profile=profile("first:1", "second:2"),
+        engine=engine,
+        backoff=felix.BackoffPolicy(first_ms=1, ceiling_ms=4),
+    ) as region:
+        broker.session.goodbye()
+        await until(lambda: region.reconnects)
+        assert (await region.describe_stream(ORDERS)).stream == ORDERS
+        assert str(region.session.address) == "second:2"
+    assert broker.session.closed_with is not None
+
+
+async def test_an_answer_under_way_at_goodbye_still_arrives(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    def leave_first(session: BrokerSession, request: Request, correlation: int) -> bool:
+        session.goodbye()
+        asyncio.get_running_loop().call_later(0.02, lambda: session.answer(correlation, Done("still here")))
+        return True
+
+    broker.on_request = leave_first
+    assert await region.rotate_keys("root") == "still here"
+
+
+async def test_what_breaks_the_protocol_ends_the_session_and_another_is_made(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    broken = broker.session
+    broken.connection.send(broken.control, b"\xff" * 12)
+    await until(lambda: region.reconnects)
+    assert broken.closed_with is not None
+    assert broken.closed_with[0] == Code.FRAME_UNKNOWN
+    assert (await region.describe_stream(ORDERS)).stream == ORDERS
+
+
+async def test_a_closed_client_says_so(broker: ScriptedBroker) -> None:
+    region = connected(broker)
+    with pytest.raises(RequestError, match="not connected"):
+        await region.describe_stream(ORDERS)
+    await region.open()
+    await region.close()
+    await region.close()
+    with pytest.raises(UnavailableError, match="closed"):
+        await region.describe_stream(ORDERS)
+
+
+def test_a_client_is_of_a_region_or_a_profile_not_both() -> None:
+    with pytest.raises(RequestError):
+        felix.connect()
+    with pytest.raises(RequestError):
+        felix.connect("us-east", profile=profile())
+
+
+async def test_a_ping_is_answered(region: felix.RegionClient, broker: ScriptedBroker) -> None:
+    broker.session.ping()
+    assert (await region.describe_stream(ORDERS)).stream == ORDERS
