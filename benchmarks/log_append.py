@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python benchmarks/log_append.py [folder]
 
-Prints one line per case: appends, MB and records a second, syncs, and the ratio to the raw loops. "raw group" is what no log can
-beat: the same bytes, written and synced in groups of the size that the fsync case chose.
+Prints one line per case: appends, MB and records a second, syncs, and the ratio to the raw loops. "raw group"
+is what no log can beat: the same bytes, written and synced in groups of the size that the fsync case chose.
 """
 
 from __future__ import annotations

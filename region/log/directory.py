@@ -1,11 +1,11 @@
 """All shards under one data folder, and the threads that serve them.
 
-Layout: `<data>/lock`, `<data>/<tenant>~<namespace>~<name>~<incarnation hex>/<shard>/`. A part of a stream's name has no `~`
-(felix.names), so folder names parse back to what they were made from; they fit a file name (at most 224 bytes). Folders of names
-that do not parse are left alone and not listed.
+Layout: `<data>/lock`, `<data>/<tenant>~<namespace>~<name>~<incarnation hex>/<shard>/`. A part of a stream's
+name has no `~` (felix.names), so folder names parse back to what they were made from; they fit a file name
+(at most 224 bytes). Folders of names that do not parse are left alone and not listed.
 
-Invariants: one process holds the folder (region.log.lock); a stream's folder is deleted on explicit request only, never because
-something else does not know it.
+Invariants: one process holds the folder (region.log.lock); a stream's folder is deleted on explicit request
+only, never because something else does not know it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 The folder holds `<base offset>.seg` with `.idx` beside closed ones, `mark`, `epochs` and `producers`.
 
 Invariants:
-- one caller writes at a time (region.log.shard holds a lock around each operation); readers need no lock: segments are
-  an immutable tuple that the writer replaces, reads go by position, and a reader stays below the offset that it was given;
+- one caller writes at a time (region.log.shard holds a lock around each operation); readers need no lock:
+  segments are an immutable tuple that the writer replaces, reads go by position, and a reader stays below the
+  offset that it was given;
 - `write` leaves either all of its frames in the file or none; `sync` returns only when everything written
   is on disk, and the mark says so before it returns;
 - a segment exists whole or not at all, and the one before it was synced before it was created.
@@ -254,8 +255,8 @@ class DiskLog:
     def write(self, frames: Sequence[Frame], now_ms: int) -> None:
         """Write all of `frames` after each other, rolling the segment first where it is due.
 
-        Raises OSError for want of room: nothing of them is left, the log is as it was. Raises StorageFailedError
-        where the caller must stop using the log.
+        Raises OSError for want of room: nothing of them is left, the log is as it was. Raises
+        StorageFailedError where the caller must stop using the log.
         """
         if self._failure:
             raise self._failure

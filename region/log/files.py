@@ -1,7 +1,8 @@
 """Files as the log uses them: one thin class over the operating system's calls, so that tests can make any call fail.
 
-Everything takes a position (`pread`, `pwritev`): no call depends on a shared file position, so threads may read while
-one writes. Durability is explicit: `sync` for a file's bytes, `sync_folder` for the names in a folder.
+Everything takes a position (`pread`, `pwritev`): no call depends on a shared file position, so threads may
+read while one writes. Durability is explicit: `sync` for a file's bytes, `sync_folder` for the names in a
+folder.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A segment's structure without its contents, for `felix log inspect`. Values in, values out: nothing is opened. The
 header itself is region.log.segment.decode_segment_header's.
 
-Payloads, keys, annotations' bytes and bodies are never among what is given back; lengths, offsets and times are.
+Payloads, keys, annotations' bytes and bodies are never among what is given back; lengths, offsets and times
+are.
 """
 
 from __future__ import annotations

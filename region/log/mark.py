@@ -1,8 +1,9 @@
 """The mark: what is known to be on disk, in 64 bytes of their own file. Pure; region.log.disk writes it.
 
-Written in place after each sync has returned and before its batches are acknowledged; itself synced when a segment
-closes, before segments are deleted or truncated, when a shard falls idle and when it closes. So it never says too much, and
-after a crash of the process (not of the machine) it says exactly how far acknowledgements can reach.
+Written in place after each sync has returned and before its batches are acknowledged; itself synced when a
+segment closes, before segments are deleted or truncated, when a shard falls idle and when it closes. So it
+never says too much, and after a crash of the process (not of the machine) it says exactly how far
+acknowledgements can reach.
 
 Layout, big-endian::
 

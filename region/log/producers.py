@@ -1,13 +1,15 @@
 """Producers' sequences: which batch of an idempotent producer is new, repeated, out of order or fenced.
 
-A producer numbers its records: a batch covers `base_sequence` .. + records, the next batch goes on from there, and a
-new producer epoch starts again at 0. Producer id 0 asks for none of this. The table is rebuilt from the batch headers of the log;
-a snapshot of it is a shortcut, never the truth. Pure: time and offsets come in.
+A producer numbers its records: a batch covers `base_sequence` .. + records, the next batch goes on from
+there, and a new producer epoch starts again at 0. Producer id 0 asks for none of this. The table is rebuilt
+from the batch headers of the log; a snapshot of it is a shortcut, never the truth. Pure: time and offsets
+come in.
 
 Invariants:
-- per producer, at least the last `BATCHES_REMEMBERED` batches below the settled offset, and every one above it,
-  are remembered, so that refusing what is above it (`rollback`) leaves the table as it was;
-- a producer is forgotten only by count (least recently used first) or age, never while a batch of it is unsettled;
+- per producer, at least the last `BATCHES_REMEMBERED` batches below the settled offset, and every one above
+  it, are remembered, so that refusing what is above it (`rollback`) leaves the table as it was;
+- a producer is forgotten only by count (least recently used first) or age, never while a batch of it is
+  unsettled;
 - an unknown producer, or a new epoch, begins at sequence 0: a later start would hide a lost first batch.
 """
 

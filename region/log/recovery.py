@@ -1,28 +1,30 @@
 """Recovery: what a shard's folder holds after a stop or a crash, and whether it may serve.
 
-The question is always the same: bytes that do not decode, are they a write that a crash interrupted (cut them and say
-so) or acknowledged data that was damaged (refuse, and never cut)? The file alone cannot tell, because one group
-commit writes many batches and a power loss may keep any of its pages. What tells is *evidence of a sync*, the
-highest position of a segment that is known to have been on disk:
+The question is always the same: bytes that do not decode, are they a write that a crash interrupted (cut them
+and say so) or acknowledged data that was damaged (refuse, and never cut)? The file alone cannot tell, because
+one group commit writes many batches and a power loss may keep any of its pages. What tells is *evidence of a
+sync*, the highest position of a segment that is known to have been on disk:
 
 1. every segment but the last was synced whole before the next one was created;
-2. every entry carries `synced_to`, what was synced when it was written; an entry that decodes, before or after the
-   damage, is proof (entries are salted per segment, nothing imitates one);
+2. every entry carries `synced_to`, what was synced when it was written; an entry that decodes, before or
+   after the damage, is proof (entries are salted per segment, nothing imitates one);
 3. the mark (region.log.mark) is written after each sync and before its acknowledgements.
 
 Rules, in this order:
 
-- damage below the evidence, a segment shorter than it, a missing segment, offsets that do not follow each other, a
-  segment of another shard: CorruptionError naming file, position and offset. The shard does not serve;
-- damage at or above the evidence is a torn tail: nothing from there on was acknowledged under `fsync` (under `interval`, at
-  most what its interval allows). It is cut and reported;
-- without a readable mark, damage that any decodable entry follows is refused as well: with one kind of evidence
-  gone, a doubt goes in favour of the data.
+- damage below the evidence, a segment shorter than it, a missing segment, offsets that do not follow each
+  other, a segment of another shard: CorruptionError naming file, position and offset. The shard does not
+  serve;
+- damage at or above the evidence is a torn tail: nothing from there on was acknowledged under `fsync` (under
+  `interval`, at most what its interval allows). It is cut and reported;
+- without a readable mark, damage that any decodable entry follows is refused as well: with one kind of
+  evidence gone, a doubt goes in favour of the data.
 
-What this promises: after a crash of the process nothing acknowledged is ever cut, because the mark survives in the
-page cache. After a loss of power on an honest disk nothing acknowledged is damaged, so nothing acknowledged is cut. One
-case stays undecidable on one disk: power is lost *and* the last synced group is damaged *and* the mark of that
-very sync (no more than `MARK_SYNC_IDLE_S` old) was not yet on disk; it is treated as a torn tail, and reported.
+What this promises: after a crash of the process nothing acknowledged is ever cut, because the mark survives
+in the page cache. After a loss of power on an honest disk nothing acknowledged is damaged, so nothing
+acknowledged is cut. One case stays undecidable on one disk: power is lost *and* the last synced group is
+damaged *and* the mark of that very sync (no more than `MARK_SYNC_IDLE_S` old) was not yet on disk; it is
+treated as a torn tail, and reported.
 
 Called once per shard, when it opens, in a thread; nothing else uses the folder then.
 """

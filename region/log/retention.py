@@ -1,7 +1,8 @@
 """Retention: which whole segments may go. Values in, a number out; the caller deletes.
 
 A limit is a promise in two directions: nothing younger than `age_ms` and nothing within the newest
-`bytes_kept` is deleted; what is beyond goes in whole segments. Disk use is therefore up to the limit and one segment.
+`bytes_kept` is deleted; what is beyond goes in whole segments. Disk use is therefore up to the limit and one
+segment.
 """
 
 from __future__ import annotations

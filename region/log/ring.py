@@ -2,9 +2,9 @@
 
 It is the whole log of an `ephemeral` shard and the hot tail of a durable one. Nothing here does I/O.
 
-Invariants: entries are contiguous in offset and never decrease in time; their bytes are at most `bytes_max` and
-their number at most `entries_max`, except that the newest entry is always held. Appending is O(1) amortised,
-seeking O(log n). Used by one thread, the event loop's.
+Invariants: entries are contiguous in offset and never decrease in time; their bytes are at most `bytes_max`
+and their number at most `entries_max`, except that the newest entry is always held. Appending is O(1)
+amortised, seeking O(log n). Used by one thread, the event loop's.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Ring:
     def read(self, offset: int, max_bytes: int) -> list[Entry] | None:
         """Entries from the one that holds `offset` on, at least one and then up to `max_bytes` of them.
 
-        An empty list at the end of the log; None where `offset` is older than `first_offset` or not yet there.
+        An empty list at the end of the log; None where `offset` is older than `first_offset` or not yet
+        there.
         """
         if not self.first_offset <= offset <= self.next_offset:
             return None

@@ -22,9 +22,9 @@ Entry: a header of 48 bytes, then the annotation, then the batch (felix.batch, s
     12 leader_epoch       4
 
 Invariants: a decoded entry's checksums hold (its own with the segment's salt, the batch header's, and the
-body's if asked), its batch has the entry's base offset, epoch and length, and the segment's shard. The salt is random per
-segment, so no payload can imitate an entry: after damage, whatever decodes really was an entry. Nothing here
-touches a file.
+body's if asked), its batch has the entry's base offset, epoch and length, and the segment's shard. The salt
+is random per segment, so no payload can imitate an entry: after damage, whatever decodes really was an entry.
+Nothing here touches a file.
 """
 
 from __future__ import annotations

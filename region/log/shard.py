@@ -1,14 +1,17 @@
 """The log of one shard as the broker uses it, on the event loop: append, read, follow the tail.
 
-Appends are put into a pending group; a thread of the shared pool seals, writes and syncs a group while the next one
-accumulates, so one sync serves all that waited (group commit). Everything else here runs on the loop.
+Appends are put into a pending group; a thread of the shared pool seals, writes and syncs a group while the
+next one accumulates, so one sync serves all that waited (group commit). Everything else here runs on the
+loop.
 
 Invariants:
-- an append is answered exactly once: with its offset after the durability that the stream asks for, or with an error;
-- offsets are given in the order of appending, without holes: where a group is refused, so is all that was pending
-  behind it, and the offsets are given anew;
+- an append is answered exactly once: with its offset after the durability that the stream asks for, or with
+  an error;
+- offsets are given in the order of appending, without holes: where a group is refused, so is all that was
+  pending behind it, and the offsets are given anew;
 - readers see nothing at or above the high watermark; it moves when a group is durable;
-- after a failed sync or write the shard is FAILED for good: no wait is answered but with the error, no sync tried again;
+- after a failed sync or write the shard is FAILED for good: no wait is answered but with the error, no sync
+  tried again;
 - pending bytes, ring and annotations are bounded; what is beyond is refused with a code.
 
 States and what moves between them are `TRANSITIONS`.
@@ -143,9 +146,10 @@ class ShardSettings:
 class ShardHooks:
     """What the broker injects: called in threads of the pools, `seal` by one at a time, `open_batch` by many.
 
-    A batch to seal carries its final header; a data key is of one leader epoch, so `seal` chooses it by the header's.
-    `seal` gives the batch as it stands on disk, `open_batch` undoes it (also for batches of older keys);
-    `commitment` is asked for each new segment; `frame_prefix` gives what precedes a plain batch in delivery.
+    A batch to seal carries its final header; a data key is of one leader epoch, so `seal` chooses it by the
+    header's. `seal` gives the batch as it stands on disk, `open_batch` undoes it (also for batches of older
+    keys); `commitment` is asked for each new segment; `frame_prefix` gives what precedes a plain batch in
+    delivery.
     """
 
     seal: Callable[[Batch], Batch] = same_batch
@@ -331,9 +335,10 @@ class ShardLog:
     ) -> None:
         """Append a plain batch, an annotation for `slot`, or both in one; `done` is called once, on the loop.
 
-        Header fields that are the broker's (shard, base offset, append time, leader epoch) are set here. `done` may be called before
-        this returns (refusals, ephemeral shards). What it is called with: Appended, or RequestError (SEQUENCE_GAP,
-        PRODUCER_FENCED, BATCH_TOO_LARGE, INVALID), UnavailableError (LIMIT_MEMORY, DISK_FULL, SHARD_STOPPED …).
+        Header fields that are the broker's (shard, base offset, append time, leader epoch) are set here.
+        `done` may be called before this returns (refusals, ephemeral shards). What it is called with:
+        Appended, or RequestError (SEQUENCE_GAP, PRODUCER_FENCED, BATCH_TOO_LARGE, INVALID), UnavailableError
+        (LIMIT_MEMORY, DISK_FULL, SHARD_STOPPED …).
         """
         refused = self._refusal(batch, annotation, slot)
         if refused:

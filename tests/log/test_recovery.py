@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from log.building import IDENTITY, SMALL, batch_of, open_disk, placed, stored, write_batches
 
 from felix.errors import CorruptionError
@@ -120,6 +123,44 @@ def test_power_loss_that_keeps_only_the_end_of_an_unsynced_group_is_a_torn_tail(
     assert stored(log) == [b"one"]
     assert log.report.cut_bytes == len(whole) - begins
     log.close()
+
+
+@given(
+    synced=st.lists(st.lists(st.binary(max_size=900), min_size=1, max_size=4), max_size=4),
+    torn=st.lists(st.binary(max_size=2_000), min_size=1, max_size=6),
+    data=st.data(),
+)
+@settings(max_examples=120, deadline=None)
+def test_any_pages_lost_from_an_unsynced_group_leave_all_that_was_synced(
+    synced: list[list[bytes]], torn: list[bytes], data: st.DataObject
+) -> None:
+    """A loss of power on an honest disk: any sectors of the open group, any length of it, and a mark of any age."""
+    with TemporaryDirectory(prefix="felix-log-") as temporary:
+        folder = Path(temporary)
+        log = open_disk(folder)
+        marks = [(folder / MARK_NAME).read_bytes()]
+        for group in synced:
+            write_batches(log, [batch_of(payload) for payload in group])
+            log.sync()
+            marks.append((folder / MARK_NAME).read_bytes())
+        begins = log.bytes_held
+        write_batches(log, [batch_of(payload) for payload in torn])
+        log.abandon()
+        path = only_segment(folder)
+        whole = bytearray(path.read_bytes())
+        lost = data.draw(st.sets(st.integers(begins // 512, len(whole) // 512)))
+        for sector in lost:
+            start, end = max(begins, sector * 512), min(len(whole), sector * 512 + 512)
+            whole[start:end] = bytes(end - start)
+        del whole[data.draw(st.integers(begins, len(whole))) :]
+        path.write_bytes(whole)
+        (folder / MARK_NAME).write_bytes(data.draw(st.sampled_from(marks)))
+        log = open_disk(folder)
+        expected = [payload for group in synced for payload in group]
+        held = stored(log)
+        assert held[: len(expected)] == expected
+        assert held[len(expected) :] == torn[: len(held) - len(expected)]
+        log.close()
 
 
 def test_later_group_proves_that_a_damaged_one_was_synced_even_with_a_stale_mark(tmp_path: Path) -> None:
