@@ -1,0 +1,135 @@
+"""A report before it is written: verified logs, tables, totals. Pure.
+
+`audit.spark.report` fills it, `audit.spark.page` and `audit.spark.openlineage` show it. Nothing in it depends on
+when or where it was made; that stands in `made.json` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from audit.spark.table import Table, iso, json_rows
+
+STATEMENT: Final = (
+    "This report is evidence drawn from signed audit logs. It is not a statement that any law was complied with: "
+    "whether a transfer was lawful is for people to judge, and this is what they can judge it by."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cosigner:
+    """A witness whose cosignature holds, how many leaves it covers, and when it was given (POSIX seconds)."""
+
+    name: str
+    size: int
+    time_s: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedLog:
+    """One log, and what was checked of it. `root` and `key_sha256` are lower-case hex."""
+
+    origin: str
+    side: str
+    size: int
+    root: str
+    key: str
+    """the verifier key (vkey) that the checkpoint's signature holds under"""
+    key_sha256: str
+    """SHA-256 of the raw Ed25519 public key"""
+    cosigners: tuple[Cosigner, ...]
+    receipts: int
+    """receipts whose signatures were checked"""
+    steps: tuple[str, ...]
+
+    @property
+    def checkpoint(self) -> str:
+        """Size and root, as the register names it."""
+        return f"{self.size} {self.root}"
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """The sums over the register and the reconciliation."""
+
+    records: int
+    payload_bytes: int
+    withheld: int
+    denied: int
+    acknowledged: int
+    delivered: int
+    transfers: int
+    differences: int
+    open: int
+    breaches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that the written forms show. Times in ms since the Unix epoch, None: not limited, or nothing there."""
+
+    since_ms: int | None
+    until_ms: int | None
+    first_ms: int | None
+    last_ms: int | None
+    logs: tuple[VerifiedLog, ...]
+    register: Table
+    reconciliation: Table
+    findings: Table
+    exceptions: Table
+    volumes: Table
+    lineage: Table
+    totals: Totals
+    bucket_ms: int
+    """width of one bar of the time line"""
+    time_line: tuple[tuple[int, str, int, int, int], ...]
+    """(start, stream, records, payload bytes, withheld), ascending"""
+    left_out: int
+    """findings beyond the limit that are counted and not listed"""
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """The tables that are written as files, in order."""
+        return (
+            self.register, self.reconciliation, self.findings, self.exceptions, self.volumes, self.lineage
+        )  # fmt: skip
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """What report.json holds."""
+    return {
+        "format": "felix-audit-report/1",
+        "statement": STATEMENT,
+        "window": {
+            "since": iso(report.since_ms),
+            "until": iso(report.until_ms),
+            "first": iso(report.first_ms),
+            "last": iso(report.last_ms),
+        },
+        "totals": {name: getattr(report.totals, name) for name in Totals.__slots__},
+        "logs": [
+            {
+                "origin": log.origin,
+                "side": log.side,
+                "size": log.size,
+                "root": log.root,
+                "key": log.key,
+                "key_sha256": log.key_sha256,
+                "cosigners": [
+                    {
+                        "name": cosigner.name,
+                        "size": cosigner.size,
+                        "time": None if cosigner.time_s is None else iso(cosigner.time_s * 1000),
+                    }
+                    for cosigner in log.cosigners
+                ],
+                "receipts_checked": log.receipts,
+                "steps": list(log.steps),
+                "verification": "verified",
+            }
+            for log in report.logs
+        ],
+        "findings_left_out": report.left_out,
+        "tables": {table.name: json_rows(table) for table in report.tables},
+    }

@@ -1,0 +1,147 @@
+"""Exceptions: what was refused, what stayed behind, and what a reader should look at.
+
+Three kinds of severity, because they ask for different answers:
+
+- `breach`   the log shows a crossing that its own terms do not allow;
+- `refused`  a control worked: something was tried and did not happen;
+- `notice`   allowed, and worth knowing: wildcards, onward transfers, gaps, revocations, destroyed keys.
+
+Alike events are one row with a count and the leaves of the first and last.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from audit.spark.table import Column, Type
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+BREACH: Final = "breach"
+REFUSED: Final = "refused"
+NOTICE: Final = "notice"
+
+COLUMNS: Final = (
+    Column("severity", Type.TEXT, "Severity"),
+    Column("exception", Type.TEXT, "Exception"),
+    Column("source_region", Type.TEXT, "From region"),
+    Column("destination_region", Type.TEXT, "To region"),
+    Column("stream", Type.TEXT, "Stream"),
+    Column("grant_id", Type.TEXT, "Grant"),
+    Column("actor", Type.TEXT, "Who", "SPIFFE id"),
+    Column("action", Type.TEXT, "What"),
+    Column("rule", Type.TEXT, "Rule"),
+    Column("code", Type.COUNT, "Code", "docs/errors.md"),
+    Column("sentence", Type.TEXT, "In words"),
+    Column("events", Type.COUNT, "Events"),
+    Column("records", Type.COUNT, "Records"),
+    Column("first_time", Type.TIME, "First"),
+    Column("last_time", Type.TIME, "Last"),
+    Column("log", Type.TEXT, "Log"),
+    Column("first_leaf", Type.COUNT, "First leaf"),
+    Column("last_leaf", Type.COUNT, "Last leaf"),
+)
+
+_DENIALS: Final = {
+    501: "grant-missing",
+    502: "grant-invalid",
+    503: "grant-expired",
+    504: "grant-not-yet",
+    505: "grant-revoked",
+    506: "grant-mismatch",
+    507: "loop-refused",
+    508: "budget-exhausted",
+}
+"""felix.errors.Code of a DENY leaf to the exception's name; any other code is plainly `denied`."""
+
+
+def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame) -> DataFrame:
+    """The exceptions of the window. `all_leaves` and `terms` are of the whole logs: a revocation before the
+    window forbids crossings inside it."""
+    denial = "CASE code " + " ".join(f"WHEN {code} THEN '{name}'" for code, name in _DENIALS.items())
+    return leaves.sparkSession.sql(
+        f"""
+        WITH revoked AS (
+            SELECT log, grant_id, min(leaf_index) AS revoked_leaf FROM {{all_leaves}}
+            WHERE kind = 'REVOKE' GROUP BY log, grant_id
+        ),
+        crossed AS (
+            SELECT leaves.*, terms.terms_hash AS known_terms, terms.expires_ms AS ends_ms,
+                   terms.not_before_ms AS begins_ms, revoked.revoked_leaf
+            FROM {{leaves}} AS leaves
+            LEFT JOIN {{terms}} AS terms ON leaves.terms_hash = terms.terms_hash
+            LEFT JOIN revoked ON leaves.log = revoked.log AND leaves.grant_id = revoked.grant_id
+            WHERE leaves.kind = 'INTENT' AND leaves.side = 'egress'
+        ),
+        events AS (
+            SELECT '{BREACH}' AS severity, 'crossed-without-terms' AS exception, *,
+                   'Records crossed under terms that no GRANT leaf of these logs states.' AS words
+            FROM crossed WHERE known_terms IS NULL
+            UNION ALL
+            SELECT '{BREACH}', 'crossed-after-expiry', *, 'Records crossed after the grant had expired.'
+            FROM crossed WHERE ends_ms > 0 AND time_ms >= ends_ms
+            UNION ALL
+            SELECT '{BREACH}', 'crossed-before-start', *, 'Records crossed before the grant was valid.'
+            FROM crossed WHERE time_ms < begins_ms
+            UNION ALL
+            SELECT '{BREACH}', 'crossed-after-revocation', *,
+                   'Records crossed after the log had recorded the revocation of their grant.'
+            FROM crossed WHERE leaf_index > revoked_leaf
+            UNION ALL
+            SELECT '{NOTICE}', 'onward-transfer', *,
+                   concat('Records that had been in ', array_join(path, ', '), ' crossed onward.')
+            FROM crossed WHERE size(path) > 1
+        ),
+        gathered AS (
+            SELECT severity, exception, source_region, destination_region, stream, grant_id,
+                   bridge AS actor, CAST(NULL AS STRING) AS action, CAST(NULL AS STRING) AS rule,
+                   CAST(NULL AS INT) AS code, words AS sentence, records, time_ms, log, leaf_index
+            FROM events
+            UNION ALL
+            SELECT '{REFUSED}', {denial} ELSE 'denied' END, source_region, destination_region, stream, grant_id,
+                   actor, action, rule, code, sentence, 0, time_ms, log, leaf_index
+            FROM {{leaves}} WHERE kind = 'DENY'
+            UNION ALL
+            SELECT '{REFUSED}', concat('withheld-', reason), source_region, destination_region, stream, grant_id,
+                   bridge, 'cross', rule, code, sentence, records, time_ms, log, leaf_index
+            FROM {{leaves}} WHERE kind = 'WITHHELD' AND side = 'egress'
+            UNION ALL
+            SELECT '{NOTICE}', concat('gap-', gap), source_region, destination_region, stream, grant_id,
+                   bridge, 'read', NULL, code,
+                   coalesce(sentence, 'Source offsets could not be read any more, and did not cross.'),
+                   last_offset - first_offset + 1, time_ms, log, leaf_index
+            FROM {{leaves}} WHERE kind = 'GAP'
+            UNION ALL
+            SELECT '{NOTICE}', 'grant-ended', source_region, destination_region, stream, grant_id,
+                   actor, 'revoke', rule, code, coalesce(sentence, 'A grant was revoked before its time.'), 0,
+                   time_ms, log, leaf_index
+            FROM {{leaves}} WHERE kind = 'REVOKE'
+            UNION ALL
+            SELECT '{NOTICE}', 'key-destroyed', source_region, destination_region, stream, grant_id,
+                   actor, action, NULL, code, concat('Key ', key_id, ' was destroyed.'), 0, time_ms, log, leaf_index
+            FROM {{leaves}} WHERE kind = 'KEY' AND action = 'destroyed'
+            UNION ALL
+            SELECT '{NOTICE}', 'wildcard-grant', source_region, destination_region, stream, grant_id,
+                   actor, 'grant', NULL, NULL, 'The grant names streams by a pattern, not one by one.', 0,
+                   time_ms, log, leaf_index
+            FROM {{all_leaves}} WHERE kind = 'GRANT' AND wildcard
+            UNION ALL
+            SELECT '{NOTICE}', 'onward-allowed', source_region, destination_region, stream, grant_id,
+                   actor, 'grant', NULL, NULL, 'The grant lets the destination transfer the records onward.', 0,
+                   time_ms, log, leaf_index
+            FROM {{all_leaves}} WHERE kind = 'GRANT' AND onward
+        )
+        SELECT severity, exception, source_region, destination_region, stream, grant_id, actor, action, rule, code,
+               sentence, count(*) AS events, sum(records) AS records, min(time_ms) AS first_time,
+               max(time_ms) AS last_time, log, min(leaf_index) AS first_leaf, max(leaf_index) AS last_leaf
+        FROM gathered
+        GROUP BY severity, exception, source_region, destination_region, stream, grant_id, actor, action, rule, code,
+                 sentence, log
+        ORDER BY CASE severity WHEN '{BREACH}' THEN 0 WHEN '{REFUSED}' THEN 1 ELSE 2 END, exception,
+                 first_time, log, first_leaf, sentence, stream, actor
+        """,  # noqa: S608  # constants of this module
+        leaves=leaves,
+        all_leaves=all_leaves,
+        terms=terms,
+    )

@@ -1,0 +1,361 @@
+"""Reconciliation: what left, what was acknowledged, what arrived, and every difference between them.
+
+What lives here: the Spark queries that hold egress logs against ingress logs. They always read whole logs: a
+receipt may come after any window, and a hole is a hole whenever it was made.
+
+How, in this order:
+
+1. per transfer envelope, INTENT leaves (egress), receipts (egress ACK) and arrivals (ingress ACK) are joined on
+   link, stream, incarnation, shard and the envelope's SHA-256; counts, bytes and entries are compared;
+2. envelopes whose entries are not packed alike on both sides are compared record by record, commitment by
+   commitment (`compare_records`), so that a different split into leaves is no finding and a different record is;
+3. per shard, the source offsets that INTENT, WITHHELD and GAP leaves cover must follow each other without a hole
+   and without two INTENT leaves over the same offset, and covered = crossed + withheld + gaps. A link may go on
+   further ahead where another grant begins; what lies between is counted as skipped.
+
+An INTENT later than its shard's last receipt may be in flight while the log is copied; it is reported as `open`,
+which is neither reconciled nor a difference.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from audit.spark.table import Column, Type
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+RECONCILED: Final = "reconciled"
+OPEN: Final = "open"
+DIFFERS: Final = "differs"
+ONE_SIDE: Final = "one side only"
+"""The counterpart's log was not among those given: nothing to hold this one against."""
+
+COLUMNS: Final = (
+    Column("source_region", Type.TEXT, "From region"),
+    Column("destination_region", Type.TEXT, "To region"),
+    Column("bridge", Type.TEXT, "Bridge"),
+    Column("stream", Type.TEXT, "Stream"),
+    Column("incarnation", Type.TEXT, "Incarnation"),
+    Column("shard", Type.COUNT, "Shard"),
+    Column("first_offset", Type.COUNT, "First offset"),
+    Column("last_offset", Type.COUNT, "Last offset"),
+    Column("covered", Type.COUNT, "Offsets covered", "by INTENT, WITHHELD and GAP leaves together"),
+    Column("crossed", Type.COUNT, "Records crossed"),
+    Column("withheld", Type.COUNT, "Records withheld"),
+    Column("gap", Type.COUNT, "Offsets in gaps", "declared by GAP leaves"),
+    Column("skipped", Type.COUNT, "Offsets skipped", "left out where one grant ended and another began"),
+    Column("unaccounted", Type.COUNT, "Offsets unaccounted", "covered - crossed - withheld - gap"),
+    Column("acknowledged", Type.COUNT, "Records with a receipt"),
+    Column("delivered", Type.COUNT, "Records delivered"),
+    Column("crossed_bytes", Type.COUNT, "Bytes crossed"),
+    Column("delivered_bytes", Type.COUNT, "Bytes delivered"),
+    Column("findings", Type.COUNT, "Differences"),
+    Column("open", Type.COUNT, "Open"),
+    Column("status", Type.TEXT, "Status"),
+)
+
+FINDING_COLUMNS: Final = (
+    Column("status", Type.TEXT, "Status", "open or differs"),
+    Column("finding", Type.TEXT, "Finding"),
+    Column("source_region", Type.TEXT, "From region"),
+    Column("destination_region", Type.TEXT, "To region"),
+    Column("bridge", Type.TEXT, "Bridge"),
+    Column("stream", Type.TEXT, "Stream"),
+    Column("incarnation", Type.TEXT, "Incarnation"),
+    Column("shard", Type.COUNT, "Shard"),
+    Column("first_offset", Type.COUNT, "First offset"),
+    Column("last_offset", Type.COUNT, "Last offset"),
+    Column("records", Type.COUNT, "Records"),
+    Column("egress_leaf", Type.COUNT, "Egress leaf"),
+    Column("ingress_leaf", Type.COUNT, "Ingress leaf"),
+    Column("envelope_sha256", Type.TEXT, "Envelope"),
+    Column("sentence", Type.TEXT, "In words"),
+)
+
+SHARD_KEY: Final = ("source_region", "destination_region", "bridge", "stream", "incarnation", "shard")
+_SHARD: Final = ", ".join(SHARD_KEY)
+_ENVELOPE: Final = f"{_SHARD}, envelope_sha256"
+
+
+def _same(left: str, right: str, names: tuple[str, ...]) -> str:
+    return " AND ".join(f"{left}.{name} <=> {right}.{name}" for name in names)
+
+
+def envelopes(leaves: DataFrame) -> DataFrame:
+    """One row per envelope that any leaf names, with both sides' counts (null: that side has no such leaf)."""
+    key = (*SHARD_KEY, "envelope_sha256")
+
+    def side(kind: str, where: str, prefix: str) -> str:
+        return f"""
+            SELECT {_ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
+                   sum(records) AS {prefix}_records, sum(payload_bytes) AS {prefix}_bytes,
+                   min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
+                   array_sort(collect_list(struct(part, entries_sha256))) AS {prefix}_entries
+            FROM {{leaves}} WHERE kind = '{kind}' AND side = '{where}' GROUP BY {_ENVELOPE}"""  # noqa: S608
+
+    def picked(name: str) -> str:
+        return f"coalesce(i.{name}, r.{name}, a.{name}) AS {name}"
+
+    return leaves.sparkSession.sql(
+        f"""
+        WITH i AS ({side("INTENT", "egress", "intent")}),
+             r AS ({side("ACK", "egress", "receipt")}),
+             a AS ({side("ACK", "ingress", "arrival")}),
+             links AS (
+                 SELECT source_region, destination_region, max(side = 'egress') AS has_egress,
+                        max(side = 'ingress') AS has_ingress
+                 FROM {{leaves}} GROUP BY source_region, destination_region
+             ),
+             joined AS (
+                 SELECT {", ".join(picked(name) for name in key)},
+                        i.* EXCEPT ({_ENVELOPE}), r.* EXCEPT ({_ENVELOPE}), a.* EXCEPT ({_ENVELOPE})
+                 FROM i FULL OUTER JOIN r ON {_same("i", "r", key)}
+                 FULL OUTER JOIN a ON {" AND ".join(f"coalesce(i.{n}, r.{n}) <=> a.{n}" for n in key)}
+             )
+        SELECT joined.*, links.has_egress, links.has_ingress,
+               max(receipt_last) OVER (PARTITION BY {", ".join("joined." + n for n in SHARD_KEY)}) AS last_receipt,
+               max(arrival_last) OVER (PARTITION BY {", ".join("joined." + n for n in SHARD_KEY)}) AS last_arrival
+        FROM joined JOIN links ON joined.source_region = links.source_region
+             AND joined.destination_region = links.destination_region
+        """,  # noqa: S608
+        leaves=leaves,
+    )
+
+
+def envelope_findings(sides: DataFrame) -> DataFrame:
+    """Step 1: what is missing on a side, or counted differently. `sides` is `envelopes(…)`."""
+    place = f"""{_SHARD}, coalesce(intent_first, receipt_first, arrival_first) AS first_offset,
+                coalesce(intent_last, receipt_last, arrival_last) AS last_offset,
+                coalesce(intent_records, receipt_records, arrival_records) AS records,
+                coalesce(intent_leaf, receipt_leaf) AS egress_leaf, arrival_leaf AS ingress_leaf, envelope_sha256"""
+
+    def finding(status: str, name: str, sentence: str, where: str) -> str:
+        return (
+            f"SELECT {status} AS status, '{name}' AS finding, {place}, {sentence} AS sentence "  # noqa: S608
+            f"FROM {{sides}} WHERE {where}"
+        )
+
+    late = "CASE WHEN intent_first > coalesce({last}, -1) THEN 'open' ELSE 'differs' END"
+    cases = [
+        finding(
+            late.format(last="last_receipt"), "intent-without-receipt",
+            "'Announced in the egress log; no receipt of the destination follows.'",
+            "intent_leaf IS NOT NULL AND receipt_leaf IS NULL",
+        ),
+        finding(
+            late.format(last="last_arrival"), "intent-without-arrival",
+            "'Announced in the egress log; the ingress log does not have it.'",
+            "intent_leaf IS NOT NULL AND receipt_leaf IS NULL AND arrival_leaf IS NULL AND has_ingress",
+        ),
+        finding(
+            "'differs'", "receipt-without-arrival",
+            "'The destination gave a receipt; its ingress log does not have the records.'",
+            "receipt_leaf IS NOT NULL AND arrival_leaf IS NULL AND has_ingress",
+        ),
+        finding(
+            "'differs'", "receipt-without-intent",
+            "'The egress log has a receipt for records that it never announced.'",
+            "receipt_leaf IS NOT NULL AND intent_leaf IS NULL",
+        ),
+        finding(
+            "'differs'", "arrival-without-intent",
+            "'The ingress log has records that the egress log never announced.'",
+            "arrival_leaf IS NOT NULL AND intent_leaf IS NULL AND has_egress",
+        ),
+        finding(
+            "'differs'", "count-differs",
+            "concat('Announced ', intent_records, ' records; the ingress log has ', arrival_records, '.')",
+            "intent_records <> arrival_records",
+        ),
+        finding(
+            "'differs'", "receipt-count-differs",
+            "concat('Announced ', intent_records, ' records; the receipt is for ', receipt_records, '.')",
+            "intent_records <> receipt_records AND receipt_leaves = 1",
+        ),
+        finding(
+            "'differs'", "bytes-differ",
+            "concat('Announced ', intent_bytes, ' bytes; the ingress log has ', arrival_bytes, '.')",
+            "intent_records = arrival_records AND intent_bytes <> arrival_bytes",
+        ),
+        finding(
+            "'differs'", "duplicate-intent", "'The same envelope was announced more than once.'",
+            "intent_leaves > intent_parts",
+        ),
+        finding(
+            "'differs'", "duplicate-receipt", "'The egress log has more than one receipt for the same envelope.'",
+            "receipt_leaves > receipt_parts",
+        ),
+        finding(
+            "'differs'", "duplicate-arrival", "'The destination appended the same envelope more than once.'",
+            "arrival_leaves > arrival_parts",
+        ),
+    ]  # fmt: skip
+    return sides.sparkSession.sql(" UNION ALL ".join(cases), sides=sides)
+
+
+def unlike_envelopes(sides: DataFrame) -> DataFrame:
+    """Step 2, first half: the envelopes whose entries are not packed alike, to be compared by record."""
+    return sides.where(
+        "intent_leaf IS NOT NULL AND arrival_leaf IS NOT NULL AND intent_entries <> arrival_entries"
+    ).select(*SHARD_KEY, "envelope_sha256")
+
+
+def compare_records(leaves: DataFrame, unlike: DataFrame) -> DataFrame:
+    """Step 2, second half. `leaves` must have been read with entries; `unlike` is `unlike_envelopes(…)`."""
+    key = (*SHARD_KEY, "envelope_sha256")
+    both = (*key, "offset")
+    return leaves.sparkSession.sql(
+        f"""
+        WITH listed AS (
+            SELECT leaves.side, leaves.leaf_index, {", ".join("leaves." + name for name in key)},
+                   explode(leaves.entries) AS entry
+            FROM {{leaves}} AS leaves LEFT SEMI JOIN {{unlike}} AS unlike ON {_same("leaves", "unlike", key)}
+            WHERE (leaves.kind = 'INTENT' AND leaves.side = 'egress')
+               OR (leaves.kind = 'ACK' AND leaves.side = 'ingress')
+        ),
+        flat AS (SELECT * EXCEPT (entry), entry.* FROM listed),
+        sent AS (SELECT * FROM flat WHERE side = 'egress'),
+        got AS (SELECT * FROM flat WHERE side = 'ingress'),
+        joined AS (
+            SELECT {", ".join(f"coalesce(sent.{name}, got.{name}) AS {name}" for name in both)},
+                   sent.leaf_index AS egress_leaf, got.leaf_index AS ingress_leaf,
+                   sent.commitment AS sent_commitment, got.commitment AS got_commitment,
+                   sent.size AS sent_size, got.size AS got_size, sent.tag AS sent_tag, got.tag AS got_tag,
+                   sent.time_ms AS sent_time, got.time_ms AS got_time
+            FROM sent FULL OUTER JOIN got ON {_same("sent", "got", both)}
+        )
+        SELECT 'differs' AS status,
+               CASE WHEN ingress_leaf IS NULL THEN 'record-not-delivered'
+                    WHEN egress_leaf IS NULL THEN 'record-not-announced'
+                    ELSE 'commitment-differs' END AS finding,
+               {_SHARD}, offset AS first_offset, offset AS last_offset, 1L AS records, egress_leaf, ingress_leaf,
+               envelope_sha256,
+               CASE WHEN ingress_leaf IS NULL THEN 'Announced in the egress log; not in the ingress log.'
+                    WHEN egress_leaf IS NULL THEN 'In the ingress log; never announced in the egress log.'
+                    ELSE 'The two logs commit to different contents for this record.' END AS sentence
+        FROM joined
+        WHERE egress_leaf IS NULL OR ingress_leaf IS NULL OR sent_commitment <> got_commitment
+              OR sent_size <> got_size OR sent_tag <> got_tag OR sent_time <> got_time
+        """,  # noqa: S608
+        leaves=leaves,
+        unlike=unlike,
+    )
+
+
+def _covered(leaves: DataFrame) -> DataFrame:
+    """Egress leaves that cover source offsets, each with how far the ones before it reach."""
+    before = f"""OVER (PARTITION BY {_SHARD} ORDER BY first_offset, last_offset, leaf_index
+                       ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)"""
+    return leaves.sparkSession.sql(
+        f"""
+        SELECT *, max(last_offset) {before} AS reached,
+               max(CASE WHEN kind = 'INTENT' THEN last_offset END) {before} AS announced,
+               max(CASE WHEN kind = 'GAP' THEN last_offset END) {before} AS missing,
+               last(grant_id, true) {before} AS grant_before
+        FROM {{leaves}}
+        WHERE side = 'egress' AND kind IN ('INTENT', 'WITHHELD', 'GAP') AND first_offset IS NOT NULL
+        """,  # noqa: S608
+        leaves=leaves,
+    )
+
+
+def coverage_findings(leaves: DataFrame) -> DataFrame:
+    """Step 3, by place: holes that no GAP leaf declares, offsets announced twice, arrivals twice."""
+    before = f"""OVER (PARTITION BY {_SHARD} ORDER BY first_offset, last_offset, leaf_index
+                       ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)"""
+    tail = "CAST(NULL AS BIGINT) AS ingress_leaf, envelope_sha256"
+    return leaves.sparkSession.sql(
+        f"""
+        SELECT 'differs' AS status, 'undeclared-gap' AS finding, {_SHARD}, reached + 1 AS first_offset,
+               first_offset - 1 AS last_offset, first_offset - reached - 1 AS records, leaf_index AS egress_leaf,
+               {tail}, 'Source offsets that no leaf accounts for, between two that do.' AS sentence
+        FROM {{covered}} WHERE first_offset > reached + 1 AND coalesce(grant_id, grant_before) <=> grant_before
+        UNION ALL
+        SELECT 'differs', 'announced-twice', {_SHARD}, first_offset, least(announced, last_offset),
+               least(announced, last_offset) - first_offset + 1, leaf_index, {tail},
+               'Source offsets that two INTENT leaves cover.'
+        FROM {{covered}} WHERE kind = 'INTENT' AND first_offset <= announced
+        UNION ALL
+        SELECT 'differs', 'delivered-twice', {_SHARD}, first_offset, least(reached, last_offset),
+               least(reached, last_offset) - first_offset + 1, CAST(NULL AS BIGINT), leaf_index, envelope_sha256,
+               'Source offsets that the destination appended twice.'
+        FROM (SELECT *, max(last_offset) {before} AS reached FROM {{leaves}}
+              WHERE side = 'ingress' AND kind = 'ACK')
+        WHERE first_offset <= reached
+        """,  # noqa: S608
+        leaves=leaves,
+        covered=_covered(leaves),
+    )
+
+
+def shards(leaves: DataFrame, findings: DataFrame) -> DataFrame:
+    """One row per link, stream, incarnation and shard: the sums, the accounting, the status."""
+    return leaves.sparkSession.sql(
+        f"""
+        WITH links AS (
+            SELECT source_region, destination_region,
+                   max(side = 'egress') AND max(side = 'ingress') AS has_both
+            FROM {{leaves}} GROUP BY source_region, destination_region
+        ),
+        sums AS (
+            SELECT {_SHARD}, min(first_offset) AS first_offset, max(last_offset) AS last_offset,
+                   coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'INTENT'), 0) AS crossed,
+                   coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'WITHHELD'), 0) AS withheld,
+                   coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'ACK'), 0) AS acknowledged,
+                   coalesce(sum(records) FILTER (WHERE side = 'ingress' AND kind = 'ACK'), 0) AS delivered,
+                   coalesce(sum(payload_bytes) FILTER (WHERE side = 'egress' AND kind = 'INTENT'), 0)
+                       AS crossed_bytes,
+                   coalesce(sum(payload_bytes) FILTER (WHERE side = 'ingress' AND kind = 'ACK'), 0)
+                       AS delivered_bytes
+            FROM {{leaves}}
+            WHERE kind IN ('INTENT', 'ACK') OR (side = 'egress' AND kind IN ('WITHHELD', 'GAP'))
+            GROUP BY {_SHARD}
+        ),
+        reach AS (
+            SELECT {_SHARD},
+                   sum(greatest(0, last_offset - greatest(first_offset, coalesce(reached + 1, first_offset)) + 1))
+                       AS covered,
+                   coalesce(sum(greatest(0, last_offset - greatest(first_offset, coalesce(missing + 1, first_offset))
+                       + 1)) FILTER (WHERE kind = 'GAP'), 0) AS gap,
+                   coalesce(sum(first_offset - reached - 1) FILTER (
+                       WHERE first_offset > reached + 1 AND NOT coalesce(grant_id, grant_before) <=> grant_before
+                   ), 0) AS skipped
+            FROM {{covered}} GROUP BY {_SHARD}
+        ),
+        counted AS (
+            SELECT {_SHARD}, count(*) FILTER (WHERE status = '{DIFFERS}') AS findings,
+                   count(*) FILTER (WHERE status = '{OPEN}') AS open
+            FROM {{findings}} GROUP BY {_SHARD}
+        ),
+        joined AS (
+            SELECT sums.*, coalesce(reach.covered, 0) AS covered, coalesce(reach.gap, 0) AS gap,
+                   coalesce(reach.skipped, 0) AS skipped,
+                   coalesce(reach.covered - sums.crossed - sums.withheld - reach.gap, 0) AS unaccounted,
+                   coalesce(counted.findings, 0) AS findings, coalesce(counted.open, 0) AS open, links.has_both
+            FROM sums
+            LEFT JOIN reach ON {_same("sums", "reach", SHARD_KEY)}
+            LEFT JOIN counted ON {_same("sums", "counted", SHARD_KEY)}
+            JOIN links ON sums.source_region = links.source_region
+                AND sums.destination_region = links.destination_region
+        )
+        SELECT * EXCEPT (has_both),
+               CASE WHEN findings > 0 OR unaccounted <> 0 THEN '{DIFFERS}'
+                    WHEN NOT has_both THEN '{ONE_SIDE}'
+                    WHEN open > 0 THEN '{OPEN}'
+                    ELSE '{RECONCILED}' END AS status
+        FROM joined ORDER BY {_SHARD}
+        """,  # noqa: S608
+        leaves=leaves,
+        findings=findings,
+        covered=_covered(leaves),
+    )
+
+
+def in_order(findings: DataFrame) -> DataFrame:
+    """Findings in a total order: differences first, then by place."""
+    return findings.orderBy(
+        findings.status, *SHARD_KEY, "first_offset", "last_offset", "finding", "envelope_sha256", "egress_leaf",
+        "ingress_leaf",
+    )  # fmt: skip

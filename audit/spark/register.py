@@ -1,0 +1,188 @@
+"""The transfer register: one row per link, stream and terms.
+
+What lives here: the Spark queries for the register and for the terms that every report takes its legal fields
+from. Invariant: a legal field (purpose, basis, article, reference, categories, entities, countries, approvers)
+is what a GRANT leaf with the same terms hash says, or it is empty. Nothing is inferred.
+
+Who may call: `audit.spark.report`, notebooks. Input everywhere: the `leaves` of `prepare`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from audit.spark.table import Column, Type
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+LEGAL_FIELDS: Final = (
+    "purpose", "basis", "article", "reference", "assessment", "categories", "data_subjects", "exporter", "importer",
+    "source_country", "destination_country", "owner", "approvers", "not_before_ms", "expires_ms", "lineage",
+    "keep_others", "filter", "wildcard", "onward", "rate_bytes_per_second", "budget_bytes",
+)  # fmt: skip
+"""What only GRANT leaves say, by the names of `audit.leaf.LEAF_COLUMNS`."""
+
+COLUMNS: Final = (
+    Column("source_region", Type.TEXT, "From region"),
+    Column("source_country", Type.TEXT, "From country", "as the grant says"),
+    Column("destination_region", Type.TEXT, "To region"),
+    Column("destination_country", Type.TEXT, "To country", "as the grant says"),
+    Column("exporter", Type.TEXT, "Exporter"),
+    Column("importer", Type.TEXT, "Importer"),
+    Column("bridge", Type.TEXT, "Bridge", "the SPIFFE id of the agent"),
+    Column("stream", Type.TEXT, "Stream"),
+    Column("destination_stream", Type.TEXT, "Stream at the destination"),
+    Column("purpose", Type.TEXT, "Purpose"),
+    Column("basis", Type.TEXT, "Legal basis"),
+    Column("article", Type.TEXT, "Article"),
+    Column("reference", Type.TEXT, "Reference"),
+    Column("assessment", Type.TEXT, "Transfer assessment"),
+    Column("categories", Type.LIST, "Data categories"),
+    Column("data_subjects", Type.LIST, "Data subjects"),
+    Column("owner", Type.TEXT, "Owner"),
+    Column("approvers", Type.LIST, "Approvers"),
+    Column("grant_ids", Type.LIST, "Grants", "export and import grant"),
+    Column("terms_hash", Type.TEXT, "Terms hash"),
+    Column("terms_found", Type.FLAG, "Terms found", "false where no GRANT leaf has this hash"),
+    Column("not_before", Type.TIME, "Valid from"),
+    Column("expires", Type.TIME, "Valid until"),
+    Column("filter", Type.TEXT, "Filter"),
+    Column("wildcard", Type.FLAG, "Wildcard"),
+    Column("onward", Type.FLAG, "Onward transfer allowed"),
+    Column("policy_versions", Type.LIST, "Policy versions"),
+    Column("policy_hashes", Type.LIST, "Policy hashes"),
+    Column("first_time", Type.TIME, "First crossing"),
+    Column("last_time", Type.TIME, "Last crossing"),
+    Column("records", Type.COUNT, "Records crossed", "from INTENT leaves; each record has exactly one"),
+    Column("payload_bytes", Type.COUNT, "Payload bytes crossed"),
+    Column("acknowledged", Type.COUNT, "Records with a receipt", "from egress ACK leaves"),
+    Column("delivered", Type.COUNT, "Records delivered", "from ingress ACK leaves"),
+    Column("withheld", Type.COUNT, "Records withheld"),
+    Column("denied", Type.COUNT, "Attempts denied"),
+    Column("offsets", Type.LIST, "Source offsets", "incarnation/shard:first-last"),
+    Column("source_key_ids", Type.LIST, "Source keys"),
+    Column("destination_key_ids", Type.LIST, "Destination keys"),
+    Column("commitment_key_ids", Type.LIST, "Commitment keys"),
+    Column("egress_log", Type.TEXT, "Egress log"),
+    Column("egress_leaves", Type.TEXT, "Egress leaves", "first-last index"),
+    Column("egress_checkpoint", Type.TEXT, "Egress checkpoint", "size and root"),
+    Column("egress_cosigners", Type.LIST, "Egress cosigners"),
+    Column("ingress_log", Type.TEXT, "Ingress log"),
+    Column("ingress_leaves", Type.TEXT, "Ingress leaves", "first-last index"),
+    Column("ingress_checkpoint", Type.TEXT, "Ingress checkpoint", "size and root"),
+    Column("ingress_cosigners", Type.LIST, "Ingress cosigners"),
+    Column("verification", Type.TEXT, "Verification"),
+    Column("reconciliation", Type.TEXT, "Reconciliation"),
+)
+
+
+def terms_of(leaves: DataFrame) -> DataFrame:
+    """One row per terms hash: the legal fields of its first GRANT leaf, egress logs before ingress logs."""
+    return leaves.sparkSession.sql(
+        f"""
+        SELECT terms_hash, grant_id, granted_stream, granted_at, {", ".join(LEGAL_FIELDS)}
+        FROM (
+            SELECT *, stream AS granted_stream, time_ms AS granted_at,
+                   row_number() OVER (PARTITION BY terms_hash ORDER BY side, log, leaf_index) AS place
+            FROM {{leaves}} WHERE kind = 'GRANT'
+        ) WHERE place = 1
+        """,  # noqa: S608  # names of columns, from this module
+        leaves=leaves,
+    )
+
+
+def prepare(leaves: DataFrame) -> DataFrame:
+    """The leaves as the reports read them: where a leaf names a grant and no terms, the terms hash of that
+    grant; signed documents and receipts left out, which no table shows and every cache would hold."""
+    slim = leaves.withColumn("has_receipt", leaves.receipt.isNotNull()).drop("receipt", "document")
+    return leaves.sparkSession.sql(
+        """
+        WITH named AS (
+            SELECT grant_id, min(terms_hash) AS known FROM {slim}
+            WHERE grant_id IS NOT NULL AND terms_hash IS NOT NULL GROUP BY grant_id
+        )
+        SELECT slim.* EXCEPT (terms_hash), coalesce(slim.terms_hash, named.known) AS terms_hash
+        FROM {slim} AS slim LEFT JOIN named ON slim.grant_id = named.grant_id
+        """,
+        slim=slim,
+    )
+
+
+def within(leaves: DataFrame, since_ms: int | None, until_ms: int | None) -> DataFrame:
+    """The leaves made at `since_ms` or later and before `until_ms`."""
+    if since_ms is not None:
+        leaves = leaves.where(f"time_ms >= {int(since_ms)}")
+    if until_ms is not None:
+        leaves = leaves.where(f"time_ms < {int(until_ms)}")
+    return leaves
+
+
+def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
+    """The register's rows, but for what is known of whole logs (checkpoints, cosigners, verification).
+
+    `leaves` are those of the window, `terms` those of the whole logs: a grant made before the window rules
+    crossings inside it. An attempt without a grant stands in a row of its own, with no terms.
+    """
+    return leaves.sparkSession.sql(
+        """
+        WITH said AS (
+            SELECT *, kind = 'INTENT' AND side = 'egress' AS is_intent,
+                      kind = 'WITHHELD' AND side = 'egress' AS is_withheld,
+                      kind = 'ACK' AND side = 'egress' AS is_receipt,
+                      kind = 'ACK' AND side = 'ingress' AS is_arrival,
+                      kind = 'DENY' AS is_denial
+            FROM {leaves} WHERE kind IN ('INTENT', 'WITHHELD', 'ACK', 'DENY')
+        ),
+        ranges AS (
+            SELECT source_region, destination_region, bridge, stream, terms_hash, incarnation, shard,
+                   min(first_offset) AS first_offset, max(last_offset) AS last_offset
+            FROM said WHERE is_intent OR is_withheld OR is_arrival GROUP BY ALL
+        ),
+        offsets AS (
+            SELECT source_region, destination_region, bridge, stream, terms_hash,
+                   transform(
+                       array_sort(collect_list(struct(incarnation, shard, first_offset, last_offset))),
+                       r -> concat(left(r.incarnation, 8), '/', r.shard, ':', r.first_offset, '-', r.last_offset)
+                   ) AS offsets
+            FROM ranges GROUP BY ALL
+        ),
+        sums AS (
+            SELECT source_region, destination_region, bridge, stream, terms_hash,
+                   max(destination_stream) AS destination_stream,
+                   array_sort(collect_set(grant_id)) AS grant_ids,
+                   array_sort(collect_set(policy_version)) AS versions,
+                   array_sort(collect_set(policy_hash)) AS policy_hashes,
+                   min(time_ms) AS first_time, max(time_ms) AS last_time,
+                   coalesce(sum(records) FILTER (WHERE is_intent), 0) AS records,
+                   coalesce(sum(payload_bytes) FILTER (WHERE is_intent), 0) AS payload_bytes,
+                   coalesce(sum(records) FILTER (WHERE is_receipt), 0) AS acknowledged,
+                   coalesce(sum(records) FILTER (WHERE is_arrival), 0) AS delivered,
+                   coalesce(sum(records) FILTER (WHERE is_withheld), 0) AS withheld,
+                   count(*) FILTER (WHERE is_denial) AS denied,
+                   array_sort(collect_set(source_key_id)) AS source_key_ids,
+                   array_sort(collect_set(destination_key_id)) AS destination_key_ids,
+                   array_sort(collect_set(commitment_key_id)) AS commitment_key_ids,
+                   min(log) FILTER (WHERE side = 'egress') AS egress_log,
+                   min(leaf_index) FILTER (WHERE side = 'egress') AS egress_first_leaf,
+                   max(leaf_index) FILTER (WHERE side = 'egress') AS egress_last_leaf,
+                   min(log) FILTER (WHERE side = 'ingress') AS ingress_log,
+                   min(leaf_index) FILTER (WHERE side = 'ingress') AS ingress_first_leaf,
+                   max(leaf_index) FILTER (WHERE side = 'ingress') AS ingress_last_leaf
+            FROM said GROUP BY source_region, destination_region, bridge, stream, terms_hash
+        )
+        SELECT sums.*, coalesce(offsets.offsets, array()) AS offsets,
+               transform(sums.versions, v -> cast(v AS string)) AS policy_versions,
+               terms.terms_hash IS NOT NULL AS terms_found,
+               terms.* EXCEPT (terms_hash, grant_id)
+        FROM sums
+        LEFT JOIN offsets ON sums.source_region = offsets.source_region
+            AND sums.destination_region = offsets.destination_region
+            AND sums.bridge <=> offsets.bridge AND sums.stream <=> offsets.stream
+            AND sums.terms_hash <=> offsets.terms_hash
+        LEFT JOIN {terms} AS terms ON sums.terms_hash = terms.terms_hash
+        ORDER BY sums.source_region, sums.destination_region, sums.stream, first_time, sums.bridge, sums.terms_hash
+        """,
+        leaves=leaves,
+        terms=terms,
+    )

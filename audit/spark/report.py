@@ -1,0 +1,511 @@
+"""`run_report`: verify logs, compute the reports in Spark, write them.
+
+Order, and what each step guarantees:
+
+1. the driver verifies signatures, cosignatures and upper tiles (`audit.spark.verification`);
+2. executors read and verify every leaf (`audit.spark.source`);
+3. anything that does not hold ends it here: no report, `REFUSED-verification-failed.json` instead, ReportRefusedError;
+4. Spark computes the tables; sorted rows come to the driver;
+5. files are written beside and moved into place: Parquet, CSV, JSON, HTML, OpenLineage, SHA256SUMS, made.json.
+
+Same logs and same window: same bytes, but for `made.json`, which alone says when and with what the report was made.
+Who may call: `cli`, tests, notebooks. Blocks for as long as Spark runs: never on an event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from audit.errors import TamperError
+from audit.spark import exceptions, lineage, openlineage, page, reconciliation, register, volumes
+from audit.spark.document import Report, Totals, VerifiedLog, as_json
+from audit.spark.java import Java
+from audit.spark.session import default_master, open_session
+from audit.spark.table import Table, encode_csv, from_rows, iso, write_parquet
+from audit.spark.verification import (
+    NO_RECEIPT_STEP,
+    RECEIPT_STEP,
+    STEPS,
+    OpenedLog,
+    Problem,
+    Trust,
+    open_log,
+    problem_of,
+)
+from felix.errors import Code, CorruptionError, RequestError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+EXIT_CLEAN: Final = 0
+EXIT_DIFFERENCES: Final = 10
+"""The report was made, and says that the logs differ or that something crossed outside its terms."""
+EXIT_REFUSED: Final = 20
+"""No report: a log does not verify."""
+
+ROWS_MAX: Final = 100_000
+"""Rows of one table that come to the driver; beyond it something is broken at scale, and the count says so."""
+PROBLEMS_MAX: Final = 1_000
+"""Leaves named in a refusal; who has more has a destroyed log."""
+SMALL_LEAVES_MAX: Final = 100_000
+"""Up to here, compiling queries takes longer than running them interpreted (measured: docs/reports.md)."""
+
+REFUSED_NAME: Final = "REFUSED-verification-failed.json"
+PAGE_NAME: Final = "report.html"
+JSON_NAME: Final = "report.json"
+LINEAGE_NAME: Final = "lineage.ndjson"
+SUMS_NAME: Final = "SHA256SUMS"
+MADE_NAME: Final = "made.json"
+TABLES_FOLDER: Final = "tables"
+
+
+class ReportRefusedError(TamperError):
+    """A log does not verify, so there is no report. `path` is the file that says what was found."""
+
+    exit_code: Final = EXIT_REFUSED
+
+    def __init__(self, problems: Sequence[Problem], path: Path) -> None:
+        first = problems[0]
+        more = f" {len(problems) - 1} more are in the file." if problems[1:] else ""
+        super().__init__(
+            f"No report was made, because a log does not verify: {first.sentence}{more}",
+            hint=f"{path} says what was found. Run `felix audit verify` on the log and on a copy of it, and compare.",
+        )
+        self.problems = tuple(problems)
+        self.path = path
+
+
+@dataclass(frozen=True, slots=True)
+class ReportResult:
+    """A report that was made, and where it is. `exit_code` is what the command ends with."""
+
+    out: Path
+    report: Report
+    seconds: float
+    leaves: int
+    record_entries: int
+
+    @property
+    def page(self) -> Path:
+        """The HTML page."""
+        return self.out / PAGE_NAME
+
+    @property
+    def exit_code(self) -> int:
+        """EXIT_CLEAN, or EXIT_DIFFERENCES where the logs differ or something crossed outside its terms."""
+        totals = self.report.totals
+        statuses = {row["status"] for row in self.report.reconciliation.records()}
+        differs = totals.differences or totals.breaches or reconciliation.DIFFERS in statuses
+        return EXIT_DIFFERENCES if differs else EXIT_CLEAN
+
+
+def _say_nothing(_: str) -> None:
+    return None
+
+
+def run_report(
+    logs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    trust: Trust,
+    master: str | None = None,
+    since: int | None = None,
+    until: int | None = None,
+    java: Java | None = None,
+    openlineage_url: str | None = None,
+    session: SparkSession | None = None,
+    tell: Callable[[str], None] = _say_nothing,
+    clock: Callable[[], float] = time.time,
+) -> ReportResult:
+    """Verify `logs` (folders or fsspec URLs, one log each) and write their report into the folder `out`.
+
+    `since` and `until` are ms since the Unix epoch and limit which leaves count (from, and before); verification and
+    reconciliation always take whole logs. `session` is a running Spark session to use instead of one of its own.
+    `tell` is given a sentence per step, for progress. An earlier report in `out` is replaced; other files stay.
+
+    Raises ReportRefusedError where a log does not verify; RequestError for a path without a log, the same log twice,
+    an empty window, or an output folder that cannot be written; JavaError, SparkMissingError, SparkStartError;
+    UnavailableError where the report was written and `openlineage_url` did not take the events.
+    """
+    paths = [str(path) for path in logs]
+    target = Path(out)
+    if not paths:
+        raise RequestError("A report needs at least one audit log.", hint="Name them with --log PATH.")
+    if since is not None and until is not None and since >= until:
+        raise RequestError(f"The window is empty: it begins at {iso(since)} and ends before {iso(until)}.")
+    if openlineage_url is not None:
+        openlineage.check_url(openlineage_url)
+    began = clock()
+    tell(f"Verifying {len(paths)} checkpoints")
+    opened, problems = _open_all(paths, trust)
+    leaves_in_all = sum(log.checkpoint.size for log in opened)
+
+    def work(spark: SparkSession) -> ReportResult:
+        # Everything that verification can find belongs into one refusal, so the scan runs even if step 1 failed.
+        return _make(spark, opened, problems, target, trust, since, until, tell, began, clock, master)
+
+    if session is not None:
+        result = work(session)
+    elif problems and not opened:
+        raise _refuse(problems, target)
+    else:
+        tell("Starting Spark")
+        small = leaves_in_all <= SMALL_LEAVES_MAX
+        with open_session(master, java=java, small=small) as spark:
+            result = work(spark)
+    if openlineage_url is not None:
+        tell("Posting lineage")
+        openlineage.post(openlineage.events(result.report), openlineage_url)
+    return result
+
+
+def _open_all(paths: Sequence[str], trust: Trust) -> tuple[list[OpenedLog], list[Problem]]:
+    opened: list[OpenedLog] = []
+    problems: list[Problem] = []
+    for path in paths:
+        try:
+            log = open_log(path, trust)
+        except CorruptionError as error:
+            problems.append(problem_of(path, error))
+            continue
+        for other in opened:
+            if other.checkpoint.origin == log.checkpoint.origin:
+                raise RequestError(
+                    f"{path} and {other.path} are both the log {log.checkpoint.origin}.",
+                    code=Code.CONFLICT,
+                    hint="Give each log once; a copy adds nothing and every record would count twice.",
+                )
+        opened.append(log)
+    return opened, problems
+
+
+def _read(
+    spark: SparkSession, opened: Sequence[OpenedLog], trust: Trust, *, entries: bool = False
+) -> DataFrame:
+    from audit.spark.source import FORMAT, AuditSource, encode_receipt_keys
+
+    spark.dataSource.register(AuditSource)
+    whole: DataFrame | None = None
+    for log in opened:
+        frame = (
+            spark.read.format(FORMAT)
+            .option("path", log.path)
+            .option("size", str(log.checkpoint.size))
+            .option("tampered", "rows")
+            .option("entries", str(entries).lower())
+            .option("receipt_keys", encode_receipt_keys(trust.receipt_keys))
+            .load()
+        )
+        whole = frame if whole is None else whole.unionByName(frame)
+    assert whole is not None
+    return whole
+
+
+def _make(
+    spark: SparkSession,
+    opened: Sequence[OpenedLog],
+    problems: list[Problem],
+    target: Path,
+    trust: Trust,
+    since: int | None,
+    until: int | None,
+    tell: Callable[[str], None],
+    began: float,
+    clock: Callable[[], float],
+    master: str | None,
+) -> ReportResult:
+    if not opened:
+        raise _refuse(problems, target)
+    tell(f"Reading and verifying {sum(log.checkpoint.size for log in opened):,} leaves")
+    # Checkpointed, not cached: what was verified is what is reported, and no query reads the files again.
+    leaves = register.prepare(_read(spark, opened, trust).localCheckpoint()).localCheckpoint()
+    found = (
+        leaves.where("problem IS NOT NULL")
+        .select("log", "leaf_index", "problem")
+        .orderBy("log", "leaf_index")
+        .limit(PROBLEMS_MAX)
+        .collect()
+    )
+    problems += [Problem(row["log"], row["leaf_index"], row["problem"]) for row in found]
+    counted = {row["log"]: row for row in _sizes(leaves).collect()}
+    problems += _short(opened, counted, problems)
+    if problems:
+        raise _refuse(problems, target)
+    report = _compute(spark, leaves, opened, counted, trust, since, until, tell)
+    tell("Writing the report")
+    seconds = clock() - began
+    made = _made(spark, clock(), seconds, master)
+    _write(report, target, made)
+    return ReportResult(
+        target,
+        report,
+        seconds,
+        sum(log.size for log in report.logs),
+        sum(row["entries"] for row in counted.values()),
+    )
+
+
+def _sizes(leaves: DataFrame) -> DataFrame:
+    return leaves.sparkSession.sql(
+        """
+        SELECT log, count(*) AS leaves, max(side) AS side, count_if(has_receipt) AS receipts,
+               coalesce(sum(records) FILTER (WHERE entries_sha256 IS NOT NULL), 0) AS entries
+        FROM {leaves} GROUP BY log
+        """,
+        leaves=leaves,
+    )
+
+
+def _short(
+    opened: Sequence[OpenedLog], counted: Mapping[str, Any], problems: Sequence[Problem]
+) -> list[Problem]:
+    """Every leaf of a checkpoint was read, or a problem says why not. A guard against our own mistakes."""
+    explained = {problem.log for problem in problems}
+    return [
+        Problem(origin, None, f"{origin}: {read} leaves were read where the checkpoint has {size}.")
+        for origin, size, read in (
+            (
+                log.checkpoint.origin,
+                log.checkpoint.size,
+                counted[log.checkpoint.origin]["leaves"] if log.checkpoint.origin in counted else 0,
+            )
+            for log in opened
+        )
+        if size != read and origin not in explained
+    ]
+
+
+def _collect(frame: DataFrame) -> tuple[list[Any], int]:
+    """At most ROWS_MAX rows in order, and how many more there are."""
+    rows = frame.limit(ROWS_MAX + 1).collect()
+    if len(rows) <= ROWS_MAX:
+        return rows, 0
+    return rows[:ROWS_MAX], frame.count() - ROWS_MAX
+
+
+def _compute(
+    spark: SparkSession,
+    leaves: DataFrame,
+    opened: Sequence[OpenedLog],
+    counted: Mapping[str, Any],
+    trust: Trust,
+    since: int | None,
+    until: int | None,
+    tell: Callable[[str], None],
+) -> Report:
+    window = register.within(leaves, since, until)
+    terms = register.terms_of(leaves).localCheckpoint()
+    tell("Transfer register, volumes, lineage, exceptions")
+    transfers = register.transfers(window, terms).localCheckpoint()
+    moved, _ = _collect(transfers)
+    daily, _ = _collect(volumes.by_day(window, terms))
+    fields, _ = _collect(lineage.fields(transfers))
+    unusual, more_exceptions = _collect(exceptions.listed(window, leaves, terms))
+
+    tell("Reconciling egress with ingress")
+    sides = reconciliation.envelopes(leaves).localCheckpoint()
+    found = reconciliation.envelope_findings(sides).unionByName(reconciliation.coverage_findings(leaves))
+    unlike = reconciliation.unlike_envelopes(sides).localCheckpoint()
+    if not unlike.isEmpty():
+        detailed = _read(spark, opened, trust, entries=True)
+        found = found.unionByName(reconciliation.compare_records(detailed, unlike))
+    found = found.localCheckpoint()
+    differing, more_findings = _collect(reconciliation.in_order(found))
+    by_shard, _ = _collect(reconciliation.shards(leaves, found))
+
+    times = [row for row in moved if row["records"] or row["delivered"] or row["withheld"] or row["denied"]]
+    first = min((row["first_time"] for row in times), default=None)
+    last = max((row["last_time"] for row in times), default=None)
+    width = volumes.bucket_ms(first, last) if first is not None and last is not None else volumes.DAY_MS
+    line = volumes.time_line(window, width).collect()
+
+    logs = tuple(sorted((_verified(log, counted, trust) for log in opened), key=lambda log: log.origin))
+    reconciled = from_rows("reconciliation", "Reconciliation", reconciliation.COLUMNS, by_shard)
+    filled = _fill(moved, {log.origin: log for log in logs}, reconciled)
+    table = from_rows("register", "Transfer register", register.COLUMNS, filled)
+    differences = [row["status"] for row in differing]
+    unusual_table = from_rows("exceptions", "Exceptions", exceptions.COLUMNS, unusual)
+    totals = Totals(
+        records=table.total("records"),
+        payload_bytes=table.total("payload_bytes"),
+        withheld=table.total("withheld"),
+        denied=table.total("denied"),
+        acknowledged=table.total("acknowledged"),
+        delivered=table.total("delivered"),
+        transfers=sum(1 for row in filled if row["terms_hash"]),
+        differences=differences.count(reconciliation.DIFFERS) + more_findings,
+        open=differences.count(reconciliation.OPEN),
+        breaches=sum(row["events"] for row in unusual if row["severity"] == exceptions.BREACH),
+    )
+    return Report(
+        since, until, first, last, logs, table, reconciled,
+        from_rows("findings", "Reconciliation findings", reconciliation.FINDING_COLUMNS, differing),
+        unusual_table,
+        from_rows("volumes", "Volumes", volumes.COLUMNS, daily),
+        from_rows("lineage", "Lineage", lineage.COLUMNS, fields),
+        totals, width,
+        tuple(
+            (row["start_ms"], row["stream"], row["records"], row["payload_bytes"], row["withheld"]) for row in line
+        ),
+        more_findings + more_exceptions,
+    )  # fmt: skip
+
+
+def _verified(log: OpenedLog, counted: Mapping[str, Any], trust: Trust) -> VerifiedLog:
+    said = counted.get(log.checkpoint.origin)
+    receipts = said["receipts"] if said and trust.receipt_keys else 0
+    steps = list(STEPS)
+    if said and said["receipts"]:
+        steps.append(RECEIPT_STEP if trust.receipt_keys else NO_RECEIPT_STEP)
+    return VerifiedLog(
+        log.checkpoint.origin,
+        (said["side"] if said else None) or "",
+        log.checkpoint.size,
+        log.checkpoint.root.hex(),
+        str(log.key),
+        log.key_sha256,
+        log.cosigners,
+        receipts,
+        tuple(steps),
+    )
+
+
+def _fill(moved: Sequence[Any], logs: Mapping[str, VerifiedLog], reconciled: Table) -> list[dict[str, Any]]:
+    """The register's rows with what is known of whole logs: checkpoints, cosigners, reconciliation."""
+    worst = (
+        reconciliation.DIFFERS,
+        reconciliation.ONE_SIDE,
+        reconciliation.OPEN,
+        reconciliation.RECONCILED,
+    )
+    states: dict[tuple[str, str, str], str] = {}
+    for row in reconciled.records():
+        key = (row["source_region"], row["destination_region"], row["stream"])
+        states[key] = min(row["status"], states.get(key, row["status"]), key=worst.index)
+    filled = []
+    for spark_row in moved:
+        row = spark_row.asDict(recursive=True)
+        for side in ("egress", "ingress"):
+            log = logs.get(row[f"{side}_log"] or "")
+            first, last = row[f"{side}_first_leaf"], row[f"{side}_last_leaf"]
+            row[f"{side}_leaves"] = None if first is None else f"{first}-{last}"
+            row[f"{side}_checkpoint"] = None if log is None else log.checkpoint
+            row[f"{side}_cosigners"] = [] if log is None else [by.name for by in log.cosigners]
+        row["not_before"] = row["not_before_ms"] or None
+        row["expires"] = row["expires_ms"] or None
+        row["verification"] = "verified"
+        moved_any = row["records"] or row["delivered"] or row["withheld"]
+        key = (row["source_region"], row["destination_region"], row["stream"])
+        row["reconciliation"] = states.get(key) if moved_any else None
+        filled.append(row)
+    return filled
+
+
+# Writing
+
+
+def _java_version(spark: SparkSession) -> str | None:
+    jvm: Any = spark._jvm
+    return None if jvm is None else str(jvm.System.getProperty("java.version"))
+
+
+def _made(spark: SparkSession, now: float, seconds: float, master: str | None) -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    def installed(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    return {
+        "made_at": iso(int(now * 1000)),
+        "seconds": round(seconds, 3),
+        "master": master or default_master(),
+        "felix": installed("felix-mesh"),
+        "spark": spark.version,
+        "java": _java_version(spark),
+        "pyarrow": installed("pyarrow"),
+        "python": platform.python_version(),
+    }
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+def _prepare(target: Path) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(
+            f"The report cannot be written to {target}: {error.strerror or error}.",
+            hint="Name a folder that can be written to.",
+        ) from error
+
+
+def _clear(target: Path) -> None:
+    """Remove an earlier report (or refusal), so that no file of it can be taken for part of this one."""
+    for name in (REFUSED_NAME, PAGE_NAME, JSON_NAME, LINEAGE_NAME, SUMS_NAME, MADE_NAME):
+        (target / name).unlink(missing_ok=True)
+    tables = target / TABLES_FOLDER
+    for name in ("register", "reconciliation", "findings", "exceptions", "volumes", "lineage"):
+        for kind in ("csv", "parquet"):
+            (tables / f"{name}.{kind}").unlink(missing_ok=True)
+
+
+def _write(report: Report, target: Path, made: Mapping[str, Any]) -> None:
+    _prepare(target)
+    with tempfile.TemporaryDirectory(prefix=".report-", dir=target) as name:
+        folder = Path(name)
+        (folder / TABLES_FOLDER).mkdir()
+        for table in report.tables:
+            write_parquet(table, folder / TABLES_FOLDER / f"{table.name}.parquet")
+            (folder / TABLES_FOLDER / f"{table.name}.csv").write_text(encode_csv(table), "utf-8", newline="")
+        (folder / JSON_NAME).write_bytes(_json(as_json(report)))
+        (folder / LINEAGE_NAME).write_bytes(openlineage.encode(openlineage.events(report)))
+        (folder / PAGE_NAME).write_text(page.render(report), "utf-8")
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        sums = [
+            f"{sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder).as_posix()}\n"
+            for path in files
+        ]
+        (folder / SUMS_NAME).write_text("".join(sums), "utf-8")
+        (folder / MADE_NAME).write_bytes(_json(made))
+        _clear(target)
+        (target / TABLES_FOLDER).mkdir(exist_ok=True)
+        # The page comes last: whoever sees it sees the report whole.
+        last = (PAGE_NAME,)
+        for path in sorted(folder.rglob("*"), key=lambda path: (path.name in last, path.as_posix())):
+            if path.is_file():
+                shutil.move(path, target / path.relative_to(folder))
+
+
+def _refuse(problems: Sequence[Problem], target: Path) -> ReportRefusedError:
+    """Write what was found under a name that nobody takes for a report, and remove an earlier report."""
+    _prepare(target)
+    _clear(target)
+    path = target / REFUSED_NAME
+    path.write_bytes(
+        _json(
+            {
+                "format": "felix-audit-refusal/1",
+                "refused": True,
+                "sentence": "No report was made: a log does not verify. This file is not a report.",
+                "problems": [
+                    {"log": problem.log, "leaf": problem.leaf, "sentence": problem.sentence}
+                    for problem in problems[:PROBLEMS_MAX]
+                ],
+            }
+        )
+    )
+    return ReportRefusedError(problems, path)

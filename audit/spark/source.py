@@ -1,0 +1,274 @@
+"""The Spark data source `felix_audit`: one audit log as rows, one row per leaf, verified where it is read.
+
+    spark.dataSource.register(AuditSource)
+    leaves = spark.read.format("felix_audit").option("path", "/data/audit/us-east").load()
+
+Columns: `log` (the origin), `leaf_index`, then `audit.leaf.LEAF_COLUMNS`. Options:
+
+- `path`      the log's folder, or a URL that fsspec opens. Needed.
+- `entries`   `true`: a column `entries`, the leaf's record entries as an array of structs. Off by default:
+              sums over leaves must not drag 68 bytes per record along.
+- `tampered`  `fail` (the default): the first leaf that does not hold ends the job. `rows`: such a leaf becomes a row
+              whose column `problem` says what is wrong, so that one run finds them all.
+- `size`      how many leaves to read; by default what the checkpoint says. The report gives the size it verified.
+- `bundles`   entry bundles per partition.
+- `receipt_keys`  the destinations' receipt keys (`encode_receipt_keys`). Without it, receipts are compared with
+              their leaves, and their signatures are not checked.
+
+What is verified here, in the executors: each leaf decodes; its RFC 6962 hash is the one in its level-0 tile; each
+full level-0 tile hashes to its place in level 1; each receipt agrees with its leaf. What is left for the driver: levels 1 and up, the root, the
+signature (`audit.spark.verification`). Reading without the driver's part shows damage, not forgery.
+
+Executors import this module by name: `audit.spark.session` ships the packages where the master is not local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+
+from audit.checkpoint import Checkpoint
+from audit.errors import TamperError
+from audit.leaf import ENTRY_COLUMNS, LEAF_COLUMNS, Kind, Leaf, Side, decode_leaf, iter_entries, leaf_row
+from audit.merkle import HASH_BYTES, TILE_WIDTH, complete_root, leaf_hash, split_hashes
+from audit.note import parse_note
+from audit.receipt import differences, open_receipt, read_unverified
+from audit.spark.files import open_files, read_checkpoint
+from audit.tile import Files, bundle_path, read_bundle, read_tile, tile_path
+from felix.errors import CorruptionError, RequestError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.types import StructType
+
+FORMAT: Final = "felix_audit"
+BUNDLES_PER_PARTITION: Final = 16
+"""4,096 leaves: some tenths of a second to verify, so that a task costs more than its start."""
+
+PLACE_COLUMNS: Final = (("log", "string"), ("leaf_index", "bigint"))
+_OPTIONS: Final = ("path", "entries", "tampered", "size", "bundles", "receipt_keys")
+
+
+class Settings(NamedTuple):
+    """The options, read and checked."""
+
+    path: str
+    entries: bool
+    as_rows: bool
+    size: int | None
+    bundles: int
+    receipt_keys: Mapping[bytes, bytes] | None
+
+
+def encode_receipt_keys(keys: Mapping[bytes, bytes]) -> str:
+    """The option `receipt_keys`: key id and Ed25519 public key in hex, `id:key`, separated by commas."""
+    return ",".join(f"{key_id.hex()}:{keys[key_id].hex()}" for key_id in sorted(keys))
+
+
+def _decode_receipt_keys(text: str) -> dict[bytes, bytes]:
+    try:
+        pairs = [item.split(":") for item in text.split(",") if item]
+        return {bytes.fromhex(key_id): bytes.fromhex(public) for key_id, public in pairs}
+    except ValueError as error:
+        raise RequestError(
+            f"The option 'receipt_keys' is {text[:120]!r}; expected id:key in hex, separated by commas."
+        ) from error
+
+
+def read_options(options: Mapping[str, str]) -> Settings:
+    """Raises RequestError naming the option and what was expected."""
+    given = {name.lower(): value for name, value in options.items()}
+    unknown = sorted(set(given) - set(_OPTIONS))
+    if unknown:
+        raise RequestError(f"{FORMAT} has no option {unknown[0]!r}; it has {', '.join(_OPTIONS)}.")
+    if not given.get("path"):
+        raise RequestError(f"{FORMAT} needs the option 'path': the folder or URL of one audit log.")
+    tampered = given.get("tampered", "fail")
+    if tampered not in ("fail", "rows"):
+        raise RequestError(f"The option 'tampered' is {tampered!r}; expected fail or rows.")
+    entries = given.get("entries", "false").lower()
+    if entries not in ("true", "false"):
+        raise RequestError(f"The option 'entries' is {entries!r}; expected true or false.")
+    return Settings(
+        given["path"],
+        entries == "true",
+        tampered == "rows",
+        _count("size", given["size"], 0) if "size" in given else None,
+        _count("bundles", given.get("bundles", str(BUNDLES_PER_PARTITION)), 1),
+        _decode_receipt_keys(given["receipt_keys"]) if given.get("receipt_keys") else None,
+    )
+
+
+def _count(name: str, text: str, least: int) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) < least:
+        raise RequestError(f"The option {name!r} is {text!r}; expected a number, {least} or more.")
+    return int(text)
+
+
+def columns(settings: Settings) -> list[tuple[str, str]]:
+    """The columns, with Spark SQL types, that these settings give."""
+    chosen = [*PLACE_COLUMNS, *LEAF_COLUMNS]
+    if settings.entries:
+        fields = ",".join(f"{name}:{kind}" for name, kind in ENTRY_COLUMNS)
+        chosen.append(("entries", f"array<struct<{fields}>>"))
+    if settings.as_rows:
+        chosen.append(("problem", "string"))
+    return chosen
+
+
+class Found(NamedTuple):
+    """A leaf as it was found: `leaf` is None where it cannot be read; `problem` is None where it holds."""
+
+    leaf_index: int
+    leaf: Leaf | None
+    problem: str | None
+
+
+def check_bundle(
+    files: Files, bundle: int, size: int, receipt_keys: Mapping[bytes, bytes] | None = None
+) -> Iterator[Found]:
+    """The leaves of one entry bundle of a log of `size` leaves, each checked against its tile.
+
+    Signatures of receipts are checked where there are `receipt_keys`.
+    """
+    first = bundle * TILE_WIDTH
+    width = min(TILE_WIDTH, size - first)
+    try:
+        tile = read_tile(files, 0, bundle, size)
+        if width == TILE_WIDTH:
+            above = read_tile(files, 1, bundle // TILE_WIDTH, size)
+            at = bundle % TILE_WIDTH * HASH_BYTES
+            if complete_root(split_hashes(tile)) != above[at : at + HASH_BYTES]:
+                raise TamperError(
+                    f"The tile {tile_path(0, bundle)} does not hash to its place in level 1: a tile was changed."
+                )
+    except CorruptionError as error:
+        yield Found(first, None, f"Leaves {first} to {first + width - 1}: {error.sentence}")
+        return
+    try:
+        leaves = read_bundle(files, bundle, size)
+    except CorruptionError as error:
+        yield Found(first, None, f"Leaves {first} to {first + width - 1}: {error.sentence}")
+        return
+    for position, data in enumerate(leaves):
+        index = first + position
+        if leaf_hash(data) != tile[position * HASH_BYTES : (position + 1) * HASH_BYTES]:
+            yield Found(
+                index,
+                None,
+                f"Leaf {index} in {bundle_path(bundle, width)} is not what was logged: "
+                "its hash is not the one in the tree.",
+            )
+            continue
+        try:
+            leaf = decode_leaf(data)
+        except CorruptionError as error:
+            yield Found(index, None, f"Leaf {index} cannot be read: {error.sentence}")
+            continue
+        yield Found(index, leaf, _receipt_problem(index, leaf, receipt_keys))
+
+
+def _receipt_problem(index: int, leaf: Leaf, keys: Mapping[bytes, bytes] | None) -> str | None:
+    header = leaf.header
+    if header.kind is not Kind.ACK or header.side is not Side.EGRESS:
+        return None
+    if not header.receipt:
+        return f"Leaf {index}: an ACK without a receipt."
+    try:
+        receipt = read_unverified(header.receipt) if keys is None else open_receipt(header.receipt, keys)
+        unlike = differences(receipt, header)
+    except CorruptionError as error:
+        return f"Leaf {index}: {error.sentence}"
+    return f"Leaf {index}: its receipt says another {unlike[0]} than the leaf." if unlike else None
+
+
+def _row(origin: str, found: Found, settings: Settings) -> dict[str, Any]:
+    row: dict[str, Any] = {"log": origin, "leaf_index": found.leaf_index}
+    if found.leaf is not None:
+        row |= leaf_row(found.leaf)
+        if settings.entries:
+            row["entries"] = [entry._asdict() for entry in iter_entries(found.leaf)]
+    if settings.as_rows:
+        row["problem"] = found.problem
+    return row
+
+
+def _arrow(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
+    import pyarrow as pa
+
+    arrays = [pa.array([row.get(field.name) for row in rows], type=field.type) for field in schema]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+class BundleRange(InputPartition):
+    """The entry bundles `first` to before `end` of a log of `size` leaves."""
+
+    def __init__(self, origin: str, size: int, first: int, end: int) -> None:
+        super().__init__((first, end))
+        self.origin = origin
+        self.size = size
+        self.first = first
+        self.end = end
+
+
+class AuditReader(DataSourceReader):
+    """Plans partitions over entry bundles and reads them."""
+
+    def __init__(self, settings: Settings, schema: StructType) -> None:
+        self._settings = settings
+        self._schema = schema
+
+    def partitions(self) -> Sequence[BundleRange]:
+        """One partition per `bundles` entry bundles. Raises RequestError where there is no log."""
+        path = self._settings.path
+        note = parse_note(read_checkpoint(open_files(path), path))
+        checkpoint = Checkpoint.parse(note.text)
+        size = checkpoint.size if self._settings.size is None else self._settings.size
+        if size > checkpoint.size:
+            raise RequestError(f"{path} has {checkpoint.size} leaves; {size} were asked for.")
+        bundles, step = -(-size // TILE_WIDTH), self._settings.bundles
+        ranges = [
+            BundleRange(checkpoint.origin, size, first, min(first + step, bundles))
+            for first in range(0, bundles, step)
+        ]
+        # Spark plans an empty log as one partition without bundles.
+        return ranges or [BundleRange(checkpoint.origin, size, 0, 0)]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """One Arrow batch per entry bundle."""
+        assert isinstance(partition, BundleRange)
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        settings = self._settings
+        schema = to_arrow_schema(self._schema, timezone="UTC")
+        files = open_files(settings.path)
+        for bundle in range(partition.first, partition.end):
+            rows = []
+            for found in check_bundle(files, bundle, partition.size, settings.receipt_keys):
+                if found.problem is not None and not settings.as_rows:
+                    raise TamperError(f"{partition.origin}: {found.problem}")
+                rows.append(_row(partition.origin, found, settings))
+            yield _arrow(rows, schema)
+
+
+def _ddl(settings: Settings) -> str:
+    return ", ".join(f"`{name}` {kind}" for name, kind in columns(settings))
+
+
+class AuditSource(DataSource):
+    """`spark.read.format("felix_audit")`; options in the module's docstring."""
+
+    @classmethod
+    def name(cls) -> str:
+        """The name of the format."""
+        return FORMAT
+
+    def schema(self) -> str:
+        """The columns, as Spark SQL."""
+        return _ddl(read_options(self.options))
+
+    def reader(self, schema: StructType) -> AuditReader:
+        """A reader of the columns in `schema`, by name."""
+        return AuditReader(read_options(self.options), schema)

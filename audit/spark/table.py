@@ -1,0 +1,143 @@
+"""Tables: what a report says, as rows, and their bytes in Parquet, CSV and JSON.
+
+What lives here: a named, typed table that has left Spark, and its encodings. Pure but for the files it is told
+to write. Who may call: `audit.spark.report`, `audit.spark.page`, tests.
+
+Invariants:
+
+- same rows, same bytes: no time, no random name, no host in a file, columns and rows in the order given;
+- a time is whole milliseconds since the Unix epoch inside a row, ISO 8601 in UTC in CSV and JSON, and
+  `timestamp[ms, UTC]` in Parquet;
+- text in CSV that a spreadsheet would take for a formula is preceded by an apostrophe (CSV alone; Parquet and
+  JSON hold what the log holds).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+_FORMULA_STARTS: Final = ("=", "+", "-", "@", "\t", "\r")
+LIST_SEPARATOR: Final = "; "
+"""Between the items of a list in CSV, which has no lists."""
+
+Value = str | int | bool | list[str] | None
+
+
+class Type(StrEnum):
+    """What a column holds."""
+
+    TEXT = "text"
+    COUNT = "count"
+    TIME = "time"
+    FLAG = "flag"
+    LIST = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: its name in files, its type, its heading for people and one sentence on what it says."""
+
+    name: str
+    type: Type
+    heading: str
+    says: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under columns. Every row has a value for each column, in the columns' order."""
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+
+    def records(self) -> list[dict[str, Any]]:
+        """The rows as dictionaries, times as milliseconds."""
+        names = [column.name for column in self.columns]
+        return [dict(zip(names, row, strict=True)) for row in self.rows]
+
+    def total(self, column: str) -> int:
+        """The sum of a COUNT column, empty cells as nothing."""
+        index = [each.name for each in self.columns].index(column)
+        return sum(value for row in self.rows if isinstance(value := row[index], int))
+
+
+def iso(time_ms: int | None) -> str | None:
+    """ISO 8601 in UTC with milliseconds: 2013-01-01T00:00:00.000Z."""
+    if time_ms is None:
+        return None
+    moment = datetime.fromtimestamp(time_ms // 1000, UTC)
+    return f"{moment:%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03d}Z"
+
+
+def from_rows(
+    name: str, title: str, columns: tuple[Column, ...], rows: Sequence[Mapping[str, Any] | Any]
+) -> Table:
+    """A table of Spark rows (or dictionaries), each read by column name."""
+    picked = tuple(tuple(_plain(row[column.name]) for column in columns) for row in rows)
+    return Table(name, title, columns, picked)
+
+
+def _plain(value: Any) -> Value:
+    return list(value) if isinstance(value, (list, tuple)) else value
+
+
+def json_rows(table: Table) -> list[dict[str, Any]]:
+    """The rows as they stand in report.json."""
+    times = {column.name for column in table.columns if column.type is Type.TIME}
+    return [
+        {name: iso(value) if name in times else value for name, value in row.items()}
+        for row in table.records()
+    ]
+
+
+def encode_csv(table: Table) -> str:
+    """RFC 4180 with a heading line of column names, UTF-8, lines ended by LF."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([column.name for column in table.columns])
+    for row in table.rows:
+        writer.writerow(
+            [_csv_cell(value, column.type) for value, column in zip(row, table.columns, strict=True)]
+        )
+    return out.getvalue()
+
+
+def _csv_cell(value: Value, kind: Type) -> str:
+    if value is None:
+        return ""
+    if kind is Type.TIME and isinstance(value, int):
+        return iso(value) or ""
+    if kind is Type.FLAG:
+        return "true" if value else "false"
+    text = LIST_SEPARATOR.join(value) if isinstance(value, list) else str(value)
+    if kind in (Type.TEXT, Type.LIST) and text.startswith(_FORMULA_STARTS):
+        return "'" + text
+    return text
+
+
+def write_parquet(table: Table, path: Path) -> None:
+    """One Parquet file, zstd, with the columns' own types. Needs pyarrow."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    types = {
+        Type.TEXT: pa.string(),
+        Type.COUNT: pa.int64(),
+        Type.TIME: pa.timestamp("ms", tz="UTC"),
+        Type.FLAG: pa.bool_(),
+        Type.LIST: pa.list_(pa.string()),
+    }
+    schema = pa.schema([(column.name, types[column.type]) for column in table.columns])
+    arrays = [
+        pa.array([row[index] for row in table.rows], type=field.type) for index, field in enumerate(schema)
+    ]
+    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), path, compression="zstd")

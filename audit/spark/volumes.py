@@ -1,0 +1,71 @@
+"""Volumes: records and bytes by link, stream, purpose, basis and day; and the time line for the page.
+
+Days are UTC. Legal fields come from the terms (`audit.spark.register.terms_of`), as everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from audit.spark.table import Column, Type
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+HOUR_MS: Final = 3_600_000
+DAY_MS: Final = 24 * HOUR_MS
+HOURLY_SPAN_MS_MAX: Final = 4 * DAY_MS
+"""Up to four days the time line shows hours (96 bars fit a page's width); longer spans show days."""
+
+COLUMNS: Final = (
+    Column("day", Type.TEXT, "Day", "UTC"),
+    Column("source_region", Type.TEXT, "From region"),
+    Column("destination_region", Type.TEXT, "To region"),
+    Column("stream", Type.TEXT, "Stream"),
+    Column("purpose", Type.TEXT, "Purpose"),
+    Column("basis", Type.TEXT, "Legal basis"),
+    Column("records", Type.COUNT, "Records crossed"),
+    Column("payload_bytes", Type.COUNT, "Payload bytes crossed"),
+    Column("withheld", Type.COUNT, "Records withheld"),
+    Column("denied", Type.COUNT, "Attempts denied"),
+)
+
+
+def by_day(leaves: DataFrame, terms: DataFrame) -> DataFrame:
+    """One row per UTC day, link, stream, purpose and basis. `leaves` are those of the window."""
+    return leaves.sparkSession.sql(
+        """
+        SELECT date_format(timestamp_millis(leaves.time_ms), 'yyyy-MM-dd') AS day,
+               leaves.source_region, leaves.destination_region, leaves.stream, terms.purpose, terms.basis,
+               coalesce(sum(leaves.records) FILTER (WHERE leaves.kind = 'INTENT'), 0) AS records,
+               coalesce(sum(leaves.payload_bytes) FILTER (WHERE leaves.kind = 'INTENT'), 0) AS payload_bytes,
+               coalesce(sum(leaves.records) FILTER (WHERE leaves.kind = 'WITHHELD'), 0) AS withheld,
+               count(*) FILTER (WHERE leaves.kind = 'DENY') AS denied
+        FROM {leaves} AS leaves LEFT JOIN {terms} AS terms ON leaves.terms_hash = terms.terms_hash
+        WHERE (leaves.kind IN ('INTENT', 'WITHHELD') AND leaves.side = 'egress') OR leaves.kind = 'DENY'
+        GROUP BY ALL
+        ORDER BY day, source_region, destination_region, stream, purpose, basis
+        """,
+        leaves=leaves,
+        terms=terms,
+    )
+
+
+def bucket_ms(first_ms: int, last_ms: int) -> int:
+    """How wide one bar of the time line is: an hour or a day."""
+    return HOUR_MS if last_ms - first_ms <= HOURLY_SPAN_MS_MAX else DAY_MS
+
+
+def time_line(leaves: DataFrame, width_ms: int) -> DataFrame:
+    """Records crossed and withheld per bucket of `width_ms` and stream, from egress leaves of the window."""
+    return leaves.sparkSession.sql(
+        f"""
+        SELECT time_ms - time_ms % {int(width_ms)} AS start_ms, stream,
+               coalesce(sum(records) FILTER (WHERE kind = 'INTENT'), 0) AS records,
+               coalesce(sum(payload_bytes) FILTER (WHERE kind = 'INTENT'), 0) AS payload_bytes,
+               coalesce(sum(records) FILTER (WHERE kind = 'WITHHELD'), 0) AS withheld
+        FROM {{leaves}} WHERE kind IN ('INTENT', 'WITHHELD') AND side = 'egress'
+        GROUP BY ALL ORDER BY start_ms, stream
+        """,  # noqa: S608  # an int
+        leaves=leaves,
+    )
