@@ -125,12 +125,12 @@ def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame) -> DataFr
             SELECT '{NOTICE}', 'wildcard-grant', source_region, destination_region, stream, grant_id,
                    actor, 'grant', NULL, NULL, 'The grant names streams by a pattern, not one by one.', 0,
                    time_ms, log, leaf_index
-            FROM {{all_leaves}} WHERE kind = 'GRANT' AND wildcard
+            FROM {{terms}} WHERE wildcard
             UNION ALL
             SELECT '{NOTICE}', 'onward-allowed', source_region, destination_region, stream, grant_id,
                    actor, 'grant', NULL, NULL, 'The grant lets the destination transfer the records onward.', 0,
                    time_ms, log, leaf_index
-            FROM {{all_leaves}} WHERE kind = 'GRANT' AND onward
+            FROM {{terms}} WHERE onward
         )
         SELECT severity, exception, source_region, destination_region, stream, grant_id, actor, action, rule, code,
                sentence, count(*) AS events, sum(records) AS records, min(time_ms) AS first_time,

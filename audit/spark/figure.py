@@ -188,16 +188,16 @@ def _node(
     if place == 1:
         x = column.x + _NODE / 2
         return (
-            f'{bar}<text class="strong" x="{_n(x)}" y="{_n(y - 8)}" text-anchor="middle">{escape(name)}'
+            f'{bar}<text class="strong halo" x="{_n(x)}" y="{_n(y - 8)}" text-anchor="middle">{escape(name)}'
             f'<tspan class="soft" dx="8" font-weight="400">{numbers}</tspan></text>'
         )
     x, anchor = (column.x - 10, "end") if place == 0 else (column.x + _NODE + 10, "start")
     shown = "Withheld (stayed)" if name == _WITHHELD and place == 2 else name
     country = places.get(name, "") if shown == name else ""
     return (
-        f'{bar}<text class="strong" x="{_n(x)}" y="{_n(middle - 3)}" text-anchor="{anchor}">{escape(shown)}'
+        f'{bar}<text class="strong halo" x="{_n(x)}" y="{_n(middle - 3)}" text-anchor="{anchor}">{escape(shown)}'
         + (f'<tspan class="soft" dx="6" font-weight="400">{escape(country)}</tspan>' if country else "")
-        + f'</text><text class="soft" x="{_n(x)}" y="{_n(middle + 13)}" text-anchor="{anchor}">{numbers}</text>'
+        + f'</text><text class="soft halo" x="{_n(x)}" y="{_n(middle + 13)}" text-anchor="{anchor}">{numbers}</text>'
     )
 
 

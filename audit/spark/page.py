@@ -75,6 +75,10 @@ def _codes(values: Sequence[str] | None) -> str:
     return "<br>".join(_code(value) for value in values) if values else _EMPTY
 
 
+def _link(row: dict[str, Any]) -> str:
+    return f'<span class="nowrap">{escape(row["source_region"])} → {escape(row["destination_region"])}</span>'
+
+
 def _bridge(spiffe: str | None) -> str:
     """The bridge's own name out of its SPIFFE id, for narrow places."""
     return (spiffe or "").rpartition("/")[2]
@@ -218,23 +222,23 @@ def _summary(report: Report) -> str:
     rest = covered - crossed - withheld - gap
     if rest:
         parts += ['<div class="sign">+</div>', term(rest, "unaccounted")]
-    equal = "=" if crossed == delivered else "≠"
-    arrived = f'<div class="sign">·</div>{term(crossed, "crossed")}<div class="sign">{equal}</div>{term(delivered, "delivered")}'
-    has_both = any(row["status"] != reconciliation.ONE_SIDE for row in rows)
+    equations = f'<div class="equation">{"".join(parts)}</div>'
+    if any(row["status"] != reconciliation.ONE_SIDE for row in rows):
+        equal = '<div class="sign">=</div>' if crossed == delivered else '<div class="sign">≠</div>'
+        equations += (
+            f'<div class="equation">{term(crossed, "crossed")}{equal}{term(delivered, "delivered")}</div>'
+        )
+    heading = "Not every record is accounted for" if rest else "Every record is accounted for"
+    accounting = (
+        f'<h3>{heading}</h3><p class="lead">Over the whole logs, whatever the window.</p>'
+        f'<div class="equations">{equations}</div>'
+    )
     return (
         '<section id="summary" aria-labelledby="summary-h"><h2 id="summary-h">Summary</h2>'
         f'<p class="lead">What crossed a border in the window asked for ({_asked(report)}), under which approval, and whether '
         "both sides&rsquo; signed logs say the same.</p>"
         f'<p class="statement">{escape(STATEMENT)}</p><div class="cards">{cards}</div>'
-        + (
-            f'<h3>Every record is accounted for</h3><p class="lead">Over the whole logs, whatever the window.</p>'
-            f'<div class="equation">{"".join(parts)}{arrived if has_both else ""}</div>'
-            if rows and not rest
-            else f'<h3>Accounting</h3><div class="equation">{"".join(parts)}{arrived if has_both else ""}</div>'
-            if rows
-            else ""
-        )
-        + "</section>"
+        f"{accounting if rows else ''}</section>"
     )
 
 
@@ -263,15 +267,15 @@ def _flows(report: Report, colours: dict[str, int]) -> str:
     body = (
         f"<figure>{picture}<figcaption>Records by region and stream. Band widths are in proportion to records; "
         f"the thinnest are widened to be seen.</figcaption></figure>"
-        f'<h3>Records per {unit}</h3><ul class="legend">{legend}</ul>'
-        f"<figure>{time_svg(report.time_line, report.bucket_ms, colours, labels)}"
+        f'<h3>Records per {unit}</h3><figure><ul class="legend">{legend}</ul>'
+        f"{time_svg(report.time_line, report.bucket_ms, colours, labels)}"
         f"<figcaption>Records per {unit} (UTC), crossed by stream, and withheld on top.</figcaption></figure>"
         if picture
         else "<p>Nothing crossed and nothing was withheld in the window.</p>"
     )
     rows = [
         (
-            f'<span class="nowrap">{escape(row["day"])}</span>', escape(f"{row['source_region']} → {row['destination_region']}"),
+            f'<span class="nowrap">{escape(row["day"])}</span>', _link(row),
             _text(row["stream"]), _text(row["purpose"]), _text(row["basis"]), count(row["records"]),
             f'<span title="{row["payload_bytes"]} bytes">{size(row["payload_bytes"])}</span>', count(row["withheld"]),
             count(row["denied"]),
@@ -326,7 +330,7 @@ def _register(report: Report, colours: dict[str, int]) -> str:
         [
             (
                 f"<strong>{_text(row['stream'])}</strong>",
-                escape(f"{row['source_region']} → {row['destination_region']}"),
+                _link(row),
                 _text(row["purpose"]),
                 _legal(row),
                 count(row["records"]),
@@ -382,7 +386,8 @@ def _transfer(number: int, row: dict[str, Any], colours: dict[str, int]) -> str:
         ("Importer", _text(row["importer"])),
         ("Owner", _text(row["owner"])),
         ("Approvers", _text(row["approvers"])),
-        ("Valid (UTC)", f"{moment(row['not_before'])} to {moment(row['expires'])}"),
+        ("Valid from (UTC)", moment(row["not_before"])),
+        ("Valid until (UTC)", moment(row["expires"])),
         ("Filter", _code(row["filter"])),
         ("Onward transfer", "allowed" if row["onward"] else "not allowed"),
         ("Names by pattern", _text(row["wildcard"])),
@@ -443,7 +448,7 @@ def _reconciliation(report: Report) -> str:
         ),
         [
             (
-                _text(row["stream"]), escape(f"{row['source_region']} → {row['destination_region']}"), count(row["shard"]),
+                _text(row["stream"]), _link(row), count(row["shard"]),
                 f"{_text(row['first_offset'])}–{_text(row['last_offset'])}", count(row["covered"]), count(row["crossed"]),
                 count(row["withheld"]), count(row["gap"]), count(row["acknowledged"]), count(row["delivered"]),
                 _badge(_STATUS[row["status"]], row["status"]),
@@ -486,7 +491,7 @@ def _exceptions(report: Report) -> str:
     rows = report.exceptions.records()
     colours = {BREACH: "bad", REFUSED: "warn"}
     table = _table(
-        "Exceptions",
+        "Events, alike ones together",
         (
             ("Severity", False), ("Exception", False), ("Stream", False), ("Link", False), ("In words", False),
             ("Events", True), ("Records", True), ("First and last (UTC)", False), ("Leaves", False),
@@ -494,7 +499,7 @@ def _exceptions(report: Report) -> str:
         [
             (
                 _badge(colours.get(row["severity"], "info"), row["severity"]), escape(row["exception"]), _text(row["stream"]),
-                escape(f"{row['source_region']} → {row['destination_region']}"),
+                _link(row),
                 _text(row["sentence"]) + (f'<br><span class="quiet">by {escape(_bridge(row["actor"]))}</span>' if row["actor"] else ""),
                 count(row["events"]), count(row["records"]),
                 f'<span class="nowrap">{moment(row["first_time"])}</span><br><span class="nowrap">{moment(row["last_time"])}</span>',

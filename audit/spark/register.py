@@ -23,6 +23,11 @@ LEGAL_FIELDS: Final = (
 )  # fmt: skip
 """What only GRANT leaves say, by the names of `audit.leaf.LEAF_COLUMNS`."""
 
+PLACE_FIELDS: Final = (
+    "terms_hash", "grant_id", "source_region", "destination_region", "stream", "actor", "time_ms", "log", "leaf_index",
+)  # fmt: skip
+"""Where the terms were stated: the GRANT leaf that they are read from."""
+
 COLUMNS: Final = (
     Column("source_region", Type.TEXT, "From region"),
     Column("source_country", Type.TEXT, "From country", "as the grant says"),
@@ -81,10 +86,9 @@ def terms_of(leaves: DataFrame) -> DataFrame:
     """One row per terms hash: the legal fields of its first GRANT leaf, egress logs before ingress logs."""
     return leaves.sparkSession.sql(
         f"""
-        SELECT terms_hash, grant_id, granted_stream, granted_at, {", ".join(LEGAL_FIELDS)}
+        SELECT {", ".join((*PLACE_FIELDS, *LEGAL_FIELDS))}
         FROM (
-            SELECT *, stream AS granted_stream, time_ms AS granted_at,
-                   row_number() OVER (PARTITION BY terms_hash ORDER BY side, log, leaf_index) AS place
+            SELECT *, row_number() OVER (PARTITION BY terms_hash ORDER BY side, log, leaf_index) AS place
             FROM {{leaves}} WHERE kind = 'GRANT'
         ) WHERE place = 1
         """,  # noqa: S608  # names of columns, from this module
@@ -125,14 +129,14 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
     crossings inside it. An attempt without a grant stands in a row of its own, with no terms.
     """
     return leaves.sparkSession.sql(
-        """
+        f"""
         WITH said AS (
             SELECT *, kind = 'INTENT' AND side = 'egress' AS is_intent,
                       kind = 'WITHHELD' AND side = 'egress' AS is_withheld,
                       kind = 'ACK' AND side = 'egress' AS is_receipt,
                       kind = 'ACK' AND side = 'ingress' AS is_arrival,
                       kind = 'DENY' AS is_denial
-            FROM {leaves} WHERE kind IN ('INTENT', 'WITHHELD', 'ACK', 'DENY')
+            FROM {{leaves}} WHERE kind IN ('INTENT', 'WITHHELD', 'ACK', 'DENY')
         ),
         ranges AS (
             SELECT source_region, destination_region, bridge, stream, terms_hash, incarnation, shard,
@@ -174,15 +178,15 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
         SELECT sums.*, coalesce(offsets.offsets, array()) AS offsets,
                transform(sums.versions, v -> cast(v AS string)) AS policy_versions,
                terms.terms_hash IS NOT NULL AS terms_found,
-               terms.* EXCEPT (terms_hash, grant_id)
+               terms.* EXCEPT ({", ".join(PLACE_FIELDS)})
         FROM sums
         LEFT JOIN offsets ON sums.source_region = offsets.source_region
             AND sums.destination_region = offsets.destination_region
             AND sums.bridge <=> offsets.bridge AND sums.stream <=> offsets.stream
             AND sums.terms_hash <=> offsets.terms_hash
-        LEFT JOIN {terms} AS terms ON sums.terms_hash = terms.terms_hash
+        LEFT JOIN {{terms}} AS terms ON sums.terms_hash = terms.terms_hash
         ORDER BY sums.source_region, sums.destination_region, sums.stream, first_time, sums.bridge, sums.terms_hash
-        """,
+        """,  # noqa: S608  # names of columns, from this module
         leaves=leaves,
         terms=terms,
     )
