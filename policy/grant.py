@@ -376,6 +376,29 @@ class Refusal(NamedTuple):
         return GrantError(self.sentence, code=self.code, hint=self.hint)
 
 
+def check_path(grant: str, terms: GrantTerms, path: tuple[str, ...]) -> Refusal | None:
+    """The refusal of one record for where it has been, or None.
+
+    For the bridge, which asks the book once for a batch and this for every record that has a path.
+    """
+    elsewhere = [region for region in path if region != terms.from_region]
+    if terms.to_region in elsewhere:
+        return Refusal(
+            RefusalKind.LOOP,
+            f"The records have been in {terms.to_region} already; they do not return there.",
+            "Grant the stream in one direction only, or filter what came from there.",
+            grant,
+        )
+    if elsewhere and not terms.onward:
+        return Refusal(
+            RefusalKind.ONWARD,
+            f"The records came from {elsewhere[0]}, and the grant {grant} does not allow onward transfer.",
+            "Make a grant that allows it, where the policy does.",
+            grant,
+        )
+    return None
+
+
 class Problem(NamedTuple):
     """A document that the book does not believe, and why."""
 
@@ -673,21 +696,9 @@ class GrantBook:
                     f"{standing.region} paused the grant {name} at {Instant(standing.at)}{_because(standing.reason)}.",
                     f"Only {standing.region} can resume it, with `felix bridge resume`.",
                 )
-        elsewhere = [region for region in attempt.path if region != attempt.from_region]
-        if attempt.to_region in elsewhere:
-            return refuse(
-                _Step.PATH,
-                RefusalKind.LOOP,
-                f"The records have been in {attempt.to_region} already; they do not return there.",
-                "Grant the stream in one direction only, or filter what came from there.",
-            )
-        if elsewhere and not terms.onward:
-            return refuse(
-                _Step.PATH,
-                RefusalKind.ONWARD,
-                f"The records came from {elsewhere[0]}, and the grant {name} does not allow onward transfer.",
-                "Make a grant that allows it, where the policy does.",
-            )
+        strayed = check_path(name, terms, attempt.path)
+        if strayed is not None:
+            return _Step.PATH, strayed
         decision = self._decide(policy, attempt, terms, name, now)
         if not decision.allowed:
             return refuse(

@@ -21,6 +21,7 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Final, Self, TypeVar
 
 import msgspec
@@ -33,6 +34,8 @@ from felix.names import parse_region
 FILE_BYTES_MAX: Final = 768 * 1024
 """A policy of the largest size, escaped as a JSON text, fits; a grant is some 2 KiB."""
 KEY_ID_BYTES: Final = 16
+VERIFIED_MAX: Final = 4_096
+"""Signatures whose verification is remembered: some 10 MB of grants."""
 NUMBER_MAX: Final = (1 << 53) - 1
 """What every JSON reader holds exactly (RFC 7493)."""
 
@@ -181,15 +184,21 @@ def verify(document: SignedDocument, trusted: Trusted) -> None:
             f"The document is signed with the key {document.key[:32]}, which is none of {document.region}'s policy keys.",
             hint="Import that region's current bundle, or treat the document as forged.",
         )
-    try:
-        Ed25519PublicKey.from_public_bytes(found).verify(
-            document.signature, _message(document.purpose, document.body)
-        )
-    except (InvalidSignature, ValueError):
+    if not _holds(found, document.signature, _message(document.purpose, document.body)):
         raise SignatureError(
             f"The signature of {document.region} does not hold: the document was forged or changed.",
             hint="Do not use it; fetch it again from the region that signed it.",
-        ) from None
+        )
+
+
+@lru_cache(maxsize=VERIFIED_MAX)
+def _holds(public_key: bytes, signature: bytes, message: bytes) -> bool:
+    """Remembered, because a changed grant book is a new one, of mostly the same documents."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def decode_body(document: SignedDocument, type_: type[T], purpose: Purpose) -> T:

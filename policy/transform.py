@@ -663,7 +663,7 @@ class Transform:
 
     def _name(self, record: dict[str, Any], value: object, action: Action) -> str:
         found = _flat(self._tree, record, not self.spec.is_allowlist)
-        path = next(path for path, rule, leaf, _ in found if rule is action and leaf == value)
+        path = next((path for path, rule, leaf, _ in found if rule is action and leaf == value), "a field")
         return f"{path}, whose rule is {action}"
 
     def plan(self, key: Buffer | None, headers: Mapping[str, bytes], payload: Buffer) -> Plan:
@@ -742,7 +742,8 @@ def _flat(
             )
     elif steps:
         # What is empty where a kept member could have been (null, {} or []) crosses as it is.
-        crosses = kept or (tree is not None and tree.survives())
+        empty = value is None or isinstance(value, dict | list)
+        crosses = kept or (empty and tree is not None and tree.survives())
         yield where, Action.KEEP if crosses else Action.DROP, value, steps
 
 

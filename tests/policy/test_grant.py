@@ -29,6 +29,7 @@ from policy.grant import (
     Standing,
     StandingAction,
     advance,
+    check_path,
     open_export,
     sign_deny,
     sign_export,
@@ -254,6 +255,35 @@ def test_an_export_grant_whose_hash_is_not_that_of_its_terms_is_refused_even_if_
     body["terms"]["purpose"] = "something else"
     with pytest.raises(SignatureError, match="its id and terms hash are not those of the terms it carries"):
         open_export(sign(Purpose.EXPORT, "us-east", canonical(body), US_KEY), TRUSTED)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"terms_hash": OTHER_TERMS.hash().hex()},
+        {"stream": "acme/ops/crew"},
+        {"destination_stream": "acme/ops/crew"},
+        {"from_region": "ap-south"},
+        {"bridge": "spiffe://us-east.acme/bridge/other"},
+    ],
+)
+def test_halves_must_agree_in_everything_they_both_name(changes: dict[str, str]) -> None:
+    half = sign(Purpose.IMPORT, "eu-west", canonical(msgspec.structs.replace(_half, **changes)), EU_KEY)
+    found = refusal(book(EXPORT, half).check(ATTEMPT, US_POLICY, NOW))
+    assert found.kind is RefusalKind.TERMS_MISMATCH
+    assert isinstance(book(EXPORT, half, IMPORT).check(ATTEMPT, US_POLICY, NOW), Allowed)
+
+
+def test_where_a_record_has_been_is_asked_for_each_record() -> None:
+    for path, kind in (
+        ((), None),
+        (("us-east",), None),
+        (("eu-west", "us-east"), RefusalKind.LOOP),
+        (("ap-south",), RefusalKind.ONWARD),
+    ):
+        found = check_path(GRANT, TERMS, path)
+        assert (found.kind if found else None) is kind
+    assert check_path(GRANT, msgspec.structs.replace(TERMS, onward=True), ("ap-south", "us-east")) is None
 
 
 def test_a_region_cannot_sign_for_another() -> None:

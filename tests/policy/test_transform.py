@@ -263,6 +263,12 @@ def test_an_allowlist_protects_what_it_does_not_name_from_the_key_too() -> None:
     assert isinstance(record_crossing(numbers, b"1545", FLIGHT), Withheld)
 
 
+def test_a_kept_key_is_compared_with_fields_of_an_unexpected_shape_too() -> None:
+    assert record_crossing(
+        build_spec(keep=["b[]"], key=KeyRule.KEEP), b"secret", {"b": "secret"}
+    ) == Withheld("the record's key shows the value of b, whose rule is drop.")
+
+
 def test_only_named_headers_cross() -> None:
     trace = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
     headers = {"kind": b"x", "secret": b"y", "traceparent": trace, "felix-path": b"us-east"}
