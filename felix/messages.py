@@ -238,10 +238,9 @@ class RightsPage(Message, frozen=True, tag="rights_page"):
 
 
 class PutDocument(Message, frozen=True, tag="put_document"):
-    """A signed document for the region's metadata: a grant, a revocation, a policy, another region's bundle."""
+    """A signed document for the region: `kind` is export, import, standing, deny, policy or bundle."""
 
     kind: Name
-    id: Name
     body: bytes
 
 
@@ -408,8 +407,10 @@ class WitnessedSize(Message, frozen=True, tag="witnessed_size"):
 
 
 class Witnessed(Message, frozen=True, tag="witnessed"):
+    """How far the origin is cosigned here; `cosigned` is the note with the cosignature on it."""
+
     size: int
-    cosignature: bytes = b""
+    cosigned: bytes = b""
 
 
 class GetCheckpoint(Message, frozen=True, tag="get_checkpoint"):
@@ -425,10 +426,9 @@ class CheckpointAnswer(Message, frozen=True, tag="checkpoint"):
 
 
 class PutCosignature(Message, frozen=True, tag="put_cosignature"):
-    """Brings another region's cosignature of this region's checkpoint."""
+    """Brings this region's checkpoint, a signed note, back with another region's cosignature on it."""
 
-    checkpoint: bytes
-    cosignature: bytes
+    cosigned: bytes
 
 
 class Done(Message, frozen=True, tag="done"):

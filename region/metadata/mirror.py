@@ -140,6 +140,15 @@ class CatalogMirror:
         """All of one kind and side by id. Copies: for changes and listings, not for each request."""
         return self._under(f"{kind}/{side}/")
 
+    def rights_table(self) -> dict[str, list[str]]:
+        """All rights as texts, by identity. A copy: for changes, not for each request."""
+        return {str(identity): [str(right) for right in rights] for identity, rights in self._rights.items()}
+
+    def trusted_revision(self, region: str) -> int:
+        """The revision at which a region's bundle was written; 0 where there is none."""
+        entry = self._raw.get(self._keys.trusted(region))
+        return 0 if entry is None else entry.mod_revision
+
     def trusted(self) -> dict[str, bytes]:
         """Bundles of other regions' authorities, by region."""
         return self._under("trusted/")

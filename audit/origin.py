@@ -1,0 +1,57 @@
+"""Origins: what the audit logs and witnesses of a region are called, and their keys as its bundle gives them. Pure."""
+
+from __future__ import annotations
+
+from audit.note import Algorithm, VerifierKey
+from felix.errors import Code, RequestError
+from felix.names import trust_domain
+from keys.bundle import RegionBundle
+from keys.signing import VerifyKey
+
+
+def region_origin(region: str, mesh: str) -> str:
+    """The log that a region's brokers keep: ingress, denials, grants, policies, keys."""
+    return f"{trust_domain(region, mesh)}/audit"
+
+
+def egress_origin(region: str, mesh: str, bridge: str) -> str:
+    """The egress log of one bridge of the region."""
+    return f"{trust_domain(region, mesh)}/bridge/{bridge}"
+
+
+def witness_name(region: str, mesh: str) -> str:
+    """The name in the region's cosignatures."""
+    return f"{trust_domain(region, mesh)}/witness"
+
+
+def log_keys(bundle: RegionBundle) -> list[VerifierKey]:
+    """The keys of every log of the region."""
+    return [
+        VerifierKey(key.name, Algorithm.ED25519, key.public) for key in bundle.audit_keys if key.role == "log"
+    ]
+
+
+def log_key(bundle: RegionBundle, origin: str) -> VerifierKey:
+    """The key of one of the region's logs. Raises RequestError(NOT_FOUND)."""
+    for key in log_keys(bundle):
+        if key.name == origin:
+            return key
+    raise RequestError(
+        f"The bundle of {bundle.region} names no key for the audit log {origin!r}.",
+        code=Code.NOT_FOUND,
+        hint="Take the region's newest bundle; it names the logs of all its bridges.",
+    )
+
+
+def witness_keys(bundle: RegionBundle) -> list[VerifierKey]:
+    """The keys under which the region cosigns."""
+    return [
+        VerifierKey(key.name, Algorithm.COSIGNATURE, key.public)
+        for key in bundle.audit_keys
+        if key.role == "cosigner"
+    ]
+
+
+def receipt_keys(bundle: RegionBundle) -> dict[bytes, bytes]:
+    """The region's receipt keys by key id, as audit.receipt asks for them."""
+    return {VerifyKey(public).key_id: public for public in bundle.receipt_keys}

@@ -1,0 +1,214 @@
+"""What one broker knows and decides: who may do what, which streams it hosts, what is written about it.
+
+Sessions ask it; `region.node` feeds it. It owns no socket and no thread. Metadata is asked through the catalog's
+mirror, in memory, so a changed right or grant takes effect with the change, and no decision waits for a store.
+
+Invariants: every answer about a stream that the asker has no right to is the same as for one that does not
+exist; nothing here leads to another region: there is no address of one in this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.identity import Peer, Proof, TrustBundle, verify_peer
+from felix.messages import Answer, Done, Request
+from felix.names import SpiffeId, StreamName
+from felix.transport.port import TransportLimits
+from policy.access import Rights, Verb, not_found_or_forbidden
+from region.budget import Budgets
+from region.config import RegionConfig
+from region.metadata.catalog import Catalog
+from region.metadata.records import StreamConfig
+from region.metrics import BrokerMetrics
+from region.streams import HostedStream, StreamTable
+
+if TYPE_CHECKING:
+    from region.export import ExportDesk, SealedReader
+    from region.governance import Governance
+    from region.ingest import IngestDesk
+    from region.requests import Requests
+    from region.session import ClientSession, Role
+
+log = logging.getLogger("felix.region")
+
+ALL_RIGHTS: Final = tuple(f"{verb} */*/*" for verb in Verb)
+"""What an operator that the configuration names may do."""
+
+
+class Broker:
+    """Shared by all sessions of one broker process."""
+
+    def __init__(
+        self,
+        config: RegionConfig,
+        *,
+        server_names: tuple[str, ...],
+        streams: StreamTable,
+        catalog: Catalog,
+        budgets: Budgets,
+        transport_limits: TransportLimits,
+        clock_ms: Callable[[], int] = lambda: int(time.time() * 1000),
+    ) -> None:
+        self.config = config
+        self.region, self.mesh, self.broker_id = config.region, config.mesh, config.broker
+        self.server_names = server_names
+        self.streams = streams
+        self.catalog = catalog
+        self.transport_limits = transport_limits
+        self.clock_ms = clock_ms
+        self.started_ms = clock_ms()
+        self.metrics = BrokerMetrics()
+        self.budgets = budgets
+        limits = config.limits
+        self.budgets.publish.limit_bytes = limits.publish_budget
+        self.budgets.delivery.limit_bytes = limits.delivery_budget
+        self.budgets.catch_up.limit_bytes = limits.catch_up_budget
+        self.budgets.ring.limit_bytes = limits.ring_budget
+        self.sessions: set[ClientSession] = set()
+        self.leaving = False
+        self.trust = TrustBundle()
+        self._operators = frozenset(
+            SpiffeId(self.region, self.mesh, "operator", name) for name in config.operators
+        )
+        self._operator_rights = Rights.decode({str(operator): ALL_RIGHTS for operator in self._operators})
+        self._rights = Rights()
+        # Set by the node before the first session: they need the broker and the broker needs them.
+        self.export: ExportDesk
+        self.ingest: IngestDesk
+        self.governance: Governance
+        self.requests: Requests
+
+    # -- identity and rights ---------------------------------------------------------------------------
+
+    def verify(self, proof: Proof, nonce: bytes) -> Peer:
+        """Who the client is. Another region's identity is let in only as a bridge."""
+        peer = verify_peer(proof, nonce, self.region, self.server_names, self.trust, self.clock_ms())
+        identity = peer.spiffe_id
+        if identity.region != self.region and identity.kind != "bridge":
+            raise RequestError(
+                f"{identity} is of region {identity.region!r}; this is {self.region!r}, where only a bridge of "
+                "another region may come in.",
+                code=Code.WRONG_REGION,
+                hint=f"Use an identity that {self.region} issued.",
+            )
+        return peer
+
+    def admit(self, session: ClientSession, peer: Peer) -> None:
+        """Room for one more session, or a refusal with when to try again."""
+        if self.leaving:
+            raise UnavailableError(
+                f"Broker {self.broker_id} is shutting down.", code=Code.SHUTTING_DOWN, retry_after_ms=1000
+            )
+        limit = self.config.limits.sessions
+        if sum(held.identity is not None for held in self.sessions) >= limit:
+            raise UnavailableError(
+                f"Broker {self.broker_id} has {limit} sessions, the most that are allowed.",
+                code=Code.LIMIT_SESSIONS,
+                retry_after_ms=5000,
+            )
+        self.metrics.authenticated += 1
+
+    def session_closed(self, session: ClientSession) -> None:
+        self.sessions.discard(session)
+
+    def set_rights(self, table: dict[str, list[str]]) -> None:
+        """The region's rights have changed: sessions end what is no longer allowed."""
+        self._rights = Rights.decode(table)
+        self.recheck_sessions()
+
+    def recheck_sessions(self) -> None:
+        """Rights, grants or streams changed: every session looks at what it has open."""
+        for session in list(self.sessions):
+            if session.identity is not None:
+                session.rights_changed()
+
+    def rights_of(self, identity: SpiffeId) -> list[str]:
+        """The identity's rights as text, sorted."""
+        rights = (*self._rights.of(identity), *self._operator_rights.of(identity))
+        return sorted({str(right) for right in rights})
+
+    def allows(self, identity: SpiffeId, verb: Verb, name: StreamName) -> bool:
+        """True where a right says so. An identity of another region has none."""
+        if identity.region != self.region:
+            return False
+        return self._rights.allows(identity, verb, name) or self._operator_rights.allows(identity, verb, name)
+
+    def require(self, identity: SpiffeId, verb: Verb, name: StreamName) -> None:
+        """Raises RequestError(NOT_FOUND_OR_FORBIDDEN), the same for no right and for no stream."""
+        if not self.allows(identity, verb, name):
+            raise not_found_or_forbidden(verb, name)
+
+    def require_operator(self, identity: SpiffeId, what: str) -> None:
+        """Raises RequestError(FORBIDDEN) for anyone but an operator with the right to operate."""
+        if identity in self._operators:
+            return
+        if identity.region == self.region and any(r.verb is Verb.OPERATE for r in self._rights.of(identity)):
+            return
+        raise RequestError(
+            f"{identity} may not {what}.",
+            code=Code.FORBIDDEN,
+            hint="This takes an operator's identity of this region.",
+        )
+
+    # -- streams ---------------------------------------------------------------------------------------
+
+    def stream(self, name: StreamName, verb: Verb = Verb.SUBSCRIBE) -> HostedStream:
+        """The stream by name; for askers whose right has been checked. Raises as `require` does."""
+        stream = self.streams.get(name)
+        if stream is None:
+            raise not_found_or_forbidden(verb, name)
+        return stream
+
+    async def create_stream(self, name: StreamName, config: StreamConfig) -> HostedStream:
+        """Write a new stream into the catalog and open it. Raises RequestError(ALREADY_EXISTS, CONFIG_INVALID)."""
+        record = await self.catalog.create_stream(
+            name, config, incarnation=os.urandom(16), created_ms=self.clock_ms()
+        )
+        return await self.streams.open(record)
+
+    def subscription_refusal(
+        self, session: ClientSession, stream: HostedStream, reader: SealedReader | None
+    ) -> FelixError | None:
+        """Why a subscription may not go on, if it may not."""
+        assert session.identity is not None
+        if stream.deleted:
+            return RequestError(f"The stream {stream.name} was deleted.", code=Code.NOT_FOUND)
+        if reader is not None:
+            return reader.refusal()
+        if not self.allows(session.identity, Verb.SUBSCRIBE, stream.name):
+            return not_found_or_forbidden(Verb.SUBSCRIBE, stream.name)
+        return None
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    async def answer(self, session: ClientSession, request: Request) -> Answer:
+        """Carry out a request of an authenticated session."""
+        return await self.requests.answer(session, request)
+
+    def ingest_stream(self, session: ClientSession, stream_id: int) -> Role:
+        """The role of a client-opened bidirectional stream."""
+        return self.ingest.open(session, stream_id)
+
+    def done(self, note: str = "") -> Done:
+        return Done(note)
+
+    # -- figures ---------------------------------------------------------------------------------------
+
+    def gauges(self) -> dict[str, float]:
+        """Every gauge by name; a limit stands beside what it limits."""
+        found: dict[str, float] = {
+            "sessions": len(self.sessions),
+            "sessions_limit": self.config.limits.sessions,
+            "subscriptions": sum(len(session.subscriptions) for session in list(self.sessions)),
+            "streams": len(self.streams),
+        }
+        for budget in self.budgets.all():
+            found[f"{budget.name}_bytes"] = budget.used_bytes
+            found[f"{budget.name}_bytes_limit"] = budget.limit_bytes
+        return found

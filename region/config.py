@@ -1,0 +1,124 @@
+"""A broker's configuration: `region.yaml`, decoded into typed values (policy.documents says where a mistake is).
+
+Every option is read by something; what is left out has the default that stands here. Paths are relative to the
+file's folder.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal, NamedTuple, Self
+
+import msgspec
+
+from felix.errors import Code, RequestError
+from felix.names import parse_region
+from policy.documents import Parsed, decode_document
+from policy.quantity import Duration, Size
+
+DEFAULT_PORT: Final = 7443
+
+
+class Address(NamedTuple):
+    """A host and a UDP or TCP port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`host:port`, IPv6 in brackets. Raises RequestError(CONFIG_INVALID)."""
+        host, _, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise RequestError(
+                f"{text!r} is not an address: expected host:port, as in 127.0.0.1:7443 or [::1]:7443.",
+                code=Code.CONFIG_INVALID,
+            )
+        return cls(host, int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+Words = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+Label = Annotated[str, Parsed(parse_region)]
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the configuration's parts: an unknown key is a mistake."""
+
+
+class MetadataConfig(Part, frozen=True):
+    """`embedded` (SQLite in the data folder, one broker) or `etcd`."""
+
+    kind: Literal["embedded", "etcd"] = "embedded"
+    endpoints: tuple[str, ...] = ()
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    user: str = ""
+    password_file: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind == "etcd" and not self.endpoints:
+            raise RequestError("kind is etcd and no endpoint is named: add endpoints: [127.0.0.1:2379].")
+
+
+class AuditConfig(Part, frozen=True):
+    """How often the audit log signs a checkpoint while leaves come in."""
+
+    checkpoint_every: Duration = Duration(1_000)
+
+
+class TracingConfig(Part, frozen=True):
+    """OpenTelemetry: `none`, `file` (JSON lines in `path`) or `otlp` (to `endpoint`)."""
+
+    exporter: Literal["none", "file", "otlp"] = "none"
+    path: Words = "traces.jsonl"
+    endpoint: str = ""
+    ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+
+
+class LimitsConfig(Part, frozen=True):
+    """Bounds of one broker; docs/operations.md says where each is enforced."""
+
+    sessions: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 4096
+    publish_budget: Size = Size(256 << 20)
+    delivery_budget: Size = Size(256 << 20)
+    catch_up_budget: Size = Size(64 << 20)
+    ring_budget: Size = Size(1 << 30)
+
+
+class RegionConfig(Part, frozen=True):
+    """One broker of one region. `entity` is the legal entity that runs it, `operators` have every right."""
+
+    region: Label
+    mesh: Label
+    country: Annotated[str, msgspec.Meta(pattern="^[A-Z]{2}$")]
+    entity: str = ""
+    broker: Label = "b1"
+    listen: Address = Address("127.0.0.1", DEFAULT_PORT)
+    health: Address | None = Address("127.0.0.1", 8080)
+    engine: Literal["", "qh3", "aioquic"] = ""
+    data: Words = "data"
+    operators: tuple[str, ...] = ("operator",)
+    metadata: MetadataConfig = MetadataConfig()
+    audit: AuditConfig = AuditConfig()
+    tracing: TracingConfig = TracingConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+
+def load_config(path: Path) -> RegionConfig:
+    """Read and check a region's configuration. Raises RequestError(CONFIG_INVALID) with file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise RequestError(
+            f"There is no configuration at {path}.",
+            code=Code.CONFIG_INVALID,
+            hint="Make the region first: felix region init NAME --mesh MESH.",
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} cannot be read: {error}.", code=Code.CONFIG_INVALID) from error
+    return decode_document(text, RegionConfig, str(path))

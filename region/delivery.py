@@ -1,0 +1,259 @@
+"""Delivery: a subscription is a cursor over the log, never a queue of its own.
+
+The same encoded frames go to every subscriber, as far as its credit and its connection reach. One that is slow
+costs no memory: it falls behind and catches up from the log, through the broker's catch-up budget. Where
+retention or the ring has overtaken it, it is told with a GAP frame that names the offsets.
+
+`pump` is synchronous and is called whenever something may have changed: the log's tail moved, credit came, the
+connection drained. What is not in memory is fetched by one task per subscription.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from felix.errors import Code, FelixError, RequestError
+from felix.frames import FRAME_HEADER_BYTES, GapBody, GapReason
+from felix.messages import Subscribe, encode_error
+from felix.session import CreditLine
+from region.streams import HostedStream
+
+if TYPE_CHECKING:
+    from region.export import SealedReader
+    from region.log.ring import Entry
+    from region.session import ClientSession
+
+log = logging.getLogger("felix.region.delivery")
+
+READ_BYTES_MAX: Final = 1 << 20
+"""Read and sent at a time: long enough to be worth a call, short enough that subscriptions take turns."""
+
+
+async def resolve_starts(stream: HostedStream, request: Subscribe) -> dict[int, int]:
+    """First offset to deliver, per shard asked for. Raises RequestError(OFFSET_OUT_OF_RANGE, INVALID)."""
+    start = request.start
+    shards = request.shards or list(range(len(stream.shards)))
+    if len(set(shards)) != len(shards):
+        raise RequestError("A shard is named twice.")
+    resuming = bool(start.offsets) and request.incarnation == stream.incarnation
+    starts: dict[int, int] = {}
+    for number in shards:
+        shard = stream.shard(number)
+        if resuming and number in start.offsets:
+            starts[number] = start.offsets[number]
+        elif start.kind == "earliest" or start.offsets:
+            # Offsets of another incarnation mean nothing here: begin where this one begins.
+            starts[number] = shard.log_start_offset
+        elif start.kind == "latest":
+            starts[number] = shard.high_watermark
+        elif start.kind == "offset":
+            starts[number] = start.value
+        elif start.kind == "time":
+            starts[number] = await shard.offset_for_time(start.value)
+        else:
+            raise RequestError(
+                f"A subscription cannot start at {start.kind!r}.",
+                hint="Use earliest, latest, offset or time.",
+            )
+        if starts[number] > shard.high_watermark:
+            raise RequestError(
+                f"Offset {starts[number]} of {stream.name} shard {number} is not written yet; the next one is "
+                f"{shard.high_watermark}.",
+                code=Code.OFFSET_OUT_OF_RANGE,
+                hint="Start at latest to wait for new records.",
+            )
+    return starts
+
+
+class Subscription:
+    """A cursor per shard, and the event stream it feeds."""
+
+    __slots__ = (
+        "_catching_up", "_credit", "_cursors", "_ended", "_reader", "_session", "_stream", "_stream_id",
+        "_unlisten", "delivered_bytes", "number", "stalled",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        session: ClientSession,
+        number: int,
+        stream_id: int,
+        stream: HostedStream,
+        starts: dict[int, int],
+        credit_bytes: int,
+        reader: SealedReader | None,
+    ) -> None:
+        self.number = number
+        self.stalled = False
+        self.delivered_bytes = 0
+        self._session = session
+        self._stream_id = stream_id
+        self._stream = stream
+        self._cursors = dict(starts)
+        self._credit = CreditLine(credit_bytes)
+        self._reader = reader
+        self._catching_up: asyncio.Task[None] | None = None
+        self._ended = False
+        self._unlisten = [stream.shard(number).subscribe_tail(self.pump) for number in starts]
+
+    @property
+    def stream(self) -> HostedStream:
+        return self._stream
+
+    def start(self) -> None:
+        """The hello is on its way; send what is there."""
+        self.pump()
+
+    def credit(self, limit_bytes: int) -> None:
+        """The subscriber takes more."""
+        self._credit.extend(limit_bytes)
+        self.pump()
+
+    # -- sending ---------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Send what can be sent now, from memory; fetch the rest in a task."""
+        if self._ended or self._catching_up is not None:
+            return
+        try:
+            while self._round():
+                pass
+        except FelixError as error:
+            self._drop(error)
+
+    def _round(self) -> bool:
+        """One turn over all shards; True where something was sent and more may follow."""
+        sent = False
+        for number in self._cursors:
+            room = self._room()
+            if room == 0:
+                return False
+            shard = self._stream.shard(number)
+            cursor = self._cursors[number]
+            if cursor < shard.log_start_offset:
+                self._gap(number, shard.log_start_offset)
+                sent = True
+                continue
+            if cursor >= shard.high_watermark:
+                continue
+            entries = None if self._reader is not None else shard.read_hot(cursor, room)
+            if entries is None:
+                self._catching_up = asyncio.ensure_future(self._catch_up(number))
+                return False
+            if not self._send(number, entries):
+                return False
+            sent = True
+        return sent
+
+    def _room(self) -> int:
+        """Bytes that may be sent now; 0 where credit or the connection is at its end."""
+        left = min(self._credit.left_bytes, READ_BYTES_MAX)
+        self.stalled = left <= FRAME_HEADER_BYTES
+        if self.stalled or not self._session.may_send():
+            return 0
+        return left
+
+    def _send(self, number: int, entries: list[Entry]) -> bool:
+        """False where the credit did not reach for all of them."""
+        connection = self._session.connection
+        assert connection is not None
+        for entry in entries:
+            size = len(entry.data)
+            if size > self._credit.left_bytes:
+                self.stalled = True
+                return False
+            self._credit.use(size)
+            data = entry.data
+            connection.send(self._stream_id, data if isinstance(data, bytes) else bytes(data))
+            self._cursors[number] = entry.next_offset
+            self.delivered_bytes += size
+            self._session.broker.metrics.delivered(entry.next_offset - entry.base_offset, size)
+        return True
+
+    def _gap(self, number: int, next_offset: int) -> None:
+        connection = self._session.connection
+        assert connection is not None
+        reason = GapReason.RING if self._stream.ephemeral else GapReason.RETENTION
+        gap = GapBody(number, reason, self._cursors[number], next_offset)
+        connection.send(self._stream_id, gap.encode())
+        self._cursors[number] = next_offset
+        self._session.broker.metrics.gap(reason)
+
+    async def _catch_up(self, number: int) -> None:
+        """Fetch what is not in memory for one shard, send it, and pump again."""
+        broker = self._session.broker
+        shard = self._stream.shard(number)
+        budget = broker.budgets.catch_up
+        taken = 0
+        try:
+            room = self._room()
+            # Others give back when they have sent: there is no one event to wait for.
+            while not budget.take(READ_BYTES_MAX):  # noqa: ASYNC110
+                await asyncio.sleep(CATCH_UP_WAIT_S)
+            taken = READ_BYTES_MAX
+            cursor = self._cursors[number]
+            if self._reader is not None:
+                entries = await self._reader.read(shard, cursor, room)
+            else:
+                entries = await shard.read(cursor, room)
+            if self._ended:
+                return
+            if entries:
+                self._send(number, entries)
+        except RequestError as error:
+            if error.code is not Code.OFFSET_OUT_OF_RANGE or self._ended:
+                self._drop(error)
+                return
+            # Retention moved past the cursor while it was read: the next round says so with a gap.
+        except FelixError as error:
+            self._drop(error)
+            return
+        except Exception:
+            log.exception("catching up on %s shard %d failed", self._stream.name, number)
+            self._drop(FelixError("The broker could not read its log.", code=Code.INTERNAL))
+            return
+        finally:
+            if taken:
+                budget.give(taken)
+            self._catching_up = None
+        asyncio.get_running_loop().call_soon(self.pump)
+
+    # -- endings ---------------------------------------------------------------------------------------
+
+    def refusal(self) -> FelixError | None:
+        """Why this subscription may not go on, if it may not."""
+        return self._session.broker.subscription_refusal(self._session, self._stream, self._reader)
+
+    def fail(self, error: FelixError) -> None:
+        """End with an error frame on the event stream."""
+        connection = self._session.connection
+        if not self._ended and connection is not None and not self._session.ended:
+            connection.send(self._stream_id, encode_error(error), end=True)
+        self.close()
+
+    def _drop(self, error: FelixError) -> None:
+        self._session.subscriptions.pop(self.number, None)
+        self.fail(error)
+
+    def finish(self) -> None:
+        """The subscriber left: end the event stream in order."""
+        connection = self._session.connection
+        if not self._ended and connection is not None and not self._session.ended:
+            connection.send(self._stream_id, b"", end=True)
+        self.close()
+
+    def close(self) -> None:
+        """Release everything; idempotent."""
+        self._ended = True
+        for unlisten in self._unlisten:
+            unlisten()
+        self._unlisten.clear()
+        if self._catching_up is not None:
+            self._catching_up.cancel()
+            self._catching_up = None
+
+
+CATCH_UP_WAIT_S: Final = 0.005
+"""How long a subscriber waits for the catch-up budget before it asks again."""

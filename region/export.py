@@ -1,0 +1,141 @@
+"""Where sealed records go out to a bridge: the source's half of a crossing.
+
+Two checks, in two places, and both must pass: `SealedReader` asks for the grant on every read of ciphertext,
+`data_key` asks for it again before a key is handed over. A broker never opens what it hands out here, and never
+learns where it goes.
+
+Also the board of links: what agents last said about themselves, for `felix bridge status`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from felix.errors import Code, FelixError, RequestError
+from felix.frames import FrameType, frame_header
+from felix.messages import DataKeySealed, GetDataKey, GetLinkSecret, LinkSecretSealed, LinkState
+from felix.names import SpiffeId, StreamName
+from keys.handoff import scope_of, seal_data_key
+from keys.hybrid import HybridPublicKey
+from keys.keyring import Keyring
+from keys.link import LinkSecretScope, seal_link_secrets
+from policy.grant import Allowed
+from policy.terms import pseudonym_scope
+from region.log.ring import Entry
+from region.log.shard import ShardLog
+
+if TYPE_CHECKING:
+    from region.broker import Broker
+    from region.governance import Governance
+
+LINKS_MAX: Final = 10_000
+"""Link shards on the board; an agent reports each of its own."""
+
+
+class SealedReader:
+    """One subscription of a bridge, under one export grant."""
+
+    def __init__(self, governance: Governance, bridge: SpiffeId, stream: StreamName, grant_id: str) -> None:
+        self._governance = governance
+        self._bridge = bridge
+        self._stream = stream
+        self._grant_id = grant_id
+
+    def check(self) -> Allowed:
+        """Raises the refusal, which is then also a DENY leaf."""
+        return self._governance.check_export(self._bridge, self._grant_id, self._stream, "read")
+
+    def refusal(self) -> FelixError | None:
+        """Why the subscription may not go on, if it may not."""
+        try:
+            self.check()
+        except FelixError as error:
+            return error
+        return None
+
+    async def read(self, shard: ShardLog, offset: int, max_bytes: int) -> list[Entry]:
+        """Frames with batches as they stand on disk. The grant is asked for before and after the wait."""
+        self.check()
+        entries = await shard.read_sealed(offset, max_bytes)
+        self.check()
+        return [
+            entry._replace(data=b"".join((frame_header(FrameType.BATCH, len(entry.data)), entry.data)))
+            for entry in entries
+        ]
+
+
+class ExportDesk:
+    """One per broker."""
+
+    def __init__(self, broker: Broker, governance: Governance, keyring: Keyring) -> None:
+        self._broker = broker
+        self._governance = governance
+        self._keyring = keyring
+        self._links: dict[tuple[str, str, int], LinkState] = {}
+
+    def reader(self, bridge: SpiffeId, stream: StreamName, grant_id: str) -> SealedReader:
+        """For a subscription that asks for sealed batches. Raises the refusal."""
+        reader = SealedReader(self._governance, bridge, stream, grant_id)
+        reader.check()
+        hosted = self._broker.streams.get(stream)
+        if hosted is not None and hosted.ephemeral:
+            raise RequestError(
+                f"{stream} is ephemeral: nothing of it is kept, so what crossed could not be proved.",
+                code=Code.UNSUPPORTED,
+                hint="Grant a durable stream.",
+            )
+        return reader
+
+    async def data_key(self, bridge: SpiffeId, request: GetDataKey) -> DataKeySealed:
+        """The data key of batches of a granted stream, sealed to the bridge. Raises the refusal, KeyUnknownError."""
+        stream = StreamName.parse(request.stream)
+        allowed = self._governance.check_export(bridge, request.grant, stream, "take a data key")
+        recipient = HybridPublicKey(request.public_key)
+        key = await asyncio.to_thread(self._keyring.data_key, request.key)
+        if key.stream != stream:
+            raise self._governance.denied(
+                RequestError(f"Data key {request.key.hex()} is not one of {stream}.", code=Code.KEY_SCOPE),
+                actor=bridge,
+                action="take a data key",
+                stream=str(stream),
+                grant_id=request.grant,
+            )
+        scope = scope_of(key, grant_id=allowed.grant, terms_hash=allowed.terms_hash, bridge=bridge)
+        sealed = seal_data_key(key, scope, recipient)
+        return DataKeySealed(sealed, self._broker.region, str(stream), key.incarnation, key.shard, key.epoch)
+
+    async def link_secret(self, bridge: SpiffeId, request: GetLinkSecret) -> LinkSecretSealed:
+        """The secrets of one grant on one stream, sealed to the bridge. Raises the refusal."""
+        stream = StreamName.parse(request.stream)
+        allowed = self._governance.check_export(bridge, request.grant, stream, "take the link's secrets")
+        recipient = HybridPublicKey(request.public_key)
+        hosted = self._broker.stream(stream)
+        secrets = await asyncio.to_thread(
+            self._keyring.link_secrets,
+            stream,
+            hosted.incarnation,
+            allowed.grant,
+            allowed.terms_hash,
+            pseudonym_scope(allowed.terms),
+        )
+        scope = LinkSecretScope(
+            self._broker.region, stream, hosted.incarnation, allowed.grant, allowed.terms_hash, bridge
+        )
+        return LinkSecretSealed(seal_link_secrets(secrets, scope, recipient))
+
+    # -- the board of links ----------------------------------------------------------------------------
+
+    def report(self, bridge: SpiffeId, links: list[LinkState]) -> None:
+        """Take what an agent says about its links. Raises RequestError(FORBIDDEN) for anybody else's."""
+        for link in links:
+            if bridge.kind != "bridge" or bridge.region != self._broker.region or link.bridge != str(bridge):
+                raise RequestError(f"{bridge} cannot report for {link.bridge}.", code=Code.FORBIDDEN)
+        for link in links:
+            key = (link.grant, link.stream, link.shard)
+            if key in self._links or len(self._links) < LINKS_MAX:
+                self._links[key] = link
+
+    def links(self) -> list[LinkState]:
+        """All links, by grant, stream and shard."""
+        return [self._links[key] for key in sorted(self._links)]

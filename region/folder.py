@@ -1,0 +1,118 @@
+"""A region's state folder: what lies where. Values only; who reads and writes the files is said with each.
+
+<home>/<region>/
+    region.yaml        configuration of the broker                       region init; people
+    profile.json       how clients of this machine reach the region      region init
+    bundle.json        what other regions need to know; public           region init, identity issue
+    authority/         root and issuing certificates and keys            region init; cli
+    secrets/           policy, import, receipt, audit and witness keys   region init; broker, cli
+    keys/              key file and root keys of the data                region init; broker
+    identities/        certificate chain and key, one file an identity   region init, identity issue
+    trusted/           bundles of other regions                          region trust
+    data/              streams, metadata, audit logs                     broker
+    run/               process id and log of a detached broker           region up
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from felix.names import parse_region
+
+
+def felix_home() -> Path:
+    """`FELIX_HOME`, else `~/.felix`."""
+    return Path(os.environ.get("FELIX_HOME") or Path.home() / ".felix")
+
+
+@dataclass(frozen=True, slots=True)
+class RegionFolder:
+    """The paths of one region."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, region: str, home: Path | None = None) -> RegionFolder:
+        """The folder of a region by its name. Raises RequestError(NAME_INVALID)."""
+        return cls((home or felix_home()) / parse_region(region))
+
+    @property
+    def config(self) -> Path:
+        return self.root / "region.yaml"
+
+    @property
+    def profile(self) -> Path:
+        return self.root / "profile.json"
+
+    @property
+    def bundle(self) -> Path:
+        return self.root / "bundle.json"
+
+    @property
+    def authority(self) -> Path:
+        return self.root / "authority"
+
+    @property
+    def secrets(self) -> Path:
+        return self.root / "secrets"
+
+    @property
+    def policy_key(self) -> Path:
+        """Signs grants, standings and policies; the operator's, not needed by a broker."""
+        return self.secrets / "policy.pem"
+
+    @property
+    def import_key(self) -> Path:
+        """Opens what other regions seal to this one."""
+        return self.secrets / "import.key"
+
+    @property
+    def receipt_key(self) -> Path:
+        return self.secrets / "receipt.pem"
+
+    @property
+    def audit_key(self) -> Path:
+        """Signs the checkpoints of the region's own audit log."""
+        return self.secrets / "audit.pem"
+
+    @property
+    def witness_key(self) -> Path:
+        """Cosigns other regions' checkpoints."""
+        return self.secrets / "witness.pem"
+
+    def egress_key(self, bridge: str) -> Path:
+        """Signs the checkpoints of a bridge's egress log; lies beside its identity."""
+        return self.identities / f"{bridge}.audit.pem"
+
+    def handoff_key(self, bridge: str) -> Path:
+        """What a bridge's data keys are sealed to."""
+        return self.identities / f"{bridge}.handoff.key"
+
+    @property
+    def keys(self) -> Path:
+        return self.root / "keys"
+
+    @property
+    def identities(self) -> Path:
+        return self.root / "identities"
+
+    def identity(self, name: str) -> Path:
+        return self.identities / f"{name}.pem"
+
+    @property
+    def trusted(self) -> Path:
+        return self.root / "trusted"
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def broker_log(self) -> Path:
+        return self.run / "broker.log"
+
+    @property
+    def broker_pid(self) -> Path:
+        return self.run / "broker.pid"

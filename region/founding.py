@@ -1,0 +1,186 @@
+"""Founding a region: everything `felix region init` makes, and identities and bundles after it. Blocks on the disk.
+
+Invariants: nothing that exists is overwritten; private files are private from their first byte on; the public
+bundle names every audit log of the region, so it is signed anew when a bridge joins, with its new log.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from audit.origin import egress_origin, region_origin, witness_name
+from felix.errors import Code, RequestError
+from felix.files import PUBLIC, create_file, replace_file
+from felix.identity import Identity, load_identity, save_identity
+from felix.names import SpiffeId, parse_region
+from keys.authority import create_authority, load_authority, save_authority
+from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sign_bundle
+from keys.hybrid import HybridKeyPair, load_key_pair, save_key_pair
+from keys.keyring import create_keyring
+from keys.signing import SigningKey, load_signing_key, save_signing_key
+from region.config import Address, RegionConfig
+from region.folder import RegionFolder
+
+OPERATOR: Final = "operator"
+
+_CONFIG: Final = """\
+# One broker of the region {region}. Every key: docs/operations.md.
+region: {region}
+mesh: {mesh}
+country: {country}
+entity: {entity}
+broker: b1
+listen: {listen}
+health: {health}
+operators: [{operator}]
+metadata:
+  kind: embedded
+"""
+
+
+def found_region(
+    folder: RegionFolder,
+    *,
+    region: str,
+    mesh: str,
+    country: str,
+    jurisdiction: str,
+    entity: str,
+    listen: Address,
+    health: Address | None,
+    now_ms: int,
+) -> SignedBundle:
+    """Make a new region in its folder. Raises RequestError(ALREADY_EXISTS, NAME_INVALID, CONFIG_INVALID)."""
+    parse_region(region)
+    parse_region(mesh)
+    if folder.root.exists() and any(folder.root.iterdir()):
+        raise RequestError(
+            f"{folder.root} is not empty; a region is founded once.",
+            code=Code.ALREADY_EXISTS,
+            hint=f"Start it with felix region up {region}, or remove the folder, keys and data with it.",
+        )
+    for path in (folder.root, folder.secrets, folder.identities, folder.trusted, folder.run):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    authority = create_authority(region, mesh, now_ms)
+    save_authority(authority, folder.authority)
+    create_keyring(folder.keys, region)
+    policy_key = SigningKey.generate()
+    made: dict[Path, SigningKey] = {
+        folder.policy_key: policy_key,
+        folder.receipt_key: SigningKey.generate(),
+        folder.audit_key: SigningKey.generate(),
+        folder.witness_key: SigningKey.generate(),
+    }
+    for path, key in made.items():
+        save_signing_key(key, path)
+    import_key = HybridKeyPair.generate()
+    save_key_pair(import_key, folder.import_key)
+    bundle = sign_bundle(
+        RegionBundle(
+            region=region,
+            mesh=mesh,
+            country=country,
+            jurisdiction=jurisdiction,
+            issued_ms=now_ms,
+            root_pem=authority.anchor().root_pem.decode(),
+            policy_keys=(policy_key.verify_key.public,),
+            receipt_keys=(made[folder.receipt_key].verify_key.public,),
+            audit_keys=(
+                AuditKey(region_origin(region, mesh), "log", made[folder.audit_key].verify_key.public),
+                AuditKey(witness_name(region, mesh), "cosigner", made[folder.witness_key].verify_key.public),
+            ),
+            import_key=import_key.public.encoded,
+        ),
+        policy_key,
+    )
+    create_file(folder.bundle, bundle.encode(), PUBLIC)
+    save_identity(
+        authority.issue_identity(SpiffeId(region, mesh, "operator", OPERATOR), now_ms),
+        folder.identity(OPERATOR),
+    )
+    text = _CONFIG.format(
+        region=region,
+        mesh=mesh,
+        country=country,
+        entity=json.dumps(entity or f"{mesh} {region}"),
+        listen=json.dumps(str(listen)),
+        health=json.dumps(str(health)) if health else "null",
+        operator=OPERATOR,
+    )
+    create_file(folder.config, text.encode(), PUBLIC)
+    write_profile(folder, region, mesh, listen)
+    return bundle
+
+
+def write_profile(folder: RegionFolder, region: str, mesh: str, address: Address) -> None:
+    """How clients on this machine reach the region; written again when the broker's address is known."""
+    profile = {
+        "region": region,
+        "mesh": mesh,
+        "addresses": [str(address)],
+        "server_name": f"{region}.{mesh}",
+        "authority": folder.bundle.name,
+        "identity": f"{folder.identities.name}/{OPERATOR}.pem",
+    }
+    replace_file(folder.profile, (json.dumps(profile, indent=2) + "\n").encode(), PUBLIC)
+
+
+def issue_identity(
+    folder: RegionFolder,
+    config: RegionConfig,
+    kind: str,
+    name: str,
+    now_ms: int,
+    *,
+    lifetime: timedelta | None = None,
+) -> Identity:
+    """A new identity of the region, or a renewed one where its file exists, saved in the folder.
+
+    A bridge also gets the keys of its egress log and for data keys, and the bundle is signed anew.
+    """
+    authority = load_authority(folder.authority, config.region, config.mesh)
+    spiffe_id = SpiffeId(config.region, config.mesh, kind, name)
+    path = folder.identity(name)
+    if path.exists():
+        held = load_identity(path)
+        if held.spiffe_id != spiffe_id:
+            raise RequestError(
+                f"{path} holds {held.spiffe_id}; {spiffe_id} needs another name.", code=Code.ALREADY_EXISTS
+            )
+    if kind == "bridge":
+        _found_bridge(folder, config, name, now_ms)
+    identity = authority.issue_identity(spiffe_id, now_ms, lifetime=lifetime)
+    save_identity(identity, path)
+    return identity
+
+
+def _found_bridge(folder: RegionFolder, config: RegionConfig, name: str, now_ms: int) -> None:
+    if not folder.handoff_key(name).exists():
+        save_key_pair(HybridKeyPair.generate(), folder.handoff_key(name))
+    if not folder.egress_key(name).exists():
+        save_signing_key(SigningKey.generate(), folder.egress_key(name))
+    egress = load_signing_key(folder.egress_key(name))
+    load_key_pair(folder.handoff_key(name))
+    origin = egress_origin(config.region, config.mesh, name)
+    bundle = decode_bundle(folder.bundle.read_bytes()).bundle
+    if any(key.name == origin for key in bundle.audit_keys):
+        return
+    renewed = msgspec.structs.replace(
+        bundle,
+        issued_ms=max(now_ms, bundle.issued_ms + 1),
+        audit_keys=(*bundle.audit_keys, AuditKey(origin, "log", egress.verify_key.public)),
+    )
+    signed = sign_bundle(renewed, load_signing_key(folder.policy_key))
+    replace_file(folder.bundle, signed.encode(), PUBLIC)
+
+
+def trust_region(folder: RegionFolder, signed: SignedBundle) -> Path:
+    """Keep another region's bundle among the trusted ones. A broker that runs is told besides (PutDocument)."""
+    path = folder.trusted / f"{signed.bundle.region}.json"
+    replace_file(path, signed.encode(), PUBLIC)
+    return path

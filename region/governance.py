@@ -1,0 +1,552 @@
+"""What the region has agreed to, and the audit log that says so.
+
+Signed documents (grants, standings, deny entries, residency policies, bundles of other regions) come in here, are
+verified against the keys of the region that must have signed them, and only then reach the metadata store. From
+there every broker's mirror takes them, and this module judges by them: the grant book is rebuilt on every change,
+and every question is asked of it in memory.
+
+Invariants: nothing is believed because it stands in the store: the book verifies each document again; a refusal
+that concerns residency is a DENY leaf before it is an answer; without an audit log that can be written, nothing
+is let in or out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from audit.leaf import Header, Kind, Leaf, Side
+from audit.origin import log_keys, witness_keys
+from audit.proof import find_leaves
+from audit.terms import grant_leaf
+from audit.trail import Trail
+from audit.witness import Witness
+from felix.errors import Code, FelixError, RequestError
+from felix.identity import TrustBundle
+from felix.messages import CheckpointAnswer, KeyState, Witnessed
+from felix.names import SpiffeId, StreamName
+from keys.bundle import RegionBundle, check_update, decode_bundle
+from keys.keyring import Keyring
+from keys.transfer import TransferScope
+from policy.grant import (
+    Allowed,
+    Attempt,
+    DenyEntry,
+    ExportGrant,
+    GrantBook,
+    GrantError,
+    Refusal,
+    Standing,
+    StandingAction,
+    open_export,
+    open_import,
+)
+from policy.residency import ResidencyPolicy, check_successor, open_policy
+from policy.signed import Purpose, SignedDocument, decode_body, verify
+from region.metadata.catalog import Catalog
+from region.metadata.mirror import CatalogMirror, MirrorChange
+from region.metadata.records import DocumentKind
+from region.metadata.records import Side as DocumentSide
+
+if TYPE_CHECKING:
+    from region.broker import Broker
+    from region.session import ClientSession
+
+log = logging.getLogger("felix.region.governance")
+
+DOCUMENT_KINDS: Final = ("export", "import", "standing", "deny", "policy", "bundle")
+"""What PutDocument and ListDocuments call the documents."""
+DENY_QUIET_MS: Final = 10_000
+"""The same refusal to the same peer is one leaf in this time."""
+DENIALS_REMEMBERED_MAX: Final = 10_000
+MIRROR_TIMEOUT_S: Final = 10.0
+"""How long a put document waits until this broker judges by it."""
+
+_STORED: Final[dict[str, tuple[DocumentKind, DocumentSide]]] = {
+    "export": ("grants", "export"),
+    "import": ("grants", "import"),
+    "standing": ("revocations", "state"),
+    "deny": ("denies", "state"),
+}
+"""Where the catalog keeps each kind."""
+_PURPOSES: Final = {
+    "export": Purpose.EXPORT,
+    "import": Purpose.IMPORT,
+    "standing": Purpose.STANDING,
+    "deny": Purpose.DENY,
+    "policy": Purpose.POLICY,
+}
+
+
+class ImportTerms(NamedTuple):
+    """What an ingest needs to know of its grant."""
+
+    destination: StreamName
+    terms_hash: bytes
+
+
+class Governance:
+    """One per broker."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        catalog: Catalog,
+        mirror: CatalogMirror,
+        keyring: Keyring,
+        trail: Trail,
+        witness: Witness,
+        own: RegionBundle,
+    ) -> None:
+        self.broker = broker
+        self.trail = trail
+        self._catalog = catalog
+        self._mirror = mirror
+        self._keyring = keyring
+        self._witness = witness
+        self._own = own
+        self._bundles: dict[str, RegionBundle] = {own.region: own}
+        self._book = GrantBook()
+        self._policy: ResidencyPolicy | None = None
+        self._denials: dict[tuple[str, str, str, str, int], tuple[int, int]] = {}
+        self._witnessing = asyncio.Lock()
+
+    # -- following the catalog -------------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Take in what the mirror holds, now and at each change."""
+        self._mirror.on_change(self._changed)
+        self._reload()
+
+    def _changed(self, change: MirrorChange) -> None:
+        if change.section in ("grants", "revocations", "denies", "policy", "trusted"):
+            self._reload()
+            self.broker.recheck_sessions()
+
+    def _reload(self) -> None:
+        bundles = {self._own.region: self._own}
+        for region, data in self._mirror.trusted().items():
+            try:
+                bundle = decode_bundle(data).bundle
+                if bundle.region != region:
+                    raise RequestError(f"It is of {bundle.region}.")
+                bundles[region] = bundle
+                for key in log_keys(bundle):
+                    self._witness.trust(key)
+            except FelixError as error:
+                log.error("the bundle of %s is not believed: %s", region, error)
+        self._bundles = bundles
+        self.broker.trust = TrustBundle(bundle.anchor() for bundle in bundles.values())
+        self.trail.trust_witnesses(key for bundle in bundles.values() for key in witness_keys(bundle))
+        self._policy = self._read_policy()
+        documents = []
+        for section, side in _STORED.values():
+            for name, data in self._mirror.documents(section, side).items():
+                try:
+                    documents.append(SignedDocument.parse(data))
+                except FelixError as error:
+                    log.error("document %s/%s/%s cannot be read: %s", section, side, name, error)
+        self._book = GrantBook(documents, self._trusted_policy_keys())
+        for problem in self._book.problems:
+            log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
+
+    def _trusted_policy_keys(self) -> dict[str, tuple[bytes, ...]]:
+        return {region: bundle.policy_keys for region, bundle in self._bundles.items()}
+
+    def _read_policy(self) -> ResidencyPolicy | None:
+        held = self._mirror.policy
+        if held is None:
+            return None
+        try:
+            document = SignedDocument.parse(held.document)
+            return open_policy(document, {self._own.region: self._own.policy_keys}, "the policy in force")
+        except FelixError as error:
+            log.error("the residency policy is not believed, so nothing may cross: %s", error)
+            return None
+
+    @property
+    def policy(self) -> ResidencyPolicy | None:
+        """The residency policy in force; without one, nothing may cross."""
+        return self._policy
+
+    @property
+    def book(self) -> GrantBook:
+        """Every grant this region knows of."""
+        return self._book
+
+    # -- questions -------------------------------------------------------------------------------------
+
+    def check_export(self, bridge: SpiffeId, grant_id: str, stream: StreamName, action: str) -> Allowed:
+        """Whether a bridge may take sealed records of this stream. Raises the refusal, after its DENY leaf."""
+        to_region = self._destination_of(grant_id)
+        try:
+            allowed = self._check(Attempt(stream, self._own.region, to_region, bridge))
+            if allowed.grant != grant_id:
+                raise GrantError(
+                    f"{stream} crosses to {to_region} under the grant {allowed.grant}, not under {grant_id[:40]}.",
+                    code=Code.GRANT_MISMATCH,
+                    hint="Use the grant that holds now.",
+                )
+            return allowed
+        except FelixError as error:
+            raise self.denied(
+                error, actor=bridge, action=action, stream=str(stream), grant_id=grant_id, to_region=to_region
+            ) from None
+
+    def check_import(
+        self, bridge: SpiffeId, grant_id: str, from_region: str, stream: StreamName
+    ) -> ImportTerms:
+        """Whether a bridge may bring records of this stream in. Raises the refusal; the caller writes its leaf."""
+        allowed = self._check(Attempt(stream, from_region, self._own.region, bridge))
+        if allowed.grant != grant_id:
+            raise GrantError(
+                f"{stream} comes in under the grant {allowed.grant}, not under {grant_id[:40]}.",
+                code=Code.GRANT_MISMATCH,
+                hint="Use the grant that holds now.",
+            )
+        return ImportTerms(allowed.destination_stream, allowed.terms_hash)
+
+    def _destination_of(self, grant_id: str) -> str:
+        try:
+            view = self._book.get(grant_id, self.broker.clock_ms())
+        except GrantError:
+            return ""
+        if view.export is not None:
+            return view.export.terms.to_region
+        return view.accepted.to_region if view.accepted is not None else ""
+
+    def _check(self, attempt: Attempt) -> Allowed:
+        policy = self._policy
+        if policy is None:
+            raise RequestError(
+                f"{self._own.region} has no residency policy in force, and an empty policy allows nothing.",
+                code=Code.RESIDENCY_DENIED,
+                hint="Put one in force: felix policy apply FILE.",
+            )
+        result = self._book.check(attempt, policy, self.broker.clock_ms())
+        if isinstance(result, Refusal):
+            raise result.error()
+        return result
+
+    # -- refusals --------------------------------------------------------------------------------------
+
+    def denied(
+        self,
+        error: FelixError,
+        *,
+        actor: SpiffeId,
+        action: str,
+        stream: str = "",
+        grant_id: str = "",
+        from_region: str = "",
+        to_region: str = "",
+    ) -> FelixError:
+        """Write a DENY leaf for this refusal, and give the refusal back.
+
+        One leaf per actor, action, stream, grant and code in DENY_QUIET_MS: a peer that keeps asking cannot fill
+        the log, and the leaf that follows says how many were left out.
+        """
+        now = self.broker.clock_ms()
+        key = (str(actor), action, stream, grant_id, int(error.code))
+        last, quiet = self._denials.get(key, (0, 0))
+        if now - last < DENY_QUIET_MS:
+            self._denials[key] = (last, quiet + 1)
+            return error
+        if len(self._denials) >= DENIALS_REMEMBERED_MAX:
+            self._denials.clear()
+        self._denials[key] = (now, 0)
+        more = f" ({quiet} times more since the last entry.)" if quiet else ""
+        own = self._own.region
+        header = Header(
+            kind=Kind.DENY,
+            side=Side.INGRESS if from_region else Side.EGRESS,
+            time_ms=now,
+            source_region=from_region or own,
+            destination_region=own if from_region else to_region,
+            stream=stream[:500],
+            grant_id=grant_id[:500],
+            actor=str(actor),
+            action=action,
+            rule=error.code.name.lower().replace("_", "-"),
+            code=int(error.code),
+            sentence=(error.sentence[:1900] + more),
+        )
+        self._write(Leaf(header))
+        return error
+
+    def _write(self, leaf: Leaf) -> None:
+        """Append a leaf that nobody waits for. A log that takes no more is already an alarm of its own."""
+        try:
+            self.trail.append_nowait([leaf], lambda index, error: None)
+        except FelixError as error:
+            log.error("the audit log took no %s leaf: %s", leaf.header.kind.name, error)
+
+    # -- documents -------------------------------------------------------------------------------------
+
+    async def put(self, actor: SpiffeId, kind: str, body: bytes) -> str:
+        """Verify a signed document and put it in force. Returns a sentence for a person. Raises the refusal."""
+        if kind == "bundle":
+            return await self._put_bundle(body)
+        document = SignedDocument.parse(body)
+        if document.purpose is not _PURPOSES.get(kind):
+            raise RequestError(
+                f"The document is a {document.purpose}, not of the kind {kind!r}.", code=Code.GRANT_INVALID
+            )
+        if kind == "policy":
+            return await self._put_policy(actor, document)
+        verify(document, self._trusted_policy_keys())
+        if kind == "deny":
+            entry = decode_body(document, DenyEntry, Purpose.DENY)
+            await self._store("denies", "state", _document_id(document), document)
+            return f"{entry.streams} to or from {entry.peer}: {'lifted' if entry.lifted else 'denied'}."
+        if kind == "standing":
+            standing = decode_body(document, Standing, Purpose.STANDING)
+            await self._store("revocations", "state", _document_id(document), document)
+            await self._standing_leaf(actor, standing, document)
+            return f"{standing.grant}: {standing.action} by {standing.region}."
+        if kind == "import":
+            accepted = open_import(document, self._trusted_policy_keys())
+            self._require_party(actor, accepted.bridge, accepted.from_region, accepted.to_region)
+            await self._store("grants", "import", accepted.grant, document)
+            return f"{accepted.grant} is accepted by {accepted.to_region}."
+        export = open_export(document, self._trusted_policy_keys())
+        terms = export.terms
+        self._require_party(actor, terms.bridge, terms.from_region, terms.to_region)
+        await self._store("grants", "export", export.grant, document)
+        await self.trail.append([self._grant_leaf(export, document, actor)])
+        return f"{export.grant} is granted by {terms.from_region}."
+
+    def _grant_leaf(self, export: ExportGrant, document: SignedDocument, actor: SpiffeId) -> Leaf:
+        terms = export.terms
+        return grant_leaf(
+            export,
+            document,
+            side=Side.EGRESS if terms.from_region == self._own.region else Side.INGRESS,
+            actor=str(actor),
+            time_ms=self.broker.clock_ms(),
+            source_country=self.country_of(terms.from_region),
+            destination_country=self.country_of(terms.to_region),
+        )
+
+    def country_of(self, region: str) -> str:
+        """A known region's country, ISO 3166-1 alpha-2; empty where it is not known."""
+        bundle = self._bundles.get(region)
+        return bundle.country if bundle is not None else ""
+
+    def _require_party(self, actor: SpiffeId, bridge: str, from_region: str, to_region: str) -> None:
+        """A grant concerns this region; a bridge may bring only documents of its own grants."""
+        if self._own.region not in (from_region, to_region):
+            raise RequestError(
+                f"The grant is between {from_region} and {to_region}; this is {self._own.region}.",
+                code=Code.WRONG_REGION,
+            )
+        if actor.kind == "bridge" and str(actor) != bridge:
+            raise RequestError(f"{actor} cannot bring a grant of {bridge}.", code=Code.FORBIDDEN)
+
+    async def _standing_leaf(self, actor: SpiffeId, standing: Standing, document: SignedDocument) -> None:
+        if standing.action is not StandingAction.REVOKE:
+            return
+        now = self.broker.clock_ms()
+        terms = self._book.get(standing.grant, now).export
+        header = Header(
+            kind=Kind.REVOKE,
+            side=Side.EGRESS if standing.region == self._own.region else Side.INGRESS,
+            time_ms=now,
+            source_region=terms.terms.from_region if terms else standing.region,
+            destination_region=terms.terms.to_region if terms else self._own.region,
+            stream=terms.terms.stream if terms else "",
+            grant_id=standing.grant,
+            actor=str(actor),
+            sentence=standing.reason or f"{standing.region} revoked the grant.",
+            document=document.encode_file(),
+        )
+        await self.trail.append([Leaf(header)])
+
+    async def _put_policy(self, actor: SpiffeId, document: SignedDocument) -> str:
+        policy = open_policy(document, {self._own.region: self._own.policy_keys}, "the policy")
+        if self._policy is not None:
+            check_successor(self._policy, policy)
+        await self._catalog.put_policy(policy.revision, document.encode_file())
+        header = Header(
+            kind=Kind.POLICY,
+            side=Side.INGRESS,
+            time_ms=self.broker.clock_ms(),
+            source_region=self._own.region,
+            destination_region=self._own.region,
+            actor=str(actor),
+            policy_version=policy.revision,
+            policy_hash=policy.hash,
+        )
+        await self.trail.append([Leaf(header)])
+        return f"Policy revision {policy.revision} of {policy.region} is in force."
+
+    async def _put_bundle(self, body: bytes) -> str:
+        signed = decode_bundle(body)
+        bundle = signed.bundle
+        if bundle.region == self._own.region:
+            raise RequestError("That is this region's own bundle.", hint="Trust the other region's.")
+        if bundle.mesh != self._own.mesh:
+            raise RequestError(
+                f"{bundle.region} belongs to mesh {bundle.mesh!r}, this region to {self._own.mesh!r}.",
+                code=Code.WRONG_REGION,
+            )
+        held = self._bundles.get(bundle.region)
+        if held == bundle:
+            return f"{bundle.region} is trusted already."
+        if held is not None:
+            check_update(held, signed)
+        revision = self._mirror.trusted_revision(bundle.region)
+        await self._catalog.put_trusted(bundle.region, body, revision=revision)
+        return f"{bundle.region} is trusted, fingerprint {bundle.fingerprint()}."
+
+    async def _store(
+        self, kind: DocumentKind, side: DocumentSide, name: str, document: SignedDocument
+    ) -> None:
+        data = document.encode_file()
+        held = await self._catalog.document(kind, side, name)
+        if held is not None and held.document == data:
+            return
+        written = await self._catalog.put_document(
+            kind, side, name, data, revision=held.revision if held is not None else 0
+        )
+        await asyncio.wait_for(self._mirror.wait_for(written.revision), MIRROR_TIMEOUT_S)
+
+    def documents(self, session: ClientSession, kind: str) -> dict[str, bytes]:
+        """Documents of one kind by id. A bridge sees those of its own grants, an operator all."""
+        identity = session.identity
+        assert identity is not None
+        if identity.kind != "bridge":
+            self.broker.require_operator(identity, f"list {kind} documents")
+        if kind == "bundle":
+            return self._mirror.trusted()
+        if kind == "policy":
+            policy = self._mirror.policy
+            return {} if policy is None else {str(policy.version): policy.document}
+        if kind not in _STORED:
+            raise RequestError(
+                f"There are no {kind!r} documents.", hint=f"Kinds: {', '.join(DOCUMENT_KINDS)}."
+            )
+        found = self._mirror.documents(*_STORED[kind])
+        if identity.kind != "bridge":
+            return found
+        own = {
+            view.grant
+            for view in self._book.list(self.broker.clock_ms())
+            if str(identity)
+            in (
+                view.export.terms.bridge if view.export else "",
+                view.accepted.bridge if view.accepted else "",
+            )
+        }
+        if kind in ("export", "import"):
+            return {name: data for name, data in found.items() if name in own}
+        if kind == "standing":
+            return {name: data for name, data in found.items() if name.split(".")[0] in own}
+        return found
+
+    # -- witnessing ------------------------------------------------------------------------------------
+
+    async def cosign(self, checkpoint: bytes, proof: list[bytes]) -> Witnessed:
+        """Cosign another region's checkpoint (audit.witness). Raises ForkError where it is another history."""
+        async with self._witnessing:
+            note = await asyncio.to_thread(self._witness.cosign, checkpoint, proof)
+        return Witnessed(note_size(note), note)
+
+    async def witnessed_size(self, origin: str) -> Witnessed:
+        """How far this region has cosigned an origin; 0 where not at all."""
+        last = await asyncio.to_thread(self._witness.last, origin)
+        return Witnessed(0 if last is None else last.size)
+
+    async def checkpoint(self, from_size: int) -> CheckpointAnswer:
+        """This region's newest checkpoint, and the proof that it continues `from_size` leaves."""
+        note = self.trail.checkpoint()
+        size = note_size(note)
+        proof: list[bytes] = []
+        if 0 < from_size <= size:
+            proof = await asyncio.to_thread(self.trail.consistency_proof, from_size, size)
+        return CheckpointAnswer(note, size, proof)
+
+    async def put_cosignature(self, cosigned: bytes) -> None:
+        """Keep another region's cosignature of this region's checkpoint."""
+        await asyncio.to_thread(self.trail.add_cosigned, cosigned)
+
+    async def find_ack(self, scope: TransferScope, source_offset: int) -> int:
+        """The index of the ingress ACK leaf that covers this source offset. Raises RequestError(NOT_FOUND)."""
+
+        def find() -> int:
+            size = note_size(self.trail.publish())
+            for index, leaf, _ in find_leaves(
+                self.trail.files,
+                size,
+                Kind.ACK,
+                Side.INGRESS,
+                str(scope.stream),
+                scope.shard,
+                source_offset,
+                scope.destination_region,
+                scope.incarnation,
+            ):
+                if (
+                    leaf.header.source_region == scope.source_region
+                    and leaf.header.first_offset == source_offset
+                ):
+                    return index
+            raise RequestError(
+                f"The ingress log has no leaf for source offset {source_offset} of {scope}.",
+                code=Code.NOT_FOUND,
+            )
+
+        return await asyncio.to_thread(find)
+
+    def audit_state(self) -> tuple[str, int]:
+        """The audit log's origin and durable size in leaves."""
+        return self.trail.key.name, self.trail.status().durable
+
+    # -- keys ------------------------------------------------------------------------------------------
+
+    async def list_keys(self, stream: str) -> list[KeyState]:
+        """Keys by level, without secrets."""
+        name = StreamName.parse(stream) if stream else None
+        found = await asyncio.to_thread(self._keyring.list, name)
+        return [
+            KeyState(key.key_id, key.level, key.state.value, key.at_ms, key.stream, key.shard, key.epoch)
+            for key in found
+        ]
+
+    async def rotate(self, actor: SpiffeId, level: str, stream: str) -> str:
+        """Rotate data keys or the root key, and write KEY leaves. Returns a sentence for a person."""
+        if level == "data":
+            name = StreamName.parse(stream) if stream else None
+            ended = await asyncio.to_thread(self._keyring.rotate_data, name)
+            return f"{ended} data keys ended; the next batch of each shard takes a fresh one."
+        if level != "root" or stream:
+            raise RequestError("Rotate data keys (of one stream or all), or the root key.")
+        rotation = await asyncio.to_thread(self._keyring.rotate_root)
+        for key_id, action in ((rotation.new_root, "made"), (rotation.old_root, "rotated")):
+            header = Header(
+                kind=Kind.KEY,
+                side=Side.INGRESS,
+                time_ms=self.broker.clock_ms(),
+                source_region=self._own.region,
+                destination_region=self._own.region,
+                actor=str(actor),
+                action=action,
+                key_id=key_id,
+            )
+            await self.trail.append([Leaf(header)])
+        return f"A new root key wraps {rotation.stream_keys} stream keys; no data was touched."
+
+
+def _document_id(document: SignedDocument) -> str:
+    """A name for a document in the store: the grant it is about, and a hash."""
+    digest = hashlib.sha256(document.body + document.signature).hexdigest()[:24]
+    if document.purpose is Purpose.STANDING:
+        return f"{decode_body(document, Standing, Purpose.STANDING).grant}.{digest}"
+    return f"d.{digest}"
+
+
+def note_size(note: bytes) -> int:
+    """The size in a checkpoint note's second line, without verifying it."""
+    return int(note.split(b"\n", 2)[1])

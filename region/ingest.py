@@ -1,0 +1,530 @@
+"""Where bridged records come in: the destination's half of a crossing.
+
+Per envelope, in this order (docs/bridges.md gives the same numbers):
+
+1. the envelope decodes, within its limits;
+2. the import grant holds now (asked for every envelope: a revocation stops the next one);
+3. its first offset is the one after the last recorded; a range that was recorded is answered again, a later one
+   is a gap and refused;
+4. the agent signed it, and it opens under the transfer key of this link;
+5. none of its records has been in this region before;
+6. it is appended under this region's own key, with the source position in the same write;
+7. an ACK leaf with commitments that this side computed itself is durable in the ingress log;
+8. the signed receipt goes back.
+
+A crash between 6 and 7 leaves records without their leaf. The agent, who has no receipt, sends the range again;
+step 3 finds it among the newest appends, which step 6 wrote down with the position, and goes on with step 7.
+
+Invariants: no receipt before the leaf is durable, no leaf before the append is; positions are contiguous; an
+agent can always send its newest ENVELOPES_MAX ranges again and get the same answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import xxhash
+
+from audit.leaf import CommitmentKey, Committer, Header, Kind, Leaf, Side, intent_leaves
+from audit.position import LinkShard
+from audit.receipt import Receipt, sign_receipt
+from felix.batch import Record, decode_records
+from felix.context import bind
+from felix.errors import Code, CorruptionError, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.frames import FRAME_HEADER_BYTES, Frame, FrameDecoder, FrameType, encode_frame
+from felix.identity import Peer
+from felix.messages import IngestOpened, OpenIngest, decode_request, encode_error, encode_message
+from felix.names import StreamName
+from felix.provenance import PATH_HEADER, parse_path
+from felix.session import CreditWindow
+from keys.hybrid import HybridKeyPair
+from keys.link import commitment_secret
+from keys.signing import SigningKey
+from keys.transfer import (
+    EnvelopeHeader,
+    TransferKey,
+    TransferScope,
+    decode_envelope,
+    open_envelope,
+    open_transfer_key,
+)
+from region.log.shard import Appended, ShardLog
+from region.metadata.records import StreamConfig
+from region.streams import HostedStream
+
+if TYPE_CHECKING:
+    from region.broker import Broker
+    from region.governance import Governance
+    from region.session import ClientSession
+
+log = logging.getLogger("felix.region.ingest")
+
+INGEST_WINDOW_BYTES: Final = 8 << 20
+"""Envelopes of one link shard on the way without a receipt, in bytes."""
+ENVELOPES_MAX: Final = 24
+"""The same, in envelopes: as many appends as one annotation of the log holds."""
+
+_POSITION: Final = struct.Struct(">QB")
+_NEWEST: Final = struct.Struct(">QQI")
+_RECEIPT: Final = struct.Struct(">Q")
+
+
+class Landed(NamedTuple):
+    """One range that was appended: source offset, offset here, records (0: nothing of the range crossed)."""
+
+    source_base: int
+    base_offset: int
+    records: int
+
+
+class Position(NamedTuple):
+    """What step 6 records with the append: the source offset that comes next, and the newest ranges."""
+
+    next_offset: int
+    newest: tuple[Landed, ...] = ()
+
+    def encode(self) -> bytes:
+        """At most 9 + 24 × 20 = 489 bytes."""
+        assert len(self.newest) <= ENVELOPES_MAX
+        return _POSITION.pack(self.next_offset, len(self.newest)) + b"".join(
+            _NEWEST.pack(*landed) for landed in self.newest
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> Position:
+        """Raises CorruptionError."""
+        if len(data) < _POSITION.size:
+            raise CorruptionError("A bridge position in the log is cut off.")
+        next_offset, count = _POSITION.unpack_from(data)
+        if len(data) != _POSITION.size + count * _NEWEST.size:
+            raise CorruptionError("A bridge position in the log has a wrong length.")
+        return cls(next_offset, tuple(map(Landed._make, _NEWEST.iter_unpack(data[_POSITION.size :]))))
+
+    def after(self, landed: Landed, next_offset: int) -> Position:
+        """The position once one more range has landed."""
+        return Position(next_offset, (*self.newest, landed)[-ENVELOPES_MAX:])
+
+    def find(self, source_base: int) -> Landed | None:
+        """The newest range that began at this source offset."""
+        return next((landed for landed in reversed(self.newest) if landed.source_base == source_base), None)
+
+
+def link_slot(source_region: str, stream: str, incarnation: bytes, shard: int) -> int:
+    """The log's annotation slot of a link: XXH3-64 of its names."""
+    return int(xxhash.xxh3_64_intdigest(bind("link-slot", source_region, stream, incarnation, shard)))
+
+
+class IngestDesk:
+    """Opens ingest streams. `import_key` opens what other regions seal to this one."""
+
+    def __init__(
+        self, broker: Broker, governance: Governance, import_key: HybridKeyPair, receipt_key: SigningKey
+    ) -> None:
+        self.broker = broker
+        self.governance = governance
+        self.import_key = import_key
+        self.receipt_key = receipt_key
+        self._open: dict[tuple[StreamName, int, int], IngestStream] = {}
+
+    def open(self, session: ClientSession, stream_id: int) -> IngestStream:
+        """The role of a new ingest stream."""
+        return IngestStream(self, session, stream_id)
+
+    def claim(self, name: StreamName, shard: int, slot: int, stream: IngestStream) -> None:
+        """One ingest stream per link shard: a newer one ends an older one, whose agent may be gone."""
+        before = self._open.get((name, shard, slot))
+        self._open[name, shard, slot] = stream
+        if before is not None and before is not stream:
+            before.replaced()
+
+    def release(self, name: StreamName, shard: int, slot: int, stream: IngestStream) -> None:
+        if self._open.get((name, shard, slot)) is stream:
+            del self._open[name, shard, slot]
+
+
+class _Way(NamedTuple):
+    """One envelope on its way through steps 6 to 8."""
+
+    header: EnvelopeHeader
+    digest: bytes
+    size: int
+    landed: Landed
+    leaves: list[Leaf]
+
+
+class IngestStream:
+    """One client-opened bidirectional stream: `open_ingest`, then envelopes; receipts go back."""
+
+    def __init__(self, desk: IngestDesk, session: ClientSession, stream_id: int) -> None:
+        self._desk = desk
+        self._session = session
+        self._stream_id = stream_id
+        self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.TRANSFER}))
+        self._window = CreditWindow(INGEST_WINDOW_BYTES)
+        self._waiting: list[Frame] = []
+        self._opening: asyncio.Task[None] | None = None
+        self._ended = False
+        self._in_flight = 0
+        self._hosted: HostedStream
+        self._shard: ShardLog
+        self._key: TransferKey
+        self._committer: Committer
+        self._position = Position(0)
+        self._slot = 0
+        self._grant_id = ""
+        self._is_open = False
+
+    # -- role ------------------------------------------------------------------------------------------
+
+    def data(self, data: bytes, end: bool) -> None:
+        for frame in self._decoder.feed(data):
+            if frame.type is FrameType.REQUEST:
+                request = decode_request(frame.body)
+                if self._opening is not None or not isinstance(request, OpenIngest):
+                    raise ProtocolError("An ingest stream begins with one OpenIngest.", code=Code.STATE)
+                self._opening = asyncio.ensure_future(self._open(frame.correlation, request))
+                continue
+            self._window.receive(FRAME_HEADER_BYTES + len(frame.body))
+            if self._opening is None:
+                raise ProtocolError("An envelope came before OpenIngest.", code=Code.STATE)
+            if self._is_open:
+                self._guarded(frame)
+            else:
+                self._waiting.append(frame)
+        if end:
+            self._decoder.finish()
+            self._end()
+
+    def rights_changed(self) -> None:
+        """Grants are asked for with every envelope; an idle stream learns of a revocation here."""
+        if not self._is_open or self._ended:
+            return
+        try:
+            self._check_grant()
+        except FelixError as error:
+            self._refuse(error)
+
+    def replaced(self) -> None:
+        """A newer ingest stream took over this link."""
+        self._fail(UnavailableError("Another session took over this link.", code=Code.DISCONNECTED))
+
+    def closed(self) -> None:
+        self._end()
+
+    # -- opening ---------------------------------------------------------------------------------------
+
+    async def _open(self, correlation: int, request: OpenIngest) -> None:
+        desk, session = self._desk, self._session
+        broker = desk.broker
+        peer = session.peer
+        assert peer is not None
+        try:
+            name = StreamName.parse(request.stream)
+            terms = desk.governance.check_import(peer.spiffe_id, request.grant, request.from_region, name)
+            scope = TransferScope(
+                request.from_region,
+                broker.region,
+                name,
+                request.incarnation,
+                terms.destination,
+                request.shard,
+                request.epoch,
+                request.grant,
+                terms.terms_hash,
+                peer.spiffe_id,
+            )
+            self._key = open_transfer_key(
+                request.transfer_key, request.signature, scope, desk.import_key, peer
+            )
+            self._hosted = await self._destination(terms.destination, request)
+            self._shard = self._hosted.shard(request.shard)
+        except FelixError as error:
+            self._refuse(error, correlation, request)
+            return
+        self._grant_id = request.grant
+        self._slot = link_slot(request.from_region, request.stream, request.incarnation, request.shard)
+        annotation = self._shard.annotations.get(self._slot)
+        # A new link begins where the source's log begins: what was gone before it was granted is no gap.
+        self._position = Position.decode(annotation) if annotation else Position(request.start)
+        secret = CommitmentKey(self._key.key_id, commitment_secret(self._key))
+        self._committer = Committer(secret, str(name), request.incarnation, request.shard)
+        desk.claim(self._hosted.name, request.shard, self._slot, self)
+        self._is_open = True
+        opened = IngestOpened(
+            str(terms.destination), self._position.next_offset, INGEST_WINDOW_BYTES, ENVELOPES_MAX
+        )
+        self._send(encode_message(FrameType.ANSWER, opened, correlation))
+        for frame in self._waiting:
+            self._guarded(frame)
+        self._waiting.clear()
+
+    async def _destination(self, name: StreamName, request: OpenIngest) -> HostedStream:
+        """The stream that the import grant names; made like the source where it does not exist yet."""
+        broker = self._desk.broker
+        hosted = broker.streams.get(name)
+        if hosted is None:
+            hosted = await broker.create_stream(name, StreamConfig(shards=request.shards))
+        if len(hosted.shards) != request.shards:
+            raise RequestError(
+                f"{name} has {len(hosted.shards)} shards and its source {request.shards}: keys would change "
+                "their shard.",
+                code=Code.CONFLICT,
+                hint=f"Give the grant another destination name, or make {name} with {request.shards} shards.",
+            )
+        if hosted.ephemeral:
+            raise RequestError(
+                f"{name} is ephemeral: what crosses a border must be recorded where it arrives.",
+                code=Code.UNSUPPORTED,
+            )
+        return hosted
+
+    def _check_grant(self) -> None:
+        peer = self._peer()
+        scope = self._key.scope
+        self._desk.governance.check_import(peer.spiffe_id, self._grant_id, scope.source_region, scope.stream)
+
+    def _peer(self) -> Peer:
+        assert self._session.peer is not None
+        return self._session.peer
+
+    # -- envelopes -------------------------------------------------------------------------------------
+
+    def _guarded(self, frame: Frame) -> None:
+        if self._ended:
+            return
+        try:
+            self._envelope(frame)
+        except ProtocolError:
+            raise
+        except FelixError as error:
+            self._refuse(error)
+
+    def _envelope(self, frame: Frame) -> None:
+        size = FRAME_HEADER_BYTES + len(frame.body)
+        if self._in_flight >= ENVELOPES_MAX:
+            raise ProtocolError(
+                f"More than {ENVELOPES_MAX} envelopes without a receipt.", code=Code.CREDIT_EXCEEDED
+            )
+        envelope = decode_envelope(frame.body)  # 1
+        self._check_grant()  # 2
+        header, position = envelope.header, self._position
+        again: Landed | None = None  # 3
+        if header.base_offset != position.next_offset:
+            again = position.find(header.base_offset)
+            if header.base_offset > position.next_offset or again is None:
+                raise RequestError(
+                    f"The envelope begins at source offset {header.base_offset}; {position.next_offset} comes next.",
+                    code=Code.POSITION_GAP,
+                    hint="Open the ingest stream again, and go on from the position it answers.",
+                )
+        crossing = open_envelope(self._key, envelope, self._peer())  # 4
+        records: list[Record] = []
+        if crossing.batch is not None:
+            records = [
+                record._replace(offset=offset)
+                for record, offset in zip(
+                    decode_records(crossing.batch), crossing.source_offsets, strict=True
+                )
+            ]
+            self._check_path(records)  # 5
+        landed = again or Landed(header.base_offset, self._shard.log_end_offset, len(records))
+        if landed.records != len(records):
+            raise RequestError(
+                f"Source offsets {header.base_offset} to {header.last_offset} landed with {landed.records} records "
+                f"and are sent again with {len(records)}.",
+                code=Code.CONFLICT,
+            )
+        leaves = (
+            intent_leaves(self._leaf(header, envelope.hash, landed), records, self._committer)
+            if records
+            else []
+        )
+        way = _Way(header, envelope.hash, size, landed, leaves)
+        self._in_flight += 1
+        if again is not None:
+            self._logged_before(way)
+            return
+        self._position = position.after(landed, header.next_offset)
+        self._shard.append_nowait(  # 6
+            crossing.batch,
+            partial(self._appended, way),
+            annotation=self._position.encode(),
+            slot=self._slot,
+        )
+
+    def _check_path(self, records: list[Record]) -> None:
+        region = self._desk.broker.region
+        for record in records:
+            path = record.headers.get(PATH_HEADER)
+            if path is None:
+                raise RequestError(
+                    f"The record at source offset {record.offset} does not say where it has been.",
+                    code=Code.LOOP_REFUSED,
+                )
+            if region in parse_path(path):
+                raise RequestError(
+                    f"The record at source offset {record.offset} has been in {region} before "
+                    f"({path.decode(errors='replace')}).",
+                    code=Code.LOOP_REFUSED,
+                    hint="Two grants lead in a circle: revoke one of them, or filter by origin.",
+                )
+
+    def _leaf(self, header: EnvelopeHeader, digest: bytes, landed: Landed) -> Header:
+        scope = self._key.scope
+        return Header(
+            kind=Kind.ACK,
+            side=Side.INGRESS,
+            time_ms=self._desk.broker.clock_ms(),
+            source_region=scope.source_region,
+            destination_region=scope.destination_region,
+            bridge=str(scope.bridge),
+            stream=str(scope.stream),
+            destination_stream=str(scope.destination),
+            shard=scope.shard,
+            source_epoch=scope.epoch,
+            incarnation=scope.incarnation,
+            first_offset=header.base_offset,
+            last_offset=header.last_offset,
+            destination_first_offset=landed.base_offset,
+            destination_last_offset=landed.base_offset + landed.records - 1,
+            grant_id=scope.grant_id,
+            terms_hash=scope.terms_hash,
+            envelope_sha256=digest,
+        )
+
+    def _appended(self, way: _Way, result: Appended | FelixError) -> None:
+        if isinstance(result, FelixError):
+            self._fail(result)
+            return
+        if way.landed.records and result.base_offset != way.landed.base_offset:
+            # Offsets were given anew after a refusal: what is recorded would be wrong. Start over.
+            self._fail(UnavailableError("The append was moved; open the stream again.", retry_after_ms=50))
+            return
+        self._log(way)
+
+    def _log(self, way: _Way) -> None:
+        """Step 7, and 8 after it. A range of which nothing crossed has no leaf and an empty receipt."""
+        if not way.leaves:
+            self._answer(way, b"")
+            return
+        self._desk.broker.metrics.ingested_records += way.landed.records
+        try:
+            self._desk.governance.trail.append_nowait(
+                way.leaves, partial(self._logged, way), asyncio.get_running_loop()
+            )
+        except FelixError as error:
+            self._fail(error)
+
+    def _logged(self, way: _Way, index: int, error: FelixError | None) -> None:
+        if error is not None:
+            self._fail(error)
+            return
+        self._answer(way, self._receipt(way, index))
+
+    def _logged_before(self, way: _Way) -> None:
+        """The range landed before: its leaf may be durable, or missing after a crash."""
+        if not way.leaves:
+            self._answer(way, b"")
+            return
+        scope, trail = self._key.scope, self._desk.governance.trail
+        key = LinkShard(
+            str(scope.bridge), scope.source_region, scope.destination_region, str(scope.stream), scope.shard
+        )
+        last = trail.last_ack(key)
+        is_logged = (
+            last is not None
+            and last.incarnation == scope.incarnation
+            and last.last_offset >= way.header.last_offset
+        )
+        if not is_logged:
+            self._log(way)
+            return
+        task = asyncio.ensure_future(self._answer_again(way))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _answer_again(self, way: _Way) -> None:
+        """Find the leaf's index in the ingress log and sign the same receipt again."""
+        scope = self._key.scope
+        try:
+            index = await self._desk.governance.find_ack(scope, way.header.base_offset)
+        except FelixError as error:
+            self._fail(error)
+            return
+        self._answer(way, self._receipt(way, index))
+
+    def _receipt(self, way: _Way, index: int) -> bytes:
+        scope, header, landed = self._key.scope, way.header, way.landed
+        receipt = Receipt(
+            grant_id=scope.grant_id,
+            terms_hash=scope.terms_hash,
+            source_region=scope.source_region,
+            destination_region=scope.destination_region,
+            bridge=str(scope.bridge),
+            stream=str(scope.stream),
+            destination_stream=str(scope.destination),
+            shard=scope.shard,
+            source_epoch=scope.epoch,
+            incarnation=scope.incarnation,
+            first_offset=header.base_offset,
+            last_offset=header.last_offset,
+            records=landed.records,
+            envelope_sha256=way.digest,
+            destination_first_offset=landed.base_offset,
+            destination_last_offset=landed.base_offset + landed.records - 1,
+            ingress_origin=self._desk.governance.trail.key.name,
+            ingress_index=index,
+            time_ms=self._desk.broker.clock_ms(),
+        )
+        key = self._desk.receipt_key
+        return sign_receipt(receipt, key)
+
+    def _answer(self, way: _Way, receipt: bytes) -> None:
+        """Step 8: the position that is recorded now, and the receipt."""
+        self._in_flight -= 1
+        self._window.finish(way.size)
+        self._window.announce()
+        self._send(encode_frame(FrameType.RECEIPT, _RECEIPT.pack(way.header.next_offset) + receipt))
+
+    # -- endings ---------------------------------------------------------------------------------------
+
+    def _send(self, data: bytes, *, end: bool = False) -> None:
+        connection = self._session.connection
+        if connection is not None and not self._session.ended and not self._ended:
+            connection.send(self._stream_id, data, end=end)
+
+    def _refuse(self, error: FelixError, correlation: int = 0, request: OpenIngest | None = None) -> None:
+        """Refused: the agent is told, and the ingress log says so."""
+        peer = self._peer()
+        if request is not None:
+            stream, region, grant = request.stream, request.from_region, request.grant
+        else:
+            stream, region, grant = str(self._key.scope.stream), self._key.scope.source_region, self._grant_id
+        self._desk.governance.denied(
+            error, actor=peer.spiffe_id, action="deliver", stream=stream, grant_id=grant, from_region=region
+        )
+        self._fail(error, correlation)
+
+    def _fail(self, error: FelixError, correlation: int = 0) -> None:
+        if self._ended:
+            return
+        log.warning("ingest of %s ends: %s", self._grant_id or "a link", error)
+        self._desk.broker.metrics.refused(error)
+        self._send(encode_error(error, correlation), end=True)
+        self._session.end_role(self)
+        self._end()
+
+    def _end(self) -> None:
+        self._ended = True
+        if (
+            self._opening is not None
+            and not self._opening.done()
+            and self._opening is not asyncio.current_task()
+        ):
+            self._opening.cancel()
+        if self._is_open:
+            self._desk.release(self._hosted.name, self._key.scope.shard, self._slot, self)
+            self._is_open = False

@@ -1,0 +1,372 @@
+"""A broker as a process: opens what it needs, in order, serves, and closes in the reverse order.
+
+Invariants: nothing is served before the metadata store has proved to be this region's; what was opened is closed,
+whatever fails; a stop answers what is under way first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from audit.note import Algorithm, NoteSigner
+from audit.origin import log_keys, region_origin, witness_keys, witness_name
+from audit.trail import Trail, TrailSettings
+from audit.witness import DiskWitnessStore, Witness
+from felix.errors import Code, FelixError, RequestError
+from felix.identity import Identity
+from felix.messages import Goodbye
+from felix.names import SpiffeId, StreamName
+from felix.transport.port import Listener, ServerTls, TransportLimits, engine_named
+from keys.authority import RegionAuthority, load_authority
+from keys.bundle import RegionBundle, SignedBundle, decode_bundle
+from keys.hybrid import load_key_pair
+from keys.keyring import open_keyring
+from keys.signing import load_signing_key
+from region.broker import Broker
+from region.budget import Budgets
+from region.config import Address, RegionConfig
+from region.export import ExportDesk
+from region.folder import RegionFolder
+from region.governance import Governance
+from region.ingest import IngestDesk
+from region.log.directory import LogDirectory
+from region.metadata.catalog import Catalog
+from region.metadata.embedded import EmbeddedStore
+from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls
+from region.metadata.genesis import claim_or_verify, sign_genesis
+from region.metadata.mirror import CatalogMirror, MirrorChange
+from region.metadata.port import MetadataStore
+from region.metrics import BrokerCollector, HealthServer
+from region.requests import Requests
+from region.sealing import KeyringSeal
+from region.session import ClientSession
+from region.streams import StreamTable
+
+log = logging.getLogger("felix.region.node")
+
+SWEEP_S = 1.0
+"""How often retention is applied."""
+RENEW_CHECK_S = 60.0
+"""How often the broker looks whether its certificate is due for renewal."""
+LEAVE_MS = 500
+"""Clients are told to leave, and have this long before their connections close."""
+
+
+def now_ms() -> int:
+    """The wall clock, in ms since the Unix epoch."""
+    return time.time_ns() // 1_000_000
+
+
+class Node:
+    """One broker. `start`, then `stop`; a node is not started twice."""
+
+    def __init__(self, folder: RegionFolder, config: RegionConfig) -> None:
+        self.folder = folder
+        self.config = config
+        self.broker: Broker
+        self.listener: Listener
+        self.health: HealthServer | None = None
+        self._stack = AsyncExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready = ""
+        self._streams_wanted: asyncio.Queue[MirrorChange] = asyncio.Queue(maxsize=4096)
+
+    @property
+    def address(self) -> Address:
+        """Where clients reach the broker; the real port where 0 was asked."""
+        return Address(*self.listener.address)
+
+    @property
+    def server_names(self) -> tuple[str, ...]:
+        """What the broker's certificate carries."""
+        config = self.config
+        return (f"{config.broker}.{config.region}.{config.mesh}", f"{config.region}.{config.mesh}")
+
+    # -- start -----------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open everything and listen. What was opened before a failure is closed again."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def _start(self) -> None:
+        folder, config = self.folder, self.config
+        data = folder.root / config.data
+        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._ready = "the broker is starting"
+
+        directory = LogDirectory(data / "streams", config.region)
+        self._stack.push_async_callback(directory.close)
+        authority = await asyncio.to_thread(load_authority, folder.authority, config.region, config.mesh)
+        own = await asyncio.to_thread(_own_bundle, folder, config)
+        keyring = await asyncio.to_thread(open_keyring, folder.keys, config.region)
+        self._stack.callback(keyring.close)
+        store = await self._open_store(data)
+        self._stack.push_async_callback(store.close)
+        audit_key = await asyncio.to_thread(load_signing_key, folder.audit_key)
+        root = hashlib.sha256(own.root_pem.encode()).hexdigest()
+        genesis = sign_genesis(config.region, config.mesh, root, now_ms(), audit_key)
+        await claim_or_verify(store, genesis, audit_key.verify_key)
+        catalog = Catalog(store, config.region)
+        mirror = CatalogMirror(store, config.region)
+        await mirror.start()
+        self._stack.push_async_callback(mirror.close)
+        await self._offer_bundles(catalog, mirror)
+        known = [decode_bundle(data).bundle for data in mirror.trusted().values()]
+        witness, trail = await asyncio.to_thread(self._open_audit, data, own, known)
+        self._stack.push_async_callback(asyncio.to_thread, trail.close)
+
+        budgets = Budgets()
+
+        def changed() -> None:
+            if hasattr(self, "broker"):
+                self.broker.recheck_sessions()
+
+        streams = StreamTable(
+            directory,
+            budgets.ring,
+            lambda name, incarnation, shard: KeyringSeal(keyring, name, incarnation, shard),
+            changed,
+        )
+        self.broker = broker = Broker(
+            config,
+            server_names=self.server_names,
+            streams=streams,
+            catalog=catalog,
+            budgets=budgets,
+            transport_limits=TransportLimits(),
+            clock_ms=now_ms,
+        )
+        governance = Governance(broker, catalog, mirror, keyring, trail, witness, own)
+        broker.governance = governance
+        broker.export = ExportDesk(broker, governance, keyring)
+        import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
+        receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
+        broker.ingest = IngestDesk(broker, governance, import_key, receipt_key)
+        broker.requests = Requests(broker, catalog, keyring)
+
+        mirror.on_change(self._mirror_changed)
+        governance.follow()
+        self._take_rights(mirror)
+        mirror.on_change(lambda change: self._take_rights(mirror) if change.section == "rights" else None)
+        for deleted in mirror.deleted_streams.values():
+            await streams.remove(StreamName.parse(deleted.name), deleted.incarnation)
+        for record in mirror.streams.values():
+            await streams.open(record)
+        self._stack.push_async_callback(streams.close)
+
+        await self._listen(authority)
+        self._spawn(self._sweep(streams))
+        self._spawn(self._follow_streams(streams, mirror))
+        self._spawn(self._renew(authority))
+        self._stack.push_async_callback(self._stop_tasks)
+        self._ready = ""
+        log.info("broker %s of %s serves at %s", config.broker, config.region, self.address)
+
+    async def _open_store(self, data: Path) -> MetadataStore:
+        settings = self.config.metadata
+        if settings.kind == "embedded":
+            return await EmbeddedStore.open(data / "metadata.db")
+        base = self.folder.root
+
+        def path(text: str) -> Path | None:
+            return base / text if text else None
+
+        password = ""
+        if settings.password_file:
+            password = (await asyncio.to_thread((base / settings.password_file).read_text)).strip()
+        tls = EtcdTls(path(settings.ca), path(settings.cert), path(settings.key)) if settings.ca else None
+        return await EtcdStore.open(
+            EtcdConfig(endpoints=settings.endpoints, tls=tls, user=settings.user, password=password)
+        )
+
+    async def _offer_bundles(self, catalog: Catalog, mirror: CatalogMirror) -> None:
+        """Bundles in `trusted/` that the region does not know yet: trusted before the first broker ran."""
+        for path, signed in await asyncio.to_thread(_trusted_files, self.folder):
+            region = signed.bundle.region
+            if region not in mirror.trusted():
+                log.info("trusting %s, from %s", region, path)
+                revision = await catalog.put_trusted(region, signed.encode())
+                await mirror.wait_for(revision)
+
+    def _open_audit(self, data: Path, own: RegionBundle, known: list[RegionBundle]) -> tuple[Witness, Trail]:
+        region, mesh = self.config.region, self.config.mesh
+        audit_key = load_signing_key(self.folder.audit_key)
+        cosigning_key = load_signing_key(self.folder.witness_key)
+        witness = Witness(
+            NoteSigner.from_key(witness_name(region, mesh), cosigning_key, Algorithm.COSIGNATURE),
+            [key for bundle in known for key in log_keys(bundle)],
+            DiskWitnessStore(data / "witness"),
+            lambda: now_ms() // 1000,
+        )
+        trail = Trail.open(
+            data / "audit",
+            NoteSigner.from_key(region_origin(region, mesh), audit_key, Algorithm.ED25519),
+            witnesses=[key for bundle in (*known, own) for key in witness_keys(bundle)],
+            settings=TrailSettings(checkpoint_interval_ms=self.config.audit.checkpoint_every),
+        )
+        if trail.recovered is not None:
+            log.warning("audit log: %s", trail.recovered)
+        return witness, trail
+
+    async def _listen(self, authority: RegionAuthority) -> None:
+        config = self.config
+        engine = engine_named(config.engine or None)
+        self.listener = await engine.listen(
+            config.listen.host,
+            config.listen.port,
+            _tls(self._issue(authority)),
+            lambda: ClientSession(self.broker),
+            self.broker.transport_limits,
+        )
+        self._stack.push_async_callback(self._leave)
+        if config.health is not None:
+            collector = BrokerCollector(self.broker.metrics, self._gauges, self._shard_gauges)
+            self.health = HealthServer(config.health.host, config.health.port, collector, lambda: self._ready)
+            self._stack.push_async_callback(asyncio.to_thread, self.health.close)
+
+    def _issue(self, authority: RegionAuthority) -> Identity:
+        config = self.config
+        identity = SpiffeId(config.region, config.mesh, "broker", config.broker)
+        return authority.issue_identity(identity, now_ms(), dns_names=self.server_names)
+
+    # -- while it serves -------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        self._tasks.append(asyncio.ensure_future(work))
+
+    async def _stop_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _sweep(self, streams: StreamTable) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await streams.sweep(now_ms())
+
+    async def _renew(self, authority: RegionAuthority) -> None:
+        current = self._issue(authority)
+        while True:
+            await asyncio.sleep(RENEW_CHECK_S)
+            if current.renewal_due(now_ms()):
+                try:
+                    current = self._issue(authority)
+                    self.listener.renew(_tls(current))
+                except FelixError as error:
+                    log.error("the broker's certificate could not be renewed: %s", error)
+
+    def _mirror_changed(self, change: MirrorChange) -> None:
+        if change.section in ("streams", "deleted"):
+            with contextlib.suppress(asyncio.QueueFull):
+                self._streams_wanted.put_nowait(change)
+
+    async def _follow_streams(self, streams: StreamTable, mirror: CatalogMirror) -> None:
+        """Open and close what the catalog says, also when another broker wrote it."""
+        while True:
+            await self._streams_wanted.get()
+            for deleted in list(mirror.deleted_streams.values()):
+                held = streams.get(StreamName.parse(deleted.name))
+                if held is not None and held.incarnation.hex() == deleted.incarnation:
+                    await streams.remove(held.name, deleted.incarnation)
+            for record in list(mirror.streams.values()):
+                try:
+                    await streams.open(record)
+                except FelixError as error:
+                    log.error("stream %s cannot be opened: %s", record.name, error)
+
+    def _take_rights(self, mirror: CatalogMirror) -> None:
+        self.broker.set_rights(mirror.rights_table())
+
+    # -- figures ---------------------------------------------------------------------------------------
+
+    def _gauges(self) -> dict[str, float]:
+        status = self.broker.governance.trail.status()
+        return {
+            **self.broker.gauges(),
+            "audit_leaves": status.durable,
+            "audit_checkpoint_leaves": status.checkpoint,
+            "audit_cosigned_leaves": status.cosigned,
+            "audit_pending_bytes": status.pending_bytes,
+            "audit_failed": float(bool(status.failure)),
+        }
+
+    def _shard_gauges(self) -> list[tuple[str, int, dict[str, float]]]:
+        found = []
+        for stream in self.broker.streams:
+            for shard in stream.serving:
+                counters = shard.counters
+                values: dict[str, float] = {
+                    "log_start_offset": shard.log_start_offset,
+                    "high_watermark": shard.high_watermark,
+                    "disk_bytes": shard.disk_bytes,
+                    "ring_bytes": shard.ring_bytes,
+                    "pending_bytes": shard.pending_bytes,
+                    "appended_batches": counters.batches,
+                    "appended_records": counters.records,
+                    "appended_bytes": counters.appended_bytes,
+                    "syncs": counters.syncs,
+                    "sync_seconds": counters.sync_ns / 1e9,
+                    "stopped": float(shard.failure is not None),
+                }
+                found.append((str(stream.name), shard.identity.shard, values))
+        return found
+
+    # -- stop ------------------------------------------------------------------------------------------
+
+    async def _leave(self) -> None:
+        self._ready = "the broker is shutting down"
+        self.broker.leaving = True
+        for session in list(self.broker.sessions):
+            session.leave(Goodbye(f"Broker {self.config.broker} is shutting down.", LEAVE_MS))
+        if self.broker.sessions:
+            await asyncio.sleep(LEAVE_MS / 1000)
+        await self.listener.close("the broker is shutting down")
+
+    async def stop(self) -> None:
+        """Close everything, with every acknowledgement kept. Safe to call twice."""
+        await self._stack.aclose()
+        log.info("broker %s of %s stopped", self.config.broker, self.config.region)
+
+
+def _tls(identity: Identity) -> ServerTls:
+    return ServerTls(identity.chain_pem, identity.key_pem())
+
+
+def _own_bundle(folder: RegionFolder, config: RegionConfig) -> RegionBundle:
+    bundle = decode_bundle(_read(folder.bundle)).bundle
+    if (bundle.region, bundle.mesh) != (config.region, config.mesh):
+        raise RequestError(
+            f"{folder.config} is for {config.region}.{config.mesh}, and {folder.bundle} for "
+            f"{bundle.region}.{bundle.mesh}.",
+            code=Code.WRONG_REGION,
+            hint="Each region has a state folder of its own.",
+        )
+    return bundle
+
+
+def _trusted_files(folder: RegionFolder) -> list[tuple[Path, SignedBundle]]:
+    return [(path, decode_bundle(_read(path))) for path in sorted(folder.trusted.glob("*.json"))]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RequestError(
+            f"{path} cannot be read: {error.strerror or error}.",
+            code=Code.NOT_FOUND,
+            hint="Make the region first: felix region init NAME --mesh MESH.",
+        ) from error

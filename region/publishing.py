@@ -1,0 +1,120 @@
+"""A publish stream: batches in, acknowledgements out on the control stream.
+
+The broker reads a batch's header and checks its sums; it never looks into a record. Every batch is counted
+against the session's publish credit until it is in the log (or refused), so what a session can make the broker
+hold is bounded by its window.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from felix.batch import FLAG_SEALED, decode_batch
+from felix.errors import Code, FelixError, ProtocolError, RequestError
+from felix.frames import FRAME_HEADER_BYTES, AppendedBody, Frame, FrameDecoder, FrameType
+from felix.messages import OpenPublisher, PublisherOpened, decode_request
+from felix.names import StreamName
+from policy.access import Verb
+from region.streams import HostedStream
+
+if TYPE_CHECKING:
+    from region.log.shard import Appended
+    from region.session import ClientSession
+
+
+class PublishStream:
+    """One client-opened unidirectional stream."""
+
+    __slots__ = ("_acks", "_decoder", "_session", "_stream", "name")
+
+    def __init__(self, session: ClientSession) -> None:
+        self._session = session
+        self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.BATCH}))
+        self._stream: HostedStream | None = None
+        self._acks = True
+        self.name: StreamName | None = None
+
+    def data(self, data: bytes, end: bool) -> None:
+        for frame in self._decoder.feed(data):
+            if frame.type is FrameType.BATCH:
+                self._batch(frame)
+            else:
+                self._open(frame)
+        if end:
+            self._decoder.finish()
+            self._session.end_role(self)
+
+    def _open(self, frame: Frame) -> None:
+        request = decode_request(frame.body)
+        if self.name is not None or not isinstance(request, OpenPublisher):
+            raise ProtocolError("A publish stream begins with one OpenPublisher.", code=Code.STATE)
+        session = self._session
+        try:
+            if request.acks not in ("all", "none"):
+                raise RequestError(f"acks is {request.acks!r}.", hint="Use all or none.")
+            name = StreamName.parse(request.stream)
+            assert session.identity is not None
+            session.broker.require(session.identity, Verb.PUBLISH, name)
+            stream = session.broker.stream(name)
+        except RequestError as error:
+            session.refuse(frame.correlation, error)
+            session.end_role(self)
+            self.name = None
+            return
+        self.name, self._stream = name, stream
+        self._acks = request.acks == "all"
+        session.answer(frame.correlation, PublisherOpened(len(stream.shards), stream.incarnation))
+
+    def _batch(self, frame: Frame) -> None:
+        session = self._session
+        size = FRAME_HEADER_BYTES + len(frame.body)
+        session.publish_window.receive(size)
+        if self._stream is None:
+            # Refused, or its right taken away: batches that were on their way are answered one by one.
+            self._finish(frame.correlation, size, _closed())
+            return
+        try:
+            batch = decode_batch(frame.body)
+            if batch.header.flags & FLAG_SEALED:
+                raise RequestError(
+                    "A producer's batch is not sealed; the broker seals.", code=Code.BATCH_MALFORMED
+                )
+            log = self._stream.shard(batch.header.shard)
+            log.append_nowait(batch, partial(self._finish, frame.correlation, size))
+        except FelixError as error:
+            self._finish(frame.correlation, size, error)
+
+    def _finish(self, correlation: int, size: int, result: Appended | FelixError) -> None:
+        session = self._session
+        window = session.publish_window
+        window.finish(size)
+        if session.ended:
+            return
+        if isinstance(result, FelixError):
+            session.refuse(correlation, result)
+            session.send_publish_credit()
+        elif self._acks:
+            body = AppendedBody(result.base_offset, result.append_time_ms, window.announce())
+            session.send_control(body.encode(correlation))
+        elif window.announcement_due:
+            session.send_publish_credit()
+
+    def rights_changed(self) -> None:
+        session = self._session
+        if self.name is None or self._stream is None:
+            return
+        assert session.identity is not None
+        if not session.broker.allows(session.identity, Verb.PUBLISH, self.name) or self._stream.deleted:
+            self._stream = None
+
+    def closed(self) -> None:
+        self._stream = None
+
+
+def _closed() -> RequestError:
+    return RequestError(
+        "This publisher was closed: the right to publish was taken away, or the stream is gone.",
+        code=Code.NOT_FOUND_OR_FORBIDDEN,
+        hint="Ask the region's operator for the right, then open the publisher again.",
+    )

@@ -1,0 +1,245 @@
+"""Requests on the control stream: who may ask, and what is done.
+
+One method per request; the table at the end of the class is the whole list. Rights are asked first, so that an
+answer never tells more than a right allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from felix.errors import Code, ProtocolError, RequestError
+from felix.messages import (
+    Answer,
+    CheckpointAnswer,
+    Cosign,
+    CreateStream,
+    DataKeySealed,
+    DeleteStream,
+    DescribeRegion,
+    DescribeStream,
+    DocumentPage,
+    Done,
+    GetCheckpoint,
+    GetDataKey,
+    GetLinkSecret,
+    KeyPage,
+    LinkPage,
+    LinkSecretSealed,
+    ListDocuments,
+    ListKeys,
+    ListLinks,
+    ListRights,
+    ListStreams,
+    PutCosignature,
+    PutDocument,
+    PutRights,
+    RegionState,
+    ReportLinks,
+    Request,
+    RightsPage,
+    RotateKeys,
+    StreamPage,
+    StreamState,
+    Witnessed,
+    WitnessedSize,
+)
+from felix.names import SpiffeId, StreamName
+from policy.access import Verb, parse_rights
+from region.metadata import records
+from region.metadata.catalog import Catalog
+
+if TYPE_CHECKING:
+    from keys.keyring import Keyring
+    from region.broker import Broker
+    from region.session import ClientSession
+
+COURIER_KINDS: Final = ("export", "import", "standing", "deny")
+"""What a bridge may bring from the other region: the region that signed it is what counts, not who carries it."""
+
+Handler = Callable[["Requests", "ClientSession", Any], Awaitable[Answer]]
+
+
+class Requests:
+    """Carries out requests of authenticated sessions."""
+
+    def __init__(self, broker: Broker, catalog: Catalog, keyring: Keyring) -> None:
+        self._broker = broker
+        self._catalog = catalog
+        self._keyring = keyring
+
+    async def answer(self, session: ClientSession, request: Request) -> Answer:
+        """Raises what the request's own method raises."""
+        handler = _HANDLERS.get(type(request))
+        if handler is None:
+            raise ProtocolError(f"{type(request).__name__} is not for the control stream.", code=Code.STATE)
+        return await handler(self, session, request)
+
+    # -- streams ---------------------------------------------------------------------------------------
+
+    async def create_stream(self, session: ClientSession, request: CreateStream) -> StreamState:
+        name = StreamName.parse(request.stream)
+        self._broker.require(_identity(session), Verb.ADMIN, name)
+        durability, retention = request.durability, request.retention
+        if durability.kind not in ("fsync", "interval", "ephemeral"):
+            raise RequestError(f"Durability {durability.kind!r} is none of fsync, interval, ephemeral.")
+        config = records.StreamConfig(
+            shards=request.shards,
+            durability=records.Durability(durability.kind, durability.interval_ms),  # type: ignore[arg-type]
+            retention=records.Retention(retention.age_ms, retention.size_bytes),
+            ring_bytes=request.ring_bytes or records.RING_BYTES_DEFAULT,
+        )
+        return (await self._broker.create_stream(name, config)).describe(detail=True)
+
+    async def delete_stream(self, session: ClientSession, request: DeleteStream) -> Done:
+        name = StreamName.parse(request.stream)
+        self._broker.require(_identity(session), Verb.ADMIN, name)
+        deleted = await self._catalog.delete_stream(
+            name, incarnation=request.incarnation.hex(), deleted_ms=self._broker.clock_ms()
+        )
+        await self._broker.streams.remove(name, deleted.incarnation)
+        return Done(f"{name} and its records are deleted.")
+
+    async def describe_stream(self, session: ClientSession, request: DescribeStream) -> StreamState:
+        name = StreamName.parse(request.stream)
+        self._require_any(session, name)
+        return self._broker.stream(name).describe(detail=True)
+
+    async def list_streams(self, session: ClientSession, request: ListStreams) -> StreamPage:
+        identity = _identity(session)
+        names = sorted(
+            stream.name
+            for stream in self._broker.streams
+            if str(stream.name).startswith(request.prefix)
+            and str(stream.name) > request.after
+            and self._sees(identity, stream.name)
+        )
+        page = names[: request.limit]
+        found = [self._broker.streams.get(name) for name in page]
+        return StreamPage([s.describe(detail=True) for s in found if s is not None], len(names) > len(page))
+
+    def _sees(self, identity: SpiffeId, name: StreamName) -> bool:
+        return any(
+            self._broker.allows(identity, verb, name)
+            for verb in (Verb.SUBSCRIBE, Verb.PUBLISH, Verb.ADMIN, Verb.BRIDGE_READ)
+        )
+
+    def _require_any(self, session: ClientSession, name: StreamName) -> None:
+        if not self._sees(_identity(session), name):
+            self._broker.require(_identity(session), Verb.SUBSCRIBE, name)
+
+    # -- rights ----------------------------------------------------------------------------------------
+
+    async def put_rights(self, session: ClientSession, request: PutRights) -> Done:
+        self._broker.require_operator(_identity(session), "change rights")
+        identity = SpiffeId.parse(request.identity)
+        if identity.region != self._broker.region:
+            raise RequestError(
+                f"{identity} is of region {identity.region!r}; rights are given to identities of "
+                f"{self._broker.region!r}.",
+                code=Code.WRONG_REGION,
+            )
+        rights = [str(right) for text in request.rights for right in parse_rights(text)]
+        if rights:
+            await self._catalog.set_rights(identity, rights)
+        else:
+            await self._catalog.delete_rights(identity)
+        return Done()
+
+    async def list_rights(self, session: ClientSession, request: ListRights) -> RightsPage:
+        self._broker.require_operator(_identity(session), "list rights")
+        table = await self._catalog.list_rights()
+        names = sorted(str(identity) for identity in table if str(identity) > request.after)
+        page = names[: request.limit]
+        return RightsPage({name: list(table[SpiffeId.parse(name)]) for name in page}, len(names) > len(page))
+
+    # -- signed documents, audit -----------------------------------------------------------------------
+
+    async def put_document(self, session: ClientSession, request: PutDocument) -> Done:
+        identity = _identity(session)
+        if identity.kind != "bridge" or request.kind not in COURIER_KINDS:
+            self._broker.require_operator(identity, f"put a {request.kind} document")
+        return Done(await self._broker.governance.put(identity, request.kind, request.body))
+
+    async def list_documents(self, session: ClientSession, request: ListDocuments) -> DocumentPage:
+        documents = self._broker.governance.documents(session, request.kind)
+        names = sorted(name for name in documents if name > request.after)
+        page = names[: request.limit]
+        return DocumentPage({name: documents[name] for name in page}, len(names) > len(page))
+
+    async def cosign(self, session: ClientSession, request: Cosign) -> Witnessed:
+        return await self._broker.governance.cosign(request.checkpoint, request.proof)
+
+    async def witnessed_size(self, session: ClientSession, request: WitnessedSize) -> Witnessed:
+        return await self._broker.governance.witnessed_size(request.origin)
+
+    async def get_checkpoint(self, session: ClientSession, request: GetCheckpoint) -> CheckpointAnswer:
+        return await self._broker.governance.checkpoint(request.from_size)
+
+    async def put_cosignature(self, session: ClientSession, request: PutCosignature) -> Done:
+        await self._broker.governance.put_cosignature(request.cosigned)
+        return Done()
+
+    # -- keys ------------------------------------------------------------------------------------------
+
+    async def list_keys(self, session: ClientSession, request: ListKeys) -> KeyPage:
+        self._broker.require_operator(_identity(session), "list keys")
+        return KeyPage(await self._broker.governance.list_keys(request.stream))
+
+    async def rotate_keys(self, session: ClientSession, request: RotateKeys) -> Done:
+        identity = _identity(session)
+        self._broker.require_operator(identity, "rotate keys")
+        return Done(await self._broker.governance.rotate(identity, request.level, request.stream))
+
+    # -- region and links ------------------------------------------------------------------------------
+
+    async def describe_region(self, session: ClientSession, request: DescribeRegion) -> RegionState:
+        broker = self._broker
+        broker.require_operator(_identity(session), "describe the region")
+        origin, size = broker.governance.audit_state()
+        return RegionState(
+            broker.region, broker.mesh, broker.broker_id, broker.started_ms, broker.gauges(), origin, size
+        )
+
+    async def report_links(self, session: ClientSession, request: ReportLinks) -> Done:
+        self._broker.export.report(_identity(session), request.links)
+        return Done()
+
+    async def list_links(self, session: ClientSession, request: ListLinks) -> LinkPage:
+        self._broker.require_operator(_identity(session), "list links")
+        return LinkPage(self._broker.export.links())
+
+    async def get_link_secret(self, session: ClientSession, request: GetLinkSecret) -> LinkSecretSealed:
+        return await self._broker.export.link_secret(_identity(session), request)
+
+    async def get_data_key(self, session: ClientSession, request: GetDataKey) -> DataKeySealed:
+        return await self._broker.export.data_key(_identity(session), request)
+
+
+def _identity(session: ClientSession) -> SpiffeId:
+    assert session.identity is not None
+    return session.identity
+
+
+_HANDLERS: dict[type, Handler] = {
+    CreateStream: Requests.create_stream,
+    DeleteStream: Requests.delete_stream,
+    DescribeStream: Requests.describe_stream,
+    ListStreams: Requests.list_streams,
+    PutRights: Requests.put_rights,
+    ListRights: Requests.list_rights,
+    PutDocument: Requests.put_document,
+    ListDocuments: Requests.list_documents,
+    Cosign: Requests.cosign,
+    WitnessedSize: Requests.witnessed_size,
+    GetCheckpoint: Requests.get_checkpoint,
+    PutCosignature: Requests.put_cosignature,
+    ListKeys: Requests.list_keys,
+    RotateKeys: Requests.rotate_keys,
+    DescribeRegion: Requests.describe_region,
+    ReportLinks: Requests.report_links,
+    ListLinks: Requests.list_links,
+    GetDataKey: Requests.get_data_key,
+    GetLinkSecret: Requests.get_link_secret,
+}

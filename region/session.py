@@ -1,0 +1,408 @@
+"""One client's connection: which stream is what, who the client is, what it may do now.
+
+The handshake and the control stream's frames are felix.session's; publishing, delivery and ingest are roles of
+their own (region.publishing, region.delivery, region.ingest). This module routes bytes to them and ends what
+is no longer allowed. Everything runs on the event loop; requests that wait run as tasks, a bounded number.
+
+Invariants: before the client is authenticated only the control stream exists; an error that is the peer's ends
+the session with a code and a sentence, never silently; nothing is left behind when the connection closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Final, Protocol
+
+from felix.batch import BATCH_BYTES_MAX
+from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.frames import FRAME_HEADER_BYTES, FrameType
+from felix.identity import NONCE_BYTES, Peer
+from felix.messages import (
+    Answer,
+    Goodbye,
+    Limits,
+    OpenIngest,
+    OpenPublisher,
+    Request,
+    Subscribe,
+    Subscribed,
+    Unsubscribe,
+    Welcome,
+    encode_error,
+    encode_message,
+)
+from felix.names import SpiffeId, StreamName
+from felix.session import Authenticated, CreditGranted, CreditWindow, Requested, ServerSession, grant_frame
+from felix.transport.port import Connection
+from policy.access import Verb
+from region.delivery import Subscription, resolve_starts
+from region.publishing import PublishStream
+
+if TYPE_CHECKING:
+    from region.broker import Broker
+
+log = logging.getLogger("felix.region.session")
+
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+"""A peer that has not proved itself by then is sent away: pending handshakes stay bounded in time."""
+REQUESTS_MAX: Final = 64
+"""Requests of one session under way at once."""
+SUBSCRIPTIONS_MAX: Final = 64
+"""Below the transport's own limit of streams per connection, so that the refusal is ours and has a sentence."""
+STREAMS_MAX: Final = 96
+PUBLISH_WINDOW_BYTES: Final = 8 << 20
+"""Publish credit of one session: covers a fast path's delay; taken from the broker's budget."""
+PUBLISH_WINDOW_BYTES_MIN: Final = 2 * (FRAME_HEADER_BYTES + BATCH_BYTES_MAX)
+"""Where the budget is short, a session gets this much or is refused: two of the largest batches."""
+
+TIMER_S_MAX: Final = 86_400.0
+"""Timers are set for a day at most: event loops do not take arbitrarily long ones."""
+
+_CLOSE_GRACE_S: Final = 0.2
+"""Time for the last error frame to leave before the connection closes."""
+
+
+class Role(Protocol):
+    """What one client-opened stream is."""
+
+    def data(self, data: bytes, end: bool) -> None:
+        """The stream's next bytes."""
+
+    def rights_changed(self) -> None:
+        """What the client may do has changed; end what is no longer allowed."""
+
+    def closed(self) -> None:
+        """The connection is gone, or the peer gave the stream up; release what is held."""
+
+
+class ClientSession:
+    """A transport handler; one object per connection."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self.connection: Connection | None = None
+        self.identity: SpiffeId | None = None
+        self.peer: Peer | None = None
+        self.publish_window = CreditWindow(0)
+        self.subscriptions: dict[int, Subscription] = {}
+        self.ended = False
+        self._control_stream: int | None = None
+        self._roles: dict[int, Role | None] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._publish_taken = 0
+        self._delivery_charged = 0
+        self._next_subscription = 1
+        self._timeout: asyncio.TimerHandle | None = None
+        self._control = ServerSession(
+            region=broker.region,
+            mesh=broker.mesh,
+            broker=broker.broker_id,
+            nonce=os.urandom(NONCE_BYTES),
+            verify=broker.verify,
+        )
+
+    # -- transport handler -----------------------------------------------------------------------------
+
+    def connected(self, connection: Connection) -> None:
+        self.connection = connection
+        self.broker.sessions.add(self)
+        loop = asyncio.get_running_loop()
+        self._timeout = loop.call_later(HANDSHAKE_TIMEOUT_S, self._handshake_timeout)
+
+    def stream_data(self, stream_id: int, data: bytes, end: bool) -> None:
+        if self.ended:
+            return
+        try:
+            if stream_id == self._control_stream:
+                self._control_data(data, end)
+                return
+            role = self._roles.get(stream_id)
+            if role is None:
+                if stream_id in self._roles:
+                    return  # ended by us; what is still under way is of no use
+                role = self._open_role(stream_id, data, end)
+                if role is None:
+                    return
+            role.data(data, end)
+            if end:
+                self._roles[stream_id] = None
+        except FelixError as error:
+            self.fail(error)
+
+    def stream_reset(self, stream_id: int, code: int) -> None:
+        role = self._roles.get(stream_id)
+        if role is not None:
+            self._roles[stream_id] = None
+            role.closed()
+
+    def drained(self) -> None:
+        self.pump()
+
+    def closed(self, code: int, reason: str) -> None:
+        self.ended = True
+        if self._timeout is not None:
+            self._timeout.cancel()
+        for task in self._tasks:
+            task.cancel()
+        for role in self._roles.values():
+            if role is not None:
+                role.closed()
+        self._roles.clear()
+        for subscription in list(self.subscriptions.values()):
+            subscription.close()
+        self.subscriptions.clear()
+        budgets = self.broker.budgets
+        budgets.publish.give(self._publish_taken)
+        budgets.delivery.give(self._delivery_charged)
+        self._publish_taken = self._delivery_charged = 0
+        self.broker.session_closed(self)
+
+    # -- control stream --------------------------------------------------------------------------------
+
+    def _open_role(self, stream_id: int, data: bytes, end: bool) -> Role | None:
+        bidirectional = not stream_id & 2
+        if self._control_stream is None:
+            if not bidirectional:
+                raise ProtocolError("The first stream of a session is the control stream.", code=Code.STATE)
+            self._control_stream = stream_id
+            self._control_data(data, end)
+            return None
+        if not self._control.established:
+            raise ProtocolError("A second stream came before the handshake was done.", code=Code.STATE)
+        if sum(role is not None for role in self._roles.values()) >= STREAMS_MAX:
+            raise UnavailableError(
+                f"This session has {STREAMS_MAX} streams open, the most that are allowed.",
+                code=Code.LIMIT_MEMORY,
+                hint="Close publishers that are no longer used.",
+            )
+        role: Role = self.broker.ingest_stream(self, stream_id) if bidirectional else PublishStream(self)
+        self._roles[stream_id] = role
+        return role
+
+    def _control_data(self, data: bytes, end: bool) -> None:
+        for event in self._control.receive(data, int(time.time() * 1000)):
+            if isinstance(event, Requested):
+                self._request(event.correlation, event.request)
+            elif isinstance(event, CreditGranted):
+                subscription = self.subscriptions.get(event.subscription)
+                if subscription is not None:
+                    subscription.credit(event.limit_bytes)
+            elif isinstance(event, Authenticated):
+                self._welcome(event.peer)
+        self.flush_control()
+        if end:
+            self.close(0, "the client closed its control stream")
+
+    def _welcome(self, peer: Peer) -> None:
+        broker, identity = self.broker, peer.spiffe_id
+        broker.admit(self, peer)
+        budget = broker.budgets.publish
+        for window in (PUBLISH_WINDOW_BYTES, PUBLISH_WINDOW_BYTES_MIN):
+            if budget.take(window):
+                break
+        else:
+            raise UnavailableError(
+                f"The broker's publish budget of {budget.limit_bytes} bytes is handed out.",
+                code=Code.LIMIT_MEMORY,
+                retry_after_ms=1000,
+            )
+        self._publish_taken = window
+        self.publish_window = CreditWindow(window)
+        self.identity, self.peer = identity, peer
+        if self._timeout is not None:
+            self._timeout.cancel()
+        # A session ends when the proof it rests on does.
+        left_s = max(0.0, peer.not_after_ms / 1000 - time.time())
+        self._timeout = asyncio.get_running_loop().call_later(min(left_s, TIMER_S_MAX), self._identity_ended)
+        limits = Limits(BATCH_BYTES_MAX, SUBSCRIPTIONS_MAX, STREAMS_MAX, REQUESTS_MAX)
+        rights = broker.rights_of(identity)
+        self._control.welcome(Welcome(os.urandom(8).hex(), str(identity), window, limits, rights))
+        log.info("session of %s from %s", identity, self.connection and self.connection.peer_address)
+
+    def _handshake_timeout(self) -> None:
+        self.fail(
+            UnavailableError(
+                f"The handshake was not done after {HANDSHAKE_TIMEOUT_S:.0f} s.", code=Code.HANDSHAKE_TIMEOUT
+            )
+        )
+
+    def _identity_ended(self) -> None:
+        assert self.peer is not None
+        left_s = self.peer.not_after_ms / 1000 - time.time()
+        if left_s > 0:
+            self._timeout = asyncio.get_running_loop().call_later(
+                min(left_s, TIMER_S_MAX), self._identity_ended
+            )
+            return
+        self.fail(
+            RequestError(
+                f"The certificate of {self.identity} has expired.",
+                code=Code.IDENTITY_EXPIRED,
+                hint="Renew the identity and connect again.",
+            )
+        )
+
+    def send_control(self, data: bytes) -> None:
+        """Bytes of whole frames, after what was queued before."""
+        if self.connection is not None and not self.ended and self._control_stream is not None:
+            self.connection.send(self._control_stream, data)
+
+    def flush_control(self) -> None:
+        data = self._control.take_output()
+        if data:
+            self.send_control(data)
+
+    def send_publish_credit(self) -> None:
+        """Tell the client how far it may publish now."""
+        self.send_control(grant_frame(0, self.publish_window.announce()))
+
+    # -- requests --------------------------------------------------------------------------------------
+
+    def _request(self, correlation: int, request: Request) -> None:
+        if isinstance(request, OpenPublisher | OpenIngest):
+            raise ProtocolError(
+                f"{type(request).__name__} is the first frame of a stream of its own.", code=Code.STATE
+            )
+        if isinstance(request, Unsubscribe):
+            subscription = self.subscriptions.pop(request.subscription, None)
+            if subscription is not None:
+                subscription.finish()
+            self.answer(correlation, self.broker.done())
+            return
+        if len(self._tasks) >= REQUESTS_MAX:
+            self.refuse(
+                correlation,
+                UnavailableError(
+                    f"{REQUESTS_MAX} requests of this session are under way, the most that are allowed.",
+                    code=Code.LIMIT_RATE,
+                    retry_after_ms=50,
+                ),
+            )
+            return
+        task = asyncio.ensure_future(self._answer(correlation, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, correlation: int, request: Request) -> None:
+        try:
+            if isinstance(request, Subscribe):
+                await self._subscribe(correlation, request)
+            else:
+                self.answer(correlation, await self.broker.answer(self, request))
+        except FelixError as error:
+            self.refuse(correlation, error)
+        except Exception as error:
+            log.exception("request %s failed", type(request).__name__)
+            self.refuse(
+                correlation, FelixError(f"The broker failed: {type(error).__name__}.", code=Code.INTERNAL)
+            )
+
+    def answer(self, correlation: int, answer: Answer) -> None:
+        self.send_control(encode_message(FrameType.ANSWER, answer, correlation))
+
+    def refuse(self, correlation: int, error: FelixError) -> None:
+        """An answer of refusal. A refused residency request is also written to the audit log."""
+        self.broker.metrics.refused(error)
+        self.send_control(encode_error(error, correlation))
+
+    async def _subscribe(self, correlation: int, request: Subscribe) -> None:
+        if len(self.subscriptions) >= SUBSCRIPTIONS_MAX:
+            raise UnavailableError(
+                f"This session has {SUBSCRIPTIONS_MAX} subscriptions, the most that are allowed.",
+                code=Code.LIMIT_SUBSCRIPTIONS,
+                hint="Open another session, or end a subscription.",
+            )
+        name = StreamName.parse(request.stream)
+        broker = self.broker
+        assert self.identity is not None
+        if request.grant:
+            reader = broker.export.reader(self.identity, name, request.grant)
+        else:
+            broker.require(self.identity, Verb.SUBSCRIBE, name)
+            reader = None
+        stream = broker.stream(name)
+        least = FRAME_HEADER_BYTES + BATCH_BYTES_MAX
+        if request.credit_bytes < least:
+            raise RequestError(
+                f"A subscription with {request.credit_bytes} bytes of credit could not take every batch.",
+                hint=f"Grant at least {least} bytes.",
+            )
+        starts = await resolve_starts(stream, request)
+        if self.ended or self.connection is None:
+            return
+        number = self._next_subscription
+        self._next_subscription += 1
+        subscribed = Subscribed(number, str(name), stream.incarnation, starts)
+        event_stream = self.connection.open_stream(bidirectional=False)
+        subscription = Subscription(self, number, event_stream, stream, starts, request.credit_bytes, reader)
+        self.subscriptions[number] = subscription
+        self.answer(correlation, subscribed)
+        self.connection.send(event_stream, encode_message(FrameType.ANSWER, subscribed, correlation))
+        subscription.start()
+
+    # -- delivery --------------------------------------------------------------------------------------
+
+    def may_send(self) -> bool:
+        """True while this connection and the broker's delivery budget take more. Settles the budget first."""
+        if self.ended or self.connection is None:
+            return False
+        backlog = self.connection.backlog_bytes()
+        budget = self.broker.budgets.delivery
+        budget.give(self._delivery_charged)
+        self._delivery_charged = backlog if budget.take(backlog) else 0
+        within = self._delivery_charged == backlog and budget.used_bytes < budget.limit_bytes
+        return within and backlog < self.broker.transport_limits.backlog_high_bytes
+
+    def pump(self) -> None:
+        """Send what every subscription may now."""
+        for subscription in list(self.subscriptions.values()):
+            subscription.pump()
+
+    # -- endings ---------------------------------------------------------------------------------------
+
+    def rights_changed(self) -> None:
+        """What this identity may do has changed: end what is no longer allowed, at once."""
+        for stream_id, role in list(self._roles.items()):
+            if role is not None:
+                role.rights_changed()
+                if self._roles.get(stream_id) is None:
+                    role.closed()
+        for number, subscription in list(self.subscriptions.items()):
+            error = subscription.refusal()
+            if error is not None:
+                del self.subscriptions[number]
+                subscription.fail(error)
+
+    def end_role(self, role: Role) -> None:
+        """The role is over; bytes that still come for it are ignored."""
+        for stream_id, held in self._roles.items():
+            if held is role:
+                self._roles[stream_id] = None
+                return
+
+    def fail(self, error: FelixError) -> None:
+        """Tell the peer what is wrong, then close."""
+        if self.ended:
+            return
+        self.broker.metrics.refused(error)
+        log.info("session of %s ends: %s %s", self.identity, error.code.name, error)
+        self.flush_control()
+        self.send_control(encode_error(error))
+        self._close_soon(int(error.code), error.sentence)
+
+    def leave(self, goodbye: Goodbye) -> None:
+        """The broker is about to stop; the client should reconnect."""
+        self.send_control(encode_message(FrameType.GOODBYE, goodbye))
+
+    def close(self, code: int, reason: str) -> None:
+        if not self.ended:
+            self._close_soon(code, reason)
+
+    def _close_soon(self, code: int, reason: str) -> None:
+        self.ended = True
+        connection = self.connection
+        if connection is not None:
+            asyncio.get_running_loop().call_later(_CLOSE_GRACE_S, connection.close, code, reason[:200])

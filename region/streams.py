@@ -1,0 +1,247 @@
+"""The streams that this broker hosts: their open shards, by name.
+
+`StreamTable` follows the catalog: what stands there is opened, what is marked as deleted there is closed and
+removed from disk. Missing metadata alone deletes nothing. Memory for the newest records of every shard comes out
+of one budget: a durable shard makes do with less when it is short, an ephemeral stream is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
+
+from felix.batch import Batch, BatchHeader
+from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.frames import FrameType, frame_header
+from felix.messages import Durability, Retention, ShardState, StreamState
+from felix.names import StreamName
+from region.budget import Budget
+from region.log.directory import LogDirectory
+from region.log.durability import Durability as LogDurability
+from region.log.durability import Kind
+from region.log.retention import Retention as LogRetention
+from region.log.shard import ShardHooks, ShardLog, ShardSettings
+from region.metadata.records import RING_BYTES_MIN, Stream, StreamConfig
+
+log = logging.getLogger("felix.region.streams")
+
+HOT_BYTES: Final = 8 << 20
+"""Of a durable shard's newest records in memory: subscribers that keep up never read the disk."""
+
+
+class ShardSeal(Protocol):
+    """Seals and opens one shard's batches at rest, in the log's threads (region.sealing)."""
+
+    def seal(self, batch: Batch) -> Batch: ...
+    def open_batch(self, batch: Batch) -> Batch: ...
+    def commitment(self) -> bytes: ...
+
+
+MakeSeal = Callable[[StreamName, bytes, int], ShardSeal]
+"""For stream, incarnation and shard."""
+
+
+def delivery_frame(header: BatchHeader) -> bytes:
+    """What stands before a batch on an event stream: one encoding serves every subscriber."""
+    return frame_header(FrameType.BATCH, header.total_length)
+
+
+def shard_settings(config: StreamConfig, ring_bytes: int) -> ShardSettings:
+    """What the catalog's settings mean for a shard."""
+    retention = config.retention
+    return ShardSettings(
+        LogDurability(Kind(config.durability.kind), config.durability.interval_ms),
+        LogRetention(retention.age_ms or None, retention.bytes or None),
+        ring_bytes_max=ring_bytes,
+    )
+
+
+class HostedStream:
+    """One incarnation of a stream. `shards` are in order of their number; one that is damaged is its error."""
+
+    __slots__ = ("deleted", "incarnation", "name", "record", "ring_taken", "shards")
+
+    def __init__(
+        self, name: StreamName, record: Stream, shards: list[ShardLog | FelixError], ring_taken: int
+    ) -> None:
+        self.name = name
+        self.record = record
+        self.incarnation = bytes.fromhex(record.incarnation)
+        self.shards = shards
+        self.ring_taken = ring_taken
+        self.deleted = False
+
+    @property
+    def ephemeral(self) -> bool:
+        return self.record.config.durability.kind == "ephemeral"
+
+    def shard(self, number: int) -> ShardLog:
+        """Raises RequestError(INVALID) where the stream has no such shard, or why the shard does not serve."""
+        if not 0 <= number < len(self.shards):
+            raise RequestError(
+                f"{self.name} has {len(self.shards)} shards; there is no shard {number}.",
+                hint="Describe the stream, and send each record to the shard of its key.",
+            )
+        found = self.shards[number]
+        if isinstance(found, FelixError):
+            raise UnavailableError(
+                f"Shard {number} of {self.name} does not serve: {found}", code=Code.SHARD_STOPPED
+            )
+        return found
+
+    @property
+    def serving(self) -> list[ShardLog]:
+        """The shards that are open."""
+        return [shard for shard in self.shards if isinstance(shard, ShardLog)]
+
+    def describe(self, *, detail: bool) -> StreamState:
+        """As clients see it; with `detail`, the state of every shard."""
+        config = self.record.config
+        return StreamState(
+            str(self.name),
+            self.incarnation,
+            len(self.shards),
+            Durability(config.durability.kind, config.durability.interval_ms),
+            Retention(config.retention.age_ms, config.retention.bytes),
+            config.ring_bytes,
+            self.record.created_ms,
+            [_shard_state(number, shard) for number, shard in enumerate(self.shards)] if detail else [],
+        )
+
+
+def _shard_state(number: int, shard: ShardLog | FelixError) -> ShardState:
+    if isinstance(shard, FelixError):
+        return ShardState(number, 0, 0, 0, 0, stopped=str(shard))
+    return ShardState(
+        number,
+        shard.log_start_offset,
+        shard.high_watermark,
+        shard.log_end_offset,
+        shard.epochs.current,
+        shard.disk_bytes or shard.ring_bytes,
+        shard.segment_count,
+        str(shard.failure or ""),
+    )
+
+
+class StreamTable:
+    """Opens, keeps and closes hosted streams. `changed` is called after a stream came or went."""
+
+    def __init__(
+        self,
+        directory: LogDirectory,
+        ring_budget: Budget,
+        make_seal: MakeSeal,
+        changed: Callable[[], None],
+    ) -> None:
+        self._directory = directory
+        self._make_seal = make_seal
+        self._ring_budget = ring_budget
+        self._changed = changed
+        self._streams: dict[StreamName, HostedStream] = {}
+        self._busy: dict[StreamName, asyncio.Lock] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[HostedStream]:
+        return iter(list(self._streams.values()))
+
+    def get(self, name: StreamName) -> HostedStream | None:
+        return self._streams.get(name)
+
+    async def open(self, record: Stream) -> HostedStream:
+        """Open the stream of this record, if it is not open yet.
+
+        Raises UnavailableError(LIMIT_MEMORY), or what opening a log raises; a damaged shard does not keep the
+        others from serving (its state says why it does not).
+        """
+        name = StreamName.parse(record.name)
+        async with self._busy.setdefault(name, asyncio.Lock()):
+            held = self._streams.get(name)
+            if held is not None:
+                if held.incarnation.hex() == record.incarnation:
+                    held.record = record
+                    return held
+                await self._close(held)
+            per_shard, taken = self._reserve(name, record)
+            try:
+                shards = [
+                    await self._open_shard(name, record, n, per_shard) for n in range(record.config.shards)
+                ]
+            except BaseException:
+                self._ring_budget.give(taken)
+                raise
+            stream = HostedStream(name, record, shards, taken)
+            self._streams[name] = stream
+        self._changed()
+        return stream
+
+    def _reserve(self, name: StreamName, record: Stream) -> tuple[int, int]:
+        """Ring bytes per shard, and what was taken for all of them."""
+        config = record.config
+        wanted = config.ring_bytes if config.durability.kind == "ephemeral" else HOT_BYTES
+        budget = self._ring_budget
+        if budget.take(wanted * config.shards):
+            return wanted, wanted * config.shards
+        if config.durability.kind != "ephemeral" and budget.take(RING_BYTES_MIN * config.shards):
+            return RING_BYTES_MIN, RING_BYTES_MIN * config.shards
+        raise UnavailableError(
+            f"{name} needs {wanted * config.shards} bytes of memory for its newest records, and "
+            f"{budget.limit_bytes - budget.used_bytes} of {budget.limit_bytes} are left.",
+            code=Code.LIMIT_MEMORY,
+            hint="Give it fewer shards or a smaller ring, delete streams, or raise limits.ring_budget.",
+        )
+
+    async def _open_shard(
+        self, name: StreamName, record: Stream, number: int, ring_bytes: int
+    ) -> ShardLog | FelixError:
+        incarnation = bytes.fromhex(record.incarnation)
+        settings = shard_settings(record.config, ring_bytes)
+        hooks = ShardHooks(frame_prefix=delivery_frame)
+        if settings.durability.kind is not Kind.EPHEMERAL:
+            seal = self._make_seal(name, incarnation, number)
+            hooks = ShardHooks(seal.seal, seal.open_batch, seal.commitment, delivery_frame)
+        try:
+            shard = await self._directory.open_shard(name, incarnation, number, settings, hooks)
+        except FelixError as error:
+            log.error("%s shard %d does not serve: %s", name, number, error)
+            return error
+        if not shard.epochs.current:
+            await shard.begin_epoch(1)
+        if shard.report.cut_bytes:
+            log.warning("%s shard %d: %s", name, number, shard.report)
+        return shard
+
+    async def sweep(self, now_ms: int) -> None:
+        """Apply every stream's retention."""
+        for stream in self:
+            for shard in stream.serving:
+                try:
+                    await shard.sweep(now_ms)
+                except FelixError as error:
+                    log.error("retention of %s: %s", stream.name, error)
+
+    async def remove(self, name: StreamName, incarnation: str) -> None:
+        """Close this incarnation and delete its records: it is marked as deleted in the catalog."""
+        async with self._busy.setdefault(name, asyncio.Lock()):
+            held = self._streams.get(name)
+            if held is not None and held.incarnation.hex() == incarnation:
+                await self._close(held)
+            await self._directory.delete_stream(name, bytes.fromhex(incarnation))
+        self._changed()
+
+    async def _close(self, stream: HostedStream) -> None:
+        stream.deleted = True
+        del self._streams[stream.name]
+        self._changed()
+        for number in range(len(stream.shards)):
+            await self._directory.close_shard(stream.name, stream.incarnation, number)
+        self._ring_budget.give(stream.ring_taken)
+
+    async def close(self) -> None:
+        """Close every stream, with everything acknowledged on disk."""
+        for stream in list(self._streams.values()):
+            await self._close(stream)
