@@ -202,6 +202,7 @@ class DriverConnection:
         "_liveness",
         "_loop",
         "_machine",
+        "_open_counts",
         "_owner",
         "_peer_address",
         "_pending",
@@ -258,6 +259,8 @@ class DriverConnection:
         """At least one datagram was sent: the peer's first packet was authentic."""
         self._handler: Handler | None = None
         self._streams: dict[int, int] = {}
+        self._open_counts = [0, 0, 0, 0]
+        """Open streams by the two low bits of their ids: initiator and direction (RFC 9000, section 2.1)."""
         self._pending: dict[int, tuple[list[bytes], bool]] = {}
         self._pending_bytes = 0
         self._flush_scheduled = False
@@ -293,7 +296,7 @@ class DriverConnection:
         self._require_open()
         ours = 0 if self.is_client else 1
         kind = ours | (0 if bidirectional else 2)
-        if sum(1 for stream_id in self._streams if stream_id & 3 == kind) >= self.limits.streams_max:
+        if self._open_counts[kind] >= self.limits.streams_max:
             raise UnavailableError(
                 f"The connection has {self.limits.streams_max} streams of this kind open, which is its limit.",
                 code=Code.LIMIT_SUBSCRIPTIONS,
@@ -301,6 +304,7 @@ class DriverConnection:
             )
         stream_id = self._machine.next_stream_id(bidirectional)
         self._streams[stream_id] = _SENDING | _RECEIVING if bidirectional else _SENDING
+        self._open_counts[kind] += 1
         return stream_id
 
     def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
@@ -500,9 +504,7 @@ class DriverConnection:
         """Take up a stream of the peer's; False where it is one of ours that ended, or one too many."""
         if bool(stream_id & 1) == (not self.is_client):
             return False
-        kind = stream_id & 3
-        count = sum(1 for known in self._streams if known & 3 == kind) if len(self._streams) else 0
-        if count >= STREAMS_SLACK * self.limits.streams_max:
+        if self._open_counts[stream_id & 3] >= STREAMS_SLACK * self.limits.streams_max:
             self._end(
                 Code.LIMIT_SUBSCRIPTIONS,
                 f"more than {STREAMS_SLACK * self.limits.streams_max} streams of one kind are open; "
@@ -511,13 +513,14 @@ class DriverConnection:
             )
             return False
         self._streams[stream_id] = _RECEIVING if stream_id & 2 else _RECEIVING | _SENDING
+        self._open_counts[stream_id & 3] += 1
         return True
 
     def _set_state(self, stream_id: int, state: int) -> None:
         if state & (_SENDING | _RECEIVING):
             self._streams[stream_id] = state
-        else:
-            self._streams.pop(stream_id, None)
+        elif self._streams.pop(stream_id, None) is not None:
+            self._open_counts[stream_id & 3] -= 1
 
     # transmitting
 

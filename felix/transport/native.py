@@ -302,7 +302,7 @@ def _configuration(
         max_datagram_size=datagram_bytes
         if jumbo
         else max(DATAGRAM_BYTES_MIN, min(datagram_bytes, START_BYTES)),
-        probe_datagram_size=not jumbo and datagram_bytes > START_BYTES,
+        probe_datagram_size=not jumbo and datagram_bytes >= PROBED_BYTES_MAX,
     )
 
 

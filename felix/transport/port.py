@@ -96,7 +96,7 @@ class TransportLimits:
     """Streams that a peer may have open at once, per direction kind. At most 100: what both engines offer."""
 
     connections_max: int = 4096
-    """Connections of one listener. One more is refused with CONNECTION_REFUSED and a reason."""
+    """Connections of one listener. One more is told so (close code LIMIT_SESSIONS, with a reason) and closed."""
 
     handshakes_pending_max: int = 256
     """Unfinished handshakes of one listener; each costs a signature. From half of it on, a client must prove its
@@ -108,9 +108,10 @@ class TransportLimits:
     backlog_low_bytes: int = 1024 * 1024
     """`drained` is called once the backlog fell to this: enough left that the path does not run dry."""
 
-    datagram_bytes_max: int = 1452
-    """The largest UDP payload tried on a path to another machine: Ethernet's 1,500 less IPv6 and UDP headers.
-    An engine that probes paths (RFC 8899) starts at the minimum and stops here."""
+    datagram_bytes_max: int = 1472
+    """The largest UDP payload on a path to another machine: Ethernet's 1,500 less IPv4 and UDP headers. The native
+    engine's client starts at 1,280 and probes up to this where it is 1,472 or more (RFC 8899); its server, and the
+    portable engine, do not probe and stay at 1,280 and 1,200."""
 
     datagram_loopback_bytes_max: int = 16 * 1024
     """The UDP payload used where the peer is this machine itself, whose path cannot be smaller than the loopback

@@ -230,6 +230,7 @@ class UdpSocket:
         """What the kernel did not take."""
         at = 0
         count = len(datagrams)
+        refused = False
         while at < count:
             size = len(datagrams[at])
             end = at + 1
@@ -250,13 +251,18 @@ class UdpSocket:
                 if end - at > 1 and error.errno in _NO_OFFLOAD:
                     self._segmentation = False
                     continue
-                if error.errno in _REFUSED:
-                    # The answer to an earlier datagram; this one was not sent. The reader is told, too.
+                if error.errno in _REFUSED and not refused:
+                    # It answers an earlier datagram; this one was not sent. Once more, and tell the reader.
+                    refused = True
                     self._loop.call_soon(self._tell_refused)
-                if error.errno == errno.EMSGSIZE and end - at > 1:
-                    for datagram in datagrams[at:end]:
-                        with suppress(OSError):
-                            self._send_one(datagram, address)
+                    continue
+                if error.errno == errno.EMSGSIZE:
+                    # The kernel says so twice: now, and to the next write, which would be lost for nothing.
+                    self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if end - at > 1:
+                        for datagram in datagrams[at:end]:
+                            with suppress(OSError):
+                                self._send_one(datagram, address)
             at = end
         return []
 

@@ -10,12 +10,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from random import Random
 
 import pytest
 from transport.certificates import Authority
+from transport.path import Path
 from transport.recorder import WAIT_S, Echo, Recorder, eventually
 
 from felix.errors import Code, ProtocolError, RequestError, UnavailableError
+from felix.transport.driver import DriverListener
 from felix.transport.port import (
     ENGINE_NAMES,
     ClientTls,
@@ -27,6 +30,7 @@ from felix.transport.port import (
     TransportLimits,
     engine_named,
 )
+from felix.transport.udp import Address
 
 NAME = "b1.us-east.acme"
 LIMITS = TransportLimits()
@@ -334,9 +338,9 @@ async def test_an_idle_connection_ends_on_both_sides(pair: Pair) -> None:
 
 
 async def test_keepalive_holds_an_idle_connection(pair: Pair) -> None:
-    brief = replace(LIMITS, idle_timeout_ms=2500, keepalive_ms=500)
+    brief = replace(LIMITS, idle_timeout_ms=1500, keepalive_ms=500)
     async with pair.connected(client_limits=brief, server_limits=brief) as (client, server, _):
-        await asyncio.sleep(3.2)
+        await asyncio.sleep(2.2)
         assert not client.closed_with and not server.closed_with
 
 
@@ -470,6 +474,93 @@ async def test_garbage_and_half_open_handshakes_leave_nothing_behind(pair: Pair)
         assert listener.connection_count >= 1
 
 
+async def test_clients_share_a_listener_without_hearing_each_other(pair: Pair) -> None:
+    async with pair.listening(Echo) as listener:
+        clients = [Recorder() for _ in range(12)]
+        await asyncio.gather(*(pair.dial(listener, client) for client in clients))
+        assert listener.connection_count == 12
+        streams = []
+        for number, client in enumerate(clients):
+            stream = client.peer.open_stream(bidirectional=True)
+            streams.append(stream)
+            client.peer.send(stream, b"%d " % number * 5000, end=True)
+        for number, (client, stream) in enumerate(zip(clients, streams, strict=True)):
+            await client.until(lambda c, s=stream: s in c.ended)
+            assert bytes(client.received[stream]) == b"%d " % number * 5000
+            client.peer.close()
+        await eventually(lambda: listener.connection_count == 0)
+
+
+async def test_random_and_damaged_datagrams_change_nothing(pair: Pair) -> None:
+    """Thousands of them, handed straight to both ends: random ones, and real ones with a byte changed."""
+    random = Random(7)
+    real: list[bytes] = []
+
+    async with pair.connected(make=Echo) as (client, _, listener):
+        assert isinstance(listener, DriverListener)
+        receive = listener.datagrams_received
+
+        def listen_in(data: bytes, segment_bytes: int, address: Address) -> None:
+            real.append(data[:segment_bytes])
+            receive(data, segment_bytes, address)
+
+        listener.datagrams_received = listen_in  # type: ignore[method-assign]
+        stream = client.peer.open_stream(bidirectional=True)
+        client.peer.send(stream, b"before" * 5000)
+        await client.until(lambda c: len(c.received.get(stream, b"")) == 30_000)
+        assert real
+        address = client.peer.peer_address[0], 9
+        for _ in range(1500):
+            piece = bytearray(
+                random.choice(real) if random.random() < 0.7 else random.randbytes(random.randint(1, 1500))
+            )
+            piece[random.randrange(len(piece))] ^= 1 << random.randrange(8)
+            segment = random.choice((len(piece), 1 + len(piece) // 2, 1200))
+            receive(bytes(piece), segment, address)
+            if random.random() < 0.1:
+                listener.pass_ended()
+                await asyncio.sleep(0)
+        listener.pass_ended()
+        client.peer.send(stream, b"after", end=True)
+        await client.until(lambda c: stream in c.ended)
+        assert bytes(client.received[stream][30_000:]) == b"after"
+        assert listener.handshake_count <= LIMITS.handshakes_pending_max
+
+
+async def test_a_client_whose_address_changes_stays_connected(pair: Pair) -> None:
+    """A box on the path forgets its mapping and gives the client another port (RFC 9000, section 9)."""
+    async with pair.listening(Echo) as listener, Path(listener.address) as path:
+        client = Recorder()
+        await pair.client.connect(HOST, path.port, ClientTls(pair.authority.pem, NAME), client)
+        stream = client.peer.open_stream(bidirectional=True)
+        client.peer.send(stream, b"one ")
+        await client.until(lambda c: bytes(c.received.get(stream, b"")) == b"one ")
+        await asyncio.sleep(0.1)
+        path.change_port()
+        client.peer.send(stream, b"two", end=True)
+        await client.until(lambda c: stream in c.ended)
+        assert bytes(client.received[stream]) == b"one two"
+        assert listener.connection_count == 1
+        client.peer.close()
+
+
+async def test_what_the_path_loses_is_sent_again(pair: Pair) -> None:
+    random = Random(11)
+    async with (
+        pair.listening(Echo) as listener,
+        Path(listener.address, lambda: random.random() < 0.05) as path,
+    ):
+        client = Recorder()
+        await pair.client.connect(HOST, path.port, ClientTls(pair.authority.pem, NAME), client)
+        sent = random.randbytes(300_000)
+        stream = client.peer.open_stream(bidirectional=True)
+        client.peer.send(stream, sent, end=True)
+        await client.until(lambda c: stream in c.ended)
+        assert bytes(client.received[stream]) == sent
+        assert path.lost > 0
+        client.peer.close()
+
+
 @pytest.mark.parametrize("name", ENGINE_NAMES)
 async def test_an_unknown_version_is_answered_with_ours(name: str, authority: Authority) -> None:
     listener = await engine_named(name).listen(HOST, 0, authority.server(NAME), Recorder)
@@ -521,8 +612,6 @@ async def test_what_a_caller_got_wrong_is_said(name: str, authority: Authority) 
 @pytest.mark.parametrize("name", ENGINE_NAMES)
 async def test_a_server_that_vanishes_is_noticed(name: str, authority: Authority) -> None:
     """The socket goes without a word, as with a killed process; the kernel then refuses on its behalf."""
-    from felix.transport.driver import DriverListener
-
     engine = engine_named(name)
     listener = await engine.listen(HOST, 0, authority.server(NAME), Recorder)
     assert isinstance(listener, DriverListener)
