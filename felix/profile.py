@@ -120,9 +120,13 @@ class _ProfileFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Bundle(msgspec.Struct, frozen=True):
-    region: str
-    mesh: str
     root_pem: str
+
+
+class _SignedBundle(msgspec.Struct, frozen=True):
+    """As much of a region's bundle.json (keys.bundle) as a client needs: the root, which says whose it is."""
+
+    bundle: _Bundle
 
 
 def felix_home() -> Path:
@@ -203,14 +207,14 @@ def _load_root(profile: Profile) -> bytes:
         root = _read(profile.authority, f"The authority of {profile.region}")
         if not root.lstrip().startswith(b"-----BEGIN"):
             try:
-                bundle = msgspec.json.decode(root, type=_Bundle)
+                signed = msgspec.json.decode(root, type=_SignedBundle)
             except (msgspec.MsgspecError, UnicodeDecodeError) as error:
                 raise RequestError(
                     f"{profile.authority} is neither a bundle nor a PEM certificate: {error}.",
                     code=Code.CONFIG_INVALID,
                     hint="Take the region's bundle.json again from somebody who runs it.",
                 ) from error
-            root = bundle.root_pem.encode()
+            root = signed.bundle.root_pem.encode()
     # The anchor checks that the certificate says itself that it is of this region.
     TrustAnchor(profile.region, profile.mesh, root)
     return root

@@ -15,16 +15,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from felix.names import parse_region
-
-
-def felix_home() -> Path:
-    """`FELIX_HOME`, else `~/.felix`."""
-    return Path(os.environ.get("FELIX_HOME") or Path.home() / ".felix")
+from felix.profile import felix_home
 
 
 @dataclass(frozen=True, slots=True)
