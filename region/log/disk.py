@@ -24,7 +24,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple
 
-from felix.batch import Batch, BatchHeader, body_checksum
+from felix.batch import HEADER_BYTES, Batch, BatchHeader, body_checksum
 from felix.errors import Code, RequestError, UnavailableError
 from region.log.epochs import EpochHistory
 from region.log.files import Files, create_durably, is_full, read_file, save_checked, write_all
@@ -464,7 +464,7 @@ class DiskLog:
                         if index + entry.length > len(window):
                             raise EntryIncompleteError("the window ends", entry.length)
                         data = window[index + entry.length - header.total_length : index + entry.length]
-                        if body_checksum(data[-header.body_length :]) != header.body_checksum:
+                        if body_checksum(data[HEADER_BYTES:]) != header.body_checksum:
                             raise EntryDamagedError("the body's checksum does not hold")
                         found.append(SealedBatch(header, data))
                         size += header.total_length

@@ -29,7 +29,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple, TypeVar
 
-from felix.batch import BATCH_BYTES_MAX, FLAG_SEALED, HEADER_BYTES, NO_KEY_ID, Batch, BatchHeader
+from felix.batch import (
+    BATCH_BYTES_MAX,
+    FLAG_SEALED,
+    HEADER_BYTES,
+    NO_KEY_ID,
+    Batch,
+    BatchHeader,
+    body_checksum,
+)
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from keys.envelope import SEAL_BYTES
 from region.log.counters import ShardCounters
@@ -336,6 +344,7 @@ class ShardLog:
         """Append a plain batch, an annotation for `slot`, or both in one; `done` is called once, on the loop.
 
         Header fields that are the broker's (shard, base offset, append time, leader epoch) are set here.
+        The annotation of a repeated batch is not kept: the first copy's is.
         `done` may be called before this returns (refusals, ephemeral shards). What it is called with:
         Appended, or RequestError (SEQUENCE_GAP, PRODUCER_FENCED, BATCH_TOO_LARGE, INVALID), UnavailableError
         (LIMIT_MEMORY, DISK_FULL, SHARD_STOPPED …).
@@ -425,14 +434,20 @@ class ShardLog:
             )
         size = len(annotation)
         if batch:
-            size += batch.header.total_length
-            if batch.header.flags & FLAG_SEALED:
+            header = batch.header
+            size += header.total_length
+            if len(batch.body) != header.body_length or body_checksum(batch.body) != header.body_checksum:
+                # Once written it would look like damage, and stop the shard for everybody.
+                return RequestError(
+                    "The batch's body is not the one that its header was made for.", code=Code.BATCH_MALFORMED
+                )
+            if header.flags & FLAG_SEALED:
                 return RequestError(
                     "The batch is sealed already; a shard takes plain batches and seals them itself."
                 )
-            if batch.header.total_length + SEAL_BYTES > BATCH_BYTES_MAX:
+            if header.total_length + SEAL_BYTES > BATCH_BYTES_MAX:
                 return RequestError(
-                    f"A batch of {batch.header.total_length} bytes leaves no room for its seal; "
+                    f"A batch of {header.total_length} bytes leaves no room for its seal; "
                     f"{BATCH_BYTES_MAX - SEAL_BYTES} are allowed.",
                     code=Code.BATCH_TOO_LARGE,
                     hint="Publish smaller batches.",
@@ -615,9 +630,9 @@ class ShardLog:
             self.counters.sync_ns += sync_ns
         if self.state is State.FULL:
             self._move(Event.ROOM)
-        self._arm_timers()
         for item in group:
             self._answer(item, item.answer)
+        self._arm_timers()
         if self._high_watermark > before:
             self._wake_tail()
         if not self._in_flight:

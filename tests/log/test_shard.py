@@ -24,7 +24,7 @@ from log.building import (
     until,
 )
 
-from felix.batch import BATCH_BYTES_MAX, Batch, BatchHeader
+from felix.batch import BATCH_BYTES_MAX, Batch, BatchHeader, body_checksum
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.names import StreamName
 from keys.envelope import BatchSealer, DataKey, open_batch
@@ -286,6 +286,23 @@ async def test_batches_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
             await shard.append(None, annotation=b"at", slot=slot)
         with pytest.raises(RequestError):
             await shard.append(None, annotation=b"at", slot=256)
+
+
+async def test_body_that_does_not_fit_its_header_never_reaches_the_log(tmp_path: Path) -> None:
+    good = batch_of(b"payload")
+    other = Batch(good.header, bytes(len(good.body)))
+    shorter = Batch(good.header, good.body[:-1])
+    empty = Batch(good.header._replace(body_length=0, body_checksum=body_checksum(b"")), b"")
+    async with serving(tmp_path, ShardSettings(ring_bytes_max=1)) as shard:
+        for bad in (other, shorter):
+            with pytest.raises(RequestError) as malformed:
+                await shard.append(bad)
+            assert malformed.value.code is Code.BATCH_MALFORMED
+        await shard.append(empty)
+        await shard.append(good)
+        assert len(await shard.read(0, 1_000)) == 2, "a body without bytes is read back as it was"
+    async with serving(tmp_path) as shard:
+        assert shard.high_watermark == 2
 
 
 async def test_what_is_sealed_on_disk_is_delivered_plain_hot_and_cold(tmp_path: Path) -> None:
