@@ -18,6 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from felix.batch import Batch, NewRecord, encode_batch
+from felix.names import StreamName
+from keys.envelope import BatchSealer, DataKey
+from keys.key_id import KeyKind, new_key_id
 from region.log.disk import DiskLog
 from region.log.durability import EPHEMERAL, FSYNC, Durability
 from region.log.segment import ShardIdentity
@@ -32,7 +35,7 @@ RECOVERY_BYTES = 1 << 30
 
 
 async def append_all(
-    folder: Path | None, durability: Durability, batch: Batch, count: int
+    folder: Path | None, durability: Durability, batch: Batch, count: int, hooks: ShardHooks | None = None
 ) -> tuple[float, ShardLog]:
     """Seconds for `count` acknowledged appends with `IN_FLIGHT` at once."""
     with ThreadPoolExecutor(4) as pool:
@@ -40,7 +43,7 @@ async def append_all(
             folder,
             IDENTITY,
             ShardSettings(durability=durability),
-            ShardHooks(),
+            hooks or ShardHooks(),
             commit_pool=pool,
             read_pool=pool,
         )
@@ -88,6 +91,20 @@ def raw(path: Path, chunk: bytes, count: int) -> float:
     return elapsed
 
 
+def sealed() -> ShardHooks:
+    """Hooks that seal as a broker's do: AES-256-GCM under a data key."""
+    key = DataKey(
+        new_key_id(IDENTITY.region, KeyKind.DATA, os.urandom(11)),
+        IDENTITY.region,
+        StreamName.parse(IDENTITY.stream),
+        IDENTITY.incarnation,
+        IDENTITY.shard,
+        0,
+        os.urandom(32),
+    )
+    return ShardHooks(seal=BatchSealer(key).seal, commitment=key.commitment)
+
+
 def timed(work: Callable[[], object]) -> float:
     begun = time.perf_counter()
     work()
@@ -118,6 +135,8 @@ def main(folder: Path) -> None:
         raw(folder / "raw", chunk * per_group, APPENDS // per_group),
         f"{per_group} batches a sync",
     )
+    elapsed, shard = asyncio.run(append_all(folder / "sealed", FSYNC, batch, APPENDS, sealed()))
+    line("fsync, sealed", APPENDS, elapsed, f"{shard.counters.syncs} syncs")
     elapsed, shard = asyncio.run(
         append_all(folder / "interval", Durability.parse("interval:50ms"), batch, APPENDS)
     )
