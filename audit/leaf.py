@@ -405,7 +405,7 @@ def _decode(data: Buffer) -> tuple[Header, int]:
         )
     try:
         header = _decoder.decode(memoryview(data)[_PREFIX.size : entries_at])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptionError(f"An audit leaf's header does not decode: {error}.") from error
     return header, entries_at
 

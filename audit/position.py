@@ -133,9 +133,9 @@ class Positions:
                 ]
 
     def refuses(self, headers: list[Header]) -> str:
-        """Why these leaves would pass a limit; empty where they would not."""
-        first = headers[0]
-        if first.kind is not Kind.INTENT and first.kind is not Kind.ACK:
+        """Why one append of these leaves, all of one link shard, would pass a limit; empty where it would not."""
+        first = next((header for header in headers if header.kind in (Kind.INTENT, Kind.ACK)), None)
+        if first is None:
             return ""
         state = self._states.get(LinkShard.of(first))
         if state is None:
@@ -176,7 +176,7 @@ class Positions:
         """Positions, size and last leaf hash of a snapshot. Raises CorruptionError; the caller rebuilds instead."""
         try:
             snapshot = msgspec.msgpack.decode(data, type=_Snapshot)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CorruptionError(f"The snapshot of positions does not decode: {error}.") from error
         positions = cls()
         positions._states = {state.key: state for state in snapshot.states}

@@ -92,14 +92,14 @@ def _read(data: bytes) -> _Signed:
         raise TamperError(f"{len(data)} bytes are not a receipt.")
     try:
         return _signed.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TamperError(f"A receipt does not decode: {error}.") from error
 
 
 def _decode(signed: _Signed) -> Receipt:
     try:
         return _body.decode(signed.body)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TamperError(f"A receipt's body does not decode: {error}.") from error
 
 

@@ -8,7 +8,7 @@ Callers: audit.trail, audit.verify, audit.proof, audit.spark.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from struct import Struct
 from typing import Final, Protocol
 
@@ -127,6 +127,14 @@ def read_bundle(files: Files, index: int, size: int) -> list[memoryview]:
         if held > width and (data := files.read(bundle_path(index, held))) is not None:
             return decode_bundle(data, held)[:width]
     raise TamperError(f"The entry bundle {bundle_path(index, width)} is missing.")
+
+
+def read_entries(files: Files, start: int, end: int, size: int) -> Iterator[tuple[int, memoryview]]:
+    """The leaves start..end (end not included) of a log of `size` leaves, with their indexes. Raises TamperError."""
+    for number in range(start // TILE_WIDTH, -(-min(end, size) // TILE_WIDTH)):
+        for index, leaf in enumerate(read_bundle(files, number, size), number * TILE_WIDTH):
+            if start <= index < end:
+                yield index, leaf
 
 
 def _read_at_least(files: Files, kind: str, index: int, width: int) -> bytes | None:

@@ -49,6 +49,7 @@ from audit.tile import (
     encode_bundle,
     index_path,
     read_bundle,
+    read_entries,
     read_tree,
     tile_path,
 )
@@ -688,10 +689,8 @@ class _Opening:
                     positions, start = found, at
             except CorruptionError:
                 pass  # a shortcut that does not hold is not taken
-        for number in range(start // TILE_WIDTH, -(-size // TILE_WIDTH)):
-            for at, leaf in enumerate(read_bundle(self._folder, number, size), number * TILE_WIDTH):
-                if at >= start:
-                    positions.apply(at, decode_header(leaf))
+        for number, leaf in read_entries(self._folder, start, size, size):
+            positions.apply(number, decode_header(leaf))
         return positions, start
 
     def _mend_index(self, size: int) -> None:

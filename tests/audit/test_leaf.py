@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from hashlib import blake2b
 
 import msgspec
@@ -222,3 +223,12 @@ def test_the_row_of_an_intent_has_no_terms_and_a_digest_of_its_entries() -> None
     assert row["kind"] == "INTENT" and row["side"] == "egress" and row["records"] == 10
     assert row["first_offset"] == 0 and row["purpose"] is None and row["lineage"] is None
     assert len(row["entries_sha256"]) == 64
+
+
+@given(st.data())
+def test_a_flipped_bit_raises_nothing_but_corruption(data: st.DataObject) -> None:
+    (leaf,) = intent_leaves(header(), records(0, 10), committer())
+    changed = bytearray(encode_leaf(leaf))
+    changed[data.draw(st.integers(0, len(changed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with contextlib.suppress(CorruptionError):
+        assert decode_leaf(bytes(changed)) != leaf

@@ -1,0 +1,218 @@
+"""Signed notes and checkpoints: the specification's own example, round trips, and what is refused."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+
+import pytest
+from audit_log import key, log_signer, witness_signer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from audit.checkpoint import Checkpoint, open_checkpoint
+from audit.errors import TamperError
+from audit.note import (
+    Algorithm,
+    Note,
+    NoteSigner,
+    VerifierKey,
+    check_key_name,
+    encode_note,
+    parse_note,
+    verify_note,
+)
+from felix.errors import FelixError, RequestError
+
+# The cosigned checkpoint that https://c2sp.org/tlog-cosignature shows.
+COSIGNED_EXAMPLE = (
+    "example.com/behind-the-sofa\n"
+    "20852163\n"
+    "CsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=\n"
+    "\n"
+    "— example.com/behind-the-sofa "
+    "Az3grlgtzPICa5OS8npVmf1Myq/5IZniMp+ZJurmRDeOoRDe4URYN7u5/Zhcyv2q1gGzGku9nTo+zyWE+xeMcTOAYQ8=\n"
+    "— witness.example.com/w1 "
+    "jWbPPwAAAABkGFDLEZMHwSRaJNiIDoe9DYn/zXcrtPHeolMI5OWXEhZCB9dlrDJsX3b2oyin1nPZqhf5nNo0xUe+mbIUBkBIfZ+qnA==\n"
+).encode()
+
+# A verifier key and a note signed with it, from the documentation of golang.org/x/mod/sumdb/note.
+GO_VKEY = "PeterNeumann+c74f20a3+ARpc2QcUPDhMQegwxbzhKqiBfsVkmqq/LDE4izWy10TW"
+GO_NOTE = (
+    "If you think cryptography is the answer to your problem,\n"
+    "then you don't know what your problem is.\n"
+    "\n"
+    "— PeterNeumann x08go/ZJkuBS9UG/SffcvIAQxVBtiFupLLr8pAcElZInNIuGUgYN1FFYC2pZSNXgKvqfqdngotpRZb6KE6RyyBwJnAM=\n"
+).encode()
+
+
+def test_the_documented_note_of_another_implementation_verifies() -> None:
+    known = VerifierKey.parse(GO_VKEY)
+    assert str(known) == GO_VKEY and known.key_id.hex() == "c74f20a3"
+    note = parse_note(GO_NOTE)
+    (verified,) = verify_note(note, [known])
+    assert verified.key == known and verified.time_s is None
+    assert encode_note(note) == GO_NOTE
+    with pytest.raises(TamperError, match="does not hold"):
+        verify_note(Note(note.text.replace("problem,", "problem;"), note.signatures), [known])
+
+
+def test_the_specification_example_is_read_as_it_says() -> None:
+    note = parse_note(COSIGNED_EXAMPLE)
+    checkpoint = Checkpoint.parse(note.text)
+    assert (checkpoint.origin, checkpoint.size) == ("example.com/behind-the-sofa", 20852163)
+    assert checkpoint.root == b64decode("CsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=")
+    assert checkpoint.text() == note.text and encode_note(note) == COSIGNED_EXAMPLE
+    witness = note.signatures[1]
+    assert witness.name == "witness.example.com/w1" and len(witness.data) == 8 + 64
+    assert int.from_bytes(witness.data[:8], "big") == 1679315147, "the time that the specification shows"
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+def test_a_verifier_key_goes_round(algorithm: Algorithm) -> None:
+    verifier = VerifierKey("eu-west.acme/witness", algorithm, key(4).verify_key.public)
+    assert VerifierKey.parse(str(verifier)) == verifier
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "name",
+        "name+00000000",
+        "name+00000000+AAAA",
+        "na me+c74f20a3+ARpc2QcUPDhMQegwxbzhKqiBfsVkmqq/LDE4izWy10TW",
+        "PeterNeumann+c74f20a4+ARpc2QcUPDhMQegwxbzhKqiBfsVkmqq/LDE4izWy10TW",
+        "PeterNeumann+c74f20a3+ARpc2QcUPDhMQegwxbzhKqiBfsVkmqq/LDE4izWy10TX",
+        "PeterNeumann+c74f20a3+BRpc2QcUPDhMQegwxbzhKqiBfsVkmqq/LDE4izWy10TW",
+    ],
+)
+def test_what_is_no_verifier_key_is_refused(text: str) -> None:
+    with pytest.raises(RequestError, match=r"verifier key|note key"):
+        VerifierKey.parse(text)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a+b", "a\u2003b", "a\tb", "a\x00b"])
+def test_a_name_with_spaces_or_plus_names_no_key(name: str) -> None:
+    with pytest.raises(RequestError):
+        check_key_name(name)
+
+
+def test_unknown_signatures_are_ignored_and_bad_known_ones_refuse() -> None:
+    log, witness, stranger = log_signer(), witness_signer(), witness_signer("stranger", seed=9)
+    text = Checkpoint(log.key.name, 3, b"r" * 32).text()
+    note = Note(text, (log.sign(text), stranger.cosign(text, 5), witness.cosign(text, 7)))
+    signed = open_checkpoint(encode_note(note), log.key, [witness.key])
+    assert [(by.key, by.time_s) for by in signed.cosigned] == [(witness.key, 7)]
+    other = Checkpoint(log.key.name, 4, b"r" * 32).text()
+    bad = Note(text, (log.sign(text), witness.cosign(other, 7)))
+    assert open_checkpoint(encode_note(bad), log.key).cosigned == ()
+    with pytest.raises(TamperError, match=r"eu-west\.acme/witness does not hold"):
+        open_checkpoint(encode_note(bad), log.key, [witness.key])
+
+
+def test_a_note_that_no_known_key_signed_is_refused() -> None:
+    log, witness = log_signer(), witness_signer()
+    text = Checkpoint(log.key.name, 3, b"r" * 32).text()
+    with pytest.raises(TamperError, match="no signature of a known key"):
+        open_checkpoint(encode_note(Note(text, (log_signer(seed=5).sign(text),))), log.key)
+    with pytest.raises(TamperError, match="not signed by the log's own key"):
+        open_checkpoint(encode_note(Note(text, (witness.cosign(text, 1),))), log.key, [witness.key])
+
+
+def test_a_checkpoint_of_another_log_is_refused() -> None:
+    log = log_signer()
+    text = Checkpoint("another.example/log", 3, b"r" * 32).text()
+    with pytest.raises(TamperError, match=r"another\.example/log"):
+        open_checkpoint(encode_note(Note(text, (log.sign(text),))), log.key)
+
+
+def test_a_cosignature_and_a_signature_by_one_key_are_not_taken_for_each_other() -> None:
+    plain = NoteSigner.from_key("name", key(6), Algorithm.ED25519)
+    cosigner = NoteSigner.from_key("name", key(6), Algorithm.COSIGNATURE)
+    assert plain.key.key_id != cosigner.key.key_id
+    line = plain.sign("text\n")
+    with pytest.raises(TamperError):
+        cosigner.key.verify("text\n", line.data)
+    with pytest.raises(TamperError):
+        plain.key.verify("text\n", cosigner.cosign("text\n", 1).data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"text\n",
+        b"text\n\n",
+        b"text\n\n\xe2\x80\x94 name AAAAAA==",
+        b"text\n\n- name AAAAAAA=\n",
+        b"text\n\n\xe2\x80\x94 name AAAA\n",
+        b"text\n\n\xe2\x80\x94 name AAAAAAA\n",
+        b"text\n\n\xe2\x80\x94 name AAAAAAB=\n",
+        b"text\n\n\xe2\x80\x94 na+me AAAAAAA=\n",
+        b"text\n\n\xe2\x80\x94  AAAAAAA=\n",
+        b"te\x01xt\n\n\xe2\x80\x94 name AAAAAAA=\n",
+        b"te\xffxt\n\n\xe2\x80\x94 name AAAAAAA=\n",
+        b"text\r\n\r\n\xe2\x80\x94 name AAAAAAA=\r\n",
+        b"text\n\n" + b"\xe2\x80\x94 name AAAAAAA=\n" * 65,
+        b"a" * 70_000,
+    ],
+)
+def test_what_is_no_note_is_refused(data: bytes) -> None:
+    with pytest.raises(TamperError):
+        parse_note(data)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "origin\n",
+        "origin\n1\n",
+        "origin\n1\n\n",
+        "origin\n01\nCsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=\n",
+        "origin\n-1\nCsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=\n",
+        "origin\n\u0661\nCsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=\n",
+        "origin\n99999999999999999999\nCsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=\n",
+        "\n1\nCsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=\n",
+        "origin\n1\nCsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2=\n",
+        "origin\n1\nCsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2J=\n",
+        "origin\n1\nAAAA\n",
+        "origin\n1\nCsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=",
+        "origin\n1\nCsUYapGGPo4dkMgIAUqom/Xajj7h2fB2MPA3j2jxq2I=\n\nextension\n",
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(text: str) -> None:
+    with pytest.raises(TamperError):
+        Checkpoint.parse(text)
+
+
+@given(
+    st.integers(0, 2**62), st.binary(min_size=32, max_size=32), st.lists(st.sampled_from(["a", "b c", "—"]))
+)
+def test_checkpoints_go_round(size: int, root: bytes, extensions: list[str]) -> None:
+    checkpoint = Checkpoint("origin", size, root, tuple(extensions))
+    assert Checkpoint.parse(checkpoint.text()) == checkpoint
+
+
+@given(st.data())
+def test_no_flipped_bit_of_a_signed_checkpoint_passes(data: st.DataObject) -> None:
+    log, witness = log_signer(), witness_signer()
+    text = Checkpoint(log.key.name, 3, b"r" * 32).text()
+    whole = encode_note(Note(text, (log.sign(text), witness.cosign(text, 7))))
+    changed = bytearray(whole)
+    changed[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        signed = open_checkpoint(bytes(changed), log.key, [witness.key])
+    except FelixError:
+        return
+    assert signed.cosigned == (), "only a witness whose name or key id was changed is ignored"
+    assert signed.note.text == text
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_no_note(data: bytes) -> None:
+    for candidate in (data, b"text\n\n\xe2\x80\x94 " + data):
+        try:
+            parse_note(candidate)
+        except TamperError:
+            continue
