@@ -21,6 +21,8 @@ Which leaves a link writes, and in which order (the verifier holds a log to this
 - ingress, per batch: ACK leaves with the same entries as the INTENT, and the destination's offsets.
 - entries commit to the payload *as it crosses* (after transforms), under the link's commitment key, which both
   sides hold; so the two logs' entries are equal byte for byte. A WITHHELD entry commits to the payload as it was.
+- an envelope of which every record was withheld still moves the destination's position: its INTENT and ACK cover
+  the range and have no records, no entries and no destination offsets.
 - a GAP leaf covers source offsets that nobody can read any more.
 
 Invariants: `decode_leaf(encode_leaf(leaf)) == leaf`; a leaf has at most 65,535 bytes (the entry bundle of C2SP
@@ -43,8 +45,8 @@ from felix.errors import CorruptionError, RequestError
 
 LEAF_BYTES_MAX: Final = 65_535
 """C2SP tlog-tiles: an entry bundle prefixes each entry with a 16-bit length."""
-HEADER_BYTES_MAX: Final = 40_000
-"""Room for a grant's signed document and its terms, and still for some hundred entries."""
+HEADER_BYTES_MAX: Final = 60_000
+"""Room for a grant's terms in full and its signed document; a crossing's header has some 800 bytes."""
 ENTRY_BYTES: Final = 68
 COMMITMENT_BYTES: Final = 32
 TAG_BYTES: Final = 16
@@ -65,7 +67,7 @@ assert _ENTRY.size == ENTRY_BYTES
 Buffer = bytes | bytearray | memoryview
 
 Text = Annotated[str, msgspec.Meta(max_length=512)]
-Sentence = Annotated[str, msgspec.Meta(max_length=2_000)]
+Sentence = Annotated[str, msgspec.Meta(max_length=2_048)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=SHA256_BYTES)]
 Id16 = Annotated[bytes, msgspec.Meta(max_length=16)]
@@ -131,6 +133,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     """adequacy, scc, bcr, code-of-conduct, certification, derogation … as the policy names it"""
     article: Text
     """the article it rests on, as in "GDPR 46(2)(c)" """
+    mechanism: Text = ""
+    """which one exactly: the module of the clauses, the decision, the derogation's letter"""
     reference: Text
     """the contract or decision, as in SCC-2026-014"""
     assessment: Text = ""
@@ -264,14 +268,8 @@ _CROSSING: Final = (
 )
 
 REQUIRED: Final[dict[Kind, tuple[str, ...]]] = {
-    Kind.INTENT: (*_CROSSING, "records", "envelope_sha256", "source_batch_sha256", "commitment_key_id"),
-    Kind.ACK: (
-        *_CROSSING,
-        "records",
-        "envelope_sha256",
-        "destination_first_offset",
-        "destination_last_offset",
-    ),
+    Kind.INTENT: (*_CROSSING, "envelope_sha256", "source_batch_sha256", "commitment_key_id"),
+    Kind.ACK: (*_CROSSING, "envelope_sha256"),
     Kind.DENY: ("actor", "action", "rule", "code", "sentence"),
     Kind.WITHHELD: (
         "bridge",
@@ -326,6 +324,8 @@ def _mistake(leaf: Leaf) -> str:
         to_first is not None and to_last is not None and to_first > to_last
     ):
         return f"the destination offset range {to_first}..{to_last} is no range"
+    if kind is Kind.ACK and (to_first is None) != (header.records == 0):
+        return "an ACK has destination offsets if and only if it has records"
     if not header.part < header.parts:
         return f"part {header.part} of {header.parts}"
     listed = kind in (Kind.INTENT, Kind.WITHHELD) or (kind is Kind.ACK and header.side is Side.INGRESS)
@@ -518,8 +518,8 @@ def intent_leaves(header: Header, records: Iterable[SourceRecord], committer: Co
 
     `header` describes the batch: kind, both offset ranges, the envelope …; records, payload_bytes, part, parts and
     commitment_key_id are filled in here. Each part covers its own source range; together they cover the
-    header's range exactly. Destination offsets are shared out one per record. Raises RequestError(INVALID)
-    where there are no records or the header leaves no room.
+    header's range exactly. Destination offsets are shared out one per record. No records make one leaf without
+    entries (nothing of the range crosses). Raises RequestError(INVALID) where the header has no range.
     """
     return split_leaves(
         msgspec.structs.replace(header, commitment_key_id=committer.key_id), pack_entries(records, committer)
@@ -531,8 +531,10 @@ def split_leaves(header: Header, entries: bytes) -> list[Leaf]:
 
     Destination offsets must be as many as the entries, where they are given.
     """
-    if not entries or len(entries) % ENTRY_BYTES or header.first_offset is None or header.last_offset is None:
-        raise RequestError("A leaf that lists records needs at least one record and an offset range.")
+    if len(entries) % ENTRY_BYTES or header.first_offset is None or header.last_offset is None:
+        raise RequestError("A leaf that lists records needs whole entries and an offset range.")
+    if not entries:
+        return [Leaf(msgspec.structs.replace(header, records=0, payload_bytes=0, part=0, parts=1), b"")]
     head = len(_encoder.encode(msgspec.structs.replace(header, records=1 << 62, payload_bytes=1 << 62)))
     # Part numbers and narrower ranges may need a few bytes more than the header as it was given.
     room = (LEAF_BYTES_MAX - _PREFIX.size - min(head + 64, HEADER_BYTES_MAX)) // ENTRY_BYTES
@@ -610,6 +612,7 @@ LEAF_COLUMNS: Final[tuple[tuple[str, str], ...]] = (
     ("purpose", "string"),  # from here: GRANT only, the grant's terms
     ("basis", "string"),
     ("article", "string"),
+    ("mechanism", "string"),
     ("reference", "string"),
     ("assessment", "string"),
     ("categories", "array<string>"),

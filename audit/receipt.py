@@ -38,8 +38,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     last_offset: Natural
     records: Natural
     envelope_sha256: Digest
-    destination_first_offset: Natural
-    destination_last_offset: Natural
+    destination_first_offset: Natural | None
+    destination_last_offset: Natural | None
+    """None where nothing of the range crossed"""
     ingress_origin: Text
     """the ingress log's origin"""
     ingress_index: Natural

@@ -122,8 +122,7 @@ class Link:
             held = self.header(Kind.WITHHELD, reason="transform-failed", code=509, **covered)
             leaves += intent_leaves(held, stay, committer)
         cross = [record for at, record in enumerate(records) if at not in withhold]
-        if cross:
-            leaves += intent_leaves(self.header(Kind.INTENT, **covered, **digests), cross, committer)
+        leaves += intent_leaves(self.header(Kind.INTENT, **covered, **digests), cross, committer)
         self.offset += count
         return leaves
 
@@ -139,8 +138,8 @@ class Link:
             fields |= {
                 "kind": Kind.ACK,
                 "side": Side.INGRESS,
-                "destination_first_offset": first,
-                "destination_last_offset": self.destination_offset - 1,
+                "destination_first_offset": first if leaf.entries else None,
+                "destination_last_offset": self.destination_offset - 1 if leaf.entries else None,
                 "attempt": 1,
             }
             leaves.append(Leaf(Header(**fields), leaf.entries))
@@ -158,8 +157,8 @@ class Link:
             last_offset=intents[-1].header.last_offset,
             records=count,
             envelope_sha256=head.envelope_sha256,
-            destination_first_offset=to,
-            destination_last_offset=to + count - 1,
+            destination_first_offset=to if count else None,
+            destination_last_offset=to + count - 1 if count else None,
             attempt=1,
         )
         receipt = receipt_for(ack, ingress_index)
@@ -195,7 +194,6 @@ def _fields(header: Header) -> dict[str, object]:
 
 def receipt_for(ack: Header, ingress_index: int = 0) -> bytes:
     assert ack.first_offset is not None and ack.last_offset is not None
-    assert ack.destination_first_offset is not None and ack.destination_last_offset is not None
     receipt = Receipt(
         grant_id=ack.grant_id,
         terms_hash=ack.terms_hash,
@@ -236,5 +234,4 @@ def egress_appends(batches: int, link: Link | None = None) -> Iterator[list[Leaf
             yield [link.deny()]
         intents = link.intent(3, withhold)
         yield intents
-        if any(leaf.header.kind is Kind.INTENT for leaf in intents):
-            yield [link.ack(intents)]
+        yield [link.ack(intents)]

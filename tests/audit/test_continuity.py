@@ -49,6 +49,17 @@ def test_a_withheld_record_at_any_place_of_a_batch_is_accounted_for() -> None:
         )
 
 
+def test_an_empty_batch_must_be_withheld_whole() -> None:
+    link = Link()
+    grant, (withheld, empty) = link.grant(), link.intent(3, (0, 1, 2))
+    assert empty.header.records == 0
+    ack = link.ack([empty])
+    assert ack.header.destination_first_offset is None
+    assert mistakes([grant, withheld, empty, ack]) == []
+    found = mistakes([grant, empty, ack])
+    assert len(found) == 1 and "offsets 0..2" in found[0]
+
+
 def test_a_missing_batch_is_named() -> None:
     link = Link()
     leaves = [link.grant(), *link.intent(), *link.intent(), *link.intent()]
@@ -160,7 +171,7 @@ def test_the_ingress_side_appends_each_record_once() -> None:
     grant = link.grant(Side.INGRESS)
     batches = [link.delivery(link.intent(3, withhold)) for withhold in ((), (1,), (0, 1, 2), ())]
     leaves = [leaf for batch in batches for leaf in batch]
-    assert len(leaves) == 3
+    assert [leaf.header.records for leaf in leaves] == [3, 2, 0, 3]
     assert mistakes([grant, *leaves]) == []
     assert any("appended before" in sentence for sentence in mistakes([grant, *leaves, leaves[0]]))
     assert any("no GRANT" in sentence for sentence in mistakes(leaves))

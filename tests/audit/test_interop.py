@@ -191,7 +191,7 @@ def test_the_other_verifier_notices_a_changed_byte(log: Path, tmp_path: Path) ->
     data = (log / "checkpoint").read_bytes()
     at = data.index(b"\n") + 1
     with pytest.raises(InvalidSignature):
-        open_note(data[:at] + b"9" + data[at + 1 :], vkeys)
+        open_note(data[:at] + b"7" + data[at:], vkeys)
 
 
 def test_the_other_reader_understands_every_leaf(log: Path) -> None:
@@ -202,7 +202,8 @@ def test_the_other_reader_understands_every_leaf(log: Path) -> None:
         header, rows = read_leaf(entry)
         if header["kind"] in (1, 4):
             accounted += len(rows)
-            assert header["records"] == len(rows) and header["payload_bytes"] == sum(row[2] for row in rows)
+            assert header.get("records", 0) == len(rows)
+            assert header.get("payload_bytes", 0) == sum(row[2] for row in rows)
         if header["kind"] == 1:
             crossed += [row[0] for row in rows]
             for offset, _time_ms, length, commitment, tag in rows:

@@ -183,15 +183,29 @@ def test_arbitrary_bytes_raise_only_corruption(data: bytes) -> None:
             decode_leaf(candidate)
 
 
-def test_entries_with_no_records_or_no_room_are_refused() -> None:
-    with pytest.raises(RequestError, match="at least one record"):
-        split_leaves(header(), b"")
+def test_a_batch_of_which_nothing_crosses_has_a_leaf_without_entries() -> None:
+    (leaf,) = intent_leaves(header(), [], committer())
+    assert decode_leaf(encode_leaf(leaf)) == leaf
+    assert (leaf.header.first_offset, leaf.header.last_offset, leaf.header.records) == (0, 9, 0)
+    assert leaf.header.commitment_key_id == KEY.key_id and leaf_row(leaf)["entries_sha256"] is None
+    with pytest.raises(RequestError, match="needs records"):
+        encode_leaf(Leaf(header(Kind.WITHHELD, reason="filtered", commitment_key_id=KEY.key_id)))
+
+
+def test_destination_offsets_are_one_per_record() -> None:
+    more = {"destination_first_offset": 0, "destination_last_offset": 3}
     with pytest.raises(RequestError, match="destination offsets"):
-        intent_leaves(
-            header(Kind.ACK, Side.INGRESS, destination_first_offset=0, destination_last_offset=3),
-            records(0, 10),
-            committer(),
-        )
+        intent_leaves(header(Kind.ACK, Side.INGRESS, **more), records(0, 10), committer())
+    for change in ({"records": 0, **more}, {"records": 4}):
+        with pytest.raises(RequestError, match="if and only if"):
+            encode_leaf(Leaf(header(Kind.ACK, **change)))
+    encode_leaf(Leaf(header(Kind.ACK, records=4, **more)))
+    encode_leaf(Leaf(header(Kind.ACK)))
+
+
+def test_entries_need_a_range() -> None:
+    with pytest.raises(RequestError, match="an offset range"):
+        split_leaves(header(first_offset=None), b"")
 
 
 def test_a_grant_keeps_its_terms_and_the_row_shows_them_flat() -> None:
