@@ -75,6 +75,9 @@ SPIN_S: Final = 0.0002
 """A deadline this near is awaited by turning the loop: its sleep is a millisecond at least, and a paced sender
 that slept that long for each burst would be slow."""
 
+SPINS_MAX: Final = 256
+"""Turns in a row that send nothing; after so many the loop sleeps, whatever the engine's timer says."""
+
 # RFC 9000, section 20.1, and RFC 9001, section 4.8
 _QUIC_INTERNAL: Final = 0x01
 _QUIC_CONNECTION_REFUSED: Final = 0x02
@@ -213,6 +216,7 @@ class DriverConnection:
         "_send_to",
         "_sent_at",
         "_server_name",
+        "_spins",
         "_streams",
         "_timer",
         "_timer_at",
@@ -271,6 +275,7 @@ class DriverConnection:
         self._closed_event = asyncio.Event()
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
+        self._spins = 0
         now = _clock()
         self._heard_at = now
         self._sent_at = now
@@ -401,14 +406,19 @@ class DriverConnection:
                     retry_after_ms=1000,
                 )
             )
+            self._release()
         elif not self._refused:
             self._refused = True
             self._ping(_clock())
 
     def abandon(self, error: FelixError) -> None:
-        """Give up before the handshake is complete."""
-        if not self.is_established and not self.is_closed:
+        """Give up, before or just after the handshake: nobody will use this connection."""
+        if self.is_established:
+            self.close()
+        elif not self.is_closed:
+            self._end_on_wire(_QUIC_INTERNAL, 0, "the attempt was given up")
             self._fail(error)
+            self._release()
 
     # events
 
@@ -550,6 +560,7 @@ class DriverConnection:
                 out = machine.transmit(now)
                 if out:
                     self._sent_at = now
+                    self._spins = 0
                     self.answered = True
                     self._send(out)
             deadline = machine.deadline()
@@ -618,10 +629,12 @@ class DriverConnection:
             self._timer.cancel()
         self._timer_at = deadline
         delay = deadline - now
-        if delay <= SPIN_S:
+        if delay <= SPIN_S and self._spins < SPINS_MAX:
+            self._spins += 1
             self._timer = self._loop.call_soon(self._timer_fired)
         else:
-            self._timer = self._loop.call_later(delay, self._timer_fired)
+            self._spins = 0
+            self._timer = self._loop.call_later(max(delay, 0.001), self._timer_fired)
 
     def _timer_fired(self) -> None:
         self._timer = None
@@ -654,6 +667,7 @@ class DriverConnection:
                 retry_after_ms=1000,
             )
         )
+        self._release()
 
     def _check_liveness(self) -> None:
         """Client only: keep the connection up, and notice a server that is gone well before the idle timeout."""
@@ -1251,8 +1265,6 @@ class DriverEngine:
             await dialer.result
         except asyncio.CancelledError:
             connection.abandon(UnavailableError("The attempt was cancelled.", code=Code.DISCONNECTED))
-            if not connection.is_closed:
-                connection.close()
             raise
         return connection
 

@@ -70,6 +70,14 @@ class ClientTls:
     authorities_pem: bytes
     server_name: str
 
+    def __post_init__(self) -> None:
+        # Without a name an engine may take whatever name the certificate has.
+        if not self.server_name:
+            raise RequestError(
+                "A connection needs the name of the server that it expects; it is empty.",
+                code=Code.NAME_INVALID,
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportLimits:

@@ -593,6 +593,42 @@ async def test_nobody_at_the_address_is_said_in_time(name: str, authority: Autho
 
 
 @pytest.mark.parametrize("name", ENGINE_NAMES)
+async def test_an_attempt_that_fails_leaves_no_socket_behind(name: str, authority: Authority) -> None:
+    def sockets() -> int:
+        return sum(1 for fd in os.listdir("/proc/self/fd") if is_socket(fd))
+
+    def is_socket(fd: str) -> bool:
+        try:
+            return os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+        except OSError:
+            return False
+
+    engine = engine_named(name)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as deaf:
+        deaf.bind((HOST, 0))
+        port = deaf.getsockname()[1]
+        before = sockets()
+        attempt = asyncio.create_task(engine.connect(HOST, port, ClientTls(authority.pem, NAME), Recorder()))
+        await asyncio.sleep(0.05)
+        assert sockets() == before + 1
+        attempt.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attempt
+        assert sockets() == before
+        with pytest.raises(UnavailableError):
+            await engine.connect(HOST, port, ClientTls(authority.pem, NAME), Recorder(), timeout=0.1)
+        assert sockets() == before
+    with pytest.raises(UnavailableError):
+        await engine.connect(HOST, port, ClientTls(authority.pem, NAME), Recorder())
+    assert sockets() == before - 1
+    listener = await engine.listen(HOST, 0, authority.server(NAME), Recorder)
+    with pytest.raises(RequestError):
+        await engine.connect(HOST, listener.address[1], ClientTls(authority.pem, "b2"), Recorder())
+    await listener.close()
+    await eventually(lambda: sockets() == before - 1)
+
+
+@pytest.mark.parametrize("name", ENGINE_NAMES)
 async def test_what_a_caller_got_wrong_is_said(name: str, authority: Authority) -> None:
     engine = engine_named(name)
     listener = await engine.listen(HOST, 0, authority.server(NAME), Recorder)
@@ -602,6 +638,10 @@ async def test_what_a_caller_got_wrong_is_said(name: str, authority: Authority) 
         await engine.listen(HOST, 0, ServerTls(b"", b""), Recorder)
     with pytest.raises(RequestError, match="authorities"):
         await engine.connect(HOST, listener.address[1], ClientTls(b"not PEM", NAME), Recorder())
+    with pytest.raises(RequestError, match="authorities"):
+        await engine.connect(HOST, listener.address[1], ClientTls(b"", NAME), Recorder())
+    with pytest.raises(RequestError, match="it is empty"):
+        ClientTls(authority.pem, "")
     with pytest.raises(UnavailableError, match="cannot be found"):
         await engine.connect(
             "no-such-host.invalid", 7443, ClientTls(authority.pem, NAME), Recorder(), timeout=5
