@@ -8,7 +8,7 @@ Rules, for each link shard and stream incarnation (docs/audit.md, verification s
 - egress: an ACK answers exactly one INTENT batch: same envelope, same range, same number of records.
 - ingress: source offsets only grow; no record is appended twice.
 - both: an INTENT or ingress ACK names a grant whose GRANT leaf stands earlier in the same log, with the same hash of
-  terms, inside its window and not after its REVOKE.
+  terms, for its stream, bridge and regions, inside its window and not after its REVOKE.
 
 Memory is bounded: by link shards, by unanswered batches, by withheld records ahead of their INTENT.
 Callers: audit.verify, audit.spark.
@@ -22,6 +22,8 @@ from typing import Final, NamedTuple
 
 from audit.leaf import Header, Kind, Leaf, Side, iter_entries
 from audit.position import LINK_SHARDS_MAX, LinkShard
+from felix.errors import RequestError
+from felix.names import NamePattern, StreamName
 
 HELD_MAX: Final = 1 << 17
 """Withheld records whose place is not reached yet: two of the largest batches."""
@@ -39,6 +41,9 @@ class _Batch(NamedTuple):
 
 
 class _Grant(NamedTuple):
+    stream: NamePattern
+    destination_stream: str
+    link: tuple[str, str, str]
     terms_hash: bytes
     not_before_ms: int
     expires_ms: int
@@ -116,8 +121,18 @@ class Continuity:
             return []
         if len(self._grants) >= GRANTS_MAX:
             return [f"More than {GRANTS_MAX} grants: not all can be checked."]
+        try:
+            stream = NamePattern(header.stream)
+        except RequestError as error:
+            return [f"Grant {header.grant_id}: {error.sentence}"]
         self._grants[header.grant_id] = _Grant(
-            header.terms_hash, terms.not_before_ms, terms.expires_ms, revoked=False
+            stream,
+            header.destination_stream,
+            (header.bridge, header.source_region, header.destination_region),
+            header.terms_hash,
+            terms.not_before_ms,
+            terms.expires_ms,
+            revoked=False,
         )
         return []
 
@@ -127,6 +142,10 @@ class Continuity:
             return [f"{what}: no GRANT leaf stands before it."]
         if grant.terms_hash != header.terms_hash:
             return [f"{what}: its hash of terms is not the grant's."]
+        if (header.bridge, header.source_region, header.destination_region) != grant.link:
+            return [f"{what}: the grant is for another bridge, or between other regions."]
+        if not _named(grant, header):
+            return [f"{what}: the grant is for {grant.stream}, the leaf for {header.stream}."]
         if grant.revoked:
             return [f"{what}: the grant was revoked before."]
         if header.time_ms < grant.not_before_ms or (grant.expires_ms and header.time_ms >= grant.expires_ms):
@@ -275,6 +294,19 @@ class Continuity:
                 f"{header.last_offset}, its INTENT {batch.records} of {batch.first}..{batch.last}."
             ]
         return []
+
+
+def _named(grant: _Grant, header: Header) -> bool:
+    """True where the grant names the leaf's stream, and its name at the destination."""
+    if grant.stream.is_exact:
+        return (str(grant.stream), grant.destination_stream) == (header.stream, header.destination_stream)
+    try:
+        return (
+            grant.stream.matches(StreamName.parse(header.stream))
+            and header.stream == header.destination_stream
+        )
+    except RequestError:
+        return False
 
 
 def _advance(shard: _Shard) -> None:

@@ -282,7 +282,7 @@ REQUIRED: Final[dict[Kind, tuple[str, ...]]] = {
         "commitment_key_id",
     ),
     Kind.GAP: ("bridge", "stream", "incarnation", *_RANGE, "gap"),
-    Kind.GRANT: ("grant_id", "terms_hash", "terms", "stream", "actor"),
+    Kind.GRANT: ("grant_id", "terms_hash", "terms", "bridge", "stream", "destination_stream", "actor"),
     Kind.REVOKE: ("grant_id", "actor"),
     Kind.POLICY: ("policy_version", "policy_hash", "actor"),
     Kind.KEY: ("key_id", "action"),

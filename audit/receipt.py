@@ -8,7 +8,7 @@ leaf and in every proof. Invariants: `open_receipt(sign_receipt(r, …), …) ==
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Final
 
 import msgspec
@@ -65,6 +65,11 @@ def sign_receipt(receipt: Receipt, key: SigningKey) -> bytes:
     data = _encoder.encode(_Signed(key.key_id, body, key.sign(PURPOSE, body)))
     assert len(data) <= RECEIPT_BYTES_MAX
     return data
+
+
+def keys_by_id(publics: Iterable[bytes]) -> dict[bytes, bytes]:
+    """Ed25519 public keys as a region's bundle lists them, by the id that receipts name."""
+    return {VerifyKey(public).key_id: public for public in publics}
 
 
 def open_receipt(data: bytes, keys: Mapping[bytes, bytes]) -> Receipt:

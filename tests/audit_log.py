@@ -21,7 +21,7 @@ from audit.leaf import (
 )
 from audit.note import Algorithm, NoteSigner
 from audit.position import LinkShard
-from audit.receipt import Receipt, sign_receipt
+from audit.receipt import Receipt, keys_by_id, sign_receipt
 from felix.batch import Record
 from keys.signing import SigningKey
 
@@ -48,7 +48,7 @@ def witness_signer(name: str = "eu-west.acme/witness", seed: int = 2) -> NoteSig
 
 
 RECEIPT_KEY: Final = key(3)
-RECEIPT_KEYS: Final = {RECEIPT_KEY.key_id: RECEIPT_KEY.verify_key.public}
+RECEIPT_KEYS: Final = keys_by_id([RECEIPT_KEY.verify_key.public])
 
 TERMS: Final = Terms(
     purpose="analytics",

@@ -127,6 +127,12 @@ def test_acks_may_come_in_another_order_than_intents() -> None:
         ([], "no GRANT leaf"),
         ([{"grant_id": "g-2"}], "no GRANT leaf"),
         ([{"terms_hash": b"x" * 32}], "hash of terms"),
+        ([{"stream": "acme/ops/crew"}], "the grant is for acme/ops/crew"),
+        ([{"destination_stream": "acme/ops/crew"}], "the grant is for"),
+        ([{"stream": "acme/hr/*"}], "the grant is for acme/hr/*"),
+        ([{"stream": "acme"}], "not a name pattern"),
+        ([{"bridge": "spiffe://us-east.acme/bridge/other"}], "another bridge"),
+        ([{"destination_region": "apac"}], "between other regions"),
         ([{"terms": msgspec.structs.replace(TERMS, expires_ms=TIME_MS)}], "outside the grant's window"),
         (
             [{"terms": msgspec.structs.replace(TERMS, not_before_ms=TIME_MS * 2)}],
@@ -139,6 +145,14 @@ def test_an_intent_without_a_grant_that_holds_is_named(grants: list[dict[str, ob
     link = Link()
     leaves = [with_header(link.grant(), **change) for change in grants]
     assert any(says in sentence for sentence in mistakes([*leaves, *link.intent()]))
+
+
+def test_a_wildcard_grant_covers_the_streams_that_it_matches() -> None:
+    link = Link()
+    wide = with_header(link.grant(), stream="acme/ops/*", destination_stream="acme/ops/*")
+    assert mistakes([wide, *link.intent()]) == []
+    renamed = with_header(link.intent()[0], destination_stream="acme/ops/other")
+    assert "the grant is for" in mistakes([wide, renamed])[0]
 
 
 def test_nothing_crosses_after_a_revocation_but_answers_still_come() -> None:
