@@ -777,8 +777,7 @@ class RegionConnection:
                     f"No broker of region {self.profile.region} answered at {', '.join(self.profile.addresses)} within "
                     f"{self._connect_timeout_s:g} s: {error.sentence}",
                     code=error.code,
-                    hint=error.hint
-                    or f"Start it with `felix region up {self.profile.region}`, or check the addresses.",
+                    hint=f"Start it with `felix region up {self.profile.region}`, or check the addresses.",
                     retry_after_ms=error.retry_after_ms,
                 ) from error
             if deadline is not None and tried % len(self.profile.addresses):
