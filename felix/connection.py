@@ -768,6 +768,11 @@ class RegionConnection:
                 return await self._attempt(address, min(ATTEMPT_TIMEOUT_S, left_s))
             except UnavailableError as caught:
                 error = caught
+            except ProtocolError as caught:
+                # A handshake that was too slow may be quick the next time; anything else will be wrong again.
+                if caught.code is not Code.HANDSHAKE_TIMEOUT:
+                    raise
+                error = caught
             if deadline is None and tried % len(self.profile.addresses):
                 continue
             wait_s = backoff.next_ms(error.retry_after_ms) / 1000

@@ -62,6 +62,9 @@ LINGER_MS_MAX: Final = 60_000
 RECORD_OVERHEAD_BYTES: Final = 12
 """What a record takes in a batch beside its own bytes: one entry in each of the three columns."""
 
+_STREAM_ENDED: Final = (Code.NOT_FOUND_OR_FORBIDDEN, Code.NOT_FOUND, Code.FORBIDDEN)
+"""Refusals of a batch that mean the whole publish stream: the right was taken away, or the stream is gone."""
+
 Payload = bytes | bytearray | memoryview
 Acks = Literal["all", "none"]
 
@@ -727,7 +730,27 @@ class Publisher:
                 return
         self._give_up(parcel, error)
         self._after_hole(lane)
+        if error.code in _STREAM_ENDED:
+            self._reopen()
         self.pump()
+
+    def _reopen(self) -> None:
+        """The broker takes nothing more on this publish stream; ask for another, which says what still holds."""
+        link = self._link
+        if link is None or link.is_over:
+            return
+        self._end_stream()
+        for lane in self._lanes:
+            lane.rewind()
+        self.link_up(link)
+
+    def _end_stream(self) -> None:
+        link, stream_id = self._link, self._stream_id
+        self._link, self._stream_id = None, -1
+        if link is not None and stream_id >= 0:
+            link.unwatch(self._watch)
+            if not link.is_over and not link.connection.is_closed:
+                link.connection.send(stream_id, b"", end=True)
 
     def _after_hole(self, lane: _Lane) -> None:
         """A batch left the shard's order without being in the log. If what follows was already refused for that, no
@@ -920,6 +943,8 @@ class Publisher:
         """A batch without acknowledgement was refused."""
         if self._error is None:
             self._error = error
+        if error.code in _STREAM_ENDED:
+            self._reopen()
 
     def _fail(self, error: FelixError) -> None:
         """There is nothing more to be done with this publisher; tell whoever waits."""
@@ -929,12 +954,7 @@ class Publisher:
         self._region.detach(self)
         if self._opening is not None and self._opening is not asyncio.current_task():
             self._opening.cancel()
-        link, stream_id = self._link, self._stream_id
-        if link is not None:
-            link.unwatch(self._watch)
-            if stream_id >= 0 and not link.connection.is_closed:
-                link.connection.send(stream_id, b"", end=True)
-        self._link, self._stream_id = None, -1
+        self._end_stream()
         if self._expiry is not None:
             self._expiry.cancel()
         if not self._opened.done():

@@ -59,7 +59,7 @@ async def test_records_go_round_through_crashes(client: str, server: str) -> Non
                     broker.session.drop()
         await consumer
         assert region.session.engine == client
-        assert region.reconnects == 2
+        assert region.reconnects >= 1
     broker.check()
     assert sorted(found) == sorted(payloads)
     assert sorted(log.payloads(0) + log.payloads(1)) == sorted(payloads)

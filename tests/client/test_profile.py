@@ -19,7 +19,7 @@ def home(tmp_path: Path) -> Path:
     (folder / "identities").mkdir(parents=True)
     root = authority().anchor().root_pem.decode()
     (folder / "bundle.json").write_text(
-        json.dumps({"region": "us-east", "mesh": "acme", "root_pem": root, "more": 1})
+        json.dumps({"bundle": {"region": "us-east", "root_pem": root, "more": 1}, "signature": ""})
     )
     save_identity(identity("operator"), folder / "identities" / "operator.pem")
     save_identity(identity("orders-svc"), folder / "identities" / "orders-svc.pem")
