@@ -547,8 +547,7 @@ class Publisher:
             )
         records = lane.records
         if records and lane.open_bytes + size > self._batch_bytes:
-            self._close_batch(lane)
-            self.pump()
+            self._close_full(lane)
             if not key:
                 lane = self._lanes[self._unkeyed]
             records = lane.records
@@ -562,13 +561,16 @@ class Publisher:
         if len(records) == 1:
             self._begin_linger(lane)
         elif lane.open_bytes >= self._batch_bytes or len(records) >= self._batch_records:
-            self._close_batch(lane)
-            self.pump()
+            self._close_full(lane)
+
+    def _close_full(self, lane: _Lane) -> None:
+        self._close_batch(lane)
+        self.pump()
+        self._yield_due = True
 
     def _begin_linger(self, lane: _Lane) -> None:
         if lane.open_bytes >= self._batch_bytes or self._batch_records == 1:
-            self._close_batch(lane)
-            self.pump()
+            self._close_full(lane)
         elif self._linger_s:
             lane.linger = self._loop.call_later(self._linger_s, self._linger_ended, lane)
         elif not self._turn_end:
@@ -582,6 +584,7 @@ class Publisher:
 
     def _turn_ended(self) -> None:
         self._turn_end = False
+        self._yield_due = False
         for lane in self._lanes:
             if lane.records and lane.linger is None:
                 lane.linger_over = True
@@ -602,7 +605,6 @@ class Publisher:
             self._unkeyed = (self._unkeyed + 1) % len(self._lanes)
         parcel = self._encode(lane, records, held)
         parcel.sinks = sinks
-        self._yield_due = True
 
     def _encode(self, lane: _Lane, records: list[NewRecord], held_bytes: int) -> _Parcel:
         batch = encode_batch(
