@@ -105,6 +105,14 @@ class RegionFolder:
         return self.root / "run"
 
     @property
+    def bridges(self) -> Path:
+        return self.root / "bridges"
+
+    def bridge(self, name: str) -> Path:
+        """The state of a bridge agent that runs from this folder."""
+        return self.bridges / name
+
+    @property
     def broker_log(self) -> Path:
         return self.run / "broker.log"
 

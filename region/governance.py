@@ -17,10 +17,10 @@ import hashlib
 import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from audit.grant_leaf import grant_leaf
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.origin import log_keys, witness_keys
 from audit.proof import find_leaves
-from audit.terms import grant_leaf
 from audit.trail import Trail
 from audit.witness import Witness
 from felix.errors import Code, FelixError, RequestError
@@ -321,13 +321,15 @@ class Governance:
     def _grant_leaf(self, export: ExportGrant, document: SignedDocument, actor: SpiffeId) -> Leaf:
         terms = export.terms
         return grant_leaf(
-            export,
-            document,
+            terms,
             side=Side.EGRESS if terms.from_region == self._own.region else Side.INGRESS,
-            actor=str(actor),
             time_ms=self.broker.clock_ms(),
+            actor=str(actor),
+            policy_version=export.policy_revision,
+            policy_hash=bytes.fromhex(export.policy_hash),
             source_country=self.country_of(terms.from_region),
             destination_country=self.country_of(terms.to_region),
+            document=document.encode_file(),
         )
 
     def country_of(self, region: str) -> str:

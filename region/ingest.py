@@ -80,6 +80,15 @@ class Landed(NamedTuple):
     base_offset: int
     records: int
 
+    @property
+    def first_offset(self) -> int | None:
+        """Of its records here; None where nothing of the range crossed."""
+        return self.base_offset if self.records else None
+
+    @property
+    def last_offset(self) -> int | None:
+        return self.base_offset + self.records - 1 if self.records else None
+
 
 class Position(NamedTuple):
     """What step 6 records with the append: the source offset that comes next, and the newest ranges."""
@@ -389,8 +398,8 @@ class IngestStream:
             incarnation=scope.incarnation,
             first_offset=header.base_offset,
             last_offset=header.last_offset,
-            destination_first_offset=landed.base_offset,
-            destination_last_offset=landed.base_offset + landed.records - 1,
+            destination_first_offset=landed.first_offset,
+            destination_last_offset=landed.last_offset,
             grant_id=scope.grant_id,
             terms_hash=scope.terms_hash,
             envelope_sha256=digest,
@@ -407,10 +416,7 @@ class IngestStream:
         self._log(way)
 
     def _log(self, way: _Way) -> None:
-        """Step 7, and 8 after it. A range of which nothing crossed has no leaf and an empty receipt."""
-        if not way.leaves:
-            self._answer(way, b"")
-            return
+        """Step 7, and 8 after it."""
         self._desk.broker.metrics.ingested_records += way.landed.records
         try:
             self._desk.governance.trail.append_nowait(
@@ -427,9 +433,6 @@ class IngestStream:
 
     def _logged_before(self, way: _Way) -> None:
         """The range landed before: its leaf may be durable, or missing after a crash."""
-        if not way.leaves:
-            self._answer(way, b"")
-            return
         scope, trail = self._key.scope, self._desk.governance.trail
         key = LinkShard(
             str(scope.bridge), scope.source_region, scope.destination_region, str(scope.stream), scope.shard
@@ -473,8 +476,8 @@ class IngestStream:
             last_offset=header.last_offset,
             records=landed.records,
             envelope_sha256=way.digest,
-            destination_first_offset=landed.base_offset,
-            destination_last_offset=landed.base_offset + landed.records - 1,
+            destination_first_offset=landed.first_offset,
+            destination_last_offset=landed.last_offset,
             ingress_origin=self._desk.governance.trail.key.name,
             ingress_index=index,
             time_ms=self._desk.broker.clock_ms(),

@@ -279,7 +279,7 @@ class Node:
             await self._streams_wanted.get()
             for deleted in list(mirror.deleted_streams.values()):
                 held = streams.get(StreamName.parse(deleted.name))
-                if held is not None and held.incarnation.hex() == deleted.incarnation:
+                if held is not None and held.record.incarnation == deleted.incarnation:
                     await streams.remove(held.name, deleted.incarnation)
             for record in list(mirror.streams.values()):
                 try:

@@ -95,8 +95,13 @@ class Requests:
     async def delete_stream(self, session: ClientSession, request: DeleteStream) -> Done:
         name = StreamName.parse(request.stream)
         self._broker.require(_identity(session), Verb.ADMIN, name)
+        hosted = self._broker.stream(name, Verb.ADMIN)
+        if request.incarnation not in (b"", hosted.incarnation):
+            raise RequestError(
+                f"{name} is another incarnation than the one to be deleted.", code=Code.CONFLICT
+            )
         deleted = await self._catalog.delete_stream(
-            name, incarnation=request.incarnation.hex(), deleted_ms=self._broker.clock_ms()
+            name, incarnation=hosted.record.incarnation, deleted_ms=self._broker.clock_ms()
         )
         await self._broker.streams.remove(name, deleted.incarnation)
         return Done(f"{name} and its records are deleted.")

@@ -8,7 +8,9 @@ of one budget: a durable shard makes do with less when it is short, an ephemeral
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
@@ -26,6 +28,9 @@ from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.metadata.records import RING_BYTES_MIN, Stream, StreamConfig
 
 log = logging.getLogger("felix.region.streams")
+
+_START: Final = os.urandom(16)
+"""Another in every process."""
 
 HOT_BYTES: Final = 8 << 20
 """Of a durable shard's newest records in memory: subscribers that keep up never read the disk."""
@@ -68,10 +73,16 @@ class HostedStream:
     ) -> None:
         self.name = name
         self.record = record
-        self.incarnation = bytes.fromhex(record.incarnation)
+        self.incarnation = self._incarnation()
         self.shards = shards
         self.ring_taken = ring_taken
         self.deleted = False
+
+    def _incarnation(self) -> bytes:
+        """What clients know the stream's records by. What an ephemeral stream held before is gone, and its offsets
+        begin again: to them it is another incarnation after every start of the broker."""
+        kept = bytes.fromhex(self.record.incarnation)
+        return hashlib.sha256(kept + _START).digest()[: len(kept)] if self.ephemeral else kept
 
     @property
     def ephemeral(self) -> bool:
@@ -162,7 +173,7 @@ class StreamTable:
         async with self._busy.setdefault(name, asyncio.Lock()):
             held = self._streams.get(name)
             if held is not None:
-                if held.incarnation.hex() == record.incarnation:
+                if held.record.incarnation == record.incarnation:
                     held.record = record
                     return held
                 await self._close(held)
@@ -228,7 +239,7 @@ class StreamTable:
         """Close this incarnation and delete its records: it is marked as deleted in the catalog."""
         async with self._busy.setdefault(name, asyncio.Lock()):
             held = self._streams.get(name)
-            if held is not None and held.incarnation.hex() == incarnation:
+            if held is not None and held.record.incarnation == incarnation:
                 await self._close(held)
             await self._directory.delete_stream(name, bytes.fromhex(incarnation))
         self._changed()
@@ -238,7 +249,7 @@ class StreamTable:
         del self._streams[stream.name]
         self._changed()
         for number in range(len(stream.shards)):
-            await self._directory.close_shard(stream.name, stream.incarnation, number)
+            await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
         self._ring_budget.give(stream.ring_taken)
 
     async def close(self) -> None:

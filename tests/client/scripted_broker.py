@@ -54,7 +54,7 @@ from felix.messages import (
 from felix.names import SpiffeId
 from felix.profile import Profile
 from felix.session import Authenticated, CreditGranted, Requested, ServerSession
-from felix.transport.port import ClientTls, Connection, Handler, ServerTls, TransportLimits
+from felix.transport.port import ClientTls, Handler, TransportLimits
 from keys.authority import RegionAuthority, create_authority
 
 NOW_MS = 1_800_000_000_000
@@ -73,15 +73,6 @@ def now_ms() -> int:
 @cache
 def identity(name: str = "app") -> Identity:
     return authority().issue_identity(SpiffeId("us-east", "acme", "client", name), now_ms())
-
-
-@cache
-def server_tls() -> ServerTls:
-    """A broker's certificate, for tests over real engines."""
-    made = authority().issue_identity(
-        SpiffeId("us-east", "acme", "broker", "b1"), now_ms(), dns_names=[SERVER_NAME]
-    )
-    return ServerTls(made.chain_pem, made.key_pem())
 
 
 def profile(*addresses: str) -> Profile:
@@ -301,7 +292,7 @@ class Cursor:
 class BrokerSession:
     """One session of the scripted broker; the transport's handler."""
 
-    def __init__(self, broker: ScriptedBroker, connection: Connection | None = None) -> None:
+    def __init__(self, broker: ScriptedBroker, connection: MemoryConnection) -> None:
         self.broker = broker
         self.connection = connection
         self.control = 0
@@ -327,8 +318,7 @@ class BrokerSession:
 
     # transport handler
 
-    def connected(self, connection: Connection) -> None:
-        self.connection = connection
+    def connected(self, connection: MemoryConnection) -> None: ...
 
     def stream_reset(self, stream_id: int, code: int) -> None:
         self.ended_streams.add(stream_id)

@@ -1,0 +1,414 @@
+"""`felix audit`: verify, show and prove what crossed; make reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+from audit.errors import TamperError
+from audit.leaf import Kind, decode_leaf, leaf_row
+from audit.note import VerifierKey, parse_note
+from audit.origin import log_keys, receipt_keys, witness_keys
+from audit.proof import check_proof, prove
+from audit.tile import CHECKPOINT_PATH, read_entries
+from audit.tile_disk import Folder
+from audit.verify import Report, verify_log
+from audit.witness import DiskWitnessStore
+from cli.bridge import known_bundles, parse_moment
+from cli.output import err, format_cell, iso, note, out, print_json, progress, table
+from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file
+from felix.errors import Code, FelixError, RequestError
+from felix.names import StreamName
+from keys.bundle import RegionBundle, decode_bundle
+from region.folder import RegionFolder
+
+app = typer.Typer(help="Audit logs: verify, show, prove, report.", no_args_is_help=True)
+
+EXIT_DAMAGED: Final = 5
+
+Logs = Annotated[
+    list[Path] | None, typer.Argument(help="Audit log folders; all of this machine's if left out.")
+]
+Bundles = Annotated[
+    list[Path] | None,
+    typer.Option("--bundle", help="A region's bundle.json to trust; this machine's regions if left out."),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedKeys:
+    """Keys that the reader of a log trusts, out of bundles."""
+
+    logs: dict[str, VerifierKey]
+    witnesses: tuple[VerifierKey, ...]
+    receipts: dict[bytes, bytes]
+
+    @classmethod
+    def of(cls, bundles: Iterable[RegionBundle]) -> TrustedKeys:
+        """The keys of these regions."""
+        held = list(bundles)
+        return cls(
+            {key.name: key for bundle in held for key in log_keys(bundle)},
+            tuple(key for bundle in held for key in witness_keys(bundle)),
+            {key: value for bundle in held for key, value in receipt_keys(bundle).items()},
+        )
+
+    def log_key(self, path: Path) -> VerifierKey:
+        """The key of the log in this folder, by the origin it names. Raises RequestError, TamperError."""
+        data = Folder(path).read(CHECKPOINT_PATH) if path.is_dir() else None
+        if data is None:
+            raise RequestError(
+                f"There is no audit log at {path}: it has no checkpoint.",
+                code=Code.NOT_FOUND,
+                hint="Name the folder that holds `checkpoint` and `tile/`.",
+            )
+        origin = parse_note(data).text.partition("\n")[0]
+        key = self.logs.get(origin)
+        if key is None:
+            raise TamperError(
+                f"The log at {path} calls itself {origin!r}, and no trusted bundle names a key for that.",
+                hint="Give the bundle of the region that keeps it with --bundle.",
+            )
+        return key
+
+
+def trusted(bundles: list[Path] | None) -> TrustedKeys:
+    """From the files that the user names, else from every region of this machine and those they trust."""
+    if bundles:
+        return TrustedKeys.of(decode_bundle(read_file(path, "The bundle")).bundle for path in bundles)
+    found: dict[str, RegionBundle] = {}
+    for region in known_regions():
+        for name, bundle in known_bundles(RegionFolder.of(region)).items():
+            held = found.get(name)
+            if held is None or bundle.issued_ms > held.issued_ms:
+                found[name] = bundle
+    return TrustedKeys.of(found.values())
+
+
+def local_logs(region: str = "") -> list[Path]:
+    """The audit logs of one region on this machine, or of all: the region's own, and its bridges'."""
+    found = []
+    for name in [region] if region else known_regions():
+        folder, config = folder_of(name)
+        own = folder.root / config.data / "audit"
+        found += [own] if own.is_dir() else []
+        found += sorted(path for path in folder.bridges.glob("*/egress") if path.is_dir())
+    return found
+
+
+def choose_logs(logs: list[Path] | None, region: str) -> list[Path]:
+    """What the user names, else what is on this machine. Raises RequestError where there is nothing."""
+    chosen = logs or local_logs(region)
+    if not chosen:
+        raise RequestError(
+            "There is no audit log on this machine.", code=Code.NOT_FOUND, hint="Name its folder."
+        )
+    return chosen
+
+
+# -- verify --------------------------------------------------------------------------------------------
+
+
+@app.command()
+def verify(
+    logs: Logs = None,
+    bundle: Bundles = None,
+    cosignatures: Annotated[int, typer.Option(help="How many witnesses must have cosigned.")] = 0,
+    region: RegionOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Verify logs from their files alone: every leaf, the tree, signatures, continuity. Exit code 5 if not."""
+    keys = trusted(bundle)
+    reports: list[tuple[Path, Report]] = []
+    for path in choose_logs(logs, region):
+        key = keys.log_key(path)
+        reports.append((path, verify_one(path, key, keys, cosignatures)))
+    if json:
+        print_json(
+            [
+                {"path": str(path), "ok": report.ok, **msgspec.to_builtins(_plain(report))}
+                for path, report in reports
+            ]
+        )
+    else:
+        for path, report in reports:
+            _print_report(path, report)
+    if not all(report.ok for _, report in reports):
+        raise typer.Exit(EXIT_DAMAGED)
+
+
+def verify_one(path: Path, key: VerifierKey, keys: TrustedKeys, cosignatures_min: int = 0) -> Report:
+    """Verify one log, with a progress bar. Findings are in the report; nothing raises for damage."""
+    with progress() as bar:
+        task = bar.add_task(f"verifying {key.name}", total=None)
+
+        def show_progress(done: int, size: int) -> None:
+            bar.update(task, completed=done, total=size)
+
+        return verify_log(
+            Folder(path),
+            key,
+            witnesses=keys.witnesses,
+            cosignatures_min=cosignatures_min,
+            remembered=remembered(key.name),
+            receipt_keys=keys.receipts,
+            progress=show_progress,
+        )
+
+
+def remembered(origin: str) -> list[bytes]:
+    """What this machine's regions have cosigned of a log: a log that does not reach it was rolled back."""
+    notes = []
+    for region in known_regions():
+        folder, config = folder_of(region)
+        path = folder.root / config.data / "witness"
+        last = DiskWitnessStore(path).last(origin) if path.is_dir() else None
+        notes += [last] if last is not None else []
+    return notes
+
+
+def _plain(report: Report) -> dict[str, Any]:
+    return {
+        "origin": report.origin,
+        "size": report.size,
+        "root": report.root.hex(),
+        "cosigned_by": report.cosigned_by,
+        "cosigned_size": report.cosigned_size,
+        "leaves": report.leaves,
+        "records": report.records,
+        "unanswered": report.unanswered,
+        "uncovered": report.uncovered,
+        "steps": report.steps,
+        "findings": [finding._asdict() for finding in report.findings],
+        "findings_left_off": report.left_off,
+    }
+
+
+def _print_report(path: Path, report: Report) -> None:
+    verdict = "[green]verifies[/]" if report.ok else "[bold red]DOES NOT VERIFY[/]"
+    out.print(
+        f"[bold]{report.origin}[/] {verdict}: {report.size:,} leaves, root {report.root.hex()[:16]}…  ({path})"
+    )
+    if report.cosigned_size:
+        by = ", ".join(report.cosigned_by)
+        out.print(
+            f"  cosigned up to {report.cosigned_size:,} leaves{f', the checkpoint itself by {by}' if by else ''}"
+        )
+    table(
+        "",
+        ["step#", "what is checked", "checked#", "findings#", "note"],
+        [[step.number, step.title, step.checked, step.findings, step.note] for step in report.steps],
+    )
+    for finding in report.findings[:20]:
+        where = f"leaf {finding.leaf}" if finding.leaf is not None else finding.path
+        err.print(f"  step {finding.step}, {where}: {finding.sentence}", style="red", markup=False)
+    if len(report.findings) + report.left_off > 20:
+        err.print(
+            f"  … and {len(report.findings) + report.left_off - 20} more (all of them with --json)",
+            markup=False,
+        )
+
+
+# -- show ----------------------------------------------------------------------------------------------
+
+
+@app.command()
+def show(
+    log: Annotated[
+        Path | None, typer.Argument(help="An audit log's folder; the region's own if left out.")
+    ] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="INTENT, ACK, DENY …; may be repeated.")] = None,
+    stream: Annotated[str, typer.Option(help="Only leaves about this stream.")] = "",
+    last: Annotated[int, typer.Option(help="So many leaves from the end; 0: all.")] = 20,
+    region: RegionOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Show leaves, the newest last. This does not verify them."""
+    try:
+        wanted = {Kind[name.upper()] for name in kind or []}
+    except KeyError as error:
+        raise RequestError(
+            f"There are no {error.args[0]} leaves.", hint=f"Kinds: {', '.join(Kind.__members__)}."
+        ) from error
+    if log is None:
+        folder, config = folder_of(region)
+        log = folder.root / config.data / "audit"
+    rows = list(_rows(log, wanted, stream))
+    if last:
+        rows = rows[-last:]
+    if json:
+        print_json(rows)
+        return
+    table(
+        str(log),
+        ["leaf#", "time", "kind", "stream", "shard#", "source offsets", "records#", "grant", "says"],
+        [
+            [
+                row["index"],
+                iso(row["time_ms"]),
+                row["kind"],
+                row["stream"] or "",
+                row["shard"] if row["stream"] else None,
+                "" if row["first_offset"] is None else f"{row['first_offset']}–{row['last_offset']}",
+                row["records"] or None,
+                row["grant_id"] or "",
+                row["sentence"] or row["reason"] or row["action"] or "",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _rows(path: Path, wanted: set[Kind], stream: str) -> Iterator[dict[str, Any]]:
+    folder = Folder(path)
+    data = folder.read(CHECKPOINT_PATH) if path.is_dir() else None
+    if data is None:
+        raise RequestError(f"There is no audit log at {path}: it has no checkpoint.", code=Code.NOT_FOUND)
+    size = int(parse_note(data).text.split("\n")[1])
+    for index, entry in read_entries(folder, 0, size, size):
+        leaf = decode_leaf(entry)
+        if (wanted and leaf.header.kind not in wanted) or (stream and leaf.header.stream != stream):
+            continue
+        yield {"index": index, **leaf_row(leaf)}
+
+
+# -- prove ---------------------------------------------------------------------------------------------
+
+
+@app.command("prove")
+def prove_(
+    stream: Annotated[str, typer.Option(help="The source stream.")],
+    offset: Annotated[int, typer.Option(help="The record's offset at the source.")],
+    shard: Annotated[int, typer.Option(help="Its shard.")] = 0,
+    to: Annotated[str, typer.Option(help="The destination region, where it crossed to several.")] = "",
+    output: Annotated[Path | None, typer.Option("--out", help="Where to write the proof.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="The egress log; the region's only one if left out.")
+    ] = None,
+    bundle: Bundles = None,
+    region: RegionOption = "",
+) -> None:
+    """Write a proof that one record crossed, which verifies without the log."""
+    name = StreamName.parse(stream)
+    path = log or _egress_log(region)
+    keys = trusted(bundle)
+    data = prove(
+        Folder(path),
+        keys.log_key(path),
+        str(name),
+        shard,
+        offset,
+        destination_region=to,
+        witnesses=keys.witnesses,
+    )
+    target = output or Path(f"{name.name}-{shard}-{offset}.proof.json")
+    target.write_bytes(data)
+    out.print(f"{target}: {stream} shard {shard} offset {offset}, {len(data):,} bytes")
+    out.print(f"Anybody can check it:  felix audit check-proof {target} --bundle BUNDLE")
+
+
+def _egress_log(region: str) -> Path:
+    folder, config = folder_of(region)
+    found = sorted(path for path in folder.bridges.glob("*/egress") if path.is_dir())
+    if len(found) != 1:
+        raise RequestError(
+            f"{config.region} has {len(found)} egress logs on this machine.",
+            code=Code.NOT_FOUND,
+            hint="Say which with --log.",
+        )
+    return found[0]
+
+
+@app.command("check-proof")
+def check_proof_(
+    file: Annotated[Path, typer.Argument(help="A proof that `felix audit prove` wrote.")],
+    bundle: Bundles = None,
+    cosignatures: Annotated[int, typer.Option(help="How many witnesses must have cosigned.")] = 0,
+    json: JsonOption = False,
+) -> None:
+    """Check a proof against trusted bundles; no log is needed. Exit code 5 if it does not hold."""
+    data = read_file(file, "The proof")
+    keys = trusted(bundle)
+    proven = None
+    for key in keys.logs.values():
+        try:
+            proven = check_proof(
+                data, key, witnesses=keys.witnesses, cosignatures_min=cosignatures, receipt_keys=keys.receipts
+            )
+            break
+        except FelixError as error:
+            refusal = error
+            if _names(data, key):
+                raise
+    if proven is None:
+        raise refusal if keys.logs else TamperError("No bundle is trusted.", hint="Give one with --bundle.")
+    if json:
+        print_json(proven)
+        return
+    out.print(f"[green]The proof holds.[/] {file}")
+    rows = [
+        [name, format_cell(value)]
+        for name, value in msgspec.structs.asdict(proven).items()
+        if value not in ("", None, b"", ())
+    ]
+    table("What it proves", ["", ""], rows)
+
+
+def _names(proof: bytes, key: VerifierKey) -> bool:
+    return key.name.encode() in proof
+
+
+# -- report --------------------------------------------------------------------------------------------
+
+
+@app.command()
+def report(
+    log: Annotated[
+        list[str] | None, typer.Option(help="An audit log: folder or URL; may be repeated.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--out", help="The folder to write into.")] = Path("felix-report"),
+    master: Annotated[str, typer.Option(help="A Spark master; this machine if left out.")] = "",
+    since: Annotated[str, typer.Option(help="Only leaves from this time on.")] = "",
+    until: Annotated[str, typer.Option(help="Only leaves before this time.")] = "",
+    openlineage_url: Annotated[str, typer.Option(help="Post lineage events there.")] = "",
+    bundle: Bundles = None,
+    region: RegionOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Turn audit logs into the transfer register, reconciliation, exceptions, volumes and lineage, with Spark."""
+    from audit.spark.report import run_report
+    from audit.spark.verification import Trust
+
+    keys = trusted(bundle)
+    logs: list[str] = log or [str(path) for path in choose_logs(None, region)]
+    trust = Trust(logs=tuple(keys.logs.values()), witnesses=keys.witnesses, receipt_keys=keys.receipts)
+    now = now_ms()
+    with progress(counted=False) as bar:
+        task = bar.add_task("starting", total=None)
+        result = run_report(
+            logs,
+            output,
+            trust=trust,
+            master=master or None,
+            since=parse_moment(since, now) if since else None,
+            until=parse_moment(until, now) if until else None,
+            openlineage_url=openlineage_url or None,
+            tell=lambda sentence: bar.update(task, description=sentence),
+        )
+    if json:
+        print_json({"page": str(result.page), "seconds": result.seconds, "leaves": result.leaves,
+                    "record_entries": result.record_entries, "totals": result.report.totals})  # fmt: skip
+    else:
+        out.print(
+            f"{result.page}: {result.leaves:,} leaves, {result.record_entries:,} records, {result.seconds:.1f} s"
+        )
+    if result.exit_code:
+        note(
+            "The logs differ, or something crossed outside its terms: see the reconciliation and the exceptions."
+        )
+        raise typer.Exit(result.exit_code)

@@ -1,0 +1,542 @@
+"""`felix bridge`: grant, accept and stop crossings; run the agent; see what the links do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from cli.output import iso, note, out, print_json, table
+from cli.policy import fetch_policy
+from cli.setting import (
+    JsonOption,
+    RegionOption,
+    choose_region,
+    connect,
+    folder_of,
+    known_regions,
+    now_ms,
+    run,
+)
+from felix.errors import Code, RequestError
+from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
+from felix.names import NamePattern, SpiffeId, StreamName
+from keys.bundle import RegionBundle, decode_bundle
+from keys.signing import load_signing_key
+from policy.grant import (
+    DenyEntry,
+    GrantBook,
+    GrantView,
+    Standing,
+    StandingAction,
+    open_export,
+    sign_deny,
+    sign_export,
+    sign_import,
+    sign_standing,
+)
+from policy.quantity import Duration, Rate, Size
+from policy.residency import Question, decide
+from policy.signed import SignedDocument
+from policy.terms import Basis, GrantTerms
+from policy.transform import KeyRule, Missing, build_spec
+from region.config import RegionConfig
+from region.folder import RegionFolder
+
+app = typer.Typer(
+    help="Grants between regions, and the agents that carry records over.", no_args_is_help=True
+)
+
+What = Annotated[Literal["stream"], typer.Argument(help="The word `stream`.")]
+Name = Annotated[str, typer.Argument(help="tenant/namespace/name.")]
+To = Annotated[str, typer.Option("--to", help="The destination region.")]
+GrantId = Annotated[str, typer.Argument(help="A grant's id, as `felix bridge list` shows it.")]
+Reason = Annotated[str, typer.Option(help="For the register and the audit log.")]
+
+EXIT_DENIED = 3
+
+
+# -- documents -----------------------------------------------------------------------------------------
+
+
+def own_bundle(folder: RegionFolder) -> RegionBundle:
+    """The region's own bundle."""
+    return decode_bundle(folder.bundle.read_bytes()).bundle
+
+
+def known_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
+    """The region's own bundle and those it trusts, by region."""
+    found = [own_bundle(folder)]
+    found += [decode_bundle(path.read_bytes()).bundle for path in sorted(folder.trusted.glob("*.json"))]
+    return {bundle.region: bundle for bundle in found}
+
+
+async def fetch_book(region: str, folder: RegionFolder) -> GrantBook:
+    """Every grant the region's broker holds, verified here again."""
+    documents: list[SignedDocument] = []
+    async with connect(region) as client:
+        for kind in ("export", "import", "standing", "deny"):
+            after = ""
+            while True:
+                page = await client.request(ListDocuments(kind, after))
+                assert isinstance(page, DocumentPage)
+                documents += [SignedDocument.parse(body) for body in page.documents.values()]
+                if not page.more or not page.documents:
+                    break
+                after = max(page.documents)
+    trusted = {name: bundle.policy_keys for name, bundle in known_bundles(folder).items()}
+    return GrantBook(documents, trusted)
+
+
+async def put_document(region: str, kind: str, document: SignedDocument) -> str:
+    """Hand a signed document to the region's broker; its sentence."""
+    async with connect(region) as client:
+        answer = await client.request(PutDocument(kind, document.encode_file()))
+        assert isinstance(answer, Done)
+        return answer.note
+
+
+def parse_moment(text: str, now: int) -> int:
+    """A duration from now (`90d`) or a date (`2027-01-31`), in ms. Raises RequestError(INVALID)."""
+    try:
+        return now + Duration.parse(text)
+    except RequestError as error:
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            raise RequestError(
+                f"{text!r} is neither a duration nor a date.", hint="Write 90d, or 2027-01-31."
+            ) from error
+    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+# -- allow, accept -------------------------------------------------------------------------------------
+
+
+@app.command()
+def allow(
+    what: What,
+    name: Annotated[str, typer.Argument(help="The stream, or with --wildcard a pattern.")],
+    to: To,
+    purpose: Annotated[str, typer.Option(help="What the data is needed for there.")],
+    basis: Annotated[Basis, typer.Option(help="The legal basis of the transfer.")],
+    expires: Annotated[str, typer.Option(help="90d from now, or a date.")],
+    reference: Annotated[str, typer.Option(help="The document that the basis stands in.")] = "",
+    mechanism: Annotated[str, typer.Option(help="Which one exactly, as in 'module 1'.")] = "",
+    assessment: Annotated[str, typer.Option(help="The transfer assessment's reference.")] = "",
+    category: Annotated[list[str] | None, typer.Option(help="A category of data; may be repeated.")] = None,
+    owner: Annotated[str, typer.Option(help="Who answers for the stream.")] = "",
+    approver: Annotated[list[str] | None, typer.Option(help="Who approved; once or twice.")] = None,
+    exporter: Annotated[str, typer.Option(help="The entity that sends.")] = "",
+    importer: Annotated[str, typer.Option(help="The entity that receives.")] = "",
+    destination: Annotated[
+        str, typer.Option("--as-stream", help="Its name there; the same if left out.")
+    ] = "",
+    bridge: Annotated[str, typer.Option(help="The bridge identity that may carry it.")] = "",
+    not_before: Annotated[str, typer.Option(help="From when it holds; now if left out.")] = "",
+    keep: Annotated[list[str] | None, typer.Option(help="Only these fields cross; may be repeated.")] = None,
+    drop: Annotated[list[str] | None, typer.Option(help="This field does not cross.")] = None,
+    mask: Annotated[list[str] | None, typer.Option(help="This field is masked; card:4 leaves four.")] = None,
+    hash_: Annotated[
+        list[str] | None, typer.Option("--hash", help="This field is hashed with a key.")
+    ] = None,
+    pseudonymize: Annotated[
+        list[str] | None, typer.Option(help="This field becomes a stable pseudonym.")
+    ] = None,
+    missing: Annotated[
+        Missing | None, typer.Option(help="What becomes of a record without such a field.")
+    ] = None,
+    filter_: Annotated[str, typer.Option("--filter", help="Only records for which this holds cross.")] = "",
+    key: Annotated[KeyRule, typer.Option(help="What becomes of the record's key.")] = KeyRule.PSEUDONYMIZE,
+    header: Annotated[list[str] | None, typer.Option(help="This header crosses.")] = None,
+    trace: Annotated[bool, typer.Option(help="Trace context crosses.")] = False,
+    rate: Annotated[str, typer.Option(help="At most so much, as in 5MB/s.")] = "",
+    budget: Annotated[str, typer.Option(help="At most so much in all, as in 10GB.")] = "",
+    onward: Annotated[bool, typer.Option(help="Records from third regions may cross, too.")] = False,
+    wildcard: Annotated[bool, typer.Option(help="The name is a pattern for several streams.")] = False,
+    output: Annotated[Path | None, typer.Option("--out", help="Where to write the grant file.")] = None,
+    region: RegionOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Grant that a stream may leave this region: the export grant, signed with the region's policy key."""
+    folder, config = folder_of(region)
+    now = now_ms()
+    terms = GrantTerms(
+        stream=name,
+        destination_stream=destination,
+        from_region=config.region,
+        to_region=to,
+        bridge=str(SpiffeId(config.region, config.mesh, "bridge", bridge or default_bridge(config, to))),
+        purpose=purpose,
+        basis=basis,
+        mechanism=mechanism,
+        reference=reference,
+        transfer_assessment=assessment,
+        categories=tuple(category or ()),
+        exporter=exporter or config.entity or f"{config.mesh} {config.region}",
+        importer=importer or f"{config.mesh} {to}",
+        owner=owner or f"operator of {config.region}",
+        approvers=tuple(approver or (f"operator of {config.region}",)),
+        not_before=parse_moment(not_before, now) if not_before else now,
+        expires=parse_moment(expires, now),
+        transform=build_spec(
+            keep=keep or (),
+            drop=drop or (),
+            mask=mask or (),
+            hash_=hash_ or (),
+            pseudonymize=pseudonymize or (),
+            missing=missing,
+            filter_=filter_,
+            key=key,
+            headers=header or (),
+            trace=trace,
+        ),
+        rate_bytes=Rate.parse(rate) if rate else 0,
+        budget_bytes=Size.parse(budget) if budget else 0,
+        onward=onward,
+        wildcard=wildcard,
+    )
+    if wildcard:
+        note(f"{name} is a pattern: every stream that fits it, now or later, is granted and reported as such")
+    policy = run(fetch_policy(config.region))
+    document = sign_export(terms, policy, load_signing_key(folder.policy_key).private_key, now)
+    run(put_document(config.region, "export", document))
+    export = open_export(document, {config.region: own_bundle(folder).policy_keys})
+    path = output or Path(f"{export.grant}.grant")
+    path.write_bytes(document.encode_file())
+    if json:
+        print_json(
+            {"grant": export.grant, "file": str(path), "token": document.encode_token(), "terms": terms}
+        )
+        return
+    out.print(
+        f"[bold]{export.grant}[/]  {name} may leave {config.region} for {to} until {iso(terms.expires)}"
+    )
+    out.print(f"  file   {path}")
+    out.print(f"Nothing crosses until {to} accepts it:  felix bridge accept {path} --region {to}")
+
+
+def default_bridge(config: RegionConfig, to: str) -> str:
+    """The name of a bridge where none is given: `<from>-to-<to>`."""
+    return f"{config.region}-to-{to}"
+
+
+def read_grant(text: str) -> SignedDocument:
+    """A grant from a file or a token. Raises SignatureError, RequestError(NOT_FOUND)."""
+    path = Path(text)
+    if len(text) < 1024 and path.is_file():
+        return SignedDocument.parse(path.read_bytes())
+    if len(text) < 200:
+        raise RequestError(
+            f"There is no grant file {text}.",
+            code=Code.NOT_FOUND,
+            hint="Give the file that `felix bridge allow` wrote, or its token.",
+        )
+    return SignedDocument.parse(text)
+
+
+@app.command()
+def accept(
+    grant: Annotated[str, typer.Argument(help="The grant file of `felix bridge allow`, or its token.")],
+    by: Annotated[str, typer.Option(help="Who accepts it.")] = "",
+    output: Annotated[Path | None, typer.Option("--out", help="Where to write the acceptance.")] = None,
+    region: RegionOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Accept another region's grant: the import grant, signed with this region's policy key."""
+    document = read_grant(grant)
+    chosen = region or _destination(document)
+    folder, config = folder_of(chosen)
+    trusted = {name: bundle.policy_keys for name, bundle in known_bundles(folder).items()}
+    policy = run(fetch_policy(config.region))
+    key = load_signing_key(folder.policy_key).private_key
+    accepted = sign_import(document, policy, key, trusted, by or f"operator of {config.region}", now_ms())
+    run(put_document(config.region, "export", document))
+    run(put_document(config.region, "import", accepted))
+    export = open_export(document, trusted)
+    path = output or Path(f"{export.grant}.acceptance")
+    path.write_bytes(accepted.encode_file())
+    if json:
+        print_json({"grant": export.grant, "file": str(path), "token": accepted.encode_token()})
+        return
+    terms = export.terms
+    out.print(
+        f"[bold]{export.grant}[/]  {config.region} takes {terms.stream} from {terms.from_region} "
+        f"until {iso(terms.expires)}"
+    )
+    out.print(f"  file   {path}")
+    out.print("The bridge carries the acceptance back by itself.")
+
+
+def _destination(document: SignedDocument) -> str:
+    """The region a grant names, where its folder is on this machine; signatures are checked later."""
+    import msgspec
+
+    try:
+        to = msgspec.json.decode(document.body)["terms"]["to_region"]
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return ""
+    return to if to in known_regions() else ""
+
+
+# -- deny, revoke, pause, resume -----------------------------------------------------------------------
+
+
+@app.command()
+def deny(
+    what: What,
+    name: Annotated[str, typer.Argument(help="The stream, or a pattern.")],
+    to: Annotated[str, typer.Option("--to", help="The other region, or * for every one.")] = "*",
+    reason: Reason = "",
+    lift: Annotated[bool, typer.Option(help="Take an earlier denial back.")] = False,
+    region: RegionOption = "",
+) -> None:
+    """Deny that a stream crosses, in either direction. It wins over every grant, at once."""
+    folder, config = folder_of(region)
+    book = run(fetch_book(config.region, folder))
+    streams = str(NamePattern(name))
+    entry = DenyEntry(
+        streams=streams,
+        peer=to,
+        region=config.region,
+        sequence=book.next_deny_sequence(config.region, streams, to),
+        at=now_ms(),
+        by=f"operator of {config.region}",
+        reason=reason,
+        lifted=lift,
+    )
+    document = sign_deny(entry, load_signing_key(folder.policy_key).private_key)
+    out.print(run(put_document(config.region, "deny", document)))
+
+
+def _stand(action: StandingAction, grant: str, reason: str, region: str) -> None:
+    folder, config = folder_of(region)
+    book = run(fetch_book(config.region, folder))
+    view = book.get(grant, now_ms())
+    standing = Standing(
+        grant=view.grant,
+        action=action,
+        region=config.region,
+        sequence=book.next_sequence(view.grant, config.region),
+        at=now_ms(),
+        by=f"operator of {config.region}",
+        reason=reason,
+    )
+    document = sign_standing(standing, load_signing_key(folder.policy_key).private_key)
+    out.print(run(put_document(config.region, "standing", document)))
+
+
+@app.command()
+def revoke(grant: GrantId, reason: Reason = "", region: RegionOption = "") -> None:
+    """End a grant for good; what crosses under it stops within seconds."""
+    _stand(StandingAction.REVOKE, grant, reason, region)
+
+
+@app.command()
+def pause(grant: GrantId, reason: Reason = "", region: RegionOption = "") -> None:
+    """Let nothing cross under a grant until this region resumes it."""
+    _stand(StandingAction.PAUSE, grant, reason, region)
+
+
+@app.command()
+def resume(grant: GrantId, reason: Reason = "", region: RegionOption = "") -> None:
+    """Take this region's pause back; the link goes on where it stood."""
+    _stand(StandingAction.RESUME, grant, reason, region)
+
+
+# -- list, show, explain -------------------------------------------------------------------------------
+
+
+@app.command("list")
+def list_(region: RegionOption = "", json: JsonOption = False) -> None:
+    """List grants and denials with their state."""
+    folder, config = folder_of(region)
+    book = run(fetch_book(config.region, folder))
+    views = book.list(now_ms())
+    if json:
+        print_json({"grants": [_view(view) for view in views], "denials": book.denies()})
+        return
+    table(
+        f"Grants of {config.region}",
+        ["grant", "state", "stream", "from", "to", "basis", "purpose", "until"],
+        [
+            [
+                view.grant,
+                view.state.value,
+                view.export.terms.stream,
+                view.export.terms.from_region,
+                view.export.terms.to_region,
+                view.export.terms.basis.value,
+                view.export.terms.purpose,
+                iso(view.export.terms.expires),
+            ]
+            if view.export
+            else [view.grant, view.state.value, view.accepted.stream if view.accepted else ""] + [""] * 5
+            for view in views
+        ],
+    )
+    denials = book.denies()
+    if denials:
+        table(
+            "Denials",
+            ["streams", "other region", "by", "reason"],
+            [[d.streams, d.peer, d.region, d.reason] for d in denials],
+        )
+    for problem in book.problems:
+        note(f"not believed: a document signed as {problem.document.region}: {problem.sentence}")
+
+
+def _view(view: GrantView) -> dict[str, Any]:
+    return {
+        "grant": view.grant,
+        "state": view.state.value,
+        "export": view.export,
+        "import": view.accepted,
+        "paused_by": view.paused_by,
+    }
+
+
+@app.command()
+def show(grant: GrantId, region: RegionOption = "", json: JsonOption = False) -> None:
+    """Show one grant in full."""
+    folder, config = folder_of(region)
+    view = run(fetch_book(config.region, folder)).get(grant, now_ms())
+    if json:
+        print_json(_view(view))
+        return
+    rows: list[list[str]] = [["state", view.state.value]]
+    if view.export is not None:
+        terms = view.export.terms
+        rows += [
+            ["stream", terms.stream],
+            ["arrives as", terms.destination_stream],
+            ["from, to", f"{terms.from_region} → {terms.to_region}"],
+            ["bridge", terms.bridge],
+            ["purpose", terms.purpose],
+            [
+                "basis",
+                f"{terms.basis.value}{f' (GDPR {terms.basis.article})' if terms.basis.article else ''}",
+            ],
+            ["reference", terms.reference],
+            ["assessment", terms.transfer_assessment],
+            ["categories", ", ".join(terms.categories)],
+            ["exporter, importer", f"{terms.exporter} → {terms.importer}"],
+            ["owner", terms.owner],
+            ["approvers", ", ".join(terms.approvers)],
+            ["holds", f"{iso(terms.not_before)} to {iso(terms.expires)}"],
+            ["fields", "\n".join(f"{rule.do.value} {rule.field}" for rule in terms.transform.fields)],
+            ["filter", terms.transform.filter],
+            ["key", terms.transform.key.value],
+            ["terms hash", view.export.terms_hash],
+            ["policy", f"revision {view.export.policy_revision}, {view.export.policy_hash}"],
+        ]
+    if view.accepted is not None:
+        rows.append(["accepted", f"by {view.accepted.accepted_by}, {iso(view.accepted.signed_at)}"])
+    table(grant, ["", ""], [row for row in rows if row[1]])
+
+
+@app.command()
+def explain(what: What, name: Name, to: To, region: RegionOption = "", json: JsonOption = False) -> None:
+    """Say whether a stream may cross, by which rule, and why; exit code 0 if it may, 3 if not."""
+    folder, config = folder_of(region)
+    policy = run(fetch_policy(config.region))
+    stream = StreamName.parse(name)
+    now = now_ms()
+    book = run(fetch_book(config.region, folder))
+    concerned = [
+        view
+        for view in book.list(now)
+        if view.export is not None
+        and view.export.terms.pattern.matches(stream)
+        and (view.export.terms.from_region, view.export.terms.to_region) == (config.region, to)
+    ]
+    terms = concerned[-1].export.terms if concerned and concerned[-1].export else None
+    decision = decide(policy, Question(stream, config.region, to, terms), now)
+    reasons = [str(reason) for reason in decision.reasons]
+    denied = _denied_by_entry(book, stream, config.region, to)
+    state = concerned[-1].state.value if concerned else "none"
+    may = decision.allowed and not denied and state == "active"
+    if json:
+        print_json(
+            {
+                "stream": name, "from": config.region, "to": to, "crosses": may, "policy_allows": decision.allowed,
+                "rule": decision.rule, "reasons": reasons + denied, "grant": concerned[-1].grant if concerned else None,
+                "grant_state": state,
+            }
+        )  # fmt: skip
+    else:
+        out.print(f"{name} from {config.region} to {to}: [bold]{'crosses' if may else 'does not cross'}[/]")
+        out.print(
+            f"  policy: {'allows it' if decision.allowed else 'does not allow it'}, rule {decision.rule or 'none'}"
+        )
+        for reason in reasons + denied:
+            out.print(f"    - {reason}", markup=False)
+        out.print(f"  grant:  {concerned[-1].grant + ', ' if concerned else ''}{state}")
+    if not may:
+        raise typer.Exit(EXIT_DENIED)
+
+
+def _denied_by_entry(book: GrantBook, stream: StreamName, from_region: str, to: str) -> list[str]:
+    return [
+        f"{entry.region} denies {entry.streams} to or from {entry.peer}{': ' + entry.reason if entry.reason else ''}"
+        for entry in _concerning(book.denies(), from_region, to)
+        if NamePattern(entry.streams).matches(stream)
+    ]
+
+
+def _concerning(entries: Iterable[DenyEntry], from_region: str, to: str) -> list[DenyEntry]:
+    return [
+        entry
+        for entry in entries
+        if (entry.region == from_region and entry.peer in (to, "*"))
+        or (entry.region == to and entry.peer in (from_region, "*"))
+    ]
+
+
+@app.command()
+def status(region: RegionOption = "", json: JsonOption = False) -> None:
+    """Show what each link does: state and reason, position, lag in records, bytes and seconds."""
+    links = run(_links(region))
+    if json:
+        print_json(links)
+        return
+    table(
+        f"Links of {choose_region(region)}",
+        [
+            "stream",
+            "shard#",
+            "to",
+            "state",
+            "position#",
+            "lag records#",
+            "lag bytes#",
+            "lag s#",
+            "crossed#",
+            "withheld#",
+            "reason",
+        ],
+        [
+            [
+                link.stream,
+                link.shard,
+                link.to_region,
+                link.state,
+                link.position,
+                None if link.lag_records < 0 else link.lag_records,
+                None if link.lag_bytes < 0 else link.lag_bytes,
+                None if link.lag_ms < 0 else link.lag_ms / 1000,
+                link.crossed,
+                link.withheld,
+                link.reason,
+            ]
+            for link in links
+        ],
+    )
+
+
+async def _links(region: str) -> list[Any]:
+    async with connect(region) as client:
+        return await client.list_links()

@@ -1,0 +1,160 @@
+"""`felix doctor`: what this machine has, what it lacks, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from cli.output import print_json, table
+from cli.process import read_state
+from cli.setting import JsonOption, folder_of, known_regions, now_ms, run
+from felix.errors import FelixError
+from felix.identity import load_identity
+from felix.profile import felix_home
+from region.metadata.etcd import EtcdConfig, EtcdStore, known_bad_version
+
+EXIT_PROBLEMS = 1
+DISK_BYTES_LOW = 2 << 30
+"""Less free than this, and a demo or a busy day may fill the disk."""
+
+
+class Finding(NamedTuple):
+    """One thing looked at: `state` is ok, note or problem."""
+
+    what: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+def doctor(
+    region: Annotated[str, typer.Option("--region", "-r", help="Only this region.")] = "",
+    json: JsonOption = False,
+) -> None:
+    """Look at Python, Java, disk, network buffers and regions; exit code 1 if something needs mending."""
+    findings: list[Finding] = []
+    for look in (_python, _packages, _java, _disk, _sockets):
+        findings += look()
+    for name in [region] if region else known_regions():
+        findings += _guarded(f"region {name}", lambda name=name: _region(name))  # type: ignore[misc]
+    if json:
+        print_json([finding._asdict() for finding in findings])
+    else:
+        colours = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[bold red]problem[/]"}
+        table(
+            "felix doctor",
+            ["what", "state", "found", "what to do"],
+            [[f.what, colours[f.state], f.found, f.advice] for f in findings],
+        )
+    if any(finding.state == "problem" for finding in findings):
+        raise typer.Exit(EXIT_PROBLEMS)
+
+
+def _guarded(what: str, look: Callable[[], Iterator[Finding]]) -> list[Finding]:
+    try:
+        return list(look())
+    except FelixError as error:
+        return [Finding(what, "problem", error.sentence, error.hint)]
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("Python", "ok", f"{platform.python_version()} at {sys.executable}")
+
+
+def _packages() -> Iterator[Finding]:
+    for name, why in (
+        ("qh3", "native QUIC engine"),
+        ("aioquic", "portable QUIC engine"),
+        ("cryptography", ""),
+    ):
+        try:
+            yield Finding(name, "ok", f"{version(name)}{f', {why}' if why else ''}")
+        except PackageNotFoundError:
+            yield Finding(name, "problem", "not installed", f"pip install {name}")
+    try:
+        yield Finding("pyspark", "ok", version("pyspark"))
+    except PackageNotFoundError:
+        yield Finding(
+            "pyspark", "note", "not installed; only reports need it", "pip install 'felix-mesh[spark]'"
+        )
+
+
+def _java() -> Iterator[Finding]:
+    from audit.spark.java import find_java
+
+    try:
+        java = find_java()
+    except FelixError as error:
+        yield Finding("Java", "note", error.sentence, error.hint)
+        return
+    yield Finding("Java", "ok", f"{java.version} at {java.home} (for reports)")
+
+
+def _disk() -> Iterator[Finding]:
+    home = felix_home()
+    place = home if home.exists() else Path.home()
+    free = shutil.disk_usage(place).free
+    state = "ok" if free >= DISK_BYTES_LOW else "problem"
+    advice = "" if state == "ok" else "Free some room, or set FELIX_HOME to another disk."
+    yield Finding("disk", state, f"{free / 1e9:.1f} GB free at {place}", advice)
+
+
+def _sockets() -> Iterator[Finding]:
+    try:
+        limit = int(Path("/proc/sys/net/core/rmem_max").read_text())
+    except (OSError, ValueError):
+        return
+    wanted = 4 << 20
+    if limit >= wanted:
+        yield Finding("UDP buffers", "ok", f"up to {limit:,} bytes")
+    else:
+        yield Finding(
+            "UDP buffers",
+            "note",
+            f"up to {limit:,} bytes; bursts over a network may be lost and sent again",
+            f"sysctl -w net.core.rmem_max={wanted} net.core.wmem_max={wanted}",
+        )
+
+
+def _region(name: str) -> Iterator[Finding]:
+    folder, config = folder_of(name)
+    what = f"region {name}"
+    state = read_state(folder.broker_pid)
+    yield Finding(what, "ok", f"up at {state['address']}" if state else "down")
+    for path in (folder.secrets, folder.keys, folder.identities):
+        if path.is_dir() and path.stat().st_mode & 0o077:
+            yield Finding(what, "problem", f"{path} can be read by others", f"chmod 700 {path}")
+    for path in sorted(folder.identities.glob("*.pem")):
+        if path.name.endswith(".audit.pem"):
+            continue
+        identity = load_identity(path)
+        if identity.not_after_ms <= now_ms():
+            yield Finding(
+                what, "problem", f"{identity.spiffe_id} has expired", "felix identity issue it again"
+            )
+        elif identity.renewal_due(now_ms()):
+            yield Finding(
+                what, "note", f"{identity.spiffe_id} is due for renewal", "felix identity issue it again"
+            )
+    if config.metadata.kind == "etcd":
+        versions = run(_etcd_versions(config.metadata.endpoints))
+        for endpoint, found in versions.items():
+            bad = known_bad_version(found)
+            yield Finding(f"etcd {endpoint}", "problem" if bad else "ok", found, bad or "")
+    if os.environ.get("FELIX_FAILPOINT"):
+        yield Finding(
+            what, "problem", "FELIX_FAILPOINT is set: processes will end themselves", "unset FELIX_FAILPOINT"
+        )
+
+
+async def _etcd_versions(endpoints: tuple[str, ...]) -> dict[str, str]:
+    async with await EtcdStore.open(EtcdConfig(endpoints=endpoints)) as store:
+        return dict(await store.versions())

@@ -1,0 +1,118 @@
+"""`felix identity`: issue identities, and say what they may do."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+
+from cli.output import iso, out, print_json, table
+from cli.process import read_state
+from cli.setting import IdentityOption, JsonOption, RegionOption, connect, folder_of, now_ms, run
+from felix.errors import FelixError, RequestError
+from felix.identity import load_identity
+from felix.names import SpiffeId
+from policy.access import parse_rights
+from policy.quantity import Duration
+from region.founding import issue_identity
+
+app = typer.Typer(help="Identities and rights of a region.", no_args_is_help=True)
+
+Kind = Annotated[str, typer.Option(help="client, bridge, operator or broker.")]
+
+
+@app.command()
+def issue(
+    name: Annotated[str, typer.Argument(help="Its name, as in orders-svc.")],
+    allow: Annotated[
+        list[str] | None, typer.Option(help="A right, as in 'publish acme/ops/*'; may be repeated.")
+    ] = None,
+    kind: Kind = "client",
+    lifetime: Annotated[str, typer.Option(help="How long the certificate holds, as in 30d.")] = "",
+    region: RegionOption = "",
+) -> None:
+    """Issue (or renew) an identity; with --allow, give it these rights and no others."""
+    folder, config = folder_of(region)
+    rights = [str(right) for text in allow or [] for right in parse_rights(text)]
+    if rights and read_state(folder.broker_pid) is None:
+        raise RequestError(
+            f"Rights are kept by the region's broker, and that of {config.region} does not run.",
+            hint=f"Start it first: felix region up {config.region} --detach.",
+        )
+    life = timedelta(milliseconds=Duration.parse(lifetime)) if lifetime else None
+    identity = issue_identity(folder, config, kind, name, now_ms(), lifetime=life)
+    if rights:
+        run(_put_rights(config.region, str(identity.spiffe_id), rights))
+    out.print(f"[bold]{identity.spiffe_id}[/] holds until {iso(identity.not_after_ms)}")
+    out.print(f"  {folder.identity(name)}")
+    for right in rights:
+        out.print(f"  may {right}")
+    if kind == "bridge":
+        out.print("The bundle names this bridge's audit log now: regions that trust this one need it again.")
+        out.print(f"  {folder.bundle}")
+
+
+async def _put_rights(region: str, identity: str, rights: list[str]) -> None:
+    async with connect(region) as client:
+        await client.put_rights(identity, rights)
+
+
+@app.command()
+def allow(
+    name: Annotated[str, typer.Argument(help="The identity's name.")],
+    rights: Annotated[list[str], typer.Argument(help="All its rights from now on; none with --nothing.")],
+    kind: Kind = "client",
+    region: RegionOption = "",
+) -> None:
+    """Replace what an identity may do, at once, in sessions that are open too."""
+    _, config = folder_of(region)
+    wanted = [str(right) for text in rights for right in parse_rights(text)]
+    identity = SpiffeId(config.region, config.mesh, kind, name)
+    run(_put_rights(config.region, str(identity), wanted))
+    out.print(f"{identity} may now: {'; '.join(wanted)}")
+
+
+@app.command()
+def forbid(
+    name: Annotated[str, typer.Argument(help="The identity's name.")],
+    kind: Kind = "client",
+    region: RegionOption = "",
+) -> None:
+    """Take all rights away, at once: its publishers and subscriptions end."""
+    _, config = folder_of(region)
+    identity = SpiffeId(config.region, config.mesh, kind, name)
+    run(_put_rights(config.region, str(identity), []))
+    out.print(f"{identity} may nothing any more")
+
+
+@app.command("list")
+def list_(region: RegionOption = "", identity: IdentityOption = "", json: JsonOption = False) -> None:
+    """List the identities in the region's folder, and the rights that the broker holds."""
+    folder, config = folder_of(region)
+    rights = run(_rights(config.region, identity)) if read_state(folder.broker_pid) else {}
+    rows: list[dict[str, object]] = []
+    for path in sorted(folder.identities.glob("*.pem")):
+        if path.name.endswith(".audit.pem"):
+            continue
+        try:
+            held = load_identity(path)
+        except FelixError as error:
+            rows.append({"identity": path.stem, "until": str(error), "rights": []})
+            continue
+        name = str(held.spiffe_id)
+        rows.append({"identity": name, "until": iso(held.not_after_ms), "rights": rights.pop(name, [])})
+    rows += [{"identity": name, "until": "", "rights": found} for name, found in sorted(rights.items())]
+    if json:
+        print_json(rows)
+        return
+    table(
+        f"Identities of {config.region}",
+        ["identity", "holds until", "rights"],
+        [[r["identity"], r["until"], "\n".join(r["rights"])] for r in rows],  # type: ignore[arg-type]
+    )
+
+
+async def _rights(region: str, identity: str) -> dict[str, list[str]]:
+    async with connect(region, identity) as client:
+        return await client.list_rights()

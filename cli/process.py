@@ -1,0 +1,119 @@
+"""Processes of Felix on this machine: which run, how they are started apart, and how they are stopped.
+
+A process holds a lock on its pid file for as long as it lives, so a pid file that a crash left behind is told
+from a live one, whatever its number has become.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from felix.errors import Code, RequestError, UnavailableError
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 30.0
+
+
+class PidFile:
+    """This process's claim to be the one that runs. Keep it until the end."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        """Raises RequestError(CONFLICT) where another process runs."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file: IO[str] = path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            state = read_state(path) or {}
+            self._file.close()
+            raise RequestError(
+                f"{what} runs already, as process {state.get('pid', '?')}.",
+                code=Code.CONFLICT,
+                hint="Stop that one first.",
+            ) from error
+        self.path = path
+
+    def announce(self, **state: Any) -> None:
+        """Say that the process serves now, and where."""
+        self._file.seek(0)
+        self._file.truncate()
+        json.dump({"pid": os.getpid(), **state}, self._file)
+        self._file.flush()
+
+    def close(self) -> None:
+        """The process is about to end."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._file.close()
+
+
+def read_state(path: Path) -> dict[str, Any] | None:
+    """What a live process announced; None where none runs or it has not announced itself yet."""
+    try:
+        with path.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.seek(0)
+                text = file.read()
+                state: dict[str, Any] | None = json.loads(text) if text.strip() else None
+                return state
+            return None
+    except (OSError, ValueError):
+        return None
+
+
+def start_detached(command: Sequence[str], pid_file: Path, log_file: Path, what: str) -> dict[str, Any]:
+    """Start `felix COMMAND` apart from this terminal and wait until it serves. Raises UnavailableError."""
+    if read_state(pid_file) is not None:
+        raise RequestError(f"{what} runs already.", code=Code.CONFLICT, hint="Stop it first.")
+    log_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    start = log_file.stat().st_size if log_file.exists() else 0
+    with log_file.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cli.main", *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    limit = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < limit:
+        state = read_state(pid_file)
+        if state is not None and state.get("pid") == process.pid:
+            return state
+        if process.poll() is not None:
+            with log_file.open("rb") as log:
+                log.seek(start)
+                said = log.read()[-2000:].decode(errors="replace").strip()
+            raise UnavailableError(f"{what} ended before it served:\n{said}", hint=f"See {log_file}.")
+        time.sleep(0.05)
+    process.terminate()
+    raise UnavailableError(f"{what} did not serve within {START_TIMEOUT_S:.0f} s.", hint=f"See {log_file}.")
+
+
+def stop(pid_file: Path, what: str) -> int:
+    """Ask a process to stop, and wait until it has. Returns its id. Raises RequestError(NOT_FOUND)."""
+    state = read_state(pid_file)
+    if state is None:
+        raise RequestError(f"{what} does not run.", code=Code.NOT_FOUND)
+    pid = int(state["pid"])
+    os.kill(pid, signal.SIGTERM)
+    limit = time.monotonic() + STOP_TIMEOUT_S
+    while time.monotonic() < limit:
+        if read_state(pid_file) is None:
+            return pid
+        time.sleep(0.05)
+    raise UnavailableError(
+        f"{what} (process {pid}) did not stop within {STOP_TIMEOUT_S:.0f} s.",
+        hint="It may be waiting for its disk; look at its log before you end it by force.",
+    )

@@ -1,0 +1,298 @@
+"""`felix region`: found a region, run its broker, trust another region."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.output import iso, note, out, print_json, table
+from cli.process import PidFile, read_state, start_detached, stop
+from cli.setting import (
+    JsonOption,
+    RegionOption,
+    choose_region,
+    connect,
+    folder_of,
+    known_regions,
+    now_ms,
+    read_file,
+    run,
+    until_stopped,
+)
+from felix.errors import RequestError
+from felix.messages import Done, PutDocument
+from keys.bundle import decode_bundle
+from region.config import Address, load_config
+from region.folder import RegionFolder
+from region.founding import found_region, trust_region, write_profile
+from region.node import Node
+from region.tracing import configure_tracing
+
+app = typer.Typer(help="Found and run regions.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
+
+
+@app.command()
+def init(
+    name: Name,
+    mesh: Annotated[str, typer.Option(help="The mesh it belongs to.")],
+    country: Annotated[str, typer.Option(help="ISO 3166-1 alpha-2, for reports.")] = "",
+    jurisdiction: Annotated[str, typer.Option(help="As policies call it, for example EU.")] = "",
+    entity: Annotated[str, typer.Option(help="The legal entity that runs it, for reports.")] = "",
+    listen: Annotated[str, typer.Option(help="host:port (UDP) of the broker.")] = "",
+    health: Annotated[str, typer.Option(help="host:port of metrics and health; `none` for none.")] = "",
+) -> None:
+    """Make a region: its authority, its keys, its configuration and an operator's profile."""
+    folder = RegionFolder.of(name)
+    taken = [load_config(RegionFolder.of(other).config) for other in known_regions()]
+    address = Address.parse(listen) if listen else _free_address(7443, [config.listen for config in taken])
+    health_address = None
+    if health != "none":
+        used = [config.health for config in taken if config.health is not None]
+        health_address = Address.parse(health) if health else _free_address(8080, used)
+    country = country or _guess_country(name)
+    signed = found_region(
+        folder,
+        region=name,
+        mesh=mesh,
+        country=country,
+        jurisdiction=jurisdiction or ("EU" if country in _EU else country),
+        entity=entity,
+        listen=address,
+        health=health_address,
+        now_ms=now_ms(),
+    )
+    out.print(f"Region [bold]{name}[/] of mesh {mesh} is founded in {folder.root}")
+    out.print(f"  listens at    {address} (UDP), health {health_address or 'none'}")
+    out.print(f"  country       {signed.bundle.country}, jurisdiction {signed.bundle.jurisdiction}")
+    out.print(f"  fingerprint   {signed.bundle.fingerprint()}")
+    out.print(f"Next: felix region up {name}")
+
+
+_EU = frozenset(
+    [
+        "AT",
+        "BE",
+        "BG",
+        "HR",
+        "CY",
+        "CZ",
+        "DK",
+        "EE",
+        "FI",
+        "FR",
+        "DE",
+        "GR",
+        "HU",
+        "IE",
+        "IT",
+        "LV",
+        "LT",
+        "LU",
+        "MT",
+        "NL",
+        "PL",
+        "PT",
+        "RO",
+        "SK",
+        "SI",
+        "ES",
+        "SE",
+    ]
+)
+_GUESSES = {"us": "US", "eu": "IE", "uk": "GB", "ca": "CA", "sa": "BR", "cn": "CN", "in": "IN"}
+
+
+def _guess_country(name: str) -> str:
+    prefix = name.split("-")[0]
+    guessed = _GUESSES.get(prefix, "")
+    if not guessed:
+        raise RequestError(
+            f"The country of {name} is not clear from its name.",
+            hint="Say it with --country, as in --country DE.",
+        )
+    note(f"country {guessed}, from the region's name; say another with --country")
+    return guessed
+
+
+def _free_address(port: int, taken: list[Address]) -> Address:
+    ports = {address.port for address in taken}
+    while port in ports:
+        port += 1
+    return Address("127.0.0.1", port)
+
+
+@app.command()
+def up(
+    name: Name,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Run apart from this terminal.")] = False,
+) -> None:
+    """Run the region's broker, in the foreground until it is interrupted, or apart with --detach."""
+    folder, config = folder_of(name)
+    if detach:
+        state = start_detached(
+            ["--log-level", "info", "region", "up", name],
+            folder.broker_pid,
+            folder.broker_log,
+            f"The broker of {name}",
+        )
+        out.print(f"{name} serves at {state['address']}, process {state['pid']}, log {folder.broker_log}")
+        return
+    logging.getLogger("felix").setLevel(logging.INFO)
+    pid = PidFile(folder.broker_pid, f"The broker of {name}")
+    try:
+        run(_serve(folder, Node(folder, config), pid))
+    finally:
+        pid.close()
+
+
+async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
+    stop_tracing = configure_tracing(node.config, folder.root)
+    await node.start()
+    try:
+        address = node.address
+        if node.config.listen.port == 0:
+            await asyncio.to_thread(write_profile, folder, node.config.region, node.config.mesh, address)
+        health = node.health.address if node.health is not None else None
+        pid.announce(
+            address=str(address),
+            health="" if health is None else f"{health[0]}:{health[1]}",
+            started_ms=now_ms(),
+        )
+        note(
+            f"{node.config.region} serves at {address}; end it with Ctrl-C or: felix region down {node.config.region}"
+        )
+        await until_stopped()
+    finally:
+        await node.stop()
+        stop_tracing()
+
+
+@app.command()
+def down(name: Name) -> None:
+    """Stop the region's broker; what is under way is answered first."""
+    folder, _ = folder_of(name)
+    pid = stop(folder.broker_pid, f"The broker of {name}")
+    out.print(f"{name} stopped (process {pid})")
+
+
+@app.command()
+def status(
+    name: Annotated[str, typer.Argument(help="The region; all of them if left out.")] = "",
+    json: JsonOption = False,
+) -> None:
+    """Which brokers run, where, and how full their named limits are."""
+    found = []
+    for region in [choose_region(name)] if name else known_regions():
+        folder, config = folder_of(region)
+        state = read_state(folder.broker_pid)
+        row: dict[str, object] = {
+            "region": region,
+            "mesh": config.mesh,
+            "country": config.country,
+            "state": "up" if state else "down",
+            "address": state["address"] if state else str(config.listen),
+            "pid": state["pid"] if state else None,
+            "started": iso(state["started_ms"]) if state else "",
+        }
+        if state:
+            row["gauges"] = run(_gauges(region))
+        found.append(row)
+    if json:
+        print_json(found)
+        return
+    table(
+        "Regions",
+        ["region", "mesh", "country", "state", "address", "process#", "since"],
+        [
+            [
+                r["region"],
+                r["mesh"],
+                r["country"],
+                r["state"],
+                r["address"],
+                str(r["pid"] or ""),
+                r["started"],
+            ]
+            for r in found
+        ],
+    )
+    if name and found and "gauges" in found[0]:
+        gauges = found[0]["gauges"]
+        assert isinstance(gauges, dict)
+        rows = [
+            [key, int(value), int(gauges[f"{key}_limit"]) if f"{key}_limit" in gauges else None]
+            for key, value in gauges.items()
+            if not key.endswith("_limit")
+        ]
+        table("Broker", ["gauge", "now#", "limit#"], rows)
+
+
+async def _gauges(region: str) -> dict[str, float]:
+    async with connect(region) as client:
+        return (await client.describe()).gauges
+
+
+@app.command()
+def bundle(region: RegionOption = "", json: JsonOption = False) -> None:
+    """Show what other regions need to know of this one; give them the file bundle.json."""
+    folder, _ = folder_of(region)
+    signed = decode_bundle(read_file(folder.bundle, "The bundle"))
+    held = signed.bundle
+    if json:
+        print_json(signed)
+        return
+    table(
+        f"Bundle of {held.region}",
+        ["field", "value"],
+        [
+            ["file", str(folder.bundle)],
+            ["mesh", held.mesh],
+            ["country", held.country],
+            ["jurisdiction", held.jurisdiction],
+            ["issued", iso(held.issued_ms)],
+            ["audit logs and cosigners", "\n".join(key.name for key in held.audit_keys)],
+            ["fingerprint", held.fingerprint()],
+        ],
+    )
+
+
+@app.command()
+def trust(
+    bundle_file: Annotated[Path, typer.Argument(help="The other region's bundle.json.")],
+    region: RegionOption = "",
+    fingerprint: Annotated[
+        str, typer.Option(help="The fingerprint its operator told you; refused if it differs.")
+    ] = "",
+) -> None:
+    """Trust another region: its bridges may knock, its grants can be verified, its audit logs cosigned."""
+    folder, config = folder_of(region)
+    signed = decode_bundle(read_file(bundle_file, "The bundle"))
+    other = signed.bundle
+    found = other.fingerprint()
+    if other.region == config.region:
+        raise RequestError(
+            f"{bundle_file} is the bundle of {config.region} itself.", hint="Give the other one's."
+        )
+    if fingerprint and fingerprint.replace(" ", "").lower() != found.replace(" ", ""):
+        raise RequestError(
+            f"The bundle's fingerprint is {found}, not the one given.",
+            hint="Do not trust it. Get the bundle again from that region's operator.",
+        )
+    if read_state(folder.broker_pid) is not None:
+        out.print(run(_put_bundle(config.region, signed.encode())))
+    trust_region(folder, signed)
+    out.print(f"{config.region} trusts {other.region}. Compare its fingerprint with that region's operator:")
+    out.print(f"  {found}")
+
+
+async def _put_bundle(region: str, body: bytes) -> str:
+    async with connect(region) as client:
+        answer = await client.request(PutDocument("bundle", body))
+        assert isinstance(answer, Done)
+        return answer.note

@@ -1,0 +1,108 @@
+"""Where a command works: the home folder, the region, and the identity it comes as."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+import typer
+
+import felix
+from felix.errors import Code, RequestError
+from felix.profile import felix_home
+from region.config import RegionConfig, load_config
+from region.folder import RegionFolder
+
+REGION_VARIABLE: Final = "FELIX_REGION"
+
+RegionOption = Annotated[
+    str,
+    typer.Option("--region", "-r", help=f"The region; else ${REGION_VARIABLE}, else the only one there is."),
+]
+IdentityOption = Annotated[
+    str, typer.Option("--as", help="Come as this identity of the region (default: operator).")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+T = TypeVar("T")
+
+
+def now_ms() -> int:
+    """Milliseconds since the Unix epoch."""
+    return time.time_ns() // 1_000_000
+
+
+def known_regions() -> list[str]:
+    """Regions that have a folder in the home folder."""
+    home = felix_home()
+    return sorted(path.parent.name for path in home.glob("*/profile.json")) if home.is_dir() else []
+
+
+def choose_region(given: str = "") -> str:
+    """The region a command is about. Raises RequestError where it is not clear."""
+    chosen = given or os.environ.get(REGION_VARIABLE, "")
+    known = known_regions()
+    if chosen:
+        if chosen not in known:
+            raise RequestError(
+                f"There is no region {chosen!r} in {felix_home()}; there is {', '.join(known) or 'none'}.",
+                code=Code.NOT_FOUND,
+                hint=f"Make it with: felix region init {chosen} --mesh MESH, or set FELIX_HOME.",
+            )
+        return chosen
+    if len(known) == 1:
+        return known[0]
+    if not known:
+        raise RequestError(
+            f"There is no region in {felix_home()}.",
+            code=Code.NOT_FOUND,
+            hint="Make one with: felix region init us-east --mesh acme.",
+        )
+    raise RequestError(
+        f"There are several regions: {', '.join(known)}.",
+        hint=f"Say which with --region, or set {REGION_VARIABLE}.",
+    )
+
+
+def folder_of(region: str) -> tuple[RegionFolder, RegionConfig]:
+    """A region's folder and configuration, for commands that work on its files."""
+    folder = RegionFolder.of(choose_region(region))
+    return folder, load_config(folder.config)
+
+
+def connect(region: str, identity: str = "") -> felix.RegionClient:
+    """A client of the region, not yet open."""
+    return felix.connect(choose_region(region), identity=identity or None)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, on uvloop where it is there."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(work)
+    return uvloop.run(work)
+
+
+async def until_stopped() -> None:
+    """Wait for SIGINT or SIGTERM."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
+
+
+def read_file(path: Path, what: str) -> bytes:
+    """A file that the user named. Raises RequestError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise RequestError(
+            f"{what} {path} cannot be read: {error.strerror or error}.", code=Code.NOT_FOUND
+        ) from error

@@ -1,0 +1,378 @@
+"""`felix stream`: create, list, describe, delete, publish, subscribe."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import msgspec
+import typer
+
+import felix
+from cli.output import iso, note, out, print_json, progress, table
+from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
+from felix.batch import Record
+from felix.errors import Code, RequestError
+from felix.messages import StreamState
+from felix.subscription import Gap
+from policy.quantity import Duration, Size
+
+app = typer.Typer(help="Streams of a region.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="tenant/namespace/name, as in acme/ops/departures.")]
+
+
+@app.command()
+def create(
+    name: Name,
+    shards: Annotated[int, typer.Option(help="1 to 256; fixed for the stream's life.")] = 1,
+    durability: Annotated[str, typer.Option(help="fsync, interval:50ms or ephemeral.")] = "fsync",
+    retention: Annotated[str, typer.Option(help="Age, size per shard, or both: 7d,10GB. Default: all.")] = "",
+    ring: Annotated[str, typer.Option(help="Memory per shard of an ephemeral stream, as in 64MiB.")] = "",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Create a stream."""
+    state = run(
+        _create(
+            region, identity, name, shards, parse_durability(durability), parse_retention(retention), ring
+        )
+    )
+    if json:
+        print_json(state)
+    else:
+        out.print(
+            f"{state.stream} is created, {shards} shards, {durability}, incarnation {state.incarnation.hex()}"
+        )
+
+
+async def _create(
+    region: str,
+    identity: str,
+    name: str,
+    shards: int,
+    durability: felix.Durability,
+    retention: felix.Retention,
+    ring: str,
+) -> StreamState:
+    async with connect(region, identity) as client:
+        return await client.create_stream(
+            name,
+            shards=shards,
+            durability=durability,
+            retention=retention,
+            ring_bytes=Size.parse(ring) if ring else 0,
+        )
+
+
+def parse_durability(text: str) -> felix.Durability:
+    """`fsync`, `interval:50ms`, `ephemeral`. Raises RequestError(INVALID)."""
+    kind, _, rest = text.partition(":")
+    if kind == "interval" and rest:
+        return felix.Durability("interval", Duration.parse(rest))
+    if text in ("fsync", "ephemeral"):
+        return felix.Durability(text)
+    raise RequestError(f"{text!r} is not a durability.", hint="Use fsync, interval:50ms or ephemeral.")
+
+
+def parse_retention(text: str) -> felix.Retention:
+    """`7d`, `10GB`, `7d,10GB`. Raises RequestError(INVALID)."""
+    age = size = 0
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        if part.upper().endswith("B"):
+            size = Size.parse(part)
+        else:
+            age = Duration.parse(part)
+    return felix.Retention(age, size)
+
+
+@app.command("list")
+def list_(
+    prefix: Annotated[str, typer.Argument(help="Only names that begin so.")] = "",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """List the streams that this identity may see."""
+    states = run(_list(region, identity, prefix))
+    if json:
+        print_json(states)
+        return
+    table(
+        "Streams",
+        ["stream", "shards#", "durability", "records#", "bytes#", "created"],
+        [
+            [
+                state.stream,
+                state.shards,
+                format_durability(state),
+                sum(shard.high_watermark - shard.log_start for shard in state.state),
+                sum(shard.size_bytes for shard in state.state),
+                iso(state.created_ms),
+            ]
+            for state in states
+        ],
+    )
+
+
+async def _list(region: str, identity: str, prefix: str) -> list[StreamState]:
+    async with connect(region, identity) as client:
+        return [state async for state in client.list_streams(prefix)]
+
+
+def format_durability(state: StreamState) -> str:
+    """As it was given to `create`."""
+    durability = state.durability
+    return f"interval:{durability.interval_ms}ms" if durability.kind == "interval" else durability.kind
+
+
+@app.command()
+def describe(
+    name: Name, region: RegionOption = "", identity: IdentityOption = "", json: JsonOption = False
+) -> None:
+    """Show a stream's settings, and the offsets of each shard."""
+    state = run(_describe(region, identity, name))
+    if json:
+        print_json(state)
+        return
+    retention = state.retention
+    kept = [str(Duration(retention.age_ms))] if retention.age_ms else []
+    kept += [str(Size(retention.size_bytes))] if retention.size_bytes else []
+    out.print(f"[bold]{state.stream}[/]  {format_durability(state)}  retention {', '.join(kept) or 'none'}")
+    out.print(f"incarnation {state.incarnation.hex()}, created {iso(state.created_ms)}")
+    table(
+        "Shards",
+        ["shard#", "first offset#", "next offset#", "epoch#", "bytes#", "segments#", "state"],
+        [
+            [
+                s.shard,
+                s.log_start,
+                s.high_watermark,
+                s.leader_epoch,
+                s.size_bytes,
+                s.segments,
+                s.stopped or "serving",
+            ]
+            for s in state.state
+        ],
+    )
+
+
+async def _describe(region: str, identity: str, name: str) -> StreamState:
+    async with connect(region, identity) as client:
+        return await client.describe_stream(name)
+
+
+@app.command()
+def delete(
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+) -> None:
+    """Delete a stream and its records. This cannot be undone."""
+    state = run(_describe(region, identity, name))
+    records = sum(shard.high_watermark - shard.log_start for shard in state.state)
+    if not yes:
+        typer.confirm(f"Delete {name} and its {records:,} records?", abort=True)
+    run(_delete(region, identity, name, state.incarnation))
+    out.print(f"{name} and its {records:,} records are deleted")
+
+
+async def _delete(region: str, identity: str, name: str, incarnation: bytes) -> None:
+    async with connect(region, identity) as client:
+        await client.delete_stream(name, incarnation=incarnation)
+
+
+# -- publish -------------------------------------------------------------------------------------------
+
+
+@app.command()
+def publish(
+    name: Name,
+    file: Annotated[Path | None, typer.Option(help="One record a line; standard input if left out.")] = None,
+    key_field: Annotated[str, typer.Option(help="The JSON field that becomes the record's key.")] = "",
+    acks: Annotated[str, typer.Option(help="all or none.")] = "all",
+    compress: Annotated[bool, typer.Option(help="Compress batches with zstd.")] = False,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Publish records, one a line, and wait until all are acknowledged."""
+    if acks not in ("all", "none"):
+        raise RequestError(f"acks is {acks!r}.", hint="Use all or none.")
+    try:
+        source = file.open("rb") if file else sys.stdin.buffer
+    except OSError as error:
+        raise RequestError(f"{file} cannot be read: {error.strerror}.", code=Code.NOT_FOUND) from error
+    with source:
+        began = time.monotonic()
+        records, size = run(_publish(region, identity, name, source, key_field, acks == "all", compress))
+        seconds = time.monotonic() - began
+    if json:
+        print_json({"stream": name, "records": records, "bytes": size, "seconds": seconds})
+    else:
+        out.print(
+            f"{records:,} records ({size:,} bytes) in {seconds:.1f} s: {records / max(seconds, 1e-9):,.0f} a second"
+        )
+
+
+def lines_with_keys(source: IO[bytes], key_field: str) -> Iterator[tuple[bytes, bytes | None]]:
+    """Payload and key of every line that is not empty. Raises RequestError that names the line."""
+    decoder = msgspec.json.Decoder(dict[str, Any])
+    for number, line in enumerate(source, 1):
+        payload = line.rstrip(b"\r\n")
+        if not payload:
+            continue
+        if not key_field:
+            yield payload, None
+            continue
+        try:
+            value = decoder.decode(payload).get(key_field)
+        except msgspec.MsgspecError as error:
+            raise RequestError(
+                f"Line {number} is not a JSON object: {error}. Nothing after it was published."
+            ) from error
+        if value is None:
+            raise RequestError(
+                f"Line {number} has no field {key_field!r}. Nothing after it was published.",
+                hint="Leave --key-field away, or mend the line.",
+            )
+        yield payload, value.encode() if isinstance(value, str) else msgspec.json.encode(value)
+
+
+async def _publish(
+    region: str, identity: str, name: str, source: IO[bytes], key_field: str, acked: bool, compress: bool
+) -> tuple[int, int]:
+    records = size = 0
+    with progress(counted=False) as bar:
+        task = bar.add_task(f"publishing to {name}", total=None)
+        async with (
+            connect(region, identity) as client,
+            client.stream(name).publisher(acks="all" if acked else "none", compress=compress) as publisher,
+        ):
+            for payload, key in lines_with_keys(source, key_field):
+                await publisher.send(payload, key)
+                records += 1
+                size += len(payload)
+                if not records % 1000:
+                    bar.update(task, description=f"publishing to {name}: {records:,} records")
+            await publisher.flush()
+    return records, size
+
+
+# -- subscribe -----------------------------------------------------------------------------------------
+
+
+@app.command()
+def subscribe(
+    name: Name,
+    from_: Annotated[
+        str, typer.Option("--from", help="earliest, latest, @offset, or a time such as 2013-01-01T00:00Z.")
+    ] = "latest",
+    shard: Annotated[list[int] | None, typer.Option(help="Only this shard; may be repeated.")] = None,
+    count: Annotated[int, typer.Option(help="End after so many records; 0: go on.")] = 0,
+    until_end: Annotated[
+        bool, typer.Option("--until-end", help="End where the stream ended at the start.")
+    ] = False,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Print records as they come; with --json one object a line, with offset, time, key and headers."""
+    run(_subscribe(region, identity, name, parse_start(from_), shard, count, until_end, json))
+
+
+def parse_start(text: str) -> str | int | datetime:
+    """What the SDK takes as a start. Raises RequestError(INVALID)."""
+    if text in ("earliest", "latest"):
+        return text
+    if text.startswith("@") and text[1:].isdecimal():
+        return int(text[1:])
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise RequestError(
+            f"{text!r} is no place to start.",
+            hint="Use earliest, latest, @offset as in @1200, or a time as in 2013-01-01T00:00Z.",
+        ) from error
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+async def _subscribe(
+    region: str,
+    identity: str,
+    name: str,
+    start: Any,
+    shards: list[int] | None,
+    count: int,
+    until_end: bool,
+    as_json: bool,
+) -> None:
+    printed = 0
+    async with connect(region, identity) as client:
+        ends: dict[int, int] = {}
+        if until_end:
+            state = await client.describe_stream(name)
+            ends = {
+                s.shard: s.high_watermark
+                for s in state.state
+                if s.high_watermark > s.log_start and (not shards or s.shard in shards)
+            }
+            if not ends:
+                return
+        subscription = client.stream(name).subscribe(start, shards=shards, on_gap=_say_gap)
+        async with subscription:
+            async for number, record in _records(subscription):
+                write_record(record, number, as_json=as_json)
+                printed += 1
+                if record.offset + 1 >= ends.get(number, 1 << 62):
+                    del ends[number]
+                if printed == count or (until_end and not ends):
+                    break
+        sys.stdout.flush()
+
+
+async def _records(subscription: felix.Subscription) -> AsyncIterator[tuple[int, Record]]:
+    async for batch in subscription.batches():
+        for record in batch.records():
+            yield batch.shard, record
+
+
+def _say_gap(gap: Gap) -> None:
+    note(f"gap: {gap}")
+
+
+def write_record(record: Record, shard: int, *, as_json: bool) -> None:
+    """One record on standard output: its payload and a line feed, or an object."""
+    stdout = sys.stdout.buffer
+    payload = bytes(record.payload)
+    if not as_json:
+        stdout.write(payload + b"\n")
+        return
+    row: dict[str, Any] = {
+        "shard": shard,
+        "offset": record.offset,
+        "time": datetime.fromtimestamp(record.timestamp_ms / 1000, UTC).isoformat(timespec="milliseconds"),
+        "key": _text(bytes(record.key)) if record.key else None,
+        "headers": {header: _text(bytes(value)) for header, value in record.headers.items()},
+    }
+    try:
+        row["value"] = msgspec.json.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        row["payload"] = _text(payload)
+    stdout.write(msgspec.json.encode(row) + b"\n")
+
+
+def _text(data: bytes) -> str:
+    """UTF-8 where it is, else base64 after `base64:`."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "base64:" + base64.b64encode(data).decode()
