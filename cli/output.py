@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from rich.console import Console
@@ -19,8 +19,17 @@ from rich.progress import (
 )
 from rich.table import Table
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+PIPE_COLUMNS: Final = 200
+"""Where output goes into a file or a pipe there is no terminal to fit."""
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPE_COLUMNS)
+
+
+out = _console(stderr=False)
+err = _console(stderr=True)
 
 
 def print_json(value: Any) -> None:

@@ -66,10 +66,10 @@ class Broker:
         self.metrics = BrokerMetrics()
         self.budgets = budgets
         limits = config.limits
-        self.budgets.publish.limit_bytes = limits.publish_budget
-        self.budgets.delivery.limit_bytes = limits.delivery_budget
-        self.budgets.catch_up.limit_bytes = limits.catch_up_budget
-        self.budgets.ring.limit_bytes = limits.ring_budget
+        self.budgets.publish.limit_bytes = int(limits.publish_budget)
+        self.budgets.delivery.limit_bytes = int(limits.delivery_budget)
+        self.budgets.catch_up.limit_bytes = int(limits.catch_up_budget)
+        self.budgets.ring.limit_bytes = int(limits.ring_budget)
         self.sessions: set[ClientSession] = set()
         self.leaving = False
         self.trust = TrustBundle()
