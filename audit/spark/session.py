@@ -16,7 +16,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,7 +36,10 @@ SHUFFLE_PARTITIONS_LOCAL: Final = 4
 STOP_TIMEOUT_S: Final = 20.0
 """A JVM whose input closed ends within a second or two; one that hangs is killed."""
 LOG_TAIL_BYTES: Final = 4_096
-"""How much of the JVM's own log an error quotes."""
+"""How much of the JVM's own log is searched for the reason of a failed start."""
+_START_HINT: Final = (
+    "Check the master's address, and that the cluster runs the same Spark version as the pyspark here."
+)
 
 _LOGGING: Final = """\
 rootLogger.level = error
@@ -162,12 +165,13 @@ def _launch_environment(java_home: Path, master: str) -> dict[str, str]:
     return chosen
 
 
-def _tail(log: Path) -> str:
-    try:
-        data = log.read_bytes()[-LOG_TAIL_BYTES:]
-    except OSError:
-        return ""
-    return data.decode(errors="replace").strip()
+def _reason(log: Path, error: Exception) -> str:
+    """The first line of the JVM's log that names an error, or else the first line of `error`."""
+    with suppress(OSError):
+        for line in log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").splitlines():
+            if "Exception" in line or "Error" in line:
+                return line.strip()
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _require() -> None:
@@ -228,29 +232,27 @@ def open_session(
                 gateway = launch(conf, {"stdout": sink, "stderr": sink})
             except Exception as error:
                 raise SparkStartError(
-                    f"Spark did not start on Java {java.version} ({java.executable}): {error}. {_tail(log)}".rstrip()
+                    f"Spark did not start with master {master} on Java {java.version} ({java.executable}): "
+                    f"{_reason(log, error)}",
+                    hint=_START_HINT,
                 ) from error
             try:
-                context = _start_context(SparkContext, conf, gateway, master, log)
-                try:
-                    if not is_local(master):
-                        context.addPyFile(str(zip_packages(work / "felix-packages.zip")))
-                    session = SparkSession(context)
-                    yield session
-                finally:
-                    context.stop()
-            finally:
+                context = SparkContext(conf=conf, gateway=gateway)
+            except Exception as error:
                 _end(gateway, SparkContext)
-
-
-def _start_context(kind: Any, conf: Any, gateway: Any, master: str, log: Path) -> Any:
-    try:
-        return kind(conf=conf, gateway=gateway)
-    except Exception as error:
-        raise SparkStartError(
-            f"Spark's master {master} did not take the job: {str(error).strip().splitlines()[0]} {_tail(log)}".rstrip(),
-            hint="Check the address, and that the cluster runs the same Spark version as the pyspark here.",
-        ) from error
+                raise SparkStartError(
+                    f"Spark's master {master} did not take the job: {_reason(log, error)}", hint=_START_HINT
+                ) from error
+        try:
+            if not is_local(master):
+                context.addPyFile(str(zip_packages(work / "felix-packages.zip")))
+            session = SparkSession(context)
+            try:
+                yield session
+            finally:
+                session.stop()
+        finally:
+            _end(gateway, SparkContext)
 
 
 def _end(gateway: Any, context_kind: Any) -> None:

@@ -100,9 +100,9 @@ def json_rows(table: Table) -> list[dict[str, Any]]:
 
 
 def encode_csv(table: Table) -> str:
-    """RFC 4180 with a heading line of column names, UTF-8, lines ended by LF."""
+    """RFC 4180: a heading line of column names, lines ended by CRLF (so that a lone CR in a text is quoted too)."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    writer = csv.writer(out, lineterminator="\r\n")
     writer.writerow([column.name for column in table.columns])
     for row in table.rows:
         writer.writerow(

@@ -3,8 +3,8 @@
 A log is verified in these steps; the source (`audit.spark.source`) does 4 to 6 in the executors:
 
 1. the checkpoint is signed by a log key that the caller trusts;
-2. cosignatures of trusted witnesses hold, and what they cosigned is a prefix of this very tree;
-3. tiles of level 1 and up hash to their places, up to the checkpoint's root;
+2. tiles of level 1 and up hash to their places, up to the checkpoint's root;
+3. cosignatures of trusted witnesses hold, and what they cosigned is a prefix of this very tree;
 4. each full tile of level 0 hashes to its place in level 1;
 5. each leaf hashes to its place in level 0, and decodes;
 6. each receipt in an egress log agrees with the leaf that carries it, and is signed by a trusted receipt key, if
@@ -39,8 +39,8 @@ from felix.errors import CorruptionError
 
 STEPS: Final = (
     "The checkpoint's signature holds under the trusted key of the log.",
-    "Cosignatures of trusted witnesses hold, and what they cosigned is a prefix of this tree.",
     "Tiles of level 1 and up hash to their places, up to the root in the checkpoint.",
+    "Cosignatures of trusted witnesses hold, and what they cosigned is a prefix of this tree.",
     "Each full tile of level 0 hashes to its place in level 1.",
     "Each leaf hashes to its place in the tree, and decodes.",
 )
@@ -112,8 +112,8 @@ def open_log(path: str, trust: Trust) -> OpenedLog:
     signed = _open_with_any(data, keys, trust)
     key = keys[0] if len(keys) == 1 else next(each for each in keys if _signs(data, each, trust))
     checkpoint = signed.checkpoint
-    cosigners = _cosigners(files, signed, key, trust)
     check_tree(files, checkpoint)
+    cosigners = _cosigners(files, signed, key, trust)
     return OpenedLog(path, key, checkpoint, cosigners)
 
 
@@ -163,7 +163,7 @@ def _check_prefix(files: Files, whole: Checkpoint, cosigned: Checkpoint) -> None
 
 
 def check_tree(files: Files, checkpoint: Checkpoint) -> None:
-    """Step 3. Memory is one tile; reads a 256th of the level-0 tiles' bytes. Raises TamperError."""
+    """Step 2. Memory is one tile; reads a 256th of the level-0 tiles' bytes. Raises TamperError."""
     if read_tree(files, checkpoint.size).root() != checkpoint.root:
         raise TamperError(
             f"The tiles of {checkpoint.origin} do not hash to the root in its checkpoint of {checkpoint.size} leaves."

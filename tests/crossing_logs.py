@@ -1,0 +1,364 @@
+"""Real audit logs for the report's tests: two links' worth of days, written by the real trail.
+
+The world is made once, by hand, in this order: two grants; batches over several days in two streams and two shards, with
+records withheld; denied attempts for a stream without a grant; a gap at the source; a grant that ends by its own term,
+after which attempts are denied; a last batch that is still on its way. What is counted afterwards is counted from the
+files (`count_files`), by code that shares nothing with the reports but the leaf codec.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from audit_log import BRIDGE, OPERATOR, RECEIPT_KEYS, log_signer, receipt_for, witness_signer
+
+from audit.errors import AuditUnavailableError
+from audit.leaf import (
+    CommitmentKey,
+    Committer,
+    FieldLineage,
+    GapKind,
+    Header,
+    Kind,
+    Leaf,
+    Side,
+    Terms,
+    decode_leaf,
+    intent_leaves,
+    iter_entries,
+)
+from audit.spark.report import ReportResult
+from audit.spark.verification import Trust
+from audit.tile import bundle_path
+from audit.trail import Trail, TrailSettings
+from audit.witness import MemoryWitnessStore, Witness
+from felix.batch import Record
+
+DAY_MS = 86_400_000
+START_MS = 1_749_945_600_000
+"""2025-06-15T00:00:00Z"""
+DAYS = 5
+EGRESS_ORIGIN = "us-east.acme/audit/us-to-eu/egress"
+INGRESS_ORIGIN = "eu-west.acme/audit/us-to-eu/ingress"
+DEPARTURES = "acme/ops/departures"
+ORDERS = "acme/payments/orders"
+CREW = "acme/ops/crew"
+INCARNATION = sha256(b"incarnation").digest()[:16]
+COMMITMENT_KEY = CommitmentKey(sha256(b"commitment key").digest()[:16], sha256(b"secret").digest())
+QUIET = TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30)
+
+TERMS = {
+    DEPARTURES: Terms(
+        purpose="delay analytics",
+        basis="scc",
+        article="GDPR 46(2)(c)",
+        reference="SCC-2026-014",
+        assessment="TIA-2026-003",
+        categories=("operational", "contact"),
+        data_subjects=("passengers",),
+        exporter="Acme Inc.",
+        importer="Acme Europe B.V. <script>alert(1)</script>",
+        source_country="US",
+        destination_country="NL",
+        owner="flight operations",
+        approvers=(OPERATOR, "spiffe://us-east.acme/operator/bob"),
+        not_before_ms=START_MS - DAY_MS,
+        expires_ms=START_MS + 90 * DAY_MS,
+        lineage=(
+            FieldLineage(field="tailnum", action="pseudonymize"),
+            FieldLineage(field="crew", action="drop"),
+            FieldLineage(field="carrier", action="keep", output="airline"),
+        ),
+        filter="carrier != 'XX'",
+    ),
+    ORDERS: Terms(
+        purpose="fraud detection",
+        basis="adequacy",
+        article="GDPR 45",
+        reference="=Decision 2023/1795",
+        categories=("payment",),
+        exporter="Acme Inc.",
+        importer="Acme Europe B.V.",
+        source_country="US",
+        destination_country="NL",
+        owner="payments",
+        approvers=(OPERATOR,),
+        not_before_ms=START_MS - DAY_MS,
+        expires_ms=START_MS + 3 * DAY_MS,
+        lineage=(FieldLineage(field="card", action="mask"), FieldLineage(field="customer", action="hash")),
+        keep_others=False,
+        onward=True,
+    ),
+}
+
+
+class Made(NamedTuple):
+    """Two logs, egress and ingress, and the report that was made of them."""
+
+    logs: list[Path]
+    result: ReportResult
+
+
+def terms_hash(stream: str) -> bytes:
+    return sha256(b"terms " + stream.encode()).digest()
+
+
+def grant_id(stream: str) -> str:
+    return terms_hash(stream).hex()[:32]
+
+
+@dataclass
+class World:
+    """Both sides' appends, in order, and where each shard stands."""
+
+    egress: list[list[Leaf]] = field(default_factory=list)
+    ingress: list[list[Leaf]] = field(default_factory=list)
+    offsets: Counter[tuple[str, int]] = field(default_factory=Counter)
+    arrived: Counter[tuple[str, int]] = field(default_factory=Counter)
+    random: random.Random = field(default_factory=lambda: random.Random(20250615))
+
+    def header(self, kind: Kind, side: Side, time_ms: int, stream: str, **more: Any) -> Header:
+        fields: dict[str, Any] = {
+            "kind": kind, "side": side, "time_ms": time_ms, "source_region": "us-east", "destination_region": "eu-west",
+            "bridge": BRIDGE, "stream": stream,
+        }  # fmt: skip
+        return Header(**(fields | more))
+
+    def granted(self, stream: str, shard: int) -> dict[str, Any]:
+        return {
+            "destination_stream": stream, "shard": shard, "source_epoch": 1, "incarnation": INCARNATION,
+            "grant_id": grant_id(stream), "terms_hash": terms_hash(stream), "policy_version": 3,
+            "policy_hash": sha256(b"policy").digest(), "source_key_id": sha256(stream.encode()).digest()[:16],
+        }  # fmt: skip
+
+    def grant(self, stream: str, time_ms: int, terms: Terms | None = None) -> None:
+        for side, appends in ((Side.EGRESS, self.egress), (Side.INGRESS, self.ingress)):
+            header = self.header(
+                Kind.GRANT, side, time_ms, stream, destination_stream=stream, grant_id=grant_id(stream),
+                terms_hash=terms_hash(stream), terms=terms or TERMS[stream], actor=OPERATOR, document=b"signed",
+            )  # fmt: skip
+            appends.append([Leaf(header)])
+
+    def batch(
+        self,
+        stream: str,
+        shard: int,
+        time_ms: int,
+        count: int = 40,
+        *,
+        withheld: float = 0.02,
+        receipt: bool = True,
+        arrives: bool = True,
+        change: Callable[[list[Leaf]], list[Leaf]] = lambda leaves: leaves,
+    ) -> None:
+        """One batch: WITHHELD and INTENT, its arrival, its receipt. `change` is what an ill ingress log would say."""
+        place = stream, shard
+        first = self.offsets[place]
+        self.offsets[place] += count
+        records = [
+            Record(
+                first + at, time_ms - self.random.randrange(5_000), b"key %d" % (at % 7), {},
+                self.random.randbytes(self.random.randrange(60, 300)),
+            )
+            for at in range(count)
+        ]  # fmt: skip
+        stay = [record for record in records if self.random.random() < withheld]
+        cross = [record for record in records if record not in stay]
+        committer = Committer(COMMITMENT_KEY, stream, INCARNATION, shard)
+        common = self.granted(stream, shard) | {"first_offset": first, "last_offset": first + count - 1}
+        leaves: list[Leaf] = []
+        if stay:
+            header = self.header(
+                Kind.WITHHELD, Side.EGRESS, time_ms, stream, reason="transform-failed", code=509,
+                sentence="The record is not JSON.", **common,
+            )  # fmt: skip
+            leaves += intent_leaves(header, stay, committer)
+        envelope = sha256(f"{stream} {shard} {first}".encode()).digest()
+        common |= {"envelope_sha256": envelope}
+        intents: list[Leaf] = []
+        if cross:
+            header = self.header(
+                Kind.INTENT, Side.EGRESS, time_ms, stream, source_batch_sha256=sha256(envelope).digest(),
+                destination_key_id=sha256(b"import key").digest()[:16], path=("us-east",), **common,
+            )  # fmt: skip
+            intents = intent_leaves(header, cross, committer)
+        self.egress.append(leaves + intents)
+        if not intents:
+            return
+        to = {
+            "destination_first_offset": self.arrived[place],
+            "destination_last_offset": self.arrived[place] + len(cross) - 1,
+        }
+        self.arrived[place] += len(cross)
+        if arrives:
+            header = self.header(
+                Kind.ACK, Side.INGRESS, time_ms + 80, stream, attempt=1, path=("us-east", "eu-west"),
+                **(common | to | {"destination_key_id": sha256(b"sealing key").digest()[:16]}),
+            )  # fmt: skip
+            self.ingress.append(change(intent_leaves(header, cross, committer)))
+        if receipt:
+            ack = self.header(
+                Kind.ACK, Side.EGRESS, time_ms + 150, stream, records=len(cross), attempt=1, **(common | to)
+            )
+            fields = {name: getattr(ack, name) for name in ack.__struct_fields__}
+            self.egress.append([Leaf(Header(**(fields | {"receipt": receipt_for(ack)})))])
+
+    def deny(self, stream: str, time_ms: int, code: int, sentence: str, **more: Any) -> None:
+        header = self.header(
+            Kind.DENY, Side.EGRESS, time_ms, stream, actor=BRIDGE, action="read", rule="grant", code=code,
+            sentence=sentence, **more,
+        )  # fmt: skip
+        self.egress.append([Leaf(header)])
+
+    def gap(self, stream: str, shard: int, count: int, time_ms: int) -> None:
+        first = self.offsets[stream, shard]
+        self.offsets[stream, shard] += count
+        header = self.header(
+            Kind.GAP, Side.EGRESS, time_ms, stream, shard=shard, incarnation=INCARNATION, gap=GapKind.RETENTION,
+            grant_id=grant_id(stream), first_offset=first, last_offset=first + count - 1,
+        )  # fmt: skip
+        self.egress.append([Leaf(header)])
+
+    def revoke(self, stream: str, time_ms: int) -> None:
+        header = self.header(
+            Kind.REVOKE, Side.EGRESS, time_ms, stream, grant_id=grant_id(stream), actor=OPERATOR,
+            sentence="The contract ended.",
+        )  # fmt: skip
+        self.egress.append([Leaf(header)])
+
+
+def five_days(batches: int = 200) -> World:
+    """The world of the module's docstring."""
+    world = World()
+    policy = Header(
+        kind=Kind.POLICY, side=Side.EGRESS, time_ms=START_MS - 2_000, source_region="us-east",
+        destination_region="eu-west", policy_version=3, policy_hash=sha256(b"policy").digest(), actor=OPERATOR,
+    )  # fmt: skip
+    world.egress.append([Leaf(policy)])
+    for stream in TERMS:
+        world.grant(stream, START_MS - 1_000)
+    for number in range(batches):
+        time_ms = START_MS + DAYS * DAY_MS * number // batches
+        stream = ORDERS if number % 3 == 1 else DEPARTURES
+        if number % 31 == 7:
+            world.deny(CREW, time_ms, 501, "No grant lets acme/ops/crew leave us-east for eu-west.")
+        if stream == ORDERS and time_ms >= TERMS[ORDERS].expires_ms:
+            world.deny(
+                ORDERS, time_ms, 503, "The grant has expired.", grant_id=grant_id(ORDERS),
+                terms_hash=terms_hash(ORDERS),
+            )  # fmt: skip
+            continue
+        if number == batches // 2:
+            world.gap(DEPARTURES, 0, 25, time_ms)
+        world.batch(stream, number % 2, time_ms + 10)
+    return world
+
+
+def write_log(path: Path, origin: str, appends: Iterable[list[Leaf]], *, cosign: bool = False) -> None:
+    """Write a log with the real trail, wait until it is durable, checkpoint and close it."""
+    seed = 1 if origin == EGRESS_ORIGIN else 5
+    trail = Trail.open(path, log_signer(origin, seed), witnesses=[witness_signer().key], settings=QUIET)
+    failed: list[AuditUnavailableError] = []
+    ended = threading.Semaphore(0)
+
+    def done(_: int, error: AuditUnavailableError | None) -> None:
+        if error is not None:
+            failed.append(error)
+        ended.release()
+
+    count = 0
+    for leaves in appends:
+        trail.append_nowait(leaves, done)
+        count += 1
+    for _ in range(count):
+        assert ended.acquire(timeout=60)
+    assert not failed
+    note = trail.publish()
+    if cosign:
+        witness = Witness(witness_signer(), [trail.key], MemoryWitnessStore(), lambda: START_MS // 1000)
+        trail.add_cosigned(witness.cosign(note, []))
+    trail.close()
+
+
+def write_world(folder: Path, world: World, *, cosign: bool = True) -> list[Path]:
+    """Both logs of a world: egress and ingress."""
+    paths = [folder / "egress", folder / "ingress"]
+    write_log(paths[0], EGRESS_ORIGIN, world.egress, cosign=cosign)
+    write_log(paths[1], INGRESS_ORIGIN, world.ingress, cosign=cosign)
+    return paths
+
+
+def trust() -> Trust:
+    return Trust(
+        (log_signer(EGRESS_ORIGIN, 1).key, log_signer(INGRESS_ORIGIN, 5).key),
+        (witness_signer().key,),
+        RECEIPT_KEYS,
+    )
+
+
+def read_leaves(path: Path) -> list[Leaf]:
+    """Every leaf of a log, straight from its entry bundles: no tiles, no tree, no Spark."""
+    size = int((path / "checkpoint").read_text().split("\n")[1])
+    leaves: list[Leaf] = []
+    for first in range(0, size, 256):
+        width = min(256, size - first)
+        data = (path / bundle_path(first // 256, width)).read_bytes()
+        at = 0
+        while at < len(data):
+            (length,) = struct.unpack_from(">H", data, at)
+            leaves.append(decode_leaf(data[at + 2 : at + 2 + length]))
+            at += 2 + length
+    assert len(leaves) == size
+    return leaves
+
+
+def count_files(egress: Path, ingress: Path) -> dict[str, Counter[Any]]:
+    """Totals by record entry, in plain Python: one dictionary per question."""
+    counts: dict[str, Counter[Any]] = {
+        name: Counter()
+        for name in (
+            "crossed",
+            "bytes",
+            "withheld",
+            "denied",
+            "delivered",
+            "acknowledged",
+            "gap",
+            "day",
+            "entries",
+        )
+    }
+    for leaf in read_leaves(egress):
+        header = leaf.header
+        entries = list(iter_entries(leaf))
+        counts["entries"]["all"] += len(entries)
+        day = header.time_ms // DAY_MS
+        match header.kind:
+            case Kind.INTENT:
+                for entry in entries:
+                    counts["crossed"][header.stream] += 1
+                    counts["bytes"][header.stream] += entry.size
+                    counts["day"][day, header.stream] += 1
+            case Kind.WITHHELD:
+                counts["withheld"][header.stream] += len(entries)
+            case Kind.DENY:
+                counts["denied"][header.stream] += 1
+            case Kind.ACK:
+                counts["acknowledged"][header.stream] += header.records
+            case Kind.GAP:
+                assert header.first_offset is not None and header.last_offset is not None
+                counts["gap"][header.stream] += header.last_offset - header.first_offset + 1
+    for leaf in read_leaves(ingress):
+        count = len(list(iter_entries(leaf)))
+        counts["entries"]["all"] += count
+        if leaf.header.kind is Kind.ACK:
+            counts["delivered"][leaf.header.stream] += count
+    return counts

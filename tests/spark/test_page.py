@@ -1,0 +1,275 @@
+"""The page and its pictures: escaped, self-contained, opened in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socketserver
+import subprocess
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crossing_logs import CREW, DEPARTURES, ORDERS, Made
+
+from audit.spark.figure import Flow, count, flows_svg, nice_step, size, time_svg
+from audit.spark.page import render
+from audit.spark.volumes import DAY_MS
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+
+class Reader(HTMLParser):
+    """Notes elements, attributes and whether every element is closed where it should be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.headings: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("h1", "h2", "h3"):
+            self.headings.append(self.open[-1])
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def page(five: Made) -> str:
+    return five.result.page.read_text()
+
+
+@pytest.fixture(scope="module")
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    return reader
+
+
+@pytest.mark.spark
+def test_the_page_is_what_the_report_renders(five: Made, page: str) -> None:
+    assert render(five.result.report) == page
+
+
+@pytest.mark.spark
+def test_the_page_asks_nobody_for_anything(page: str, read: Reader) -> None:
+    assert not {"script", "link", "img", "iframe", "object", "embed", "form", "base"} & set(read.tags)
+    assert {value[0] for _, name, value in read.attributes if name == "href"} == {"#"}
+    assert not [name for _, name, _ in read.attributes if name.startswith("on") or name == "src"]
+    assert "url(" not in page and "@import" not in page
+    assert "default-src 'none'" in page
+
+
+@pytest.mark.spark
+def test_what_a_log_says_is_text_and_never_markup(page: str, read: Reader) -> None:
+    assert "<script" not in page
+    assert "Acme Europe B.V. <script>alert(1)</script>" in "".join(read.text)
+
+
+@pytest.mark.spark
+def test_the_page_can_be_read_without_seeing_it(read: Reader) -> None:
+    assert read.tags.count("h1") == 1 and ("html", "lang", "en") in read.attributes
+    order = [int(heading[1]) for heading in read.headings]
+    assert all(after - before <= 1 for before, after in pairwise(order))
+    assert read.tags.count("caption") == read.tags.count("table") > 5
+    assert all(
+        value in ("col", "row") for tag, name, value in read.attributes if (tag, name) == ("th", "scope")
+    )
+    assert read.tags.count("th") == sum(
+        1 for tag, name, _ in read.attributes if (tag, name) == ("th", "scope")
+    )
+    images = [value for tag, name, value in read.attributes if (tag, name) == ("svg", "role")]
+    assert images == ["img"] * read.tags.count("svg") == ["img", "img"]
+    assert read.tags.count("desc") == 2
+    anchors = {value for _, name, value in read.attributes if name == "id"}
+    assert {value[1:] for _, name, value in read.attributes if name == "href"} <= anchors
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, WCAG 2.2."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    lighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def test_text_stands_out_from_its_ground_in_light_and_dark() -> None:
+    style = (Path(__file__).resolve().parents[2] / "audit/spark/page.css").read_text()
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in style.split(":root {")[1:3]
+    )
+    for colours in (light, dark):
+        for ink in ("ink", "soft", "good", "bad", "warn", "info"):
+            for ground in ("paper", "ground"):
+                assert contrast(colours[ink], colours[ground]) >= 4.5, (ink, ground)
+        for bar in (*(f"c{n}" for n in range(8)), "stay"):
+            assert contrast(colours[bar], colours["paper"]) >= 2.4, bar
+
+
+# In a browser
+
+
+OWN_HOSTS = (b"google", b"gvt1.com", b"gstatic.com")
+"""What the browser asks for by itself (the time, updates), whatever it shows. It gets no answer either."""
+
+
+class Proxy:
+    """Accepts connections and answers none: whatever the browser asks for over the network comes here."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+        proxy = self
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                line = self.request.recv(4_096).partition(b"\r\n")[0]
+                if not any(host in line for host in OWN_HOSTS):
+                    proxy.asked.append(line)
+
+        self.server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_address[1]
+        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.thread.join()
+        self.server.server_close()
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    server = Proxy()
+    yield server
+    server.close()
+
+
+def browse(file: Path, folder: Path, proxy: Proxy, *how: str) -> str:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("there is no chromium on this machine")
+    said = subprocess.run(
+        [
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-default-apps",
+            f"--proxy-server=127.0.0.1:{proxy.port}", "--proxy-bypass-list=<-loopback>",
+            f"--user-data-dir={folder / 'profile'}", *how, file.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return said.stdout
+
+
+@pytest.mark.spark
+@pytest.mark.browser
+def test_a_browser_shows_the_page_and_asks_nobody(five: Made, tmp_path: Path, proxy: Proxy) -> None:
+    shown = browse(five.result.page, tmp_path, proxy, "--dump-dom")
+    totals = five.result.report.totals
+    for words in (
+        "Data transfers between regions", "2 audit logs verified", "Egress and ingress reconcile", DEPARTURES, ORDERS, CREW,
+        f"{totals.records:,}", f"{totals.withheld:,}", "SCC-2026-014", "pseudonymized", "not a statement",
+        *(log.root for log in five.result.report.logs),
+    ):  # fmt: skip
+        assert words in shown, words
+    assert "<script" not in shown
+    assert not any(host.decode() in shown for host in OWN_HOSTS)
+    assert proxy.asked == []
+
+
+@pytest.mark.spark
+@pytest.mark.browser
+def test_the_watch_on_the_browser_sees_a_request(tmp_path: Path, proxy: Proxy) -> None:
+    """The test above means something: a page that does ask is noticed."""
+    asking = tmp_path / "asking.html"
+    asking.write_text('<img src="http://picture.example/a.png">')
+    browse(asking, tmp_path, proxy, "--dump-dom")
+    assert any(b"picture.example" in line for line in proxy.asked)
+
+
+@pytest.mark.spark
+@pytest.mark.browser
+def test_the_page_prints(five: Made, tmp_path: Path, proxy: Proxy) -> None:
+    target = tmp_path / "report.pdf"
+    browse(five.result.page, tmp_path, proxy, f"--print-to-pdf={target}")
+    data = target.read_bytes()
+    assert data.startswith(b"%PDF") and len(re.findall(rb"/Type\s*/Page\b", data)) >= 3
+
+
+# Pictures
+
+
+def test_numbers_are_for_people() -> None:
+    assert (count(1_234_567), size(999), size(1_536), size(3 << 20)) == (
+        "1,234,567",
+        "999 B",
+        "1.5 KiB",
+        "3.0 MiB",
+    )
+
+
+@pytest.mark.parametrize(
+    ("largest", "step"), [(1, 1), (4, 1), (5, 2), (9, 5), (2_000, 500), (336_776, 100_000)]
+)
+def test_the_axis_steps_are_round_and_few(largest: int, step: int) -> None:
+    assert nice_step(largest) == step
+    assert step * 4 >= largest
+
+
+def numbers(svg: str) -> list[float]:
+    return [float(found) for found in re.findall(r' (?:x|y|width|height)="([^"]*)"', svg)]
+
+
+def test_flows_are_drawn_in_proportion_and_inside_the_picture() -> None:
+    flows = [Flow("us", "a/b/c", "eu", 900), Flow("us", "a/b/d", "eu", 90), Flow("us", "a/b/d", None, 10)]
+    svg = flows_svg(flows, {"a/b/c": 0, "a/b/d": 1}, {"us": "US", "eu": "NL & <co>"})
+    assert "NL &amp; &lt;co&gt;" in svg and "Withheld (stayed)" in svg
+    assert flows_svg([], {}, {}) == flows_svg([Flow("a", "b", "c", 0)], {}, {}) == ""
+    assert min(numbers(svg)) >= 0
+    heights = [float(found) for found in re.findall(r'<rect [^>]*height="([^"]*)"', svg)]
+    assert heights[1] == pytest.approx(heights[0] * 0.9, abs=0.2)
+
+
+def test_bars_stand_on_the_axis_and_inside_the_picture() -> None:
+    buckets: list[tuple[int, str, int, int, int]] = [
+        (0, "s", 10, 1, 2),
+        (0, "t", 5, 1, 0),
+        (2 * DAY_MS, "s", 7, 1, 0),
+    ]
+    labels = {0: "one", DAY_MS: "two", 2 * DAY_MS: "three"}
+    svg = time_svg(buckets, DAY_MS, {"s": 0, "t": 1}, labels)
+    assert svg.count("<rect") == 4 and ">two</text>" in svg
+    assert min(numbers(svg)) >= 0
+    assert time_svg([], DAY_MS, {}, {}) == ""
+
+
+def test_many_bars_have_few_labels() -> None:
+    buckets: list[tuple[int, str, int, int, int]] = [(day * DAY_MS, "s", 1, 1, 0) for day in range(365)]
+    labels: dict[int, Any] = {day * DAY_MS: f"day {day}" for day in range(365)}
+    assert time_svg(buckets, DAY_MS, {}, labels).count("day ") - 2 * 365 <= 8

