@@ -768,6 +768,11 @@ class RegionConnection:
                 return await self._attempt(address, min(ATTEMPT_TIMEOUT_S, left_s))
             except UnavailableError as caught:
                 error = caught
+            except ProtocolError as caught:
+                # A handshake that was too slow may be quick the next time; anything else will be wrong again.
+                if caught.code is not Code.HANDSHAKE_TIMEOUT:
+                    raise
+                error = caught
             if deadline is None and tried % len(self.profile.addresses):
                 continue
             wait_s = backoff.next_ms(error.retry_after_ms) / 1000
@@ -777,8 +782,7 @@ class RegionConnection:
                     f"No broker of region {self.profile.region} answered at {', '.join(self.profile.addresses)} within "
                     f"{self._connect_timeout_s:g} s: {error.sentence}",
                     code=error.code,
-                    hint=error.hint
-                    or f"Start it with `felix region up {self.profile.region}`, or check the addresses.",
+                    hint=f"Start it with `felix region up {self.profile.region}`, or check the addresses.",
                     retry_after_ms=error.retry_after_ms,
                 ) from error
             if deadline is not None and tried % len(self.profile.addresses):

@@ -6,8 +6,8 @@ Home is `FELIX_HOME`, else `~/.felix`. Relative paths in the file are relative t
     {"region": "us-east", "mesh": "acme", "addresses": ["127.0.0.1:7443"], "server_name": "localhost",
      "authority": "bundle.json", "identity": "identities/operator"}
 
-`authority` is a bundle (JSON with `region`, `mesh`, `root_pem`) or a PEM file with the root certificate; `identity` is a
-path without its ending (`.pem`, and beside it `.key` where the key stands apart).
+`authority` is the region's bundle or a PEM file with the root certificate; `identity` is a path with or without its
+ending (`.pem`, and beside it `.key` where the key stands apart).
 
 Invariants: a `Profile` holds at least one address that parses, and a bundle that is of its own region and mesh.
 `load_profile` and `load_credentials` block on the disk; all else is pure.

@@ -62,6 +62,9 @@ LINGER_MS_MAX: Final = 60_000
 RECORD_OVERHEAD_BYTES: Final = 12
 """What a record takes in a batch beside its own bytes: one entry in each of the three columns."""
 
+_STREAM_ENDED: Final = (Code.NOT_FOUND_OR_FORBIDDEN, Code.NOT_FOUND, Code.FORBIDDEN)
+"""Refusals of a batch that mean the whole publish stream: the right was taken away, or the stream is gone."""
+
 Payload = bytes | bytearray | memoryview
 Acks = Literal["all", "none"]
 
@@ -544,8 +547,7 @@ class Publisher:
             )
         records = lane.records
         if records and lane.open_bytes + size > self._batch_bytes:
-            self._close_batch(lane)
-            self.pump()
+            self._close_full(lane)
             if not key:
                 lane = self._lanes[self._unkeyed]
             records = lane.records
@@ -559,13 +561,16 @@ class Publisher:
         if len(records) == 1:
             self._begin_linger(lane)
         elif lane.open_bytes >= self._batch_bytes or len(records) >= self._batch_records:
-            self._close_batch(lane)
-            self.pump()
+            self._close_full(lane)
+
+    def _close_full(self, lane: _Lane) -> None:
+        self._close_batch(lane)
+        self.pump()
+        self._yield_due = True
 
     def _begin_linger(self, lane: _Lane) -> None:
         if lane.open_bytes >= self._batch_bytes or self._batch_records == 1:
-            self._close_batch(lane)
-            self.pump()
+            self._close_full(lane)
         elif self._linger_s:
             lane.linger = self._loop.call_later(self._linger_s, self._linger_ended, lane)
         elif not self._turn_end:
@@ -579,6 +584,7 @@ class Publisher:
 
     def _turn_ended(self) -> None:
         self._turn_end = False
+        self._yield_due = False
         for lane in self._lanes:
             if lane.records and lane.linger is None:
                 lane.linger_over = True
@@ -599,7 +605,6 @@ class Publisher:
             self._unkeyed = (self._unkeyed + 1) % len(self._lanes)
         parcel = self._encode(lane, records, held)
         parcel.sinks = sinks
-        self._yield_due = True
 
     def _encode(self, lane: _Lane, records: list[NewRecord], held_bytes: int) -> _Parcel:
         batch = encode_batch(
@@ -727,7 +732,27 @@ class Publisher:
                 return
         self._give_up(parcel, error)
         self._after_hole(lane)
+        if error.code in _STREAM_ENDED:
+            self._reopen()
         self.pump()
+
+    def _reopen(self) -> None:
+        """The broker takes nothing more on this publish stream; ask for another, which says what still holds."""
+        link = self._link
+        if link is None or link.is_over:
+            return
+        self._end_stream()
+        for lane in self._lanes:
+            lane.rewind()
+        self.link_up(link)
+
+    def _end_stream(self) -> None:
+        link, stream_id = self._link, self._stream_id
+        self._link, self._stream_id = None, -1
+        if link is not None and stream_id >= 0:
+            link.unwatch(self._watch)
+            if not link.is_over and not link.connection.is_closed:
+                link.connection.send(stream_id, b"", end=True)
 
     def _after_hole(self, lane: _Lane) -> None:
         """A batch left the shard's order without being in the log. If what follows was already refused for that, no
@@ -920,6 +945,8 @@ class Publisher:
         """A batch without acknowledgement was refused."""
         if self._error is None:
             self._error = error
+        if error.code in _STREAM_ENDED:
+            self._reopen()
 
     def _fail(self, error: FelixError) -> None:
         """There is nothing more to be done with this publisher; tell whoever waits."""
@@ -929,12 +956,7 @@ class Publisher:
         self._region.detach(self)
         if self._opening is not None and self._opening is not asyncio.current_task():
             self._opening.cancel()
-        link, stream_id = self._link, self._stream_id
-        if link is not None:
-            link.unwatch(self._watch)
-            if stream_id >= 0 and not link.connection.is_closed:
-                link.connection.send(stream_id, b"", end=True)
-        self._link, self._stream_id = None, -1
+        self._end_stream()
         if self._expiry is not None:
             self._expiry.cancel()
         if not self._opened.done():

@@ -31,7 +31,7 @@ from felix.batch import BATCH_BYTES_MAX, Batch, BatchHeader, Record, decode_batc
 from felix.connection import Link, RegionConnection, protocol_breach
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES, Frame, FrameType, GapBody, GapReason, decode_gap
-from felix.messages import Start, Subscribe, Subscribed, decode_error
+from felix.messages import DescribeStream, Start, StreamState, Subscribe, Subscribed, decode_error
 from felix.names import StreamName
 from felix.session import CreditWindow
 
@@ -54,7 +54,8 @@ class Gap(NamedTuple):
     """Records [first_offset, next_offset) of a shard will not be delivered.
 
     With RECREATED, `first_offset` is where the consumer stood in the old incarnation, `next_offset` where the new one
-    begins; the two count different records.
+    begins; the two count different records. With TRUNCATED and a `next_offset` below `first_offset`, the log lost its end
+    in a crash: offsets from `next_offset` on are given to other records, which follow.
     """
 
     stream: StreamName
@@ -68,6 +69,11 @@ class Gap(NamedTuple):
             return (
                 f"{self.stream} was deleted and created anew: what followed offset {self.first_offset} of shard "
                 f"{self.shard} is gone, and the new stream is read from offset {self.next_offset}"
+            )
+        if self.next_offset < self.first_offset:
+            return (
+                f"Shard {self.shard} of {self.stream} lost its end in a crash: it was read to offset {self.first_offset}, and "
+                f"goes on from offset {self.next_offset} with other records"
             )
         return (
             f"Offsets {self.first_offset} to {self.next_offset - 1} of shard {self.shard} of {self.stream} are gone "
@@ -200,6 +206,7 @@ class Feed:
         self.incarnation = incarnation
         self.closed = False
         self._left = False
+        self._lost_ends: list[Gap] = []
         self.held_bytes_max = 0
         self.resumes = -1
 
@@ -333,6 +340,7 @@ class Feed:
 
     async def _open_on(self, link: Link, after: FelixError | None) -> None:
         backoff = Backoff(self._region.policy, self._region.random)
+        stepped_back = False
         while True:
             if after is not None:
                 await asyncio.sleep(backoff.next_ms(after.retry_after_ms) / 1000)
@@ -349,6 +357,14 @@ class Feed:
             except FelixError as error:
                 if link.is_over:
                     return
+                if self.opened.done() and error.code is Code.OFFSET_OUT_OF_RANGE and not stepped_back:
+                    stepped_back = True
+                    try:
+                        await self._step_back(link)
+                    except FelixError as failed:
+                        _log.info("%s: %s", self.stream, failed.sentence)
+                    after = error
+                    continue
                 if self.incarnation and error.code in (Code.CONFLICT, Code.NOT_FOUND):
                     # The stream that was read is gone. If there is another of its name, it is read from its beginning.
                     self._leave_incarnation()
@@ -366,6 +382,9 @@ class Feed:
         if self._left:
             await self._subscribe_anew(link)
             return
+        if self.positions and not self.incarnation:
+            # Offsets mean nothing without the incarnation that they count in; the caller meant the present one.
+            self.incarnation = (await self._describe(link)).incarnation
         # What waits here was not seen by the consumer, so it is asked for again rather than kept twice.
         self._queue.clear()
         answer = await self._ask(link, dict(self.positions))
@@ -390,6 +409,25 @@ class Feed:
         self.positions = {shard: self.positions.get(shard, 0) for shard in answer.starts}
         self._stand_on(link, answer)
 
+    async def _describe(self, link: Link) -> StreamState:
+        state = await link.ask(DescribeStream(str(self.stream)))
+        if not isinstance(state, StreamState):
+            raise protocol_breach(f"The broker answered a DescribeStream with {type(state).__name__}.")
+        return state
+
+    async def _step_back(self, link: Link) -> None:
+        """The log ends before where the consumer stands: it lost its end in a crash. Go on from where it ends now; an
+        ephemeral log begins anew, and is read from its beginning."""
+        state = await self._describe(link)
+        self._queue.clear()
+        for shard in state.state:
+            stands = self.positions.get(shard.shard)
+            if stands is not None and stands > shard.high_watermark:
+                ephemeral = state.durability.kind == "ephemeral"
+                following = shard.log_start if ephemeral else shard.high_watermark
+                self._lost_ends.append(Gap(self.stream, shard.shard, GapReason.TRUNCATED, stands, following))
+                self.positions[shard.shard] = following
+
     async def _ask(self, link: Link, offsets: dict[int, int]) -> Subscribed:
         request = Subscribe(
             str(self.stream),
@@ -407,6 +445,8 @@ class Feed:
 
     def _stand_on(self, link: Link, answer: Subscribed) -> None:
         self._left = False
+        lost, self._lost_ends = self._lost_ends, []
+        self._queue.extend(_Item(0, None, gap, self._generation) for gap in lost)
         self.incarnation = answer.incarnation
         self._window = CreditWindow(self._credit_bytes)
         self._window_generation = self._generation
@@ -597,7 +637,7 @@ class Subscription:
 
     def _skip(self, gap: Gap) -> None:
         positions = self._feed.positions
-        if gap.reason is GapReason.RECREATED:
+        if gap.next_offset < gap.first_offset or gap.reason is GapReason.RECREATED:
             positions[gap.shard] = gap.next_offset
         else:
             stands = positions.get(gap.shard, gap.first_offset)

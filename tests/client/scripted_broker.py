@@ -54,7 +54,7 @@ from felix.messages import (
 from felix.names import SpiffeId
 from felix.profile import Profile
 from felix.session import Authenticated, CreditGranted, Requested, ServerSession
-from felix.transport.port import ClientTls, Handler, TransportLimits
+from felix.transport.port import ClientTls, Connection, Handler, ServerTls, TransportLimits
 from keys.authority import RegionAuthority, create_authority
 
 NOW_MS = 1_800_000_000_000
@@ -73,6 +73,15 @@ def now_ms() -> int:
 @cache
 def identity(name: str = "app") -> Identity:
     return authority().issue_identity(SpiffeId("us-east", "acme", "client", name), now_ms())
+
+
+@cache
+def server_tls() -> ServerTls:
+    """A broker's certificate, for tests over real engines."""
+    made = authority().issue_identity(
+        SpiffeId("us-east", "acme", "broker", "b1"), now_ms(), dns_names=[SERVER_NAME]
+    )
+    return ServerTls(made.chain_pem, made.key_pem())
 
 
 def profile(*addresses: str) -> Profile:
@@ -224,6 +233,7 @@ class Shard:
 class StreamLog:
     shards: list[Shard]
     incarnation: bytes = field(default_factory=lambda: os.urandom(16))
+    durability: Durability = field(default_factory=Durability)
 
     def payloads(self, shard: int = 0) -> list[bytes]:
         return [bytes(r.payload) for batch in self.shards[shard].batches for r in decode_records(batch)]
@@ -292,7 +302,7 @@ class Cursor:
 class BrokerSession:
     """One session of the scripted broker; the transport's handler."""
 
-    def __init__(self, broker: ScriptedBroker, connection: MemoryConnection) -> None:
+    def __init__(self, broker: ScriptedBroker, connection: Connection | None = None) -> None:
         self.broker = broker
         self.connection = connection
         self.control = 0
@@ -318,7 +328,8 @@ class BrokerSession:
 
     # transport handler
 
-    def connected(self, connection: MemoryConnection) -> None: ...
+    def connected(self, connection: Connection) -> None:
+        self.connection = connection
 
     def stream_reset(self, stream_id: int, code: int) -> None:
         self.ended_streams.add(stream_id)
@@ -513,6 +524,11 @@ class BrokerSession:
                     ]
                     start = later[0].base_offset if later else shard.end
             starts[number] = request.start.offsets.get(number, start)
+            if starts[number] > shard.end:
+                self.refuse(
+                    correlation, RequestError(f"The next one is {shard.end}.", code=Code.OFFSET_OUT_OF_RANGE)
+                )
+                return
         subscription = 1000 + correlation
         stream_id = self.connection.open_stream(bidirectional=False)
         said = Subscribed(subscription, request.stream, log.incarnation, starts)
@@ -568,6 +584,6 @@ class BrokerSession:
 
 def _state(name: str, log: StreamLog) -> StreamState:
     return StreamState(
-        name, log.incarnation, len(log.shards), Durability(), Retention(), 0, NOW_MS,
+        name, log.incarnation, len(log.shards), log.durability, Retention(), 0, NOW_MS,
         [ShardState(i, s.start, s.end, s.end, 1) for i, s in enumerate(log.shards)],
     )  # fmt: skip

@@ -63,6 +63,15 @@ async def test_a_batch_closes_when_it_is_full(region: felix.RegionClient, broker
     assert all(batch.header.total_length <= 1024 + 96 for batch in broker.received)
 
 
+async def test_a_producer_that_never_waits_makes_full_batches(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    async with region.stream(ORDERS).publisher(batch_records=100) as publisher:
+        for i in range(1_000):
+            await publisher.send(b"%d" % i)
+    assert [batch.header.records for batch in broker.received] == [100] * 10
+
+
 async def test_keys_choose_the_shard_and_the_rest_goes_round_by_batch(
     region: felix.RegionClient, broker: ScriptedBroker
 ) -> None:

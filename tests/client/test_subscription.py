@@ -12,7 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import felix
-from felix import Code, Gap, GapError, GapReason, ProtocolError, RequestError, StreamName, UnavailableError
+from felix import (
+    Code,
+    Durability,
+    Gap,
+    GapError,
+    GapReason,
+    ProtocolError,
+    RequestError,
+    StreamName,
+    UnavailableError,
+)
 from felix.frames import FRAME_HEADER_BYTES, FrameType, GapBody, encode_frame
 from felix.messages import Request, Subscribe, Unsubscribe
 from felix.subscription import CREDIT_BYTES_MIN
@@ -271,6 +281,46 @@ async def test_a_stream_made_anew_is_told_and_read_from_its_beginning(
         assert await read(subscription, 1) == [b"new"]
         assert list(subscription.gaps) == [Gap(NAME, 0, GapReason.RECREATED, 6, 0)]
         assert subscription.incarnation != old
+
+
+@pytest.mark.parametrize(("durability", "goes_on"), [("interval", 4), ("ephemeral", 0)])
+async def test_a_log_that_lost_its_end_is_told_and_read_on(
+    region: felix.RegionClient, broker: ScriptedBroker, durability: str, goes_on: int
+) -> None:
+    log = broker.streams[ORDERS]
+    log.durability = Durability(durability)
+    broker.fill(ORDERS, numbers(0, 8), per_batch=4)
+    async with region.stream(ORDERS).subscribe("earliest") as subscription:
+        assert await read(subscription, 8) == numbers(0, 8)
+        del log.shards[0].batches[1]
+        broker.session.drop()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await read(subscription, 8)
+        assert list(subscription.gaps) == [Gap(NAME, 0, GapReason.TRUNCATED, 8, goes_on)]
+        broker.fill(ORDERS, [b"other"])
+        async for record in subscription:
+            if record.payload == b"other":
+                assert record.offset == 4
+                break
+
+
+async def test_offsets_without_an_incarnation_count_in_the_present_one(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    broker.fill(ORDERS, numbers(0, 9))
+    async with region.stream(ORDERS).subscribe(offsets={0: 4}) as subscription:
+        assert await read(subscription, 5) == numbers(4, 9)
+    (request,) = (r for r in broker.requests if isinstance(r, Subscribe))
+    assert request.incarnation == broker.streams[ORDERS].incarnation
+
+
+async def test_an_offset_that_is_not_written_yet_is_refused(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        await anext(region.stream(ORDERS).subscribe(5))
+    assert caught.value.code is Code.OFFSET_OUT_OF_RANGE
 
 
 async def test_a_right_taken_away_ends_the_subscription_after_what_came(
