@@ -274,6 +274,7 @@ async def test_the_synchronous_face(founded: Path, node: Node) -> None:
             with pytest.raises(RequestError):
                 region.describe_stream("acme/ops/nothing")
             assert [s.stream for s in region.list_streams()] == [ORDERS]
+            assert region.describe().gauges["sessions"] == 1
         with pytest.raises(RequestError, match="closed"):
             orders.publish(b"late")
         return found
