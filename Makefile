@@ -35,7 +35,7 @@ format: $(STAMP) ## format and mend what the linter can mend
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 bench: $(STAMP) ## throughput and latency on this machine, beside a raw QUIC relay
-	@$(BIN)/felix bench publish && $(BIN)/felix bench deliver && $(BIN)/felix bench bridge
+	@$(BIN)/felix bench publish && $(BIN)/felix bench deliver
 
 clean: ## remove what make made
 	rm -rf $(VENV) demo-state bench-results .mypy_cache .ruff_cache .pytest_cache

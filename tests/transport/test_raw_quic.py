@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.raw_quic import measure_echo, measure_relay
+from cli.benchmark.raw_quic import measure_echo, measure_relay
 from felix.errors import UnavailableError
 from felix.transport.port import ENGINE_NAMES
 

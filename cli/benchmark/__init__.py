@@ -1,0 +1,1 @@
+"""What `felix bench` measures and how; the command itself is cli.bench."""
