@@ -9,6 +9,7 @@ exist; nothing here leads to another region: there is no address of one in this 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -24,7 +25,7 @@ from policy.access import Rights, Verb, not_found_or_forbidden
 from region.budget import Budgets
 from region.config import RegionConfig
 from region.metadata.catalog import Catalog
-from region.metadata.records import StreamConfig
+from region.metadata.records import StreamConfig, check_stream_config
 from region.metrics import BrokerMetrics
 from region.streams import HostedStream, StreamTable
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from region.session import ClientSession, Role
 
 log = logging.getLogger("felix.region")
+
+DELIVERY_WAIT_S: Final = 0.02
+"""How long delivery that found the budget used up waits before it looks again."""
 
 ALL_RIGHTS: Final = tuple(f"{verb} */*/*" for verb in Verb)
 """What an operator that the configuration names may do."""
@@ -72,6 +76,8 @@ class Broker:
         self.budgets.ring.limit_bytes = int(limits.ring_budget)
         self.sessions: set[ClientSession] = set()
         self.leaving = False
+        self._waiting: set[ClientSession] = set()
+        self._retry: asyncio.TimerHandle | None = None
         self.trust = TrustBundle()
         self._operators = frozenset(
             SpiffeId(self.region, self.mesh, "operator", name) for name in config.operators
@@ -116,6 +122,7 @@ class Broker:
 
     def session_closed(self, session: ClientSession) -> None:
         self.sessions.discard(session)
+        self._waiting.discard(session)
 
     def set_rights(self, table: dict[str, list[str]]) -> None:
         """The region's rights have changed: sessions end what is no longer allowed."""
@@ -166,7 +173,11 @@ class Broker:
         return stream
 
     async def create_stream(self, name: StreamName, config: StreamConfig) -> HostedStream:
-        """Write a new stream into the catalog and open it. Raises RequestError(ALREADY_EXISTS, CONFIG_INVALID)."""
+        """Write a new stream into the catalog and open it. Raises RequestError(ALREADY_EXISTS, CONFIG_INVALID),
+        UnavailableError(LIMIT_MEMORY)."""
+        # Asked before anything is written: the catalog must not name a stream that cannot be opened.
+        check_stream_config(name, config)
+        self.streams.check_room(name, config)
         record = await self.catalog.create_stream(
             name, config, incarnation=os.urandom(16), created_ms=self.clock_ms()
         )
@@ -184,6 +195,26 @@ class Broker:
         if not self.allows(session.identity, Verb.SUBSCRIBE, stream.name):
             return not_found_or_forbidden(Verb.SUBSCRIBE, stream.name)
         return None
+
+    # -- delivery --------------------------------------------------------------------------------------
+
+    def delivery_waits(self, session: ClientSession) -> None:
+        """The delivery budget is used up: the session is asked again soon, since room comes from other sessions."""
+        self._waiting.add(session)
+        if self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(DELIVERY_WAIT_S, self._retry_delivery)
+
+    def _retry_delivery(self) -> None:
+        self._retry = None
+        waiting, self._waiting = self._waiting, set()
+        self.settle_delivery()
+        for session in waiting:
+            session.pump()
+
+    def settle_delivery(self) -> None:
+        """Charge the delivery budget with what really waits now: idle connections have drained since they sent."""
+        for session in list(self.sessions):
+            session.settle_delivery()
 
     # -- requests --------------------------------------------------------------------------------------
 

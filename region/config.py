@@ -17,6 +17,13 @@ from policy.documents import Parsed, decode_document
 from policy.quantity import Duration, Size
 
 DEFAULT_PORT: Final = 7443
+PUBLISH_BUDGET_BYTES_MIN: Final = 4 << 20
+"""One publishing session's smallest window, and room."""
+DELIVERY_BUDGET_BYTES_MIN: Final = 4 << 20
+CATCH_UP_BUDGET_BYTES_MIN: Final = 1 << 20
+"""One read."""
+RING_BUDGET_BYTES_MIN: Final = 1 << 20
+"""The smallest ring of one shard."""
 
 
 class Address(NamedTuple):
@@ -88,6 +95,18 @@ class LimitsConfig(Part, frozen=True):
     delivery_budget: Size = Size(256 << 20)
     catch_up_budget: Size = Size(64 << 20)
     ring_budget: Size = Size(1 << 30)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("publish_budget", PUBLISH_BUDGET_BYTES_MIN),
+            ("delivery_budget", DELIVERY_BUDGET_BYTES_MIN),
+            ("catch_up_budget", CATCH_UP_BUDGET_BYTES_MIN),
+            ("ring_budget", RING_BUDGET_BYTES_MIN),
+        ):
+            if getattr(self, name) < least:
+                raise RequestError(
+                    f"{name} is {Size(getattr(self, name))}; with less than {Size(least)} nothing could be served."
+                )
 
 
 class RegionConfig(Part, frozen=True):

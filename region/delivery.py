@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from felix.errors import Code, FelixError, RequestError
@@ -43,6 +44,8 @@ async def resolve_starts(stream: HostedStream, request: Subscribe) -> dict[int, 
         shard = stream.shard(number)
         if resuming and number in start.offsets:
             starts[number] = start.offsets[number]
+            if starts[number] < 0:
+                raise RequestError(f"There is no offset {starts[number]}; offsets begin at 0.")
         elif start.kind == "earliest" or start.offsets:
             # Offsets of another incarnation mean nothing here: begin where this one begins.
             starts[number] = shard.log_start_offset
@@ -71,8 +74,8 @@ class Subscription:
     """A cursor per shard, and the event stream it feeds."""
 
     __slots__ = (
-        "_catching_up", "_credit", "_cursors", "_ended", "_reader", "_session", "_stream", "_stream_id",
-        "_unlisten", "delivered_bytes", "number", "stalled",
+        "_catching_up", "_credit", "_cursors", "_ended", "_order", "_reader", "_session", "_stream", "_stream_id",
+        "_unlisten", "_wanted_bytes", "delivered_bytes", "number", "stalled",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +95,10 @@ class Subscription:
         self._stream_id = stream_id
         self._stream = stream
         self._cursors = dict(starts)
+        # Whose turn it is: a shard that was served goes to the end, so that none is passed over for ever.
+        self._order = deque(starts)
+        # The frame that credit did not reach for: nothing is looked at, or read, before more credit has come.
+        self._wanted_bytes = 0
         self._credit = CreditLine(credit_bytes)
         self._reader = reader
         self._catching_up: asyncio.Task[None] | None = None
@@ -109,6 +116,8 @@ class Subscription:
     def credit(self, limit_bytes: int) -> None:
         """The subscriber takes more."""
         self._credit.extend(limit_bytes)
+        if self._wanted_bytes <= self._credit.left_bytes:
+            self._wanted_bytes = 0
         self.pump()
 
     # -- sending ---------------------------------------------------------------------------------------
@@ -122,27 +131,33 @@ class Subscription:
                 pass
         except FelixError as error:
             self._drop(error)
+            return
+        self._session.settle_delivery()
 
     def _round(self) -> bool:
         """One turn over all shards; True where something was sent and more may follow."""
         sent = False
-        for number in self._cursors:
+        for _ in range(len(self._order)):
+            number = self._order[0]
+            shard = self._stream.shard(number)
+            cursor = self._cursors[number]
+            if cursor >= shard.high_watermark:
+                self._order.rotate(-1)
+                continue
             room = self._room()
             if room == 0:
                 return False
-            shard = self._stream.shard(number)
-            cursor = self._cursors[number]
             if cursor < shard.log_start_offset:
                 self._gap(number, shard.log_start_offset)
                 sent = True
                 continue
-            if cursor >= shard.high_watermark:
-                continue
+            self._order.rotate(-1)
             entries = None if self._reader is not None else shard.read_hot(cursor, room)
             if entries is None:
                 self._catching_up = asyncio.ensure_future(self._catch_up(number))
                 return False
             if not self._send(number, entries):
+                self._order.rotate(1)
                 return False
             sent = True
         return sent
@@ -150,34 +165,32 @@ class Subscription:
     def _room(self) -> int:
         """Bytes that may be sent now; 0 where credit or the connection is at its end."""
         left = min(self._credit.left_bytes, READ_BYTES_MAX)
-        self.stalled = left <= FRAME_HEADER_BYTES
+        self.stalled = left <= FRAME_HEADER_BYTES or self._wanted_bytes > 0
         if self.stalled or not self._session.may_send():
             return 0
         return left
 
     def _send(self, number: int, entries: list[Entry]) -> bool:
         """False where the credit did not reach for all of them."""
-        connection = self._session.connection
-        assert connection is not None
+        session = self._session
         for entry in entries:
             size = len(entry.data)
             if size > self._credit.left_bytes:
                 self.stalled = True
+                self._wanted_bytes = size
                 return False
             self._credit.use(size)
             data = entry.data
-            connection.send(self._stream_id, data if isinstance(data, bytes) else bytes(data))
+            session.send(self._stream_id, data if isinstance(data, bytes) else bytes(data))
             self._cursors[number] = entry.next_offset
             self.delivered_bytes += size
-            self._session.broker.metrics.delivered(entry.next_offset - entry.base_offset, size)
+            session.broker.metrics.delivered(entry.next_offset - entry.base_offset, size)
         return True
 
     def _gap(self, number: int, next_offset: int) -> None:
-        connection = self._session.connection
-        assert connection is not None
         reason = GapReason.RING if self._stream.ephemeral else GapReason.RETENTION
         gap = GapBody(number, reason, self._cursors[number], next_offset)
-        connection.send(self._stream_id, gap.encode())
+        self._session.send(self._stream_id, gap.encode())
         self._cursors[number] = next_offset
         self._session.broker.metrics.gap(reason)
 
@@ -188,11 +201,11 @@ class Subscription:
         budget = broker.budgets.catch_up
         taken = 0
         try:
-            room = self._room()
             # Others give back when they have sent: there is no one event to wait for.
             while not budget.take(READ_BYTES_MAX):  # noqa: ASYNC110
                 await asyncio.sleep(CATCH_UP_WAIT_S)
             taken = READ_BYTES_MAX
+            room = self._room()
             cursor = self._cursors[number]
             if self._reader is not None:
                 entries = await self._reader.read(shard, cursor, room)
@@ -228,9 +241,8 @@ class Subscription:
 
     def fail(self, error: FelixError) -> None:
         """End with an error frame on the event stream."""
-        connection = self._session.connection
-        if not self._ended and connection is not None and not self._session.ended:
-            connection.send(self._stream_id, encode_error(error), end=True)
+        if not self._ended:
+            self._session.send(self._stream_id, encode_error(error), end=True)
         self.close()
 
     def _drop(self, error: FelixError) -> None:
@@ -239,9 +251,8 @@ class Subscription:
 
     def finish(self) -> None:
         """The subscriber left: end the event stream in order."""
-        connection = self._session.connection
-        if not self._ended and connection is not None and not self._session.ended:
-            connection.send(self._stream_id, b"", end=True)
+        if not self._ended:
+            self._session.send(self._stream_id, b"", end=True)
         self.close()
 
     def close(self) -> None:

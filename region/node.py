@@ -55,6 +55,8 @@ SWEEP_S = 1.0
 """How often retention is applied."""
 RENEW_CHECK_S = 60.0
 """How often the broker looks whether its certificate is due for renewal."""
+CONNECTIONS_SPARE = 256
+"""Connections beyond the limit of sessions: whoever is refused, or has not proved itself yet."""
 LEAVE_MS = 500
 """Clients are told to leave, and have this long before their connections close."""
 
@@ -144,7 +146,8 @@ class Node:
             streams=streams,
             catalog=catalog,
             budgets=budgets,
-            transport_limits=TransportLimits(),
+            # A few more than sessions, so that the refusal is the broker's and has its sentence.
+            transport_limits=TransportLimits(connections_max=config.limits.sessions + CONNECTIONS_SPARE),
             clock_ms=now_ms,
         )
         governance = Governance(broker, catalog, mirror, keyring, trail, witness, own)
@@ -153,7 +156,7 @@ class Node:
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
         receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
         broker.ingest = IngestDesk(broker, governance, import_key, receipt_key)
-        broker.requests = Requests(broker, catalog, keyring)
+        broker.requests = Requests(broker, catalog, mirror)
 
         mirror.on_change(self._mirror_changed)
         governance.follow()
@@ -161,9 +164,13 @@ class Node:
         mirror.on_change(lambda change: self._take_rights(mirror) if change.section == "rights" else None)
         for deleted in mirror.deleted_streams.values():
             await streams.remove(StreamName.parse(deleted.name), deleted.incarnation)
-        for record in mirror.streams.values():
-            await streams.open(record)
         self._stack.push_async_callback(streams.close)
+        for record in list(mirror.streams.values()):
+            try:
+                await streams.open(record)
+            except FelixError as error:
+                # One stream that does not fit must not keep the others from being served.
+                log.error("stream %s cannot be opened: %s", record.name, error)
 
         await self._listen(authority)
         self._spawn(self._sweep(streams))
@@ -255,7 +262,12 @@ class Node:
     async def _sweep(self, streams: StreamTable) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await streams.sweep(now_ms())
+            self.broker.settle_delivery()
+            try:
+                await streams.sweep(now_ms())
+            except Exception:
+                # Another stream's trouble, or a mistake of ours: retention goes on with the next turn.
+                log.exception("retention could not be applied")
 
     async def _renew(self, authority: RegionAuthority) -> None:
         current = self._issue(authority)
@@ -277,15 +289,29 @@ class Node:
         """Open and close what the catalog says, also when another broker wrote it."""
         while True:
             await self._streams_wanted.get()
-            for deleted in list(mirror.deleted_streams.values()):
-                held = streams.get(StreamName.parse(deleted.name))
-                if held is not None and held.record.incarnation == deleted.incarnation:
-                    await streams.remove(held.name, deleted.incarnation)
-            for record in list(mirror.streams.values()):
-                try:
-                    await streams.open(record)
-                except FelixError as error:
-                    log.error("stream %s cannot be opened: %s", record.name, error)
+            while not self._streams_wanted.empty():
+                self._streams_wanted.get_nowait()
+            try:
+                await self._follow_once(streams, mirror)
+            except Exception:
+                # A mistake of ours: what changes next is followed all the same.
+                log.exception("the catalog's streams could not be followed")
+
+    async def _follow_once(self, streams: StreamTable, mirror: CatalogMirror) -> None:
+        for deleted in list(mirror.deleted_streams.values()):
+            held = streams.get(StreamName.parse(deleted.name))
+            if held is not None and held.record.incarnation == deleted.incarnation:
+                await streams.remove(held.name, deleted.incarnation)
+        for name in list(mirror.streams):
+            record = mirror.streams.get(name)
+            if record is None:
+                continue
+            try:
+                await streams.open(record)
+            except RequestError as error:
+                log.info("stream %s: %s", record.name, error)
+            except FelixError as error:
+                log.error("stream %s cannot be opened: %s", record.name, error)
 
     def _take_rights(self, mirror: CatalogMirror) -> None:
         self.broker.set_rights(mirror.rights_table())
@@ -304,16 +330,21 @@ class Node:
         }
 
     def _shard_gauges(self) -> list[tuple[str, int, dict[str, float]]]:
-        found = []
+        found: list[tuple[str, int, dict[str, float]]] = []
         for stream in self.broker.streams:
-            for shard in stream.serving:
+            for number, shard in enumerate(stream.shards):
+                if isinstance(shard, FelixError):
+                    found.append((str(stream.name), number, {"stopped": 1.0}))
+                    continue
                 counters = shard.counters
                 values: dict[str, float] = {
                     "log_start_offset": shard.log_start_offset,
                     "high_watermark": shard.high_watermark,
                     "disk_bytes": shard.disk_bytes,
                     "ring_bytes": shard.ring_bytes,
+                    "ring_bytes_limit": shard.settings.ring_bytes_max,
                     "pending_bytes": shard.pending_bytes,
+                    "pending_bytes_limit": shard.settings.pending_bytes_max,
                     "appended_batches": counters.batches,
                     "appended_records": counters.records,
                     "appended_bytes": counters.appended_bytes,
@@ -321,7 +352,7 @@ class Node:
                     "sync_seconds": counters.sync_ns / 1e9,
                     "stopped": float(shard.failure is not None),
                 }
-                found.append((str(stream.name), shard.identity.shard, values))
+                found.append((str(stream.name), number, values))
         return found
 
     # -- stop ------------------------------------------------------------------------------------------

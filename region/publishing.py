@@ -11,8 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from felix.batch import FLAG_SEALED, decode_batch
-from felix.errors import Code, FelixError, ProtocolError, RequestError
-from felix.frames import FRAME_HEADER_BYTES, AppendedBody, Frame, FrameDecoder, FrameType
+from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.frames import CONTROL_BYTES_MAX, FRAME_HEADER_BYTES, AppendedBody, Frame, FrameDecoder, FrameType
 from felix.messages import OpenPublisher, PublisherOpened, decode_request
 from felix.names import StreamName
 from policy.access import Verb
@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 class PublishStream:
     """One client-opened unidirectional stream."""
 
-    __slots__ = ("_acks", "_decoder", "_session", "_stream", "name")
+    __slots__ = ("_acks", "_decoder", "_partial", "_refusal", "_session", "_stream", "name")
 
-    def __init__(self, session: ClientSession) -> None:
+    def __init__(self, session: ClientSession, refusal: UnavailableError | None = None) -> None:
+        """`refusal`: what the opening of this stream is answered with, where the session has too many."""
         self._session = session
+        self._refusal = refusal
+        self._partial = 0
         self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.BATCH}))
         self._stream: HostedStream | None = None
         self._acks = True
@@ -41,9 +44,21 @@ class PublishStream:
                 self._batch(frame)
             else:
                 self._open(frame)
+        self._hold_partial()
         if end:
             self._decoder.finish()
             self._session.end_role(self)
+            self.closed()
+
+    def _hold_partial(self) -> None:
+        """A batch counts against the credit while it comes in, not only once it is whole."""
+        held = self._decoder.held_bytes
+        if self.name is None:
+            # Until it is opened, a request is expected, which needs no credit.
+            held = max(0, held - FRAME_HEADER_BYTES - CONTROL_BYTES_MAX)
+        if held != self._partial:
+            change, self._partial = held - self._partial, held
+            self._session.hold_partial(change)
 
     def _open(self, frame: Frame) -> None:
         request = decode_request(frame.body)
@@ -51,16 +66,19 @@ class PublishStream:
             raise ProtocolError("A publish stream begins with one OpenPublisher.", code=Code.STATE)
         session = self._session
         try:
+            if self._refusal is not None:
+                raise self._refusal
             if request.acks not in ("all", "none"):
                 raise RequestError(f"acks is {request.acks!r}.", hint="Use all or none.")
             name = StreamName.parse(request.stream)
             assert session.identity is not None
             session.broker.require(session.identity, Verb.PUBLISH, name)
-            stream = session.broker.stream(name)
-        except RequestError as error:
+            stream = session.broker.stream(name, Verb.PUBLISH)
+            session.reserve_publishing()
+        except (RequestError, UnavailableError) as error:
             session.refuse(frame.correlation, error)
             session.end_role(self)
-            self.name = None
+            self.closed()
             return
         self.name, self._stream = name, stream
         self._acks = request.acks == "all"
@@ -110,6 +128,8 @@ class PublishStream:
 
     def closed(self) -> None:
         self._stream = None
+        partial, self._partial = self._partial, 0
+        self._session.publisher_closed(self, partial)
 
 
 def _closed() -> RequestError:

@@ -6,10 +6,14 @@ answer never tells more than a right allows.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Final
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from felix.errors import Code, ProtocolError, RequestError
+import msgspec
+
+from felix.errors import Code, ProtocolError, RequestError, UnavailableError
+from felix.frames import CONTROL_BYTES_MAX
 from felix.messages import (
     Answer,
     CheckpointAnswer,
@@ -51,10 +55,16 @@ from region.metadata import records
 from region.metadata.catalog import Catalog
 
 if TYPE_CHECKING:
-    from keys.keyring import Keyring
     from region.broker import Broker
+    from region.metadata.mirror import CatalogMirror
     from region.session import ClientSession
 
+T = TypeVar("T")
+
+IN_FORCE_S: Final = 10.0
+IN_FORCE_LOOK_S: Final = 0.005
+PAGE_BYTES_MAX: Final = CONTROL_BYTES_MAX - 4096
+"""Of one page's entries: what an answer's frame holds, less what stands around them."""
 COURIER_KINDS: Final = ("export", "import", "standing", "deny")
 """What a bridge may bring from the other region: the region that signed it is what counts, not who carries it."""
 
@@ -64,10 +74,10 @@ Handler = Callable[["Requests", "ClientSession", Any], Awaitable[Answer]]
 class Requests:
     """Carries out requests of authenticated sessions."""
 
-    def __init__(self, broker: Broker, catalog: Catalog, keyring: Keyring) -> None:
+    def __init__(self, broker: Broker, catalog: Catalog, mirror: CatalogMirror) -> None:
         self._broker = broker
         self._catalog = catalog
-        self._keyring = keyring
+        self._mirror = mirror
 
     async def answer(self, session: ClientSession, request: Request) -> Answer:
         """Raises what the request's own method raises."""
@@ -120,9 +130,9 @@ class Requests:
             and str(stream.name) > request.after
             and self._sees(identity, stream.name)
         )
-        page = names[: request.limit]
-        found = [self._broker.streams.get(name) for name in page]
-        return StreamPage([s.describe(detail=True) for s in found if s is not None], len(names) > len(page))
+        found = [self._broker.streams.get(name) for name in names[: request.limit]]
+        page = _fitting(s.describe(detail=True) for s in found if s is not None)
+        return StreamPage(page, len(names) > request.limit or len(page) < len(found))
 
     def _sees(self, identity: SpiffeId, name: StreamName) -> bool:
         return any(
@@ -150,14 +160,31 @@ class Requests:
             await self._catalog.set_rights(identity, rights)
         else:
             await self._catalog.delete_rights(identity)
+        await self._in_force(identity)
         return Done()
+
+    async def _in_force(self, identity: SpiffeId) -> None:
+        """Wait until this broker judges by what the catalog now says of the identity."""
+        try:
+            async with asyncio.timeout(IN_FORCE_S):
+                # Another change may have come since: what counts is that the mirror is not behind.
+                while True:
+                    written = sorted(await self._catalog.rights(identity))
+                    if sorted(map(str, self._mirror.rights(identity))) == written:
+                        return
+                    await asyncio.sleep(IN_FORCE_LOOK_S)
+        except TimeoutError:
+            raise UnavailableError(
+                f"The rights of {identity} are written, and this broker has not taken them over in {IN_FORCE_S:.0f} s.",
+                hint="They take effect by themselves once the metadata store answers again.",
+            ) from None
 
     async def list_rights(self, session: ClientSession, request: ListRights) -> RightsPage:
         self._broker.require_operator(_identity(session), "list rights")
         table = await self._catalog.list_rights()
         names = sorted(str(identity) for identity in table if str(identity) > request.after)
-        page = names[: request.limit]
-        return RightsPage({name: list(table[SpiffeId.parse(name)]) for name in page}, len(names) > len(page))
+        page = _fitting((name, list(table[SpiffeId.parse(name)])) for name in names[: request.limit])
+        return RightsPage(dict(page), len(names) > len(page))
 
     # -- signed documents, audit -----------------------------------------------------------------------
 
@@ -170,8 +197,8 @@ class Requests:
     async def list_documents(self, session: ClientSession, request: ListDocuments) -> DocumentPage:
         documents = self._broker.governance.documents(session, request.kind)
         names = sorted(name for name in documents if name > request.after)
-        page = names[: request.limit]
-        return DocumentPage({name: documents[name] for name in page}, len(names) > len(page))
+        page = _fitting((name, documents[name]) for name in names[: request.limit])
+        return DocumentPage(dict(page), len(names) > len(page))
 
     async def cosign(self, session: ClientSession, request: Cosign) -> Witnessed:
         return await self._broker.governance.cosign(request.checkpoint, request.proof)
@@ -220,6 +247,18 @@ class Requests:
 
     async def get_data_key(self, session: ClientSession, request: GetDataKey) -> DataKeySealed:
         return await self._broker.export.data_key(_identity(session), request)
+
+
+def _fitting(entries: Iterable[T]) -> list[T]:
+    """As many entries, from the first on, as one answer's frame holds; at least one."""
+    page: list[T] = []
+    left = PAGE_BYTES_MAX
+    for entry in entries:
+        left -= len(msgspec.msgpack.encode(entry))
+        if left < 0 and page:
+            break
+        page.append(entry)
+    return page
 
 
 def _identity(session: ClientSession) -> SpiffeId:

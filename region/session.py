@@ -53,10 +53,15 @@ REQUESTS_MAX: Final = 64
 SUBSCRIPTIONS_MAX: Final = 64
 """Below the transport's own limit of streams per connection, so that the refusal is ours and has a sentence."""
 STREAMS_MAX: Final = 96
+"""Client-opened streams of one session, for the same reason."""
 PUBLISH_WINDOW_BYTES: Final = 8 << 20
-"""Publish credit of one session: covers a fast path's delay; taken from the broker's budget."""
+"""Publish credit of one session: covers a fast path's delay. Taken from the broker's budget with the first
+publisher, so that sessions which only read cost none."""
 PUBLISH_WINDOW_BYTES_MIN: Final = 2 * (FRAME_HEADER_BYTES + BATCH_BYTES_MAX)
-"""Where the budget is short, a session gets this much or is refused: two of the largest batches."""
+"""What a session is told at first, and keeps where half of the budget is handed out: two of the largest batches."""
+BACKLOG_BYTES_MAX: Final = 32 << 20
+"""Bytes that wait for one peer. Delivery stops long before; what is beyond are answers and acknowledgements that
+the peer asks for and does not read, and its session ends."""
 
 TIMER_S_MAX: Final = 86_400.0
 """Timers are set for a day at most: event loops do not take arbitrarily long ones."""
@@ -93,6 +98,7 @@ class ClientSession:
         self._roles: dict[int, Role | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._publish_taken = 0
+        self._publish_partial = 0
         self._delivery_charged = 0
         self._next_subscription = 1
         self._timeout: asyncio.TimerHandle | None = None
@@ -118,24 +124,37 @@ class ClientSession:
         try:
             if stream_id == self._control_stream:
                 self._control_data(data, end)
-                return
-            role = self._roles.get(stream_id)
-            if role is None:
-                if stream_id in self._roles:
-                    return  # ended by us; what is still under way is of no use
-                role = self._open_role(stream_id, data, end)
-                if role is None:
-                    return
-            role.data(data, end)
-            if end:
-                self._roles[stream_id] = None
+            else:
+                self._role_data(stream_id, data, end)
+            self._check_backlog()
         except FelixError as error:
             self.fail(error)
 
-    def stream_reset(self, stream_id: int, code: int) -> None:
+    def _role_data(self, stream_id: int, data: bytes, end: bool) -> None:
         role = self._roles.get(stream_id)
+        if role is None and stream_id not in self._roles:
+            role = self._open_role(stream_id, data, end)
+        # A role that we ended is None: what is still under way for it is of no use.
         if role is not None:
-            self._roles[stream_id] = None
+            role.data(data, end)
+        if end:
+            self._roles.pop(stream_id, None)
+
+    def _check_backlog(self) -> None:
+        connection = self.connection
+        if connection is not None and connection.backlog_bytes() > BACKLOG_BYTES_MAX:
+            raise UnavailableError(
+                f"More than {BACKLOG_BYTES_MAX} bytes wait for this client, which asks and does not read.",
+                code=Code.LIMIT_MEMORY,
+                hint="Read what was asked for before asking for more.",
+            )
+
+    def stream_reset(self, stream_id: int, code: int) -> None:
+        if stream_id == self._control_stream:
+            self.fail(ProtocolError("The client reset its control stream.", code=Code.STATE))
+            return
+        role = self._roles.pop(stream_id, None)
+        if role is not None:
             role.closed()
 
     def drained(self) -> None:
@@ -172,13 +191,18 @@ class ClientSession:
             return None
         if not self._control.established:
             raise ProtocolError("A second stream came before the handshake was done.", code=Code.STATE)
+        refusal: UnavailableError | None = None
         if sum(role is not None for role in self._roles.values()) >= STREAMS_MAX:
-            raise UnavailableError(
+            refusal = UnavailableError(
                 f"This session has {STREAMS_MAX} streams open, the most that are allowed.",
                 code=Code.LIMIT_MEMORY,
                 hint="Close publishers that are no longer used.",
             )
-        role: Role = self.broker.ingest_stream(self, stream_id) if bidirectional else PublishStream(self)
+        if refusal is not None and bidirectional:
+            raise refusal
+        role: Role = (
+            self.broker.ingest_stream(self, stream_id) if bidirectional else PublishStream(self, refusal)
+        )
         self._roles[stream_id] = role
         return role
 
@@ -199,18 +223,7 @@ class ClientSession:
     def _welcome(self, peer: Peer) -> None:
         broker, identity = self.broker, peer.spiffe_id
         broker.admit(self, peer)
-        budget = broker.budgets.publish
-        for window in (PUBLISH_WINDOW_BYTES, PUBLISH_WINDOW_BYTES_MIN):
-            if budget.take(window):
-                break
-        else:
-            raise UnavailableError(
-                f"The broker's publish budget of {budget.limit_bytes} bytes is handed out.",
-                code=Code.LIMIT_MEMORY,
-                retry_after_ms=1000,
-            )
-        self._publish_taken = window
-        self.publish_window = CreditWindow(window)
+        self.publish_window = CreditWindow(PUBLISH_WINDOW_BYTES_MIN)
         self.identity, self.peer = identity, peer
         if self._timeout is not None:
             self._timeout.cancel()
@@ -219,7 +232,8 @@ class ClientSession:
         self._timeout = asyncio.get_running_loop().call_later(min(left_s, TIMER_S_MAX), self._identity_ended)
         limits = Limits(BATCH_BYTES_MAX, SUBSCRIPTIONS_MAX, STREAMS_MAX, REQUESTS_MAX)
         rights = broker.rights_of(identity)
-        self._control.welcome(Welcome(os.urandom(8).hex(), str(identity), window, limits, rights))
+        credit = self.publish_window.window_bytes
+        self._control.welcome(Welcome(os.urandom(8).hex(), str(identity), credit, limits, rights))
         log.info("session of %s from %s", identity, self.connection and self.connection.peer_address)
 
     def _handshake_timeout(self) -> None:
@@ -247,8 +261,14 @@ class ClientSession:
 
     def send_control(self, data: bytes) -> None:
         """Bytes of whole frames, after what was queued before."""
-        if self.connection is not None and not self.ended and self._control_stream is not None:
-            self.connection.send(self._control_stream, data)
+        if self._control_stream is not None:
+            self.send(self._control_stream, data)
+
+    def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
+        """Bytes for one stream; dropped where the session or its connection is over, since nobody hears them."""
+        connection = self.connection
+        if connection is not None and not self.ended and not connection.is_closed:
+            connection.send(stream_id, data, end=end)
 
     def flush_control(self) -> None:
         data = self._control.take_output()
@@ -258,6 +278,48 @@ class ClientSession:
     def send_publish_credit(self) -> None:
         """Tell the client how far it may publish now."""
         self.send_control(grant_frame(0, self.publish_window.announce()))
+
+    def reserve_publishing(self) -> None:
+        """Take this session's publish window out of the broker's budget, once. Raises UnavailableError(LIMIT_MEMORY)."""
+        if self._publish_taken:
+            return
+        budget = self.broker.budgets.publish
+        plenty = budget.used_bytes + PUBLISH_WINDOW_BYTES <= budget.limit_bytes // 2
+        # Credit that was told cannot be taken back: a window that was once large stays so.
+        window = max(PUBLISH_WINDOW_BYTES if plenty else 0, self.publish_window.window_bytes)
+        if not budget.take(window):
+            raise UnavailableError(
+                f"The broker's publish budget of {budget.limit_bytes} bytes is handed out.",
+                code=Code.LIMIT_MEMORY,
+                hint="Publish over fewer sessions, or have limits.publish_budget raised.",
+                retry_after_ms=1000,
+            )
+        self._publish_taken = window
+        if window > self.publish_window.window_bytes:
+            self.publish_window.window_bytes = window
+            self.send_publish_credit()
+
+    def publisher_closed(self, role: PublishStream, partial: int) -> None:
+        """A publish stream is over; with the last one, the window goes back into the budget."""
+        self._publish_partial -= partial
+        others = any(isinstance(each, PublishStream) and each is not role for each in self._roles.values())
+        if not others and not self.publish_window.held_bytes:
+            self.broker.budgets.publish.give(self._publish_taken)
+            self._publish_taken = 0
+
+    def hold_partial(self, change: int) -> None:
+        """Bytes of incomplete batches, which count against the credit before they are whole.
+
+        Raises ProtocolError(CREDIT_EXCEEDED).
+        """
+        self._publish_partial += change
+        window = self.publish_window
+        if window.received_bytes + self._publish_partial > window.announced_bytes:
+            raise ProtocolError(
+                f"{window.received_bytes + self._publish_partial} bytes were sent where {window.announced_bytes} "
+                "were granted.",
+                code=Code.CREDIT_EXCEEDED,
+            )
 
     # -- requests --------------------------------------------------------------------------------------
 
@@ -331,8 +393,12 @@ class ClientSession:
                 hint=f"Grant at least {least} bytes.",
             )
         starts = await resolve_starts(stream, request)
-        if self.ended or self.connection is None:
+        if self.ended or self.connection is None or self.connection.is_closed:
             return
+        # It may have been deleted, or the right taken away, while the start was looked up.
+        refusal = broker.subscription_refusal(self, stream, reader)
+        if refusal is not None:
+            raise refusal
         number = self._next_subscription
         self._next_subscription += 1
         subscribed = Subscribed(number, str(name), stream.incarnation, starts)
@@ -340,21 +406,36 @@ class ClientSession:
         subscription = Subscription(self, number, event_stream, stream, starts, request.credit_bytes, reader)
         self.subscriptions[number] = subscription
         self.answer(correlation, subscribed)
-        self.connection.send(event_stream, encode_message(FrameType.ANSWER, subscribed, correlation))
+        self.send(event_stream, encode_message(FrameType.ANSWER, subscribed, correlation))
         subscription.start()
 
     # -- delivery --------------------------------------------------------------------------------------
 
     def may_send(self) -> bool:
         """True while this connection and the broker's delivery budget take more. Settles the budget first."""
-        if self.ended or self.connection is None:
+        connection = self.connection
+        if self.ended or connection is None or connection.is_closed:
             return False
-        backlog = self.connection.backlog_bytes()
+        backlog = self.settle_delivery()
         budget = self.broker.budgets.delivery
+        if backlog >= self.broker.transport_limits.backlog_high_bytes:
+            return False  # `drained` comes
+        if self._delivery_charged < backlog or budget.used_bytes >= budget.limit_bytes:
+            budget.refused += 1
+            self.broker.delivery_waits(self)
+            return False
+        return True
+
+    def settle_delivery(self) -> int:
+        """Charge the budget with what now waits for this peer, as far as it reaches. Returns what waits."""
+        connection = self.connection
+        budget = self.broker.budgets.delivery
+        backlog = connection.backlog_bytes() if connection is not None and not self.ended else 0
         budget.give(self._delivery_charged)
-        self._delivery_charged = backlog if budget.take(backlog) else 0
-        within = self._delivery_charged == backlog and budget.used_bytes < budget.limit_bytes
-        return within and backlog < self.broker.transport_limits.backlog_high_bytes
+        self._delivery_charged = min(backlog, budget.limit_bytes - budget.used_bytes)
+        taken = budget.take(self._delivery_charged)
+        assert taken
+        return backlog
 
     def pump(self) -> None:
         """Send what every subscription may now."""

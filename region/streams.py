@@ -2,7 +2,7 @@
 
 `StreamTable` follows the catalog: what stands there is opened, what is marked as deleted there is closed and
 removed from disk. Missing metadata alone deletes nothing. Memory for the newest records of every shard comes out
-of one budget: a durable shard makes do with less when it is short, an ephemeral stream is refused.
+of one budget: a durable shard makes do with less once half of it is taken; what does not fit is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _START: Final = os.urandom(16)
 """Another in every process."""
 
 HOT_BYTES: Final = 8 << 20
-"""Of a durable shard's newest records in memory: subscribers that keep up never read the disk."""
+"""Of a durable shard's newest records in memory: subscribers that keep up never read the disk. Once half of the
+ring budget is taken, a shard gets RING_BYTES_MIN."""
 
 
 class ShardSeal(Protocol):
@@ -153,6 +154,8 @@ class StreamTable:
         self._changed = changed
         self._streams: dict[StreamName, HostedStream] = {}
         self._busy: dict[StreamName, asyncio.Lock] = {}
+        # Incarnations that were removed here: a record that was read before must not bring one back.
+        self._removed: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -167,22 +170,29 @@ class StreamTable:
         """Open the stream of this record, if it is not open yet.
 
         Raises UnavailableError(LIMIT_MEMORY), or what opening a log raises; a damaged shard does not keep the
-        others from serving (its state says why it does not).
+        others from serving (its state says why it does not). RequestError(NOT_FOUND) where this incarnation was
+        removed meanwhile.
         """
         name = StreamName.parse(record.name)
         async with self._busy.setdefault(name, asyncio.Lock()):
+            if record.incarnation in self._removed:
+                raise RequestError(f"The stream {name} was deleted.", code=Code.NOT_FOUND)
             held = self._streams.get(name)
             if held is not None:
                 if held.record.incarnation == record.incarnation:
                     held.record = record
                     return held
+                if held.record.revision > record.revision:
+                    return held  # the record is older than what is served
                 await self._close(held)
-            per_shard, taken = self._reserve(name, record)
+            per_shard, taken = self._reserve(name, record.config)
+            shards: list[ShardLog | FelixError] = []
             try:
-                shards = [
-                    await self._open_shard(name, record, n, per_shard) for n in range(record.config.shards)
-                ]
+                for number in range(record.config.shards):
+                    shards.append(await self._open_shard(name, record, number, per_shard))  # noqa: PERF401
             except BaseException:
+                for number in range(len(shards)):
+                    await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
                 self._ring_budget.give(taken)
                 raise
             stream = HostedStream(name, record, shards, taken)
@@ -190,15 +200,20 @@ class StreamTable:
         self._changed()
         return stream
 
-    def _reserve(self, name: StreamName, record: Stream) -> tuple[int, int]:
+    def check_room(self, name: StreamName, config: StreamConfig) -> None:
+        """Raises UnavailableError(LIMIT_MEMORY) where a stream with these settings could not be opened now."""
+        _, taken = self._reserve(name, config)
+        self._ring_budget.give(taken)
+
+    def _reserve(self, name: StreamName, config: StreamConfig) -> tuple[int, int]:
         """Ring bytes per shard, and what was taken for all of them."""
-        config = record.config
-        wanted = config.ring_bytes if config.durability.kind == "ephemeral" else HOT_BYTES
         budget = self._ring_budget
+        wanted = config.ring_bytes
+        if config.durability.kind != "ephemeral":
+            plenty = budget.used_bytes + HOT_BYTES * config.shards <= budget.limit_bytes // 2
+            wanted = HOT_BYTES if plenty else RING_BYTES_MIN
         if budget.take(wanted * config.shards):
             return wanted, wanted * config.shards
-        if config.durability.kind != "ephemeral" and budget.take(RING_BYTES_MIN * config.shards):
-            return RING_BYTES_MIN, RING_BYTES_MIN * config.shards
         raise UnavailableError(
             f"{name} needs {wanted * config.shards} bytes of memory for its newest records, and "
             f"{budget.limit_bytes - budget.used_bytes} of {budget.limit_bytes} are left.",
@@ -238,6 +253,7 @@ class StreamTable:
     async def remove(self, name: StreamName, incarnation: str) -> None:
         """Close this incarnation and delete its records: it is marked as deleted in the catalog."""
         async with self._busy.setdefault(name, asyncio.Lock()):
+            self._removed.add(incarnation)
             held = self._streams.get(name)
             if held is not None and held.record.incarnation == incarnation:
                 await self._close(held)

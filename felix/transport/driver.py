@@ -340,7 +340,11 @@ class DriverConnection:
     def backlog_bytes(self) -> int:
         if self.is_closed:
             return 0
-        return self._pending_bytes + self._machine.unsent_bytes()
+        backlog: int = self._pending_bytes + self._machine.unsent_bytes()
+        if backlog >= self.limits.backlog_high_bytes:
+            # Whoever is told so stops and waits for `drained`, also if most of it leaves with this turn.
+            self._above_high = True
+        return backlog
 
     def reset_stream(self, stream_id: int, code: int) -> None:
         self._require_open()
