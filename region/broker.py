@@ -28,6 +28,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.records import StreamConfig, check_stream_config
 from region.metrics import BrokerMetrics
 from region.streams import HostedStream, StreamTable
+from region.tracing import AppendTracing
 
 if TYPE_CHECKING:
     from region.export import ExportDesk, SealedReader
@@ -79,6 +80,7 @@ class Broker:
         self._waiting: set[ClientSession] = set()
         self._retry: asyncio.TimerHandle | None = None
         self.trust = TrustBundle()
+        self.tracing = AppendTracing(config.region) if config.tracing.exporter != "none" else None
         self._operators = frozenset(
             SpiffeId(self.region, self.mesh, "operator", name) for name in config.operators
         )

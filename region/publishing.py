@@ -99,7 +99,9 @@ class PublishStream:
                     "A producer's batch is not sealed; the broker seals.", code=Code.BATCH_MALFORMED
                 )
             log = self._stream.shard(batch.header.shard)
-            log.append_nowait(batch, partial(self._finish, frame.correlation, size))
+            done = partial(self._finish, frame.correlation, size)
+            tracing = session.broker.tracing
+            log.append_nowait(batch, done if tracing is None else tracing.around(str(self.name), batch, done))
         except FelixError as error:
             self._finish(frame.correlation, size, error)
 
