@@ -1,0 +1,38 @@
+"""For all tests: where a run must not skip for want of a system part, such a skip fails it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+REQUIRE = "FELIX_REQUIRE_PARTS"
+"""Set by .ci/run, which installs the parts first: Java, etcd, chromium, and every package of the `dev` extra."""
+
+WANTED = ("could not import", "no chromium", "no etcd", "no etcdctl", "no Java")
+"""How skips begin or what they contain that a full machine must not have."""
+
+_missing: list[str] = []
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
+    """Remember skips that name a missing part."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.skipped and isinstance(report.longrepr, tuple) and os.environ.get(REQUIRE):
+        reason = report.longrepr[2]
+        if any(wanted in reason for wanted in WANTED):
+            _missing.append(f"{item.nodeid}: {reason}")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fail the run where a part was missing."""
+    if _missing and exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which part was missing, and where."""
+    for line in _missing:
+        terminalreporter.write_line(f"skipped where {REQUIRE} is set: {line}", red=True)
