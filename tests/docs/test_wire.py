@@ -29,7 +29,9 @@ def test_gap_reasons_and_flags_have_their_numbers() -> None:
     reasons = re.findall(r"^\| ([A-Z]+) \| (\d) \|", PAGE, re.M)
     assert {(reason.name, str(reason.value)) for reason in GapReason} == set(reasons)
     flags = re.findall(r"^\| ([A-Z]+) \| (0x0\d) \| the body", PAGE, re.M)
-    named = {name.removeprefix("FLAG_"): value for name, value in vars(batch).items() if name.startswith("FLAG_")}
+    named = {
+        name.removeprefix("FLAG_"): value for name, value in vars(batch).items() if name.startswith("FLAG_")
+    }
     assert {name: int(value, 16) for name, value in flags} == named
 
 
