@@ -11,7 +11,7 @@ Invariants:
 - an event stream's bytes are bounded by the credit that its subscription gave, also before it is claimed;
 - `link_up` and `link_down` alternate, `link_dead` comes last and once; all on the event loop.
 
-Only felix/ itself may use this module; applications use `felix.client`.
+Only felix/ itself and the bridge agent (bridge.wire) may use this module; applications use `felix.client`.
 """
 
 from __future__ import annotations
@@ -127,6 +127,16 @@ class EventSink(Protocol):
         """The stream is over; `error` is what the broker said, None where it said nothing."""
 
 
+class ExchangeSink(Protocol):
+    """Where the bytes go that come back on a bidirectional stream of ours (bridge.wire)."""
+
+    def exchange_data(self, data: bytes, end: bool) -> None:
+        """Raises ProtocolError where they break the protocol: the link ends."""
+
+    def exchange_end(self, error: FelixError | None) -> None:
+        """Nothing more will come: the peer gave the stream up (None), or the link is over. Called at most once."""
+
+
 class Sender(Protocol):
     """A publisher that waits for credit or for the backlog to fall."""
 
@@ -209,6 +219,7 @@ class Link:
         self._streams: dict[int, _EventStream] = {}
         self._sinks: dict[int, EventSink] = {}
         self._forgotten: set[int] = set()
+        self._exchanges: dict[int, ExchangeSink] = {}
         self._subscribing_bytes = 0
         self._senders: deque[Sender] = deque()
         self._resuming = False
@@ -236,9 +247,14 @@ class Link:
 
     def stream_data(self, stream_id: int, data: bytes, end: bool) -> None:
         try:
+            exchange = self._exchanges.get(stream_id)
             if stream_id == self._control:
                 self._receive_control(data, end)
-            else:
+            elif exchange is not None:
+                exchange.exchange_data(data, end)
+                if end:
+                    self._exchanges.pop(stream_id, None)
+            elif stream_id & 3 != 0:
                 self._receive_event(stream_id, data, end)
         except FelixError as error:
             self.fail(error)
@@ -246,6 +262,10 @@ class Link:
     def stream_reset(self, stream_id: int, code: int) -> None:
         if stream_id == self._control:
             self.fail(protocol_breach("The broker reset the control stream."))
+            return
+        exchange = self._exchanges.pop(stream_id, None)
+        if exchange is not None:
+            exchange.exchange_end(None)
             return
         stream = self._streams.pop(stream_id, None)
         if stream is not None and stream.sink is not None:
@@ -366,6 +386,7 @@ class Link:
             # Whoever made the link may have given up on it already.
             self.established.exception()
         pending, self._pending = self._pending, {}
+        exchanges, self._exchanges = self._exchanges, {}
         self._streams.clear()
         self._sinks.clear()
         self._senders.clear()
@@ -373,6 +394,8 @@ class Link:
         for waiting in pending.values():
             if isinstance(waiting, _Ask):
                 waiting.refused(error)
+        for exchange in exchanges.values():
+            exchange.exchange_end(error)
         if self.on_over is not None:
             self.on_over(self, error)
 
@@ -444,6 +467,21 @@ class Link:
         if self.over.done():
             return self.over.result()
         return UnavailableError("The session does not stand yet.", code=Code.DISCONNECTED)
+
+    # -- bidirectional streams ------------------------------------------------------------------------
+
+    def open_exchange(self, sink: ExchangeSink) -> int:
+        """A new bidirectional stream whose answers go to `sink`. Raises UnavailableError where none can be opened."""
+        if not self.is_usable:
+            raise self._gone()
+        stream_id = self.connection.open_stream(bidirectional=True)
+        self._exchanges[stream_id] = sink
+        return stream_id
+
+    def close_exchange(self, stream_id: int) -> None:
+        """Nothing more is sent on it, and what still comes back is dropped."""
+        if self._exchanges.pop(stream_id, None) is not None and not self.over.done():
+            self.connection.send(stream_id, b"", end=True)
 
     # -- publishing -----------------------------------------------------------------------------------
 

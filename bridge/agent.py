@@ -1,0 +1,587 @@
+"""The agent: one process, one identity, one egress log; it keeps links running as the signed documents say.
+
+Every second it reads the documents of its grants in each region, carries to one what the other signed, plans, and tells
+its carriers; it reports its links to its own region; every few seconds it has checkpoints cosigned both ways.
+
+Invariants: an agent without an open egress log carries nothing, and of several agents of one identity only the one that
+holds the log's lock does; REVOKE is written only after the last link under that grant has ended; a log that the
+destination remembers as longer is rolled back, and nothing crosses to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Final, NamedTuple
+
+from audit.grant_leaf import grant_leaf
+from audit.leaf import Header, Kind, Leaf, Side
+from audit.note import Algorithm, NoteSigner
+from audit.origin import egress_origin, region_origin, witness_keys
+from audit.trail import TrailStatus
+from bridge.carrier import Carrier, Figures, Workshop
+from bridge.config import BridgeConfig, BridgePaths, paths_of
+from bridge.courier import Courier, list_documents, parse_documents
+from bridge.egress_disk import note_size, open_egress, save_ledger
+from bridge.failpoint import Failpoints
+from bridge.health import AgentCollector
+from bridge.link import LinkPhase
+from bridge.plan import PlannedLink, plan_links
+from bridge.shore import Shore
+from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from felix.health import HealthServer
+from felix.identity import Identity, load_identity
+from felix.messages import (
+    CheckpointAnswer,
+    Cosign,
+    DescribeStream,
+    GetCheckpoint,
+    LinkState,
+    ListStreams,
+    PutCosignature,
+    ReportLinks,
+    StreamPage,
+    StreamState,
+    Witnessed,
+    WitnessedSize,
+)
+from felix.names import NamePattern, SpiffeId, StreamName
+from felix.profile import Profile
+from felix.transport.port import Engine
+from keys.bundle import RegionBundle, decode_bundle
+from keys.hybrid import HybridKeyPair, load_key_pair
+from keys.signing import SigningKey, load_signing_key
+from policy.grant import GrantBook, Standing, StandingAction
+from policy.signed import Purpose, SignedDocument, decode_body
+
+log = logging.getLogger("felix.bridge.agent")
+
+PLAN_S: Final = 1.0
+"""How often documents are read: a revocation that no broker told of by an error stops a link within about this."""
+REPORT_S: Final = 1.0
+COSIGN_S: Final = 3.0
+RENEW_S: Final = 30.0
+"""How often identity and bundles are read again, so that renewed ones are taken."""
+TRAIL_AGAIN_S: Final = 1.0
+"""How often the egress log is tried while another process has it open."""
+CLOSE_S: Final = 10.0
+"""How long an orderly end waits for links, and again for the last cosignatures."""
+STREAMS_MAX: Final = 1_000
+"""Streams that are looked at for wildcard grants."""
+
+
+def now_ms() -> int:
+    """The wall clock, in ms since the Unix epoch."""
+    return time.time_ns() // 1_000_000
+
+
+class AgentFiles(NamedTuple):
+    """What an agent reads from disk when it starts."""
+
+    identity: Identity
+    handoff: HybridKeyPair
+    egress_key: SigningKey
+    bundles: dict[str, RegionBundle]
+
+
+def load_files(config: BridgeConfig, paths: BridgePaths) -> AgentFiles:
+    """Read and check them. Blocks. Raises RequestError with the file that is missing or wrong."""
+    identity = load_identity(paths.identity)
+    wanted = SpiffeId(config.source, config.mesh, "bridge", config.name)
+    if identity.spiffe_id != wanted:
+        raise RequestError(
+            f"{paths.identity} is of {identity.spiffe_id}; this bridge is {wanted}.", code=Code.CONFIG_INVALID
+        )
+    bundles = {
+        region: _load_bundle(path, region, config.mesh)
+        for region, path in ((config.source, paths.bundle), *paths.trusted.items())
+    }
+    return AgentFiles(identity, load_key_pair(paths.handoff_key), load_signing_key(paths.egress_key), bundles)
+
+
+def _load_bundle(path: Path, region: str, mesh: str) -> RegionBundle:
+    try:
+        bundle = decode_bundle(path.read_bytes()).bundle
+    except OSError as error:
+        raise RequestError(
+            f"The bundle of {region} cannot be read from {path}: {error.strerror or error}.",
+            code=Code.NOT_FOUND,
+            hint="Have that region export its bundle, and trust it with `felix region trust`.",
+        ) from error
+    if (bundle.region, bundle.mesh) != (region, mesh):
+        raise RequestError(f"{path} is the bundle of {bundle.region}.{bundle.mesh}, not of {region}.{mesh}.")
+    return bundle
+
+
+def region_profile(
+    bundle: RegionBundle, addresses: tuple[str, ...], server_name: str, identity: Identity, engine: str
+) -> Profile:
+    """How a region of this bundle is reached."""
+    return Profile(
+        region=bundle.region,
+        mesh=bundle.mesh,
+        addresses=addresses,
+        authority=bundle.root_pem.encode(),
+        identity=identity,
+        server_name=server_name,
+        engine=engine,
+    )
+
+
+class Agent:
+    """`start`, then `stop`; an agent is not started twice. `base` is the folder of bridge.yaml."""
+
+    def __init__(
+        self,
+        config: BridgeConfig,
+        base: Path,
+        *,
+        engine: Engine | None = None,
+        clock_ms: Callable[[], int] = now_ms,
+        random: Random | None = None,
+    ) -> None:
+        self.config = config
+        self.paths = paths_of(config, base)
+        self.health: HealthServer | None = None
+        self.rows: tuple[PlannedLink, ...] = ()
+        self.shop: Workshop
+        self._engine = engine
+        self._clock_ms = clock_ms
+        self._random = random or Random()  # noqa: S311 - spreads retries; nothing secret is drawn
+        self._files: AgentFiles
+        self._shores: dict[str, Shore] = {}
+        self._carriers: dict[tuple[str, str, int], tuple[Carrier, asyncio.Task[None]]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._documents: dict[str, dict[str, dict[str, bytes]]] = {}
+        self._book = GrantBook()
+        self._book_of: object = None
+        self._courier = Courier()
+        self._logging = asyncio.Lock()
+        self._reasons: dict[str, str] = {}
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Read the files and begin. Raises RequestError where they are not as they must be."""
+        config = self.config
+        self._files = files = await asyncio.to_thread(load_files, config, self.paths)
+        source = self._shore(config.source, config.source_addresses, config.source_server_name)
+        for each in config.destinations:
+            self._shore(each.region, each.addresses, each.server_name)
+        self.shop = Workshop(
+            bridge=files.identity.spiffe_id,
+            identity=files.identity,
+            handoff=files.handoff,
+            source=source,
+            limits=config.limits,
+            failpoints=Failpoints.of(os.environ),
+            clock_ms=self._clock_ms,
+            random=self._random,
+            log_grant=self._log_grant,
+            check_history=self._check_history,
+        )
+        if config.health is not None:
+            collector = AgentCollector(self._figures, self._trail_status, self._sessions)
+            self.health = HealthServer(config.health.host, config.health.port, collector, self.not_ready)
+        for shore in self._shores.values():
+            shore.start()
+        for work in (
+            self._open_log(),
+            self._plan_loop(),
+            self._report_loop(),
+            self._cosign_loop(),
+            self._renew_loop(),
+        ):
+            self._spawn(work)
+
+    def _shore(self, region: str, addresses: tuple[str, ...], server_name: str) -> Shore:
+        files = self._files
+        bundle = files.bundles[region]
+        profile = region_profile(bundle, addresses, server_name, files.identity, self.config.engine)
+        shore = self._shores[region] = Shore(profile, bundle, self._engine, self._random)
+        return shore
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+    async def stop(self) -> None:
+        """Finish what is on the way, have the last checkpoint cosigned, close. Safe to call twice."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with suppress(asyncio.CancelledError):
+                await task
+        self._tasks.clear()
+        for carrier, _ in self._carriers.values():
+            carrier.leave()
+        running = [task for _, task in self._carriers.values()]
+        if running:
+            await asyncio.wait(running, timeout=CLOSE_S)
+        for task in running:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        self._carriers.clear()
+        trail = self.shop.trail if hasattr(self, "shop") else None
+        if trail is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._cosign_all()
+            self.shop.trail, self.shop.trail_reason = None, "The agent is stopping."
+            await asyncio.to_thread(trail.close)
+            await asyncio.to_thread(save_ledger, trail, at_once=True)
+        for shore in self._shores.values():
+            await shore.close()
+        if self.health is not None:
+            await asyncio.to_thread(self.health.close)
+            self.health = None
+
+    # -- what others ask -------------------------------------------------------------------------------
+
+    def links(self) -> list[LinkState]:
+        """Every planned link as it stands, by grant, stream and shard."""
+        return [carrier.report() for _, (carrier, _) in sorted(self._carriers.items())]
+
+    def figures(self, grant: str, stream: str, shard: int) -> Figures:
+        """What one link counted. Raises RequestError(NOT_FOUND)."""
+        found = self._carriers.get((grant, stream, shard))
+        if found is None:
+            raise RequestError(f"There is no link {grant} {stream}/{shard}.", code=Code.NOT_FOUND)
+        return found[0].figures
+
+    def not_ready(self) -> str:
+        """Why the agent does not do its work, or an empty string: the egress log, a session, or a link that stands still."""
+        shop = self.shop
+        if shop.trail is None:
+            return shop.trail_reason
+        failure = shop.trail.status().failure
+        if failure:
+            return failure
+        for shore in self._shores.values():
+            if not shore.is_up:
+                return shore.reason
+        for carrier, _ in list(self._carriers.values()):
+            if carrier.phase in (LinkPhase.DENIED, LinkPhase.GAP):
+                return f"{carrier.row.grant}: {carrier.reason}"
+        return ""
+
+    def _figures(self) -> list[tuple[LinkState, Figures]]:
+        return [(carrier.report(), carrier.figures) for carrier, _ in list(self._carriers.values())]
+
+    def _trail_status(self) -> TrailStatus | None:
+        trail = self.shop.trail
+        return None if trail is None else trail.status()
+
+    def _sessions(self) -> dict[str, bool]:
+        return {region: shore.is_up for region, shore in self._shores.items()}
+
+    # -- the egress log --------------------------------------------------------------------------------
+
+    async def _open_log(self) -> None:
+        """Open it, or wait for whoever has it open."""
+        config, files, shop = self.config, self._files, self.shop
+        signer = NoteSigner.from_key(
+            egress_origin(config.source, config.mesh, config.name), files.egress_key, Algorithm.ED25519
+        )
+        witnesses = [key for bundle in files.bundles.values() for key in witness_keys(bundle)]
+        while True:
+            try:
+                trail, shop.ledger = await asyncio.to_thread(
+                    open_egress, self.paths.egress, signer, witnesses
+                )
+                shop.trail = trail
+                log.info("the egress log %s is open, %d leaves", self.paths.egress, trail.status().durable)
+                return
+            except FelixError as error:
+                if str(error) != shop.trail_reason:
+                    log.warning("the egress log cannot be opened: %s", error)
+                shop.trail_reason = str(error)
+            except OSError as error:
+                shop.trail_reason = f"The egress log {self.paths.egress} cannot be opened: {error}."
+                log.warning("%s", shop.trail_reason)
+            await asyncio.sleep(TRAIL_AGAIN_S)
+
+    async def _check_history(self, shore: Shore) -> None:
+        """Raises CorruptionError(ROLLED_BACK) where the region cosigned more than this log has."""
+        trail = self.shop.open_trail()
+        answer = await shore.connection().request(WitnessedSize(trail.key.name))
+        durable = trail.status().durable
+        if isinstance(answer, Witnessed) and answer.size > durable:
+            raise CorruptionError(
+                f"{shore.region} cosigned {answer.size} leaves of the egress log, which has {durable}: it was rolled "
+                "back.",
+                code=Code.ROLLED_BACK,
+                hint="Restore the log's newest copy; nothing crosses until then.",
+            )
+
+    async def _log_grant(self, row: PlannedLink) -> None:
+        """The GRANT leaf of a link's grant, where the log does not have it yet; durable on return."""
+        shop, export = self.shop, row.export
+        assert export is not None
+        async with self._logging:
+            if shop.ledger.grant(row.grant).granted:
+                return
+            document = self._documents.get(self.config.source, {}).get("export", {}).get(row.grant, b"")
+            leaf = grant_leaf(
+                export.terms,
+                side=Side.EGRESS,
+                time_ms=self._clock_ms(),
+                actor=str(shop.bridge),
+                policy_version=export.policy_revision,
+                policy_hash=bytes.fromhex(export.policy_hash),
+                source_country=shop.source.bundle.country,
+                destination_country=self._shores[row.destination_region].bundle.country,
+                document=document,
+            )
+            await shop.open_trail().append([leaf])
+            shop.ledger.apply(leaf.header)
+
+    async def _log_revocations(self) -> None:
+        """REVOKE leaves of grants that ended before their time, once none of their links is in session."""
+        shop = self.shop
+        revoked = {row.grant: row for row in self.rows if row.code == Code.GRANT_REVOKED}
+        for grant, row in revoked.items():
+            account = shop.ledger.grant(grant)
+            busy = any(
+                carrier.in_session for carrier, _ in self._carriers.values() if carrier.row.grant == grant
+            )
+            if shop.trail is None or not account.granted or account.revoked or busy:
+                continue
+            standing, document = self._revocation(grant)
+            header = Header(
+                kind=Kind.REVOKE,
+                side=Side.EGRESS,
+                time_ms=self._clock_ms(),
+                source_region=shop.source.region,
+                destination_region=row.destination_region,
+                bridge=str(shop.bridge),
+                stream=row.export.terms.stream if row.export else row.stream,
+                grant_id=grant,
+                actor=standing.by if standing else str(shop.bridge),
+                sentence=(standing.reason if standing else "") or row.reason,
+                document=document,
+            )
+            await shop.open_trail().append([Leaf(header)])
+            shop.ledger.apply(header)
+
+    def _revocation(self, grant: str) -> tuple[Standing | None, bytes]:
+        for held in self._documents.values():
+            for document in parse_documents({"standing": held.get("standing", {})}):
+                standing = decode_body(document, Standing, Purpose.STANDING)
+                if standing.grant == grant and standing.action is StandingAction.REVOKE:
+                    return standing, document.encode_file()
+        return None, b""
+
+    # -- documents, plan, links ------------------------------------------------------------------------
+
+    async def _plan_loop(self) -> None:
+        while True:
+            try:
+                await self._read_documents()
+                await self._plan()
+                await self._log_revocations()
+            except FelixError as error:
+                self._say("plan", error)
+            except Exception:
+                log.exception("planning failed")
+            await asyncio.sleep(PLAN_S)
+
+    def _say(self, what: str, error: FelixError) -> None:
+        """Log a failure of a loop, once for each sentence."""
+        if self._reasons.get(what) != error.sentence:
+            self._reasons[what] = error.sentence
+            log.warning("%s: %s", what, error)
+
+    async def _read_documents(self) -> None:
+        """From every region that answers; from the others what they said last."""
+        for region, shore in self._shores.items():
+            if shore.is_up:
+                try:
+                    self._documents[region] = await list_documents(shore.connection())
+                except UnavailableError as error:
+                    self._say(f"documents of {region}", error)
+        source = self.config.source
+        here = self._documents.get(source)
+        for region, shore in self._shores.items():
+            there = self._documents.get(region)
+            if region == source or here is None or there is None:
+                continue
+            for giver, taker, name, to in (
+                (here, there, source, shore),
+                (there, here, region, self.shop.source),
+            ):
+                if to.is_up:
+                    with suppress(UnavailableError):
+                        await self._courier.carry(giver, taker, name, to.connection(), self._clock_ms())
+
+    async def _plan(self) -> None:
+        """Rebuild the book where a document changed, and tell the carriers."""
+        if self._book_of != self._documents:
+            documents: list[SignedDocument] = []
+            for held in self._documents.values():
+                documents += parse_documents(held)
+            trusted = {region: shore.bundle.policy_keys for region, shore in self._shores.items()}
+            self._book = GrantBook(documents, trusted)
+            for problem in self._book.problems:
+                log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
+            self._book_of = {
+                region: {kind: dict(held) for kind, held in kinds.items()}
+                for region, kinds in self._documents.items()
+            }
+        streams = await self._streams()
+        destinations = [each.region for each in self.config.destinations]
+        self.rows = plan_links(
+            self._book,
+            self.shop.bridge,
+            streams,
+            destinations,
+            self._clock_ms(),
+            links_max=self.config.limits.links,
+        )
+        self._tell(streams)
+
+    async def _streams(self) -> dict[str, StreamState]:
+        """The source's streams that grants of this bridge name."""
+        found: dict[str, StreamState] = {}
+        connection = self.shop.source.connection()
+        for view in self._book.list(self._clock_ms()):
+            if view.export is None or view.export.terms.bridge != str(self.shop.bridge):
+                continue
+            name = view.export.terms.stream
+            if NamePattern(name).is_exact:
+                if name not in found:
+                    with suppress(RequestError):
+                        state = await connection.request(DescribeStream(name))
+                        if isinstance(state, StreamState):
+                            found[name] = state
+                continue
+            after, prefix = "", name[: name.index("*")]
+            while len(found) < STREAMS_MAX:
+                page = await connection.request(ListStreams(prefix, after, 100))
+                if not isinstance(page, StreamPage):
+                    break
+                for state in page.streams:
+                    if NamePattern(name).matches(StreamName.parse(state.stream)):
+                        found[state.stream] = state
+                if not page.more or not page.streams:
+                    break
+                after = page.streams[-1].stream
+        return found
+
+    def _tell(self, streams: dict[str, StreamState]) -> None:
+        wanted = {(row.grant, row.stream, row.shard): row for row in self.rows}
+        for key, (carrier, task) in list(self._carriers.items()):
+            if key not in wanted:
+                # Its stream or its grant is not there any more.
+                carrier.leave()
+                if task.done():
+                    del self._carriers[key]
+        for key, row in wanted.items():
+            held = self._carriers.get(key)
+            if held is None:
+                carrier = Carrier(self.shop, self._shores.get(row.destination_region), row)
+                task = asyncio.get_running_loop().create_task(carrier.run(), name=f"link-{key[0]}-{key[2]}")
+                self._carriers[key] = (carrier, task)
+            else:
+                carrier = held[0]
+                carrier.take_plan(row)
+            state = streams.get(row.stream)
+            if state is not None and 0 <= row.shard < len(state.state):
+                carrier.take_shard(state, state.state[row.shard])
+
+    # -- reporting, cosigning, renewal -----------------------------------------------------------------
+
+    async def _report_loop(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            try:
+                links = self.links()
+                if links and self.shop.source.is_up:
+                    await self.shop.source.connection().request(ReportLinks(links))
+            except FelixError as error:
+                self._say("report", error)
+
+    async def _cosign_loop(self) -> None:
+        while True:
+            await asyncio.sleep(COSIGN_S)
+            await self._cosign_all()
+            trail = self.shop.trail
+            if trail is not None:
+                try:
+                    await asyncio.to_thread(save_ledger, trail)
+                except (FelixError, OSError) as error:
+                    log.warning("the ledger's snapshot was not written: %s", error)
+
+    async def _cosign_all(self) -> None:
+        """The egress log by every destination; each region's own log by the other."""
+        source = self.shop.source
+        for region, shore in self._shores.items():
+            if shore is source or not shore.is_up:
+                continue
+            try:
+                await self._cosign_egress(shore)
+                if source.is_up:
+                    await self._cosign_region(shore, source)
+                    await self._cosign_region(source, shore)
+            except FelixError as error:
+                self._say(f"cosigning with {region}", error)
+                if isinstance(error, CorruptionError):
+                    log.error("cosigning with %s: %s", region, error)
+
+    async def _cosign_egress(self, witness: Shore) -> None:
+        trail = self.shop.trail
+        if trail is None:
+            return
+        connection = witness.connection()
+        answer = await connection.request(WitnessedSize(trail.key.name))
+        if not isinstance(answer, Witnessed):
+            return
+        note = await asyncio.to_thread(trail.publish)
+        size = note_size(note)
+        status = trail.status()
+        if not size or (answer.size == size and status.cosigned == size):
+            return
+        proof: list[bytes] = []
+        if 0 < answer.size < size:
+            proof = await asyncio.to_thread(trail.consistency_proof, answer.size, size)
+        cosigned = await connection.request(Cosign(note, proof))
+        if isinstance(cosigned, Witnessed) and cosigned.cosigned:
+            await asyncio.to_thread(trail.add_cosigned, cosigned.cosigned)
+            self.shop.failpoints.at("cosign")
+
+    async def _cosign_region(self, of: Shore, witness: Shore) -> None:
+        """`of`'s own log, cosigned by `witness`."""
+        origin = region_origin(of.region, self.config.mesh)
+        known = await witness.connection().request(WitnessedSize(origin))
+        if not isinstance(known, Witnessed):
+            return
+        answer = await of.connection().request(GetCheckpoint(known.size))
+        if not isinstance(answer, CheckpointAnswer) or not answer.size or answer.size == known.size:
+            return
+        cosigned = await witness.connection().request(Cosign(answer.checkpoint, answer.proof))
+        if isinstance(cosigned, Witnessed) and cosigned.cosigned:
+            await of.connection().request(PutCosignature(cosigned.cosigned))
+
+    async def _renew_loop(self) -> None:
+        """A renewed identity or bundle is taken without a restart: sessions are made anew with it."""
+        while True:
+            await asyncio.sleep(RENEW_S)
+            try:
+                files = await asyncio.to_thread(load_files, self.config, self.paths)
+            except FelixError as error:
+                self._say("renewal", error)
+                continue
+            held = self._files
+            for region, shore in self._shores.items():
+                bundle = files.bundles[region]
+                if files.identity.chain_pem != held.identity.chain_pem or bundle != held.bundles[region]:
+                    log.info("a renewed identity or bundle is taken; the session with %s begins anew", region)
+                    shore.take_identity(files.identity, bundle)
+            self._files = files
+            self.shop.identity = files.identity

@@ -1,0 +1,798 @@
+"""The carrier: the actor of one link. It carries one granted shard to one region, for as long as the plan says so.
+
+One session, in the numbers of docs/bridges.md:
+
+1. the plan says that the grant holds, and its GRANT leaf stands in the egress log;
+2. the source hands out the link's secrets; 3. the destination answers its position;
+4. the source is subscribed to from there; then per batch
+5. open, 6. judge and transform, 7. seal (bridge.crossing), 8. append WITHHELD and INTENT leaves,
+9. once they are durable, send; 10. verify the receipt and append the ACK leaf.
+
+Whatever ends a session, the next one begins again with 1, and learns from the egress log and the destination where to
+go on. Several envelopes are on the way at once (bridge.link.Passage); leaves of many batches share a sync.
+
+Invariants: nothing is sent before its leaves are durable; no INTENT under a grant that does not hold by this clock; the
+source never waits; what is held here is bounded by the limits of the configuration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from typing import Final
+
+import msgspec
+
+from audit.errors import AuditUnavailableError
+from audit.leaf import GapKind, Header, Kind, Leaf, Side
+from audit.origin import receipt_keys, region_origin
+from audit.position import LinkShard
+from audit.receipt import differences, open_receipt
+from audit.trail import Trail
+from bridge.budget import RateLimit, fits_budget
+from bridge.config import LimitsConfig
+from bridge.crossing import (
+    Route,
+    SealedRange,
+    compile_terms,
+    gap_leaf,
+    open_sealed,
+    range_leaves,
+    seal_nothing,
+    seal_ranges,
+    sort_records,
+)
+from bridge.failpoint import Failpoints
+from bridge.ledger import Ledger
+from bridge.link import Announced, Denials, LinkEvent, LinkPhase, OnTheWay, Passage, Todo, advance
+from bridge.plan import PlannedLink, Verdict
+from bridge.shore import Shore
+from bridge.wire import IngestChannel, SealedBatch, SealedFeed
+from felix.backoff import Backoff, BackoffPolicy
+from felix.batch import BatchHeader, decode_header
+from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.frames import GapBody, GapReason
+from felix.identity import Identity
+from felix.messages import (
+    DataKeySealed,
+    DescribeStream,
+    GetDataKey,
+    GetLinkSecret,
+    LinkSecretSealed,
+    LinkState,
+    OpenIngest,
+    ShardState,
+    StreamState,
+)
+from felix.names import SpiffeId, StreamName
+from keys.envelope import DataKey
+from keys.handoff import HandoffScope, open_data_key
+from keys.hybrid import HybridKeyPair
+from keys.link import LinkSecrets, LinkSecretScope, open_link_secrets
+from keys.transfer import TransferScope, seal_transfer_key
+from policy.transform import Transform
+
+log = logging.getLogger("felix.bridge.carrier")
+
+DENIED_AGAIN: Final = BackoffPolicy(first_ms=1_000, ceiling_ms=30_000)
+"""After a refusal: a changed plan wakes the link at once, so this is for what the plan does not see."""
+LOST_AGAIN: Final = BackoffPolicy(first_ms=100, ceiling_ms=5_000)
+"""After a lost session or a full disk."""
+DRAIN_S: Final = 3.0
+"""How long receipts are waited for when a link ends in order."""
+DATA_KEYS_MAX: Final = 64
+"""Data keys of one link in memory: one per leader epoch and rotation, and old ones are seldom read again."""
+IDLE_S: Final = 0.25
+"""How soon a link that nothing wakes looks at clock and plan: a grant that expires stops within this."""
+DENIED_FAMILIES: Final = (2, 3, 5, 6, 7)
+"""Hundreds of codes that are refusals, and not outages."""
+SENTENCE_CHARS_MAX: Final = 2_000
+
+_GAP_KINDS: Final = {
+    GapReason.RETENTION: GapKind.RETENTION,
+    GapReason.RING: GapKind.RETENTION,
+    GapReason.TRUNCATED: GapKind.TRUNCATION,
+    GapReason.RECREATED: GapKind.INCARNATION,
+}
+
+
+@dataclass(slots=True)
+class Workshop:
+    """What all links of an agent share. `trail` is None until the egress log is open."""
+
+    bridge: SpiffeId
+    identity: Identity
+    handoff: HybridKeyPair
+    source: Shore
+    limits: LimitsConfig
+    failpoints: Failpoints
+    clock_ms: Callable[[], int]
+    random: Random
+    log_grant: Callable[[PlannedLink], Awaitable[None]]
+    check_history: Callable[[Shore], Awaitable[None]]
+    trail: Trail | None = None
+    trail_reason: str = "The egress log is not open yet."
+    ledger: Ledger = field(default_factory=Ledger)
+    rates: dict[str, RateLimit] = field(default_factory=dict)
+
+    def open_trail(self) -> Trail:
+        """Raises AuditUnavailableError where there is none: then nothing crosses."""
+        if self.trail is None:
+            raise AuditUnavailableError(self.trail_reason, retry_after_ms=500)
+        return self.trail
+
+    def append(self, leaves: list[Leaf], done: Callable[[int, FelixError | None], None]) -> None:
+        """Accept leaves; `done` is called on the loop once they are durable. Raises AuditUnavailableError."""
+        self.open_trail().append_nowait(leaves, done, asyncio.get_running_loop())
+        for leaf in leaves:
+            self.ledger.apply(leaf.header)
+
+
+class _Left(Exception):
+    """The plan no longer says that the link runs."""
+
+
+@dataclass(slots=True)
+class Figures:
+    """What a link counts; offsets in records, times in ms."""
+
+    crossed: int = 0
+    crossed_bytes: int = 0
+    withheld: int = 0
+    filtered: int = 0
+    gaps: int = 0
+    envelopes: int = 0
+    resent: int = 0
+    sessions: int = 0
+    denied: int = 0
+    position: int = 0
+    high_watermark: int = 0
+    lag_bytes: int = -1
+    answered_append_ms: int = 0
+
+
+class Carrier:
+    """One link. `run` it as a task; `take_plan` tells it what the plan says now."""
+
+    def __init__(self, shop: Workshop, shore: Shore | None, row: PlannedLink) -> None:
+        self._shop = shop
+        self._shore = shore
+        self.row = row
+        self.phase = LinkPhase.WAITING
+        self.reason = "The link has just begun."
+        self.alarm = ""
+        self.figures = Figures()
+        self._wake = asyncio.Event()
+        self._planned = asyncio.Event()
+        self._leaving = False
+        self._failed: FelixError | None = None
+        self._denials = Denials()
+        self._ask_again = True
+        self._high: dict[bytes, int] = {}
+        self._backoff = Backoff(LOST_AGAIN, shop.random)
+        self._denied_backoff = Backoff(DENIED_AGAIN, shop.random)
+        # Of the session that stands.
+        self.in_session = False
+        self._feed: SealedFeed | None = None
+        self._channel: IngestChannel | None = None
+        self._passage: Passage | None = None
+        self._route: Route | None = None
+        self._held: SealedBatch | GapBody | None = None
+        self._data_keys: dict[bytes, DataKey] = {}
+        self._secrets: LinkSecrets | None = None
+        self._transform: Transform | None = None
+        self._append_times: dict[int, int] = {}
+
+    # -- what the agent calls --------------------------------------------------------------------------
+
+    @property
+    def link_shard(self) -> LinkShard:
+        """The link's name in the egress log."""
+        row = self.row
+        return LinkShard(
+            str(self._shop.bridge), self._shop.source.region, row.destination_region, row.stream, row.shard
+        )
+
+    def take_plan(self, row: PlannedLink) -> None:
+        """The newest row; a changed verdict takes effect at once."""
+        changed = (row.verdict, row.reason) != (self.row.verdict, self.row.reason)
+        self.row = row
+        if changed:
+            self._planned.set()
+            self._wake.set()
+
+    def take_shard(self, stream: StreamState, state: ShardState) -> None:
+        """What the source says of the shard, for the lag."""
+        self._high[stream.incarnation] = state.high_watermark
+        while len(self._high) > 4:
+            del self._high[next(iter(self._high))]
+        figures = self.figures
+        figures.high_watermark = state.high_watermark
+        records = state.high_watermark - state.log_start
+        behind = max(0, state.high_watermark - figures.position)
+        # By its share of the records: the sizes of single batches are not asked for.
+        figures.lag_bytes = state.size_bytes * min(behind, records) // records if records > 0 else 0
+
+    def leave(self) -> None:
+        """The agent stops: finish what is on the way, then end."""
+        self._leaving = True
+        self._planned.set()
+        self._wake.set()
+
+    def report(self) -> LinkState:
+        """What the link says of itself."""
+        row, figures, shop = self.row, self.figures, self._shop
+        passage = self._passage
+        known = figures.sessions > 0
+        behind = max(0, figures.high_watermark - figures.position)
+        lag_ms = -1
+        if known and not behind:
+            lag_ms = 0
+        elif known and figures.answered_append_ms:
+            lag_ms = max(0, shop.clock_ms() - figures.answered_append_ms)
+        return LinkState(
+            grant=row.grant,
+            stream=row.stream,
+            shard=max(0, row.shard),
+            from_region=shop.source.region,
+            to_region=row.destination_region,
+            bridge=str(shop.bridge),
+            state=self.phase.value,
+            reason=" ".join(filter(None, (self.alarm, self.reason)))[:4000],
+            position=passage.position if passage is not None else figures.position,
+            high_watermark=figures.high_watermark,
+            lag_records=behind if known else -1,
+            lag_bytes=figures.lag_bytes if known else -1,
+            lag_ms=lag_ms,
+            crossed=figures.crossed,
+            withheld=figures.withheld,
+            filtered=figures.filtered,
+            reported_ms=shop.clock_ms(),
+        )
+
+    # -- the actor -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until `leave`."""
+        while not self._leaving:
+            self._planned.clear()
+            row = self.row
+            if row.verdict is not Verdict.RUN or row.shard < 0 or row.export is None:
+                event = {Verdict.PAUSE: LinkEvent.PAUSE, Verdict.STOP: LinkEvent.END}
+                self._step(event.get(row.verdict, LinkEvent.HOLD), row.reason)
+                await self._planned.wait()
+                continue
+            self._step(LinkEvent.ALLOW, "Opening.")
+            pause_ms = 0
+            try:
+                await self._session(row)
+            except _Left:
+                continue
+            except FelixError as error:
+                pause_ms = self._ended(error)
+            except Exception as error:
+                log.exception("the link of %s shard %d failed", row.stream, row.shard)
+                self._step(LinkEvent.REFUSE, f"The agent failed: {type(error).__name__}: {error}")
+                pause_ms = self._denied_backoff.next_ms()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_ms / 1000):
+                    await self._planned.wait()
+
+    def _step(self, event: LinkEvent, reason: str) -> None:
+        before = self.phase
+        self.phase = advance(before, event)
+        self.reason = reason
+        if self.phase is not before:
+            row = self.row
+            log.info(
+                "link %s %s/%d to %s: %s → %s. %s", row.grant, row.stream, row.shard, row.destination_region,
+                before.value, self.phase.value, reason,
+            )  # fmt: skip
+
+    def _ended(self, error: FelixError) -> int:
+        """A session ended with an error: say so, write a DENY leaf where it is a refusal. Returns the pause in ms."""
+        code = int(error.code)
+        if error.code is Code.POSITION_GAP:
+            # What landed longer ago than the destination remembers is not asked for again.
+            self._ask_again = False
+        if code // 100 not in DENIED_FAMILIES or isinstance(error, UnavailableError):
+            self._step(LinkEvent.LOST, str(error))
+            return self._backoff.next_ms(error.retry_after_ms)
+        if error.code is Code.PAUSED:
+            self._step(LinkEvent.PAUSE, str(error))
+        elif error.code in (Code.GRANT_EXPIRED, Code.GRANT_REVOKED, Code.BUDGET_EXHAUSTED):
+            self._step(LinkEvent.END, str(error))
+        elif error.code is Code.OFFSET_OUT_OF_RANGE:
+            self._step(LinkEvent.GAP, str(error))
+        else:
+            self._step(LinkEvent.REFUSE, str(error))
+        self._deny(error)
+        return self._denied_backoff.next_ms(error.retry_after_ms)
+
+    def _deny(self, error: FelixError) -> None:
+        if not self._denials.is_new(int(error.code), error.sentence):
+            return
+        row, shop = self.row, self._shop
+        self.figures.denied += 1
+        header = Header(
+            kind=Kind.DENY,
+            side=Side.EGRESS,
+            time_ms=shop.clock_ms(),
+            source_region=shop.source.region,
+            destination_region=row.destination_region,
+            bridge=str(shop.bridge),
+            stream=row.stream,
+            shard=max(0, row.shard),
+            grant_id=row.grant,
+            actor=str(shop.bridge),
+            action="carry",
+            rule=error.code.name.lower().replace("_", "-"),
+            code=int(error.code),
+            sentence=error.sentence[:SENTENCE_CHARS_MAX],
+        )
+        try:
+            shop.append([Leaf(header)], lambda index, failure: None)
+        except FelixError as failure:
+            log.error("the egress log took no DENY leaf: %s", failure)
+
+    # -- one session -----------------------------------------------------------------------------------
+
+    async def _session(self, row: PlannedLink) -> None:
+        """Raises what ends it; _Left where the plan does."""
+        shop = self._shop
+        if self._shore is None:
+            raise UnavailableError(row.reason or "The destination is not configured.")
+        trail = shop.open_trail()
+        source, shore = shop.source, self._shore
+        source_link = source.link()
+        shore.link()
+        self._failed = None
+        self.in_session = True
+        try:
+            await shop.check_history(shore)
+            await shop.log_grant(row)  # 1
+            stream = await self._describe()
+            state = stream.state[row.shard]
+            self._log_old_incarnation(stream)
+            await self._take_secrets(row, stream)  # 2
+            await self._open_channel(stream, state.leader_epoch, state.log_start)  # 3
+            assert self._channel is not None and self._passage is None
+            self._passage = self._begin(trail, stream)
+            self.figures.position = self._passage.position
+            self._feed = await SealedFeed.open(  # 4
+                source_link,
+                row.stream,
+                row.grant,
+                shard=row.shard,
+                offset=self._passage.next_offset,
+                incarnation=stream.incarnation,
+                credit_bytes=shop.limits.read_ahead,
+                arrived=self._wake,
+            )
+            if self._feed.subscribed.incarnation != stream.incarnation:
+                raise UnavailableError(
+                    f"{row.stream} was made anew while the link opened.", retry_after_ms=50
+                )
+            self.figures.sessions += 1
+            self._step(LinkEvent.OPENED, "")
+            await self._carry(stream)
+        finally:
+            self._close_session()
+
+    def _close_session(self) -> None:
+        if self._feed is not None:
+            self._feed.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._feed = self._channel = self._passage = self._route = self._held = None
+        self._secrets = self._transform = None
+        self._data_keys.clear()
+        self._append_times.clear()
+        self.in_session = False
+
+    async def _describe(self) -> StreamState:
+        row = self.row
+        stream = await self._shop.source.connection().request(DescribeStream(row.stream))
+        if not isinstance(stream, StreamState) or row.shard >= len(stream.state):
+            raise ProtocolError(f"The source does not describe shard {row.shard} of {row.stream}.")
+        self.take_shard(stream, stream.state[row.shard])
+        return stream
+
+    def _log_old_incarnation(self, stream: StreamState) -> None:
+        """What was not read of an incarnation that is gone, as far as is known, gets its GAP leaf."""
+        shop, row = self._shop, self.row
+        for incarnation, account in shop.ledger.incarnations(self.link_shard).items():
+            high = self._high.get(incarnation, 0)
+            if incarnation != stream.incarnation and account.accounted_to < high:
+                self.alarm = (
+                    f"{row.stream} was made anew; offsets {account.accounted_to} to {high - 1} of the old one "
+                    "were never read."
+                )
+                log.error("%s", self.alarm)
+                self.figures.gaps += high - account.accounted_to
+                template = self._template(incarnation)
+                leaf = gap_leaf(
+                    template, GapKind.INCARNATION, account.accounted_to, high - 1, shop.clock_ms()
+                )
+                shop.append([leaf], lambda index, error: None)
+
+    def _template(self, incarnation: bytes) -> Header:
+        row, shop = self.row, self._shop
+        assert row.export is not None
+        return Header(
+            kind=Kind.GAP,
+            side=Side.EGRESS,
+            time_ms=shop.clock_ms(),
+            source_region=shop.source.region,
+            destination_region=row.destination_region,
+            bridge=str(shop.bridge),
+            stream=row.stream,
+            destination_stream=row.destination_stream,
+            shard=row.shard,
+            incarnation=incarnation,
+            grant_id=row.grant,
+            terms_hash=bytes.fromhex(row.export.terms_hash),
+        )
+
+    async def _take_secrets(self, row: PlannedLink, stream: StreamState) -> None:
+        shop = self._shop
+        assert row.export is not None
+        answer = await shop.source.connection().request(
+            GetLinkSecret(row.grant, row.stream, shop.handoff.public.encoded)
+        )
+        if not isinstance(answer, LinkSecretSealed):
+            raise ProtocolError("A link secret was answered with something else.")
+        scope = LinkSecretScope(
+            shop.source.region,
+            StreamName.parse(row.stream),
+            stream.incarnation,
+            row.grant,
+            bytes.fromhex(row.export.terms_hash),
+            shop.bridge,
+        )
+        self._secrets = open_link_secrets(answer.sealed, scope, shop.handoff)
+        self._transform = compile_terms(row.export.terms, self._secrets)
+
+    async def _open_channel(self, stream: StreamState, epoch: int, log_start: int) -> None:
+        """The ingest stream for one source epoch; an older one of this session is closed."""
+        shop, row, shore = self._shop, self.row, self._shore
+        assert shore is not None and row.export is not None
+        assert self._secrets is not None and self._transform is not None
+        if self._channel is not None:
+            self._channel.close()
+        scope = TransferScope(
+            shop.source.region,
+            row.destination_region,
+            StreamName.parse(row.stream),
+            stream.incarnation,
+            StreamName.parse(row.destination_stream),
+            row.shard,
+            epoch,
+            row.grant,
+            bytes.fromhex(row.export.terms_hash),
+            shop.bridge,
+        )
+        import_key = shore.bundle.hybrid_import_key()
+        self._route = route = Route.of(
+            row.export, scope, self._secrets, self._transform, shop.identity, import_key.encoded
+        )
+        sealed = seal_transfer_key(route.key, import_key, shop.identity)
+        request = OpenIngest(
+            row.grant,
+            shop.source.region,
+            row.stream,
+            row.shard,
+            row.shards,
+            log_start,
+            stream.incarnation,
+            epoch,
+            sealed.sealed,
+            sealed.signature,
+        )
+        self._channel = await IngestChannel.open(shore.link(), request, self._received, self._fail)
+        if self._channel.opened.destination != row.destination_stream:
+            raise RequestError(
+                f"{row.destination_region} would write to {self._channel.opened.destination}, the grant says "
+                f"{row.destination_stream}.",
+                code=Code.GRANT_MISMATCH,
+            )
+
+    def _begin(self, trail: Trail, stream: StreamState) -> Passage:
+        """Where to go on: what the destination has recorded, and what the egress log says."""
+        assert self._channel is not None
+        opened, limits = self._channel.opened, self._shop.limits
+        account = self._shop.ledger.shard(self.link_shard, stream.incarnation)
+        unanswered = [
+            Announced(found.first_offset, found.last_offset, found.envelope_sha256)
+            for found in trail.unanswered(self.link_shard)
+            if found.incarnation == stream.incarnation and found.grant_id == self.row.grant
+        ]
+        return Passage(
+            position=opened.position,
+            accounted_to=(
+                account.accounted_to if account is not None and account.grant_id == self.row.grant else None
+            ),
+            unanswered=unanswered,
+            envelopes_max=min(limits.envelopes, opened.envelopes_max),
+            credit_bytes=min(limits.on_the_way, opened.credit_bytes),
+            ask_again=self._ask_again,
+        )
+
+    async def _carry(self, stream: StreamState) -> None:
+        """Batch after batch, until something ends it."""
+        shop = self._shop
+        feed, passage = self._feed, self._passage
+        assert feed is not None and passage is not None and self.row.export is not None
+        terms = self.row.export.terms
+        rate = shop.rates.setdefault(self.row.grant, RateLimit(terms.rate_bytes))
+        while True:
+            self._wake.clear()
+            if self._failed is not None:
+                raise self._failed
+            if self._leaving or self.row.verdict is not Verdict.RUN:
+                await self._drain()
+                raise _Left
+            if shop.clock_ms() >= terms.expires:
+                await self._drain()
+                raise RequestError(f"The grant {self.row.grant} has expired.", code=Code.GRANT_EXPIRED)
+            pause_s = IDLE_S
+            if passage.has_room:
+                wait_ms = rate.wait_ms(shop.clock_ms())
+                if wait_ms:
+                    self.reason = f"Held to the grant's rate of {terms.rate_bytes} bytes per second."
+                    pause_s = min(IDLE_S, wait_ms / 1000)
+                else:
+                    if self._held is None:
+                        self._held = feed.take_nowait()
+                    if self._held is not None:
+                        await self._deal(self._held, stream, rate)
+                        # Others have their turn between two batches.
+                        await asyncio.sleep(0)
+                        continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
+
+    async def _drain(self) -> None:
+        """The link ends in order: nothing new is begun, receipts of what was sent are still taken."""
+        passage = self._passage
+        assert passage is not None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while not passage.is_empty and self._failed is None:
+                    self._wake.clear()
+                    await self._wake.wait()
+
+    async def _deal(self, item: SealedBatch | GapBody, stream: StreamState, rate: RateLimit) -> None:
+        passage, feed = self._passage, self._feed
+        assert passage is not None and feed is not None and self._route is not None
+        if isinstance(item, GapBody):
+            self._held = None
+            if item.shard == self.row.shard:
+                self._gap(item.next_offset, _GAP_KINDS[GapReason(item.reason)])
+            return
+        header = decode_header(item.body)
+        if header.shard != self.row.shard:
+            raise ProtocolError(f"The source delivered a batch of shard {header.shard}.")
+        if header.next_offset <= passage.next_offset:
+            self._held = None
+            feed.consumed(item.frame_bytes)
+            return
+        if header.base_offset > passage.next_offset:
+            self._gap(header.base_offset, GapKind.TRUNCATION)
+            return
+        if header.leader_epoch != self._route.key.scope.epoch:
+            if not passage.is_empty:
+                # The transfer key is of one epoch: what is on the way under the old one is answered first.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(IDLE_S):
+                        await self._wake.wait()
+                return
+            await self._open_channel(stream, header.leader_epoch, passage.position)
+            assert self._channel is not None
+            if self._channel.opened.position != passage.position:
+                raise UnavailableError("The destination's position moved; the link opens anew.")
+        self._held = None
+        await self._cross(item, header, rate)
+        feed.consumed(item.frame_bytes)
+
+    async def _cross(self, item: SealedBatch, header: BatchHeader, rate: RateLimit) -> None:
+        """Steps 5 to 8 for one batch."""
+        shop, passage, route = self._shop, self._passage, self._route
+        assert passage is not None and route is not None
+        at = shop.failpoints.at
+        at("read")
+        data_key = self._data_keys.get(header.key_id)
+        if data_key is None:
+            data_key = await self._take_data_key(header.key_id)
+        opened = open_sealed(item.body, data_key)  # 5
+        at("open")
+        sorted_ = sort_records(opened, route)  # 6
+        at("transform")
+        for sealed in seal_ranges(sorted_, route, passage.next_offset):  # 7
+            terms = route.terms
+            crossed = shop.ledger.grant(self.row.grant).crossed_bytes
+            todo = passage.judge(sealed.first_offset, sealed.last_offset)
+            if todo is Todo.SKIP:
+                continue
+            way = OnTheWay(
+                sealed.first_offset,
+                sealed.last_offset,
+                sealed.records,
+                sealed.envelope,
+                sealed.envelope_sha256,
+                todo is Todo.RESEND,
+            )
+            if todo is Todo.CROSS:
+                if not fits_budget(terms.budget_bytes, crossed, sealed.payload_bytes):
+                    raise RequestError(
+                        f"The grant {self.row.grant} has used up its budget of {terms.budget_bytes} bytes: {crossed} "
+                        f"crossed, and the next batch has {sealed.payload_bytes}.",
+                        code=Code.BUDGET_EXHAUSTED,
+                        hint="Make a new grant with a new budget.",
+                    )
+                self._announce(sealed, way, route)  # 8
+                self._append_times[sealed.last_offset] = header.append_time_ms
+                rate.spend(sealed.payload_bytes, shop.clock_ms())
+            else:
+                self.figures.resent += 1
+                passage.put(way)
+                passage.durable(way)
+                self._send()
+
+    async def _take_data_key(self, key_id: bytes) -> DataKey:
+        shop, row = self._shop, self.row
+        assert row.export is not None
+        answer = await shop.source.connection().request(
+            GetDataKey(row.grant, row.stream, key_id, shop.handoff.public.encoded)
+        )
+        if not isinstance(answer, DataKeySealed):
+            raise ProtocolError("A data key was answered with something else.")
+        scope = HandoffScope(
+            key_id,
+            shop.source.region,
+            StreamName.parse(row.stream),
+            answer.incarnation,
+            answer.shard,
+            answer.epoch,
+            row.grant,
+            bytes.fromhex(row.export.terms_hash),
+            shop.bridge,
+        )
+        while len(self._data_keys) >= DATA_KEYS_MAX:
+            del self._data_keys[next(iter(self._data_keys))]
+        key = self._data_keys[key_id] = open_data_key(answer.sealed, scope, shop.handoff)
+        return key
+
+    def _announce(self, sealed: SealedRange, way: OnTheWay, route: Route) -> None:
+        """Step 8: the leaves, all in one append; the envelope waits until they are durable."""
+        shop, passage, figures = self._shop, self._passage, self.figures
+        assert passage is not None
+        leaves = range_leaves(sealed, route, shop.clock_ms())
+        passage.put(way)
+        shop.append(leaves, partial(self._durable, passage, way))
+        shop.failpoints.at("intent-appended")
+        for leaf in leaves:
+            if leaf.header.kind is Kind.WITHHELD:
+                figures.withheld += leaf.header.records
+                figures.filtered += leaf.header.records if leaf.header.reason == "filtered" else 0
+
+    def _gap(self, next_offset: int, kind: GapKind) -> None:
+        """Offsets below `next_offset` are gone: a leaf, an alarm, and an empty envelope, so that nothing is papered over."""
+        shop, passage, route = self._shop, self._passage, self._route
+        assert passage is not None and route is not None
+        found = passage.leap(next_offset)
+        if found is None:
+            return
+        cover, first = found
+        envelope, digest = seal_nothing(route, cover, next_offset - 1)
+        way = OnTheWay(cover, next_offset - 1, 0, envelope, digest, False)
+        passage.put(way)
+        self.alarm = f"Offsets {cover} to {next_offset - 1} are gone at the source ({kind.value})."
+        log.error("link %s %s/%d: %s", self.row.grant, self.row.stream, self.row.shard, self.alarm)
+        self._step(LinkEvent.GAP, self.alarm)
+        self.figures.gaps += next_offset - cover
+        if first < next_offset:
+            leaf = gap_leaf(route.template, kind, first, next_offset - 1, shop.clock_ms())
+            shop.append([leaf], partial(self._durable, passage, way))
+        else:
+            passage.durable(way)
+            self._send()
+
+    # -- called back on the loop -----------------------------------------------------------------------
+
+    def _fail(self, error: FelixError) -> None:
+        """The session ends with this; the first one counts."""
+        if self._failed is None:
+            self._failed = error
+        self._wake.set()
+
+    def _durable(self, passage: Passage, way: OnTheWay, index: int, error: FelixError | None) -> None:
+        """Step 9: its leaves are durable, so the envelope may leave."""
+        if error is not None:
+            self._fail(error)
+            return
+        self._shop.failpoints.at("intent-durable")
+        passage.durable(way)
+        if passage is self._passage:
+            self._send()
+
+    def _send(self) -> None:
+        passage, channel = self._passage, self._channel
+        assert passage is not None and channel is not None
+        if self._failed is not None:
+            return
+        try:
+            for way in passage.sendable():
+                channel.send(way.envelope)
+                self.figures.envelopes += 1
+                if self._shop.failpoints.is_at("sent"):
+                    # What was queued leaves at the end of this turn; the process must not die before.
+                    asyncio.get_running_loop().call_later(0.005, self._shop.failpoints.at, "sent")
+        except FelixError as error:
+            self._fail(error)
+
+    def _received(self, next_offset: int, receipt: bytes) -> None:
+        """Step 10: a receipt came."""
+        passage = self._passage
+        if passage is None or self._failed is not None:
+            return
+        try:
+            self._shop.failpoints.at("receipt")
+            way = passage.answered(next_offset)
+            if way.records:
+                self._acknowledge(way, receipt)
+        except FelixError as error:
+            self._fail(error)
+            return
+        figures = self.figures
+        figures.position = passage.position
+        figures.crossed += way.records
+        appended = self._append_times.pop(way.last_offset, 0)
+        figures.answered_append_ms = max(figures.answered_append_ms, appended)
+        self._backoff.reset()
+        self._denied_backoff.reset()
+        self._denials.forget()
+        if self.phase is LinkPhase.GAP:
+            self._step(LinkEvent.OPENED, "")
+        self.reason = ""
+        self._wake.set()
+        self._send()
+
+    def _acknowledge(self, way: OnTheWay, data: bytes) -> None:
+        """Verify the receipt against what was sent, and append the ACK leaf. Raises what does not hold."""
+        shop, route, shore = self._shop, self._route, self._shore
+        assert route is not None and shore is not None
+        receipt = open_receipt(data, receipt_keys(shore.bundle))
+        ack = msgspec.structs.replace(
+            route.template,
+            kind=Kind.ACK,
+            time_ms=shop.clock_ms(),
+            first_offset=way.first_offset,
+            last_offset=way.last_offset,
+            records=way.records,
+            envelope_sha256=way.envelope_sha256,
+            destination_first_offset=receipt.destination_first_offset,
+            destination_last_offset=receipt.destination_last_offset,
+            attempt=2 if way.is_again else 1,
+            receipt=data,
+        )
+        wrong = differences(receipt, ack)
+        if receipt.ingress_origin != region_origin(shore.region, shore.profile.mesh):
+            wrong.append("ingress_origin")
+        if wrong:
+            raise ProtocolError(
+                f"{shore.region} signed a receipt for something else than was sent: {', '.join(wrong)} differ.",
+                code=Code.TAMPERED,
+            )
+        shop.append([Leaf(ack)], self._acknowledged)
+        shop.failpoints.at("ack-appended")
+
+    def _acknowledged(self, index: int, error: FelixError | None) -> None:
+        if error is not None:
+            self._fail(error)

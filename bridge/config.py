@@ -1,0 +1,192 @@
+"""The agent's configuration, `bridge.yaml`: decoded into typed values (policy.documents says where a mistake is).
+
+    name: us-to-eu
+    mesh: acme
+    source: us-east
+    source_addresses: [127.0.0.1:7443]
+    destinations:
+      - region: eu-west
+        addresses: [127.0.0.1:7444]
+    health: 127.0.0.1:8090
+
+Every option is read by something; what is left out has the default that stands here. `home` is the state folder of the
+source region (relative paths are relative to the file's folder); the other paths are relative to `home`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal, NamedTuple, Self
+
+import msgspec
+
+from bridge.plan import LINKS_MAX
+from felix.errors import Code, RequestError
+from felix.names import parse_region
+from felix.profile import Profile, parse_address
+from policy.documents import Parsed, decode_document
+from policy.quantity import Size
+
+DESTINATIONS_MAX: Final = 16
+"""Regions that one agent serves, each with a session of its own."""
+
+
+class HostPort(NamedTuple):
+    """Where something listens."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`host:port`; port 0 takes a free one. Raises RequestError(CONFIG_INVALID)."""
+        host, _, port = text.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise RequestError(
+                f"{text!r} is not an address: expected host:port, as in 127.0.0.1:8090.",
+                code=Code.CONFIG_INVALID,
+            )
+        return cls(host, int(port))
+
+
+def _address(text: str) -> str:
+    parse_address(text)
+    return text
+
+
+Words = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+Label = Annotated[str, Parsed(parse_region)]
+Reach = Annotated[str, Parsed(_address)]
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the configuration's parts: an unknown key is a mistake."""
+
+
+class DestinationConfig(Part, frozen=True, kw_only=True):
+    """A region that records are brought to. `bundle`: its public bundle; empty: `trusted/<region>.json`."""
+
+    region: Label
+    addresses: Annotated[tuple[Reach, ...], msgspec.Meta(min_length=1, max_length=64)]
+    server_name: str = ""
+    bundle: str = ""
+
+
+class LimitsConfig(Part, frozen=True):
+    """Bounds of one agent; docs/bridges.md says where each is enforced."""
+
+    links: Annotated[int, msgspec.Meta(ge=1, le=LINKS_MAX)] = LINKS_MAX
+    read_ahead: Size = Size(4 << 20)
+    """Sealed bytes of one link that are read and not dealt with: its credit at the source."""
+    envelopes: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 24
+    """Envelopes of one link on the way; the destination may allow fewer."""
+    on_the_way: Size = Size(8 << 20)
+    """The same in bytes."""
+
+    def __post_init__(self) -> None:
+        if self.read_ahead < 2 << 20:
+            raise RequestError("read_ahead must be at least 2MiB: two of the largest batches.")
+
+
+class TracingConfig(Part, frozen=True):
+    """OpenTelemetry: `none`, `file` (JSON lines in `path`) or `otlp` (to `endpoint`)."""
+
+    exporter: Literal["none", "file", "otlp"] = "none"
+    path: Words = "traces.jsonl"
+    endpoint: str = ""
+    ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+
+
+class BridgeConfig(Part, frozen=True, kw_only=True):
+    """One agent: one identity, one egress log, one source region, and its destinations."""
+
+    name: Label
+    source: Label
+    mesh: Label
+    source_addresses: Annotated[tuple[Reach, ...], msgspec.Meta(min_length=1, max_length=64)]
+    source_server_name: str = ""
+    destinations: Annotated[
+        tuple[DestinationConfig, ...], msgspec.Meta(min_length=1, max_length=DESTINATIONS_MAX)
+    ]
+    home: Words = "."
+    bundle: Words = "bundle.json"
+    identity: str = ""
+    """the certificate chain and key; empty: `identities/<name>.pem`"""
+    egress_key: str = ""
+    """signs the egress log's checkpoints; empty: `identities/<name>.audit.pem`"""
+    handoff_key: str = ""
+    """what keys are sealed to; empty: `identities/<name>.handoff.key`"""
+    egress: str = ""
+    """the egress log's folder; empty: `data/bridge-<name>/audit`"""
+    health: HostPort | None = None
+    engine: Literal["", "qh3", "aioquic"] = ""
+    limits: LimitsConfig = LimitsConfig()
+    tracing: TracingConfig = TracingConfig()
+
+    def __post_init__(self) -> None:
+        regions = [destination.region for destination in self.destinations]
+        if self.source in regions or len(set(regions)) != len(regions):
+            raise RequestError("Destinations are regions other than the source, each named once.")
+
+
+class BridgePaths(NamedTuple):
+    """Where an agent's files lie."""
+
+    bundle: Path
+    identity: Path
+    egress_key: Path
+    handoff_key: Path
+    egress: Path
+    trusted: dict[str, Path]
+
+
+def paths_of(config: BridgeConfig, base: Path) -> BridgePaths:
+    """`base`: the folder of the configuration file."""
+    home = base / config.home
+    name = config.name
+    return BridgePaths(
+        home / config.bundle,
+        home / (config.identity or f"identities/{name}.pem"),
+        home / (config.egress_key or f"identities/{name}.audit.pem"),
+        home / (config.handoff_key or f"identities/{name}.handoff.key"),
+        home / (config.egress or f"data/bridge-{name}/audit"),
+        {each.region: home / (each.bundle or f"trusted/{each.region}.json") for each in config.destinations},
+    )
+
+
+def source_profile(config: BridgeConfig, paths: BridgePaths) -> Profile:
+    """How the source region is reached, as the bridge."""
+    return Profile(
+        region=config.source,
+        mesh=config.mesh,
+        addresses=config.source_addresses,
+        authority=paths.bundle,
+        identity=paths.identity,
+        server_name=config.source_server_name,
+        engine=config.engine,
+    )
+
+
+def destination_profile(config: BridgeConfig, destination: DestinationConfig, paths: BridgePaths) -> Profile:
+    """How a destination is reached, as the same bridge."""
+    return Profile(
+        region=destination.region,
+        mesh=config.mesh,
+        addresses=destination.addresses,
+        authority=paths.trusted[destination.region],
+        identity=paths.identity,
+        server_name=destination.server_name,
+        engine=config.engine,
+    )
+
+
+def load_config(path: Path) -> BridgeConfig:
+    """Read and check an agent's configuration. Raises RequestError(CONFIG_INVALID) with file and line. Blocks."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(
+            f"The bridge's configuration {path} cannot be read: {error}.", code=Code.CONFIG_INVALID
+        ) from error
+    return decode_document(text, BridgeConfig, str(path))

@@ -1,0 +1,126 @@
+"""The courier: signed documents that one region needs of the other, carried by the agent. Who carries proves nothing.
+
+Each region's brokers verify what they are brought; so does the agent, before it plans by it. A document goes from the
+region that signed it to the other one, where that one does not hold it yet: export grants and the source's standings
+and deny entries to the destination, import grants and the destination's own back.
+
+`missing` is pure; `list_documents` and `Courier.carry` ask regions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from felix.connection import RegionConnection
+from felix.errors import FelixError, RequestError, UnavailableError
+from felix.messages import DocumentPage, ListDocuments, PutDocument
+from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, ImportGrant, Standing
+from policy.signed import Purpose, SignatureError, SignedDocument, decode_body
+
+log = logging.getLogger("felix.bridge.courier")
+
+KINDS: Final = ("export", "import", "standing", "deny")
+"""In the order in which they are brought: a grant before what is said about it."""
+DOCUMENTS_MAX: Final = 10_000
+"""Of one kind, of one region: a bridge has its own grants only."""
+REFUSED_AGAIN_MS: Final = 30_000
+"""How long a document that was refused is not brought again."""
+
+Documents = Mapping[str, Mapping[str, bytes]]
+"""Kind to id to the document's bytes."""
+
+
+async def list_documents(connection: RegionConnection) -> dict[str, dict[str, bytes]]:
+    """All that the region shows this bridge. Raises what the region refuses it with, UnavailableError."""
+    found: dict[str, dict[str, bytes]] = {}
+    for kind in KINDS:
+        held: dict[str, bytes] = {}
+        after = ""
+        while len(held) < DOCUMENTS_MAX:
+            page = await connection.request(ListDocuments(kind, after, 100))
+            if not isinstance(page, DocumentPage):
+                raise RequestError(f"A list of {kind} documents was answered with something else.")
+            held.update(page.documents)
+            if not page.more or not page.documents:
+                break
+            after = max(page.documents)
+        found[kind] = held
+    return found
+
+
+def parse_documents(documents: Documents) -> list[SignedDocument]:
+    """Those that parse; that they hold is the book's to say."""
+    parsed = []
+    for held in documents.values():
+        for name, data in held.items():
+            try:
+                parsed.append(SignedDocument.parse(data))
+            except SignatureError as error:
+                log.error("document %s: %s", name, error)
+    return parsed
+
+
+def missing(giver: Documents, taker: Documents, from_region: str, to_region: str) -> list[tuple[str, str]]:
+    """Kind and id of what `from_region` signed, concerns `to_region`, and is not there."""
+    own: dict[str, str] = {}
+    wanted = []
+    for kind in KINDS:
+        held = taker.get(kind, {})
+        for name, data in sorted(giver.get(kind, {}).items()):
+            try:
+                document = SignedDocument.parse(data)
+                if document.region != from_region:
+                    continue
+                if _concerns(document, to_region, own, name) and name not in held:
+                    wanted.append((kind, name))
+            except SignatureError:
+                continue
+    return wanted
+
+
+def _concerns(document: SignedDocument, region: str, own: dict[str, str], name: str) -> bool:
+    """`own` collects the other region of each grant, so that standings find theirs; grants come first."""
+    match document.purpose:
+        case Purpose.EXPORT:
+            own[name] = decode_body(document, ExportGrant, Purpose.EXPORT).terms.to_region
+            return own[name] == region
+        case Purpose.IMPORT:
+            own[name] = decode_body(document, ImportGrant, Purpose.IMPORT).from_region
+            return own[name] == region
+        case Purpose.STANDING:
+            grant = decode_body(document, Standing, Purpose.STANDING).grant
+            return own.get(grant, region) == region
+        case Purpose.DENY:
+            return decode_body(document, DenyEntry, Purpose.DENY).peer in (EVERYWHERE, region)
+    return False
+
+
+class Courier:
+    """Carries between two regions, and remembers what was refused."""
+
+    def __init__(self) -> None:
+        self._refused: dict[tuple[str, str, str], int] = {}
+
+    async def carry(
+        self, giver: Documents, taker: Documents, from_region: str, to: RegionConnection, now_ms: int
+    ) -> int:
+        """Bring what is missing; returns how many were taken. A refusal is logged, and tried again later."""
+        to_region = to.profile.region
+        taken = 0
+        self._refused = {key: until for key, until in self._refused.items() if until > now_ms}
+        for kind, name in missing(giver, taker, from_region, to_region):
+            key = (to_region, kind, name)
+            if key in self._refused:
+                continue
+            try:
+                await to.request(PutDocument(kind, giver[kind][name]))
+                taken += 1
+                log.info("brought the %s document %s of %s to %s", kind, name, from_region, to_region)
+            except UnavailableError:
+                raise
+            except FelixError as error:
+                self._refused[key] = now_ms + REFUSED_AGAIN_MS
+                log.warning("%s refused the %s document %s: %s", to_region, kind, name, error)
+        return taken

@@ -1,0 +1,376 @@
+"""Crossing: what becomes of one sealed batch of the source on its way over the border. Pure, and the heart of it.
+
+Steps, with the numbers of docs/bridges.md:
+
+5. the sealed batch is opened with its data key;
+6. each record is judged by where it has been, then by the grant's filter and field rules; what does not cross is
+   withheld, with the reason;
+7. what crosses is encoded anew, with its path of regions, and sealed for the destination;
+8. its leaves are made: WITHHELD for what stays, INTENT for what crosses.
+
+Invariants:
+- the same batch under the same `Route` gives the same envelopes, byte for byte, whatever the time: a retry repeats
+  itself. Only leaves carry the time;
+- every record of the batch is in exactly one leaf, or in none where the batch was cut below `first_offset`;
+- it fails closed: a record, or a whole batch, that cannot be read is withheld;
+- one batch makes one envelope; only where that would pass the wire's limit is it halved, always in the same places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import msgspec
+
+from audit.leaf import CommitmentKey, Committer, GapKind, Header, Kind, Leaf, Side, intent_leaves
+from felix.batch import (
+    FLAG_ZSTD,
+    Batch,
+    BatchHeader,
+    NewRecord,
+    Record,
+    decode_batch,
+    decode_records,
+    encode_batch,
+)
+from felix.errors import Code, RequestError
+from felix.identity import Identity
+from felix.provenance import HOPS_MAX, PATH_HEADER, encode_path, parse_path
+from keys.envelope import DataKey, open_batch
+from keys.link import LinkSecrets, commitment_secret
+from keys.transfer import EnvelopeError, TransferKey, TransferScope, seal_envelope
+from policy.grant import ExportGrant, RefusalKind, check_path
+from policy.terms import GrantTerms, pseudonym_scope
+from policy.transform import Crossing, Transform, Withheld, compile_transform
+
+TRANSFORM_FAILED: Final = "transform-failed"
+FILTERED: Final = "filtered"
+LOOP: Final = "loop"
+ONWARD: Final = "onward"
+REASONS: Final = (TRANSFORM_FAILED, FILTERED, LOOP, ONWARD)
+"""Why records stay, in the order in which their leaves stand."""
+_CODES: Final = {
+    TRANSFORM_FAILED: Code.TRANSFORM_FAILED,
+    LOOP: Code.LOOP_REFUSED,
+    ONWARD: Code.RESIDENCY_DENIED,
+}
+SENTENCE_CHARS_MAX: Final = 500
+"""Of the first record's reason, in a WITHHELD leaf."""
+
+
+def compile_terms(terms: GrantTerms, secrets: LinkSecrets) -> Transform:
+    """The grant's transform under the link's own field secret."""
+    return compile_transform(terms.transform, secrets.fields, pseudonym_scope(terms))
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One shard of a link in one source epoch: keys, rules, and what every leaf of it says.
+
+    - `template` is of the same link, shard, epoch and grant as `key.scope`.
+    """
+
+    key: TransferKey
+    agent: Identity = field(repr=False)
+    terms: GrantTerms
+    transform: Transform = field(repr=False)
+    template: Header = field(repr=False)
+    committer: Committer = field(repr=False)
+    own_path: bytes
+
+    @classmethod
+    def of(
+        cls,
+        export: ExportGrant,
+        scope: TransferScope,
+        secrets: LinkSecrets,
+        transform: Transform,
+        agent: Identity,
+        import_key: bytes,
+    ) -> Route:
+        """`import_key`: the destination's public import key; its hash names it in leaves."""
+        key = secrets.transfer_key(scope)
+        stream = str(scope.stream)
+        committer = Committer(
+            CommitmentKey(key.key_id, commitment_secret(key)), stream, scope.incarnation, scope.shard
+        )
+        template = Header(
+            kind=Kind.INTENT,
+            side=Side.EGRESS,
+            time_ms=0,
+            source_region=scope.source_region,
+            destination_region=scope.destination_region,
+            bridge=str(scope.bridge),
+            stream=stream,
+            destination_stream=str(scope.destination),
+            shard=scope.shard,
+            source_epoch=scope.epoch,
+            incarnation=scope.incarnation,
+            destination_key_id=hashlib.sha256(import_key).digest()[:16],
+            commitment_key_id=key.key_id,
+            grant_id=scope.grant_id,
+            terms_hash=scope.terms_hash,
+            policy_version=export.policy_revision,
+            policy_hash=bytes.fromhex(export.policy_hash),
+        )
+        return cls(
+            key, agent, export.terms, transform, template, committer, encode_path((scope.source_region,))
+        )
+
+
+class OpenedBatch(NamedTuple):
+    """A batch of the source, opened. `records` is None where its body is no body: then all of it is withheld."""
+
+    header: BatchHeader
+    sha256: bytes
+    key_id: bytes
+    records: Sequence[Record] | None
+    problem: str
+
+
+class Staying(NamedTuple):
+    """Records that do not cross for one reason, as they were; `sentence` says why the first of them does not."""
+
+    reason: str
+    sentence: str
+    records: list[Record]
+
+
+class SortedBatch(NamedTuple):
+    """What crosses, transformed, with source offsets and times; and what stays."""
+
+    opened: OpenedBatch
+    crossing: list[Record]
+    staying: tuple[Staying, ...]
+    path: tuple[str, ...]
+    """the regions that all crossing records have been in; empty where they differ"""
+
+
+class SealedRange(NamedTuple):
+    """One envelope and what its leaves are made of. Offsets with both ends included."""
+
+    first_offset: int
+    last_offset: int
+    records: int
+    payload_bytes: int
+    envelope: bytes
+    envelope_sha256: bytes
+    sorted: SortedBatch
+    crossing: list[Record]
+
+    @property
+    def next_offset(self) -> int:
+        return self.last_offset + 1
+
+
+def open_sealed(body: bytes | memoryview, data_key: DataKey) -> OpenedBatch:
+    """Step 5. Raises TamperError where the batch is not what was sealed, RequestError(BATCH_MALFORMED) for no batch.
+
+    A body that decrypts and is no list of records is its producer's fault: the batch is withheld, and nothing raises.
+    """
+    sealed = decode_batch(body)
+    digest = hashlib.sha256(body).digest()
+    plain = open_batch(data_key, sealed)
+    records: list[Record] | None
+    try:
+        records, problem = list(decode_records(plain)), ""
+    except RequestError as error:
+        records, problem = None, error.sentence
+    return OpenedBatch(plain.header, digest, sealed.header.key_id, records, problem)
+
+
+def sort_records(opened: OpenedBatch, route: Route) -> SortedBatch:
+    """Step 6."""
+    header = opened.header
+    staying: dict[str, Staying] = {}
+    if opened.records is None:
+        lost = [
+            Record(header.base_offset + at, header.append_time_ms, None, {}, b"")
+            for at in range(header.records)
+        ]
+        held = Staying(TRANSFORM_FAILED, f"The whole batch cannot be read. {opened.problem}", lost)
+        return SortedBatch(opened, [], (held,), ())
+
+    def stay(reason: str, sentence: str, record: Record) -> None:
+        held = staying.get(reason)
+        if held is None:
+            held = staying[reason] = Staying(reason, sentence[:SENTENCE_CHARS_MAX], [])
+        held.records.append(record)
+
+    crossing: list[Record] = []
+    transform, own_path = route.transform.record, route.own_path
+    plain_headers: Mapping[str, bytes] = {PATH_HEADER: own_path}
+    paths: set[bytes] = set()
+    for record in opened.records:
+        path = own_path
+        if record.headers and PATH_HEADER in record.headers:
+            found = _extend_path(record, route)
+            if isinstance(found, tuple):
+                stay(*found, record)
+                continue
+            path = found
+        result = transform(record.key, record.headers, record.payload)
+        if isinstance(result, Crossing):
+            headers = plain_headers
+            if result.headers or path is not own_path:
+                headers = {**result.headers, PATH_HEADER: path}
+            paths.add(path)
+            crossing.append(
+                Record(record.offset, record.timestamp_ms, result.key or None, headers, result.payload)
+            )
+        elif isinstance(result, Withheld):
+            stay(TRANSFORM_FAILED, result.reason, record)
+        else:
+            stay(FILTERED, "The grant's filter excludes it.", record)
+    ordered = tuple(staying[reason] for reason in REASONS if reason in staying)
+    shared = parse_path(next(iter(paths))) if len(paths) == 1 else ()
+    return SortedBatch(opened, crossing, ordered, shared)
+
+
+def _extend_path(record: Record, route: Route) -> bytes | tuple[str, str]:
+    """The record's path with this region added, or the reason and sentence why it must stay."""
+    scope = route.key.scope
+    try:
+        path = parse_path(record.headers[PATH_HEADER])
+    except RequestError as error:
+        return LOOP, error.sentence
+    refusal = check_path(scope.grant_id, route.terms, path)
+    if refusal is not None:
+        return (LOOP if refusal.kind is RefusalKind.LOOP else ONWARD), refusal.sentence
+    longer = (*path, scope.source_region)
+    if len(longer) > HOPS_MAX:
+        return (
+            LOOP,
+            f"The record has been in {len(path)} regions; {HOPS_MAX} are the most that a path can name.",
+        )
+    return encode_path(longer)
+
+
+def seal_ranges(sorted_: SortedBatch, route: Route, first_offset: int = 0) -> list[SealedRange]:
+    """Step 7: usually one range. Records below `first_offset` are left out: they are at the destination already."""
+    header = sorted_.opened.header
+    last = header.next_offset - 1
+    ranges = _seal(sorted_, route, header.base_offset, last, sorted_.crossing)
+    kept = [found for found in ranges if found.last_offset >= first_offset]
+    if kept and kept[0].first_offset < first_offset:
+        # Only where a source's log, or a link, begins inside a batch.
+        cut = [record for record in kept[0].crossing if record.offset >= first_offset]
+        kept[:1] = _seal(sorted_, route, first_offset, kept[0].last_offset, cut)
+    return kept
+
+
+def _seal(
+    sorted_: SortedBatch, route: Route, first: int, last: int, crossing: list[Record]
+) -> list[SealedRange]:
+    source = sorted_.opened.header
+    try:
+        batch = _encode(source, crossing) if crossing else None
+        envelope = seal_envelope(
+            route.key,
+            route.agent,
+            base_offset=first,
+            last_offset=last,
+            batch=batch,
+            source_offsets=[record.offset for record in crossing],
+        )
+    except (RequestError, EnvelopeError) as error:
+        # A transform may lengthen records, and a source batch may be as long as the wire takes.
+        if first == last or error.code not in (Code.BATCH_TOO_LARGE, Code.ENVELOPE_INVALID):
+            if first != last:
+                raise
+            lost = sorted_._replace(staying=_with_failed(sorted_, crossing, error.sentence))
+            return _seal(lost, route, first, last, []) if crossing else _raise(error)
+        middle = (first + last) // 2
+        low = [record for record in crossing if record.offset <= middle]
+        high = [record for record in crossing if record.offset > middle]
+        return _seal(sorted_, route, first, middle, low) + _seal(sorted_, route, middle + 1, last, high)
+    size = sum(len(record.payload) for record in crossing)
+    return [
+        SealedRange(first, last, len(crossing), size, envelope.encode(), envelope.hash, sorted_, crossing)
+    ]
+
+
+def _raise(error: RequestError) -> list[SealedRange]:
+    raise error
+
+
+def _with_failed(sorted_: SortedBatch, records: list[Record], sentence: str) -> tuple[Staying, ...]:
+    """A single record that is too large once it is transformed stays, as it was."""
+    offsets = {record.offset for record in records}
+    originals = [record for record in sorted_.opened.records or () if record.offset in offsets]
+    return (*sorted_.staying, Staying(TRANSFORM_FAILED, sentence[:SENTENCE_CHARS_MAX], originals))
+
+
+def _encode(source: BatchHeader, crossing: list[Record]) -> Batch:
+    batch = encode_batch(
+        [NewRecord(record.payload, record.key, record.headers) for record in crossing],  # type: ignore[arg-type]
+        shard=source.shard,
+        compress=bool(source.flags & FLAG_ZSTD),
+    )
+    # The destination's leaves name the source's append time, which it learns from here.
+    return batch.with_header(batch.header._replace(append_time_ms=source.append_time_ms))
+
+
+def range_leaves(sealed: SealedRange, route: Route, time_ms: int) -> list[Leaf]:
+    """Step 8: WITHHELD leaves, then INTENT leaves. A range in which nothing crosses has no INTENT."""
+    opened = sealed.sorted.opened
+    common = msgspec.structs.replace(
+        route.template,
+        time_ms=time_ms,
+        first_offset=sealed.first_offset,
+        last_offset=sealed.last_offset,
+        source_key_id=opened.key_id,
+        source_batch_sha256=opened.sha256,
+    )
+    leaves: list[Leaf] = []
+    for held in sealed.sorted.staying:
+        records = [
+            record for record in held.records if sealed.first_offset <= record.offset <= sealed.last_offset
+        ]
+        if records:
+            header = msgspec.structs.replace(
+                common,
+                kind=Kind.WITHHELD,
+                reason=held.reason,
+                code=int(_CODES.get(held.reason, 0)),
+                sentence=held.sentence,
+            )
+            leaves += intent_leaves(header, records, route.committer)
+    if sealed.crossing:
+        header = msgspec.structs.replace(
+            common, envelope_sha256=sealed.envelope_sha256, path=sealed.sorted.path
+        )
+        leaves += intent_leaves(header, sealed.crossing, route.committer)
+    return leaves
+
+
+def seal_nothing(route: Route, first_offset: int, last_offset: int) -> tuple[bytes, bytes]:
+    """An envelope that carries no records, so that the destination's position moves; and its hash."""
+    envelope = seal_envelope(
+        route.key,
+        route.agent,
+        base_offset=first_offset,
+        last_offset=last_offset,
+        batch=None,
+        source_offsets=(),
+    )
+    return envelope.encode(), envelope.hash
+
+
+def gap_leaf(template: Header, gap: GapKind, first_offset: int, last_offset: int, time_ms: int) -> Leaf:
+    """Source offsets that nobody can read any more."""
+    return Leaf(
+        msgspec.structs.replace(
+            template,
+            kind=Kind.GAP,
+            time_ms=time_ms,
+            first_offset=first_offset,
+            last_offset=last_offset,
+            gap=gap,
+            destination_key_id=b"",
+            commitment_key_id=b"",
+        )
+    )

@@ -1,0 +1,72 @@
+"""The egress log on disk, as the agent keeps it: the trail, and the ledger that is derived from it. Blocks.
+
+Invariants: the ledger in memory is that of every leaf accepted; the snapshot beside the log is that of durable leaves,
+and is taken only where the log's own tiles say that it is of this log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from audit.leaf import decode_header
+from audit.note import NoteSigner, VerifierKey
+from audit.tile import TileHashes, read_entries
+from audit.tile_disk import Folder
+from audit.trail import Trail
+from bridge.ledger import Ledger
+from felix.errors import CorruptionError
+
+SNAPSHOT_PATH: Final = "ledger"
+SNAPSHOT_LEAVES: Final = 8_192
+"""A restart reads at most about so many leaves for the ledger."""
+
+
+def open_egress(path: Path, signer: NoteSigner, witnesses: Iterable[VerifierKey]) -> tuple[Trail, Ledger]:
+    """Open or begin the log. Raises as `Trail.open` does."""
+    trail = Trail.open(path, signer, witnesses=witnesses)
+    try:
+        size = note_size(trail.publish())
+        ledger, at = _snapshot(trail, size)
+        _read(trail, ledger, at, size)
+    except BaseException:
+        trail.close()
+        raise
+    return trail, ledger
+
+
+def _read(trail: Trail, ledger: Ledger, start: int, size: int) -> None:
+    for _, leaf in read_entries(trail.files, start, size, size):
+        ledger.apply(decode_header(leaf))
+
+
+def _snapshot(trail: Trail, size: int) -> tuple[Ledger, int]:
+    data = trail.files.read(SNAPSHOT_PATH)
+    if data is not None:
+        try:
+            ledger, at, last = Ledger.decode(data)
+            if 0 < at <= size and TileHashes(trail.files, size)(0, at - 1) == last:
+                return ledger, at
+        except CorruptionError:
+            pass  # a shortcut that does not hold is not taken
+    return Ledger(), 0
+
+
+def save_ledger(trail: Trail, *, at_once: bool = False) -> int:
+    """Bring the snapshot up to the newest checkpoint, where it is far behind. Returns the leaves it covers."""
+    size = note_size(trail.checkpoint())
+    ledger, at = _snapshot(trail, size)
+    if size > at and (at_once or size - at >= SNAPSHOT_LEAVES):
+        _read(trail, ledger, at, size)
+        # A folder of its own: the trail's belongs to the trail's threads.
+        Folder(trail.files.path).write(
+            SNAPSHOT_PATH, ledger.encode(size, TileHashes(trail.files, size)(0, size - 1))
+        )
+        return size
+    return at
+
+
+def note_size(note: bytes) -> int:
+    """The size in a checkpoint's second line; of this log's own, whose signature was checked when it was made."""
+    return int(note.split(b"\n", 2)[1])

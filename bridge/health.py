@@ -1,0 +1,81 @@
+"""What an agent counts, as Prometheus metrics (docs/bridges.md lists them). Reads numbers, calls nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from audit.trail import TrailStatus
+from bridge.carrier import Figures
+from felix.messages import LinkState
+
+_COUNTERS: Final = (
+    ("crossed_records", "crossed", "Records that the destination has, with its receipt."),
+    ("withheld_records", "withheld", "Records that stay: filtered, failed closed, loops, onward."),
+    ("filtered_records", "filtered", "Of those, the ones that the grant's filter excludes."),
+    ("gap_offsets", "gaps", "Source offsets that could not be read any more."),
+    ("envelopes", "envelopes", "Envelopes sent, those sent again included."),
+    ("envelopes_resent", "resent", "Envelopes sent again after a restart."),
+    ("sessions", "sessions", "Times that the link was opened."),
+    ("denials", "denied", "Refusals, as many as have a DENY leaf."),
+)
+_GAUGES: Final = (
+    ("position", "position", "The source offset that crosses next."),
+    ("high_watermark", "high_watermark", "The source's high watermark."),
+    ("lag_records", "lag_records", "Records that are still to cross; -1: not known."),
+    ("lag_bytes", "lag_bytes", "The same in bytes, by their share of the shard; -1: not known."),
+    ("lag_ms", "lag_ms", "Age of the newest record that crossed, where there is a lag; -1: not known."),
+)
+_LABELS: Final = ("grant", "stream", "shard", "destination")
+
+
+class AgentCollector(Collector):
+    """Asks the agent's links when it is scraped."""
+
+    def __init__(
+        self,
+        links: Callable[[], Sequence[tuple[LinkState, Figures]]],
+        trail: Callable[[], TrailStatus | None],
+        regions: Callable[[], dict[str, bool]],
+    ) -> None:
+        self._links, self._trail, self._regions = links, trail, regions
+
+    def collect(self) -> Iterator[Metric]:
+        links = self._links()
+        for name, field, text in _COUNTERS:
+            counter = CounterMetricFamily(f"felix_bridge_{name}", text, labels=_LABELS)
+            for state, figures in links:
+                counter.add_metric(_labels(state), getattr(figures, field))
+            yield counter
+        for name, field, text in _GAUGES:
+            gauge = GaugeMetricFamily(f"felix_bridge_{name}", text, labels=_LABELS)
+            for state, _ in links:
+                gauge.add_metric(_labels(state), getattr(state, field))
+            yield gauge
+        phases = GaugeMetricFamily(
+            "felix_bridge_link", "1 for the state that a link is in.", labels=[*_LABELS, "state"]
+        )
+        for state, _ in links:
+            phases.add_metric([*_labels(state), state.state], 1)
+        yield phases
+        sessions = GaugeMetricFamily("felix_bridge_session", "1 while a session stands.", labels=["region"])
+        for region, is_up in self._regions().items():
+            sessions.add_metric([region], float(is_up))
+        yield sessions
+        status = self._trail()
+        if status is not None:
+            for name, value in (
+                ("audit_leaves", status.durable),
+                ("audit_checkpoint_leaves", status.checkpoint),
+                ("audit_cosigned_leaves", status.cosigned),
+                ("audit_pending_bytes", status.pending_bytes),
+                ("audit_failed", float(bool(status.failure))),
+            ):
+                yield GaugeMetricFamily(f"felix_bridge_{name}", f"{name.replace('_', ' ')}.", value)
+
+
+def _labels(state: LinkState) -> list[str]:
+    return [state.grant, state.stream, str(state.shard), state.to_region]

@@ -1,0 +1,131 @@
+"""The ledger: what the egress log says of grants and of how far each shard is accounted for. Pure.
+
+Derived from leaf headers, in the log's order, and from nothing else; a snapshot is a shortcut. It answers what
+`audit.position` does not: whether a grant's terms stand in the log, how much of its budget crossed, and up to which
+source offset every record is accounted for, also where none of them crossed.
+
+Invariants: the state is a function of the headers applied, in order; `Ledger.decode(l.encode(…))` gives it back.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from audit.leaf import Header, Kind, Side
+from audit.position import LinkShard
+from felix.errors import CorruptionError
+
+
+class GrantAccount(msgspec.Struct):
+    """One grant: does its GRANT leaf stand in the log, its REVOKE, and what crossed under it."""
+
+    granted: bool = False
+    revoked: bool = False
+    crossed_bytes: int = 0
+    crossed_records: int = 0
+
+
+class ShardAccount(msgspec.Struct):
+    """One shard of one incarnation: every offset below `accounted_to` has its leaf."""
+
+    grant_id: str
+    accounted_to: int
+    crossed: int = 0
+    withheld: int = 0
+    filtered: int = 0
+    gaps: int = 0
+    """offsets that could not be read"""
+
+
+class ShardKey(NamedTuple):
+    """A shard of a link, in one incarnation of its stream."""
+
+    link: LinkShard
+    incarnation: bytes
+
+
+class _Shard(msgspec.Struct):
+    key: ShardKey
+    account: ShardAccount
+
+
+class _Snapshot(msgspec.Struct):
+    size: int
+    last_leaf_hash: bytes
+    grants: dict[str, GrantAccount]
+    shards: list[_Shard]
+
+
+class Ledger:
+    """The accounts after the headers applied so far."""
+
+    def __init__(self) -> None:
+        self._grants: dict[str, GrantAccount] = {}
+        self._shards: dict[ShardKey, ShardAccount] = {}
+
+    def apply(self, header: Header) -> None:
+        """Take the next leaf's header into account."""
+        match header.kind:
+            case Kind.GRANT:
+                self._grant(header.grant_id).granted = True
+            case Kind.REVOKE:
+                self._grant(header.grant_id).revoked = True
+            case Kind.INTENT | Kind.WITHHELD | Kind.GAP if header.side is Side.EGRESS:
+                self._cover(header)
+
+    def _grant(self, grant_id: str) -> GrantAccount:
+        return self._grants.setdefault(grant_id, GrantAccount())
+
+    def _cover(self, header: Header) -> None:
+        assert header.last_offset is not None and header.first_offset is not None
+        key = ShardKey(LinkShard.of(header), header.incarnation)
+        account = self._shards.get(key)
+        after = header.last_offset + 1
+        if account is None:
+            account = self._shards[key] = ShardAccount(header.grant_id, after)
+        elif account.grant_id != header.grant_id:
+            # Another grant may begin again where the one before it was not answered any more.
+            account.grant_id, account.accounted_to = header.grant_id, after
+        else:
+            account.accounted_to = max(account.accounted_to, after)
+        if header.kind is Kind.INTENT:
+            account.crossed += header.records
+            grant = self._grant(header.grant_id)
+            grant.crossed_records += header.records
+            grant.crossed_bytes += header.payload_bytes
+        elif header.kind is Kind.WITHHELD:
+            account.withheld += header.records
+            account.filtered += header.records if header.reason == "filtered" else 0
+        else:
+            account.gaps += after - header.first_offset
+
+    def grant(self, grant_id: str) -> GrantAccount:
+        """What is known of a grant; an empty account where nothing is."""
+        return self._grants.get(grant_id) or GrantAccount()
+
+    def shard(self, link: LinkShard, incarnation: bytes) -> ShardAccount | None:
+        """How far a shard is accounted for, None where no leaf of it stands here."""
+        return self._shards.get(ShardKey(link, incarnation))
+
+    def incarnations(self, link: LinkShard) -> dict[bytes, ShardAccount]:
+        """Every incarnation of a link's shard that has leaves."""
+        return {key.incarnation: account for key, account in self._shards.items() if key.link == link}
+
+    def encode(self, size: int, last_leaf_hash: bytes) -> bytes:
+        """A snapshot after `size` leaves, the last of which has this hash."""
+        shards = [_Shard(key, account) for key, account in self._shards.items()]
+        return msgspec.msgpack.encode(_Snapshot(size, last_leaf_hash, self._grants, shards))
+
+    @classmethod
+    def decode(cls, data: bytes) -> tuple[Ledger, int, bytes]:
+        """Ledger, size and last leaf hash of a snapshot. Raises CorruptionError; the caller then reads the log anew."""
+        try:
+            snapshot = msgspec.msgpack.decode(data, type=_Snapshot)
+        except msgspec.MsgspecError as error:
+            raise CorruptionError(f"The snapshot of the ledger does not decode: {error}.") from error
+        ledger = cls()
+        ledger._grants = snapshot.grants
+        ledger._shards = {each.key: each.account for each in snapshot.shards}
+        return ledger, snapshot.size, snapshot.last_leaf_hash
