@@ -371,7 +371,7 @@ class Carrier:
                 shard=row.shard,
                 offset=self._passage.next_offset,
                 incarnation=stream.incarnation,
-                credit_bytes=shop.limits.read_ahead,
+                credit_bytes=int(shop.limits.read_ahead),
                 arrived=self._wake,
             )
             if self._feed.subscribed.incarnation != stream.incarnation:

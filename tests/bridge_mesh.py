@@ -1,0 +1,382 @@
+"""Two regions and a bridge for tests: real brokers in this process, real documents, a real agent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from region_home import make_region, running
+
+import felix
+from audit.leaf import Header, Kind, Leaf, decode_leaf
+from audit.origin import egress_origin, log_key, receipt_keys, region_origin, witness_keys
+from audit.tile import read_entries
+from audit.tile_disk import Folder
+from audit.verify import Report, verify_log
+from bridge.agent import Agent
+from bridge.config import BridgeConfig, DestinationConfig
+from felix.client import RegionClient
+from felix.identity import load_identity
+from felix.messages import PutDocument, StreamState
+from felix.names import SpiffeId, StreamName
+from felix.profile import Profile
+from keys.bundle import RegionBundle, decode_bundle
+from keys.signing import load_signing_key
+from policy.grant import (
+    DenyEntry,
+    ExportGrant,
+    Standing,
+    StandingAction,
+    open_export,
+    sign_deny,
+    sign_export,
+    sign_import,
+    sign_standing,
+)
+from policy.residency import parse_policy, sign_policy
+from policy.signed import SignedDocument
+from policy.terms import Basis, GrantTerms
+from policy.transform import build_spec
+from region.config import Address, load_config
+from region.folder import RegionFolder
+from region.founding import issue_identity, trust_region
+from region.node import Node, now_ms
+
+BRIDGE = "us-to-eu"
+STREAM = "acme/ops/departures"
+WAIT_S = 30.0
+
+POLICIES = {
+    "us-east": """
+version: 1
+name: us-east
+revision: 1
+region: us-east
+regions:
+  us-east: {country: US, jurisdiction: US}
+  eu-west: {country: IE, jurisdiction: EU}
+classes:
+  operational: {description: Flights., streams: [acme/ops/*]}
+exports:
+  - name: to-eu
+    classes: [operational]
+    to: {jurisdictions: [EU]}
+    bases: [scc]
+    keys: [pseudonymize, hash, drop, keep]
+    lifetime: 90d
+    approvals: 1
+    onward: true
+    wildcards: true
+""",
+    "eu-west": """
+version: 1
+name: eu-west
+revision: 1
+region: eu-west
+regions:
+  us-east: {country: US, jurisdiction: US}
+  eu-west: {country: IE, jurisdiction: EU}
+classes:
+  operational: {description: Flights., streams: [acme/ops/*]}
+imports:
+  - name: from-us
+    classes: [operational]
+    from: {regions: [us-east]}
+    bases: [scc]
+    lifetime: 90d
+    onward: true
+    wildcards: true
+""",
+}
+
+
+def flight(number: int, **more: object) -> bytes:
+    """A record of about 400 bytes, as a flight is."""
+    return json.dumps(
+        {
+            "year": 2013, "month": 1, "day": 1 + number % 28, "dep_time": 517 + number % 1000,
+            "sched_dep_time": 515, "dep_delay": number % 90 - 10, "arr_time": 830, "sched_arr_time": 819,
+            "arr_delay": 11, "carrier": "UA", "flight": number, "tailnum": f"N{14228 + number % 4000}",
+            "origin": "EWR", "dest": "IAH", "air_time": 227, "distance": 1400, "hour": 5, "minute": 15,
+            "time_hour": "2013-01-01T05:00:00Z", "remarks": "on time, no remarks to be made of this one",
+            **more,
+        }
+    ).encode()  # fmt: skip
+
+
+async def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
+    """Wait until `condition` holds (it may be async), and return what it gave."""
+    found: Any = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                found = condition()
+                if isinstance(found, Awaitable):
+                    found = await found
+                if found:
+                    return found
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"{what} did not come about within {timeout_s} s; last: {found!r}") from None
+
+
+@dataclass
+class Mesh:
+    """Both regions' folders and brokers. `ports` stay the same over restarts."""
+
+    home: Path
+    us: RegionFolder
+    eu: RegionFolder
+    nodes: dict[str, Node] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+    _stack: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, home: Path) -> Mesh:
+        us, eu = make_region(home, "us-east"), make_region(home, "eu-west")
+        issue_identity(us, load_config(us.config), "bridge", BRIDGE, now_ms())
+        trust_region(us, decode_bundle(eu.bundle.read_bytes()))
+        trust_region(eu, decode_bundle(us.bundle.read_bytes()))
+        return cls(home, us, eu)
+
+    def folder(self, region: str) -> RegionFolder:
+        return self.us if region == "us-east" else self.eu
+
+    async def start(self, region: str, **changes: Any) -> Node:
+        if region in self.ports:
+            changes["listen"] = Address("127.0.0.1", self.ports[region])
+        context = running(self.folder(region), **changes)
+        node = await context.__aenter__()
+        self._stack[region], self.nodes[region] = context, node
+        self.ports[region] = node.address.port
+        return node
+
+    async def stop(self, region: str) -> None:
+        context = self._stack.pop(region, None)
+        if context is not None:
+            await context.__aexit__(None, None, None)
+
+    def profile(self, region: str) -> Profile:
+        folder = self.folder(region)
+        return Profile(
+            region=region,
+            mesh="acme",
+            addresses=(f"127.0.0.1:{self.ports[region]}",),
+            authority=self.bundle(region).root_pem.encode(),
+            identity=load_identity(folder.identity("operator")),
+            server_name=f"{region}.acme",
+        )
+
+    @asynccontextmanager
+    async def operator(self, region: str) -> AsyncIterator[RegionClient]:
+        async with felix.connect(profile=self.profile(region)) as client:
+            yield client
+
+    def bundle(self, region: str) -> RegionBundle:
+        return decode_bundle(self.folder(region).bundle.read_bytes()).bundle
+
+    # -- documents -------------------------------------------------------------------------------------
+
+    def key(self, region: str) -> Any:
+        return load_signing_key(self.folder(region).policy_key).private_key
+
+    async def put(self, region: str, kind: str, document: SignedDocument) -> None:
+        async with self.operator(region) as client:
+            await client.request(PutDocument(kind, document.encode_file()))
+
+    async def enact_policies(self) -> None:
+        for region, text in POLICIES.items():
+            policy = parse_policy(text, f"{region}.yaml")
+            await self.put(region, "policy", sign_policy(policy, self.key(region)))
+
+    def terms(self, **changes: Any) -> GrantTerms:
+        fields: dict[str, Any] = {
+            "stream": STREAM,
+            "from_region": "us-east",
+            "to_region": "eu-west",
+            "bridge": f"spiffe://us-east.acme/bridge/{BRIDGE}",
+            "purpose": "analytics",
+            "basis": Basis.SCC,
+            "reference": "SCC-2026-014",
+            "exporter": "Acme Inc",
+            "importer": "Acme Ltd",
+            "owner": "flight operations",
+            "approvers": ("alice",),
+            "not_before": now_ms() - 60_000,
+            "expires": now_ms() + 3_600_000,
+            "transform": build_spec(pseudonymize=["tailnum"], drop=["hour", "minute"]),
+        }
+        return GrantTerms(**{**fields, **changes})
+
+    def sign_grant(self, **changes: Any) -> tuple[ExportGrant, SignedDocument, SignedDocument]:
+        """Both halves, not put anywhere."""
+        terms = self.terms(**changes)
+        us, eu = (parse_policy(POLICIES[name], name) for name in ("us-east", "eu-west"))
+        export = sign_export(terms, us, self.key("us-east"), now_ms())
+        trusted = {name: self.bundle(name).policy_keys for name in ("us-east", "eu-west")}
+        accepted = sign_import(export, eu, self.key("eu-west"), trusted, "bob", now_ms())
+        return open_export(export, trusted), export, accepted
+
+    async def grant(self, **changes: Any) -> str:
+        """Export at the source, import at the destination; the courier does the rest."""
+        body, export, accepted = self.sign_grant(**changes)
+        await self.put("us-east", "export", export)
+        await self.put("eu-west", "import", accepted)
+        return body.grant
+
+    async def stand(self, region: str, grant: str, action: StandingAction, sequence: int = 1) -> None:
+        standing = Standing(
+            grant=grant,
+            action=action,
+            region=region,
+            sequence=sequence,
+            at=now_ms(),
+            by="alice",
+            reason="a test",
+        )
+        await self.put(region, "standing", sign_standing(standing, self.key(region)))
+
+    async def deny(self, region: str, streams: str, sequence: int = 1, lifted: bool = False) -> None:
+        entry = DenyEntry(
+            streams=streams,
+            peer="*",
+            region=region,
+            sequence=sequence,
+            at=now_ms(),
+            by="alice",
+            lifted=lifted,
+        )
+        await self.put(region, "deny", sign_deny(entry, self.key(region)))
+
+    # -- streams and records ---------------------------------------------------------------------------
+
+    async def create(self, stream: str = STREAM, shards: int = 1, **more: Any) -> None:
+        async with self.operator("us-east") as client:
+            await client.create_stream(stream, shards=shards, **more)
+            await client.put_rights(str(self.bridge_id), [f"bridge-read {stream}"])
+
+    async def publish(self, payloads: list[bytes], stream: str = STREAM, batch: int = 50) -> None:
+        async with self.operator("us-east") as client:
+            publisher = client.stream(stream)
+            for at in range(0, len(payloads), batch):
+                await asyncio.gather(*(publisher.publish(payload) for payload in payloads[at : at + batch]))
+
+    async def describe(self, region: str, stream: str = STREAM) -> StreamState:
+        async with self.operator(region) as client:
+            return await client.describe_stream(stream)
+
+    async def arrived(self, stream: str = STREAM) -> int:
+        """Records in the destination's stream, over all shards; 0 where there is none yet."""
+        node = self.nodes["eu-west"]
+        hosted = node.broker.streams.get(StreamName.parse(stream))
+        return 0 if hosted is None else sum(shard.high_watermark for shard in hosted.shards)
+
+    async def read(self, region: str, count: int, stream: str = STREAM) -> list[felix.Record]:
+        """The first `count` records, over all shards."""
+        found: list[felix.Record] = []
+        if not count:
+            return found
+        async with self.operator(region) as client, asyncio.timeout(WAIT_S):
+            async for record in client.stream(stream).subscribe(start="earliest"):
+                found.append(record)
+                if len(found) == count:
+                    break
+        return found
+
+    # -- the bridge ------------------------------------------------------------------------------------
+
+    @property
+    def bridge_id(self) -> SpiffeId:
+        return SpiffeId("us-east", "acme", "bridge", BRIDGE)
+
+    def bridge_config(self, **changes: Any) -> BridgeConfig:
+        config = BridgeConfig(
+            name=BRIDGE,
+            source="us-east",
+            mesh="acme",
+            source_addresses=(f"127.0.0.1:{self.ports['us-east']}",),
+            destinations=(
+                DestinationConfig(region="eu-west", addresses=(f"127.0.0.1:{self.ports['eu-west']}",)),
+            ),
+        )
+        return msgspec.structs.replace(config, **changes)
+
+    @asynccontextmanager
+    async def agent(self, **changes: Any) -> AsyncIterator[Agent]:
+        agent = Agent(self.bridge_config(**changes), self.us.root)
+        await agent.start()
+        try:
+            yield agent
+        finally:
+            await agent.stop()
+
+    # -- the two logs ----------------------------------------------------------------------------------
+
+    @property
+    def egress_folder(self) -> Path:
+        return self.us.root / "data" / f"bridge-{BRIDGE}" / "audit"
+
+    @property
+    def ingress_folder(self) -> Path:
+        return self.eu.root / "data" / "audit"
+
+    def verify_egress(self, cosignatures_min: int = 0) -> Report:
+        eu = self.bundle("eu-west")
+        key = log_key(self.bundle("us-east"), egress_origin("us-east", "acme", BRIDGE))
+        return verify_log(
+            Folder(self.egress_folder),
+            key,
+            witnesses=witness_keys(eu),
+            cosignatures_min=cosignatures_min,
+            receipt_keys=receipt_keys(eu),
+        )
+
+    def verify_ingress(self) -> Report:
+        key = log_key(self.bundle("eu-west"), region_origin("eu-west", "acme"))
+        return verify_log(Folder(self.ingress_folder), key, witnesses=witness_keys(self.bundle("us-east")))
+
+    def leaves(self, folder: Path, *kinds: Kind) -> list[Leaf]:
+        """The log's leaves of these kinds; what its checkpoint covers."""
+        files = Folder(folder)
+        note = files.read("checkpoint")
+        size = int(note.split(b"\n", 2)[1]) if note else 0
+        found = [decode_leaf(data) for _, data in read_entries(files, 0, size, size)]
+        return [leaf for leaf in found if not kinds or leaf.header.kind in kinds]
+
+    def headers(self, folder: Path, *kinds: Kind) -> list[Header]:
+        return [leaf.header for leaf in self.leaves(folder, *kinds)]
+
+    def reconcile(self) -> int:
+        """Egress INTENT entries equal ingress ACK entries, byte for byte and in order; returns the records."""
+        egress = self.entries(self.egress_folder, Kind.INTENT)
+        ingress = self.entries(self.ingress_folder, Kind.ACK)
+        assert egress == ingress
+        return sum(len(entries) for entries in egress.values())
+
+    def entries(self, folder: Path, kind: Kind) -> dict[tuple[str, int, bytes], list[bytes]]:
+        found: dict[tuple[str, int, bytes], list[bytes]] = {}
+        for leaf in self.leaves(folder, kind):
+            key = (leaf.header.stream, leaf.header.shard, leaf.header.incarnation)
+            held = found.setdefault(key, [])
+            held += [leaf.entries[at : at + 68] for at in range(0, len(leaf.entries), 68)]
+        return found
+
+
+@asynccontextmanager
+async def two_regions(home: Path) -> AsyncIterator[Mesh]:
+    """Both brokers up, policies in force."""
+    mesh = Mesh.make(home)
+    try:
+        await mesh.start("us-east")
+        await mesh.start("eu-west")
+        await mesh.enact_policies()
+        yield mesh
+    finally:
+        for region in ("us-east", "eu-west"):
+            await mesh.stop(region)
