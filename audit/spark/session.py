@@ -158,10 +158,12 @@ def _launch_environment(java_home: Path, master: str) -> dict[str, str]:
         # Workers import the same packages as the driver, from the same place.
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(search)),
         "PYSPARK_DRIVER_PYTHON": sys.executable,
+        # The driver plans in this Python too; a cluster whose executors have theirs elsewhere names it.
+        "PYSPARK_PYTHON": sys.executable if is_local(master) else os.environ.get("PYSPARK_PYTHON", sys.executable),
         "PYTHONWARNINGS": "ignore::FutureWarning",
     }
     if is_local(master):
-        chosen |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
+        chosen["SPARK_LOCAL_IP"] = "127.0.0.1"
     return chosen
 
 
