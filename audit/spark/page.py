@@ -220,15 +220,17 @@ def _summary(report: Report) -> str:
     if gap:
         parts += ['<div class="sign">+</div>', term(gap, "in declared gaps")]
     rest = covered - crossed - withheld - gap
-    if rest:
+    if rest > 0:
         parts += ['<div class="sign">+</div>', term(rest, "unaccounted")]
+    elif rest < 0:
+        parts += ['<div class="sign">−</div>', term(-rest, "announced more than once")]
     equations = f'<div class="equation">{"".join(parts)}</div>'
     if any(row["status"] != reconciliation.ONE_SIDE for row in rows):
         equal = '<div class="sign">=</div>' if crossed == delivered else '<div class="sign">≠</div>'
         equations += (
             f'<div class="equation">{term(crossed, "crossed")}{equal}{term(delivered, "delivered")}</div>'
         )
-    heading = "Not every record is accounted for" if rest else "Every record is accounted for"
+    heading = "Accounting" if _verdict(report)[0] == "bad" else "Every record is accounted for"
     accounting = (
         f'<h3>{heading}</h3><p class="lead">Over the whole logs, whatever the window.</p>'
         f'<div class="equations">{equations}</div>'
@@ -471,7 +473,7 @@ def _reconciliation(report: Report) -> str:
                     _badge(_STATUS[row["status"]], row["status"]), f'<span class="nowrap">{escape(row["finding"])}</span>',
                     _text(row["stream"]), _text(row["shard"]),
                     f"{_text(row['first_offset'])}–{_text(row['last_offset'])}", _text(row["records"]),
-                    f"egress {_text(row['egress_leaf'])}<br>ingress {_text(row['ingress_leaf'])}", _text(row["sentence"]),
+                    f'<span class="nowrap">egress {_text(row["egress_leaf"])}<br>ingress {_text(row["ingress_leaf"])}</span>', _text(row["sentence"]),
                 )
                 for row in found[:ROWS_MAX]
             ],
@@ -503,7 +505,7 @@ def _exceptions(report: Report) -> str:
                 _text(row["sentence"]) + (f'<br><span class="quiet">by {escape(_bridge(row["actor"]))}</span>' if row["actor"] else ""),
                 count(row["events"]), count(row["records"]),
                 f'<span class="nowrap">{moment(row["first_time"])}</span><br><span class="nowrap">{moment(row["last_time"])}</span>',
-                f"{_text(row['first_leaf'])}–{_text(row['last_leaf'])}",
+                f'<span class="nowrap">{_text(row["first_leaf"])}–{_text(row["last_leaf"])}</span>',
             )
             for row in rows[:ROWS_MAX]
         ],

@@ -56,7 +56,7 @@ ROWS_MAX: Final = 100_000
 """Rows of one table that come to the driver; beyond it something is broken at scale, and the count says so."""
 PROBLEMS_MAX: Final = 1_000
 """Leaves named in a refusal; who has more has a destroyed log."""
-SMALL_LEAVES_MAX: Final = 100_000
+SMALL_LEAVES_MAX: Final = 50_000
 """Up to here, compiling queries takes longer than running them interpreted (measured: docs/reports.md)."""
 
 REFUSED_NAME: Final = "REFUSED-verification-failed.json"

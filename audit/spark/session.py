@@ -159,7 +159,9 @@ def _launch_environment(java_home: Path, master: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(search)),
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         # The driver plans in this Python too; a cluster whose executors have theirs elsewhere names it.
-        "PYSPARK_PYTHON": sys.executable if is_local(master) else os.environ.get("PYSPARK_PYTHON", sys.executable),
+        "PYSPARK_PYTHON": sys.executable
+        if is_local(master)
+        else os.environ.get("PYSPARK_PYTHON", sys.executable),
         "PYTHONWARNINGS": "ignore::FutureWarning",
     }
     if is_local(master):
