@@ -1,7 +1,7 @@
 """Real audit logs for the report's tests: two links' worth of days, written by the real trail.
 
 The world is made once, by hand, in this order: two grants; batches over several days in two streams and two shards, with
-records withheld; denied attempts for a stream without a grant; a gap at the source; a grant that ends by its own term,
+records withheld, in some batches all of them; denied attempts for a stream without a grant; a gap at the source; a grant that ends by its own term,
 after which attempts are denied; a last batch that is still on its way. What is counted afterwards is counted from the
 files (`count_files`), by code that shares nothing with the reports but the leaf codec.
 """
@@ -34,6 +34,7 @@ from audit.leaf import (
     decode_leaf,
     intent_leaves,
     iter_entries,
+    split_leaves,
 )
 from audit.spark.report import ReportResult
 from audit.spark.verification import Trust
@@ -60,6 +61,7 @@ TERMS = {
         purpose="delay analytics",
         basis="scc",
         article="GDPR 46(2)(c)",
+        mechanism="module two",
         reference="SCC-2026-014",
         assessment="TIA-2026-003",
         categories=("operational", "contact"),
@@ -183,30 +185,42 @@ class World:
             leaves += intent_leaves(header, stay, committer)
         envelope = sha256(f"{stream} {shard} {first}".encode()).digest()
         common |= {"envelope_sha256": envelope}
-        intents: list[Leaf] = []
-        if cross:
-            header = self.header(
-                Kind.INTENT, Side.EGRESS, time_ms, stream, source_batch_sha256=sha256(envelope).digest(),
-                destination_key_id=sha256(b"import key").digest()[:16], path=("us-east",), **common,
-            )  # fmt: skip
-            intents = intent_leaves(header, cross, committer)
+        header = self.header(
+            Kind.INTENT, Side.EGRESS, time_ms, stream, source_batch_sha256=sha256(envelope).digest(),
+            destination_key_id=sha256(b"import key").digest()[:16], path=("us-east",), **common,
+        )  # fmt: skip
+        intents = intent_leaves(header, cross, committer)
         self.egress.append(leaves + intents)
-        if not intents:
-            return
-        to = {
-            "destination_first_offset": self.arrived[place],
-            "destination_last_offset": self.arrived[place] + len(cross) - 1,
-        }
-        self.arrived[place] += len(cross)
+        self.cross(common, intents, receipt=receipt, arrives=arrives, change=change)
+
+    def cross(
+        self,
+        common: dict[str, Any],
+        intents: list[Leaf],
+        *,
+        receipt: bool = True,
+        arrives: bool = True,
+        change: Callable[[list[Leaf]], list[Leaf]] = lambda leaves: leaves,
+    ) -> None:
+        """What follows INTENT leaves: the arrival and the receipt. An envelope without records has no offsets there."""
+        head = intents[0].header
+        stream, time_ms, place = head.stream, head.time_ms, (head.stream, head.shard)
+        count = sum(leaf.header.records for leaf in intents)
+        to: dict[str, Any] = {}
+        if count:
+            first = self.arrived[place]
+            to = {"destination_first_offset": first, "destination_last_offset": first + count - 1}
+        self.arrived[place] += count
         if arrives:
             header = self.header(
                 Kind.ACK, Side.INGRESS, time_ms + 80, stream, attempt=1, path=("us-east", "eu-west"),
+                commitment_key_id=COMMITMENT_KEY.key_id,
                 **(common | to | {"destination_key_id": sha256(b"sealing key").digest()[:16]}),
             )  # fmt: skip
-            self.ingress.append(change(intent_leaves(header, cross, committer)))
+            self.ingress.append(change(split_leaves(header, b"".join(leaf.entries for leaf in intents))))
         if receipt:
             ack = self.header(
-                Kind.ACK, Side.EGRESS, time_ms + 150, stream, records=len(cross), attempt=1, **(common | to)
+                Kind.ACK, Side.EGRESS, time_ms + 150, stream, records=count, attempt=1, **(common | to)
             )
             fields = {name: getattr(ack, name) for name in ack.__struct_fields__}
             self.egress.append([Leaf(Header(**(fields | {"receipt": receipt_for(ack)})))])
@@ -219,13 +233,20 @@ class World:
         self.egress.append([Leaf(header)])
 
     def gap(self, stream: str, shard: int, count: int, time_ms: int) -> None:
+        """A GAP leaf, and the empty envelope that moves the destination's position over it."""
         first = self.offsets[stream, shard]
         self.offsets[stream, shard] += count
-        header = self.header(
-            Kind.GAP, Side.EGRESS, time_ms, stream, shard=shard, incarnation=INCARNATION, gap=GapKind.RETENTION,
-            grant_id=grant_id(stream), first_offset=first, last_offset=first + count - 1,
+        common = self.granted(stream, shard) | {"first_offset": first, "last_offset": first + count - 1}
+        gap = self.header(Kind.GAP, Side.EGRESS, time_ms, stream, gap=GapKind.RETENTION, **common)
+        envelope = sha256(f"{stream} {shard} {first}".encode()).digest()
+        common |= {"envelope_sha256": envelope}
+        intent = self.header(
+            Kind.INTENT, Side.EGRESS, time_ms, stream, source_batch_sha256=sha256(envelope).digest(),
+            commitment_key_id=COMMITMENT_KEY.key_id, **common,
         )  # fmt: skip
-        self.egress.append([Leaf(header)])
+        intents = split_leaves(intent, b"")
+        self.egress.append([Leaf(gap), *intents])
+        self.cross(common, intents)
 
     def revoke(self, stream: str, time_ms: int) -> None:
         header = self.header(
@@ -258,7 +279,7 @@ def five_days(batches: int = 200) -> World:
             continue
         if number == batches // 2:
             world.gap(DEPARTURES, 0, 25, time_ms)
-        world.batch(stream, number % 2, time_ms + 10)
+        world.batch(stream, number % 2, time_ms + 10, withheld=1.0 if number % 50 == 20 else 0.02)
     return world
 
 

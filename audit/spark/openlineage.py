@@ -84,7 +84,7 @@ def _column_lineage(row: Mapping[str, Any], fields: Sequence[Mapping[str, Any]])
 
 
 _TRANSFER_FIELDS: Final = (
-    ("purpose", "purpose"), ("basis", "legalBasis"), ("article", "article"), ("reference", "reference"),
+    ("purpose", "purpose"), ("basis", "legalBasis"), ("article", "article"), ("mechanism", "mechanism"), ("reference", "reference"),
     ("assessment", "transferAssessment"), ("categories", "dataCategories"), ("data_subjects", "dataSubjects"),
     ("exporter", "exporter"), ("importer", "importer"), ("source_country", "sourceCountry"),
     ("destination_country", "destinationCountry"), ("owner", "owner"), ("approvers", "approvers"),

@@ -380,6 +380,7 @@ def _transfer(number: int, row: dict[str, Any], colours: dict[str, int]) -> str:
         ("Purpose", _text(row["purpose"])),
         ("Legal basis", _text(row["basis"])),
         ("Article", _text(row["article"])),
+        ("Mechanism", _text(row["mechanism"])),
         ("Reference", _text(row["reference"])),
         ("Transfer assessment", _text(row["assessment"])),
         ("Data categories", _text(row["categories"])),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 LEGAL_FIELDS: Final = (
-    "purpose", "basis", "article", "reference", "assessment", "categories", "data_subjects", "exporter", "importer",
+    "purpose", "basis", "article", "mechanism", "reference", "assessment", "categories", "data_subjects", "exporter", "importer",
     "source_country", "destination_country", "owner", "approvers", "not_before_ms", "expires_ms", "lineage",
     "keep_others", "filter", "wildcard", "onward", "rate_bytes_per_second", "budget_bytes",
 )  # fmt: skip
@@ -41,6 +41,7 @@ COLUMNS: Final = (
     Column("purpose", Type.TEXT, "Purpose"),
     Column("basis", Type.TEXT, "Legal basis"),
     Column("article", Type.TEXT, "Article"),
+    Column("mechanism", Type.TEXT, "Mechanism", "which clauses, decision or derogation exactly"),
     Column("reference", Type.TEXT, "Reference"),
     Column("assessment", Type.TEXT, "Transfer assessment"),
     Column("categories", Type.LIST, "Data categories"),

@@ -20,11 +20,12 @@ from typing import Any
 
 import jsonschema
 import pytest
-from crossing_logs import DEPARTURES, Made, count_files
+from crossing_logs import DEPARTURES, Made, count_files, trust
 from referencing import Registry, Resource
 
 from audit.spark import openlineage
 from audit.spark.openlineage import TRANSFER_FACET, check_url, encode, events, post
+from audit.spark.report import run_report
 from felix.errors import RequestError, UnavailableError
 
 pytestmark = pytest.mark.spark
@@ -189,6 +190,23 @@ def test_the_file_is_one_event_per_line(made: list[dict[str, Any]], five: Made) 
 
 
 # Posting
+
+
+def test_a_report_posts_what_it_writes(spark: Any, five: Made, tmp_path: Path, endpoint: Endpoint) -> None:
+    result = run_report(
+        five.logs, tmp_path / "out", trust=trust(), session=spark, openlineage_url=endpoint.url
+    )
+    assert encode(endpoint.bodies) == (result.out / "lineage.ndjson").read_bytes()
+
+
+def test_a_report_is_written_even_if_nobody_takes_its_lineage(spark: Any, five: Made, tmp_path: Path) -> None:
+    server = Endpoint(503)
+    try:
+        with pytest.raises(UnavailableError, match="answered 503"):
+            run_report(five.logs, tmp_path / "out", trust=trust(), session=spark, openlineage_url=server.url)
+    finally:
+        server.close()
+    assert (tmp_path / "out" / "report.html").exists()
 
 
 class Endpoint:

@@ -123,6 +123,7 @@ def test_legal_fields_are_those_of_the_grant_and_absent_without_one(five: Made) 
         assert (row["not_before"], row["expires"]) == (terms.not_before_ms, terms.expires_ms)
         assert row["policy_versions"] == ["3"]
         assert row["egress_cosigners"] == row["ingress_cosigners"] == [witness_signer().key.name]
+    assert rows[DEPARTURES]["mechanism"] == "module two"
     assert rows[DEPARTURES]["assessment"] == "TIA-2026-003" and rows[ORDERS]["assessment"] is None
     denied = rows[CREW]
     assert denied["denied"] == 7 and denied["records"] == 0
