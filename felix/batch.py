@@ -34,7 +34,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, repeat
+from operator import gt
 from typing import Final, NamedTuple
 
 import xxhash
@@ -264,8 +266,8 @@ def encode_batch(
         raise RequestError(
             f"A batch holds 1 to {RECORDS_MAX} records, not {count}.", code=Code.BATCH_TOO_LARGE
         )
-    payloads = [record.payload for record in records]
-    column = struct.Struct(f">{count}I")
+    payloads, keys, headers = zip(*records, strict=True)
+    column = f">{count}I"
     flags = 0
     # Lengths are bounded before they are packed, so that no u32 overflows.
     ends = list(accumulate(map(len, payloads)))
@@ -274,21 +276,21 @@ def encode_batch(
             f"{ends[-1]} bytes of payload in one batch; {PLAIN_BYTES_MAX} are allowed.",
             code=Code.BATCH_TOO_LARGE,
         )
-    columns = [column.pack(*ends)]
+    columns = [struct.pack(column, *ends)]
     blobs: list[bytes] = []
-    if any(record.key for record in records):
-        keys = [record.key or b"" for record in records]
-        if max(map(len, keys)) > KEY_BYTES_MAX:
-            raise RequestError(f"A key has {max(map(len, keys))} bytes; {KEY_BYTES_MAX} are allowed.")
+    if any(keys):
+        key_blobs = [key or b"" for key in keys]
+        if max(map(len, key_blobs)) > KEY_BYTES_MAX:
+            raise RequestError(f"A key has {max(map(len, key_blobs))} bytes; {KEY_BYTES_MAX} are allowed.")
         flags |= FLAG_KEYED
-        columns.append(column.pack(*accumulate(map(len, keys))))
-        blobs += keys
-    if any(record.headers for record in records):
-        encoded = [encode_headers(record.headers) if record.headers else b"" for record in records]
+        columns.append(struct.pack(column, *accumulate(map(len, key_blobs))))
+        blobs += key_blobs
+    if any(headers):
+        encoded = [encode_headers(each) if each else b"" for each in headers]
         if sum(map(len, encoded)) > PLAIN_BYTES_MAX:
             raise RequestError("The headers of one batch are too large.", code=Code.BATCH_TOO_LARGE)
         flags |= FLAG_HEADERS
-        columns.append(column.pack(*accumulate(map(len, encoded))))
+        columns.append(struct.pack(column, *accumulate(map(len, encoded))))
         blobs += encoded
     body = b"".join((*columns, *blobs, *payloads))
     plain_length = len(body)
@@ -337,19 +339,29 @@ def _column(body: memoryview, at: int, count: int, what: str) -> tuple[int, ...]
     if len(body) < at + 4 * count:
         raise _malformed(f"the {what} column is cut off")
     ends: tuple[int, ...] = struct.unpack_from(f">{count}I", body, at)
-    if any(map(int.__gt__, ends, ends[1:])):
+    if any(map(gt, ends, ends[1:])):
         raise _malformed(f"the {what} column runs backwards")
     return ends
 
 
-def decode_records(batch: Batch) -> Iterator[Record]:
-    """The records of an unsealed batch, in order; payloads and keys are views, nothing is copied.
+_record: Final = partial(tuple.__new__, Record)
+"""Record._make without its check of the length: of what a consumer does per record, most was making the tuple."""
 
-    The whole body's structure is checked before the first record is handed out.
-    Raises RequestError(BATCH_MALFORMED).
-    """
-    header = batch.header
-    count, flags = header.records, header.flags
+
+class _Columns(NamedTuple):
+    """A body taken apart: where its entries end, each within its blob. None where no record has such an entry."""
+
+    payload_ends: tuple[int, ...]
+    payloads: memoryview
+    key_ends: tuple[int, ...] | None
+    keys: memoryview
+    headers_ends: tuple[int, ...] | None
+    headers: memoryview
+
+
+def _columns(batch: Batch) -> _Columns:
+    """Check the whole structure of an unsealed batch's body. Raises RequestError(BATCH_MALFORMED)."""
+    count, flags = batch.header.records, batch.header.flags
     body = memoryview(plain_body(batch))
     at = 4 * count
     payload_ends = _column(body, 0, count, "payload")
@@ -360,40 +372,40 @@ def decode_records(batch: Batch) -> Iterator[Record]:
     if flags & FLAG_HEADERS:
         headers_ends = _column(body, at, count, "headers")
         at += 4 * count
-    keys_at = at
-    headers_at = keys_at + (key_ends[-1] if key_ends else 0)
+    headers_at = at + (key_ends[-1] if key_ends else 0)
     payloads_at = headers_at + (headers_ends[-1] if headers_ends else 0)
     if payloads_at + payload_ends[-1] != len(body):
         raise _malformed("its columns do not end where its body ends")
-    return _records(header, body, payload_ends, key_ends, headers_ends, keys_at, headers_at, payloads_at)
+    return _Columns(
+        payload_ends, body[payloads_at:], key_ends, body[at:headers_at], headers_ends, body[headers_at:payloads_at]
+    )  # fmt: skip
 
 
-def _records(
-    header: BatchHeader,
-    body: memoryview,
-    payload_ends: tuple[int, ...],
-    key_ends: tuple[int, ...] | None,
-    headers_ends: tuple[int, ...] | None,
-    keys_at: int,
-    headers_at: int,
-    payloads_at: int,
-) -> Iterator[Record]:
-    offset, time_ms = header.base_offset, header.append_time_ms
-    payload_start = key_start = headers_start = 0
-    for index, end in enumerate(payload_ends):
-        key: memoryview | None = None
-        headers = _NO_HEADERS
-        if key_ends:
-            key_end = key_ends[index]
-            if key_end > key_start:
-                key = body[keys_at + key_start : keys_at + key_end]
-            key_start = key_end
-        if headers_ends:
-            headers_end = headers_ends[index]
-            if headers_end > headers_start:
-                headers = decode_headers(body[headers_at + headers_start : headers_at + headers_end])
-            headers_start = headers_end
-        yield Record(
-            offset + index, time_ms, key, headers, body[payloads_at + payload_start : payloads_at + end]
-        )
-        payload_start = end
+def _entries(blob: memoryview, ends: tuple[int, ...]) -> Iterator[memoryview]:
+    """The entries of a blob, one after the other."""
+    return map(blob.__getitem__, map(slice, (0, *ends), ends))
+
+
+def decode_records(batch: Batch) -> Iterator[Record]:
+    """The records of an unsealed batch, in order; payloads and keys are views, nothing is copied.
+
+    The whole body's structure is checked before the first record is handed out.
+    Raises RequestError(BATCH_MALFORMED).
+    """
+    header, columns = batch.header, _columns(batch)
+    keys: Iterator[memoryview | None] = repeat(None)
+    if columns.key_ends:
+        keys = (key or None for key in _entries(columns.keys, columns.key_ends))
+    headers: Iterator[Mapping[str, bytes]] = repeat(_NO_HEADERS)
+    if columns.headers_ends:
+        encoded = _entries(columns.headers, columns.headers_ends)
+        headers = (decode_headers(each) if each else _NO_HEADERS for each in encoded)
+    offsets = range(header.base_offset, header.next_offset)
+    payloads = _entries(columns.payloads, columns.payload_ends)
+    return map(_record, zip(offsets, repeat(header.append_time_ms), keys, headers, payloads))
+
+
+def decode_payloads(batch: Batch) -> list[memoryview]:
+    """Only the payloads of an unsealed batch, as views. Raises RequestError(BATCH_MALFORMED)."""
+    columns = _columns(batch)
+    return list(_entries(columns.payloads, columns.payload_ends))

@@ -465,7 +465,7 @@ class Publisher:
             await self._wait_for_room()
         lane = self._lanes[self._shard_of(records, shard)]
         self._close_batch(lane)
-        parcel = self._encode(lane, list(records), sum(map(_record_bytes, records)))
+        parcel = self._encode(lane, list(records))
         parcel.receipt = self._loop.create_future()
         self._held_bytes += parcel.held_bytes
         self.pump()
@@ -606,7 +606,8 @@ class Publisher:
         parcel = self._encode(lane, records, held)
         parcel.sinks = sinks
 
-    def _encode(self, lane: _Lane, records: list[NewRecord], held_bytes: int) -> _Parcel:
+    def _encode(self, lane: _Lane, records: list[NewRecord], held_bytes: int = 0) -> _Parcel:
+        """`held_bytes`: what the records were counted as when they came in one by one; 0: what they are together."""
         batch = encode_batch(
             records,
             shard=lane.shard,
@@ -616,6 +617,7 @@ class Publisher:
             compress=self._compress,
         )
         lane.next_sequence += len(records)
+        held_bytes = held_bytes or batch.header.plain_length
         parcel = _Parcel(lane, batch, held_bytes, self._loop.time() + self._deadline_s)
         lane.parcels.append(parcel)
         lane.unsent.append(parcel)
@@ -978,11 +980,6 @@ class Publisher:
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
-
-
-def _record_bytes(record: NewRecord) -> int:
-    headers = len(encode_headers(record.headers)) if record.headers else 0
-    return len(record.payload) + len(record.key or b"") + headers + RECORD_OVERHEAD_BYTES
 
 
 def paired(

@@ -27,7 +27,15 @@ from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self
 
 from felix.backoff import Backoff
-from felix.batch import BATCH_BYTES_MAX, Batch, BatchHeader, Record, decode_batch, decode_records
+from felix.batch import (
+    BATCH_BYTES_MAX,
+    Batch,
+    BatchHeader,
+    Record,
+    decode_batch,
+    decode_payloads,
+    decode_records,
+)
 from felix.connection import Link, RegionConnection, protocol_breach
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES, Frame, FrameType, GapBody, GapReason, decode_gap
@@ -144,9 +152,13 @@ class ReceivedBatch:
             next(records)
         return records
 
-    def payloads(self) -> list[bytes | memoryview]:
-        """Only the payloads."""
-        return [record.payload for record in self.records()]
+    def payloads(self) -> list[memoryview]:
+        """Only the payloads, as views like those of `records`. Raises as that does."""
+        try:
+            payloads = decode_payloads(self._batch)
+        except RequestError as error:
+            raise _malformed(error) from error
+        return payloads[self.first_offset - self._batch.header.base_offset :]
 
 
 def own_record(record: Record) -> Record:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Final
@@ -294,13 +294,14 @@ class PublishLoad:
 
 async def subscriber(pipe: Pipe, progress: Pipe, home: Path, engine: str) -> None:
     """Carry out Prepare, Collect and Release."""
-    async with _client(home, engine) as client:
+    async with _client(home, engine) as client, AsyncExitStack() as open_loads:
         load: DeliverLoad | None = None
         pipe.send(None)
         while (command := await next_message(pipe)) is not None:
             match command:
                 case Prepare():
                     load = DeliverLoad(client, progress, command)
+                    open_loads.push_async_callback(load.close)
                     if command.followed:
                         await load.open()
                     pipe.send(None)
@@ -346,6 +347,7 @@ class DeliverLoad:
         """End the subscription."""
         if self._reading is not None:
             self._reading.cancel()
+            await asyncio.wait([self._reading])
         if self._subscription is not None:
             await self._subscription.close()
 
