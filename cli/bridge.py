@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from bridge.agent import Agent
+from bridge.config import BridgeConfig
+from bridge.config import load_config as load_agent_config
 from cli.output import iso, note, out, print_json, table
 from cli.policy import fetch_policy
+from cli.process import PidFile, start_detached, stop
 from cli.setting import (
     JsonOption,
     RegionOption,
@@ -20,12 +26,16 @@ from cli.setting import (
     known_regions,
     now_ms,
     run,
+    until_stopped,
 )
 from felix.errors import Code, RequestError
-from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
+from felix.files import PUBLIC, replace_file
+from felix.messages import DocumentPage, Done, ListDocuments, PutDocument, Start, Subscribe
 from felix.names import NamePattern, SpiffeId, StreamName
+from felix.profile import load_profile
 from keys.bundle import RegionBundle, decode_bundle
 from keys.signing import load_signing_key
+from policy.access import Verb
 from policy.grant import (
     DenyEntry,
     GrantBook,
@@ -44,6 +54,7 @@ from policy.signed import SignedDocument
 from policy.terms import Basis, GrantTerms
 from policy.transform import KeyRule, Missing, build_spec
 from region.config import RegionConfig
+from region.config import load_config as load_region_config
 from region.folder import RegionFolder
 
 app = typer.Typer(
@@ -57,6 +68,8 @@ GrantId = Annotated[str, typer.Argument(help="A grant's id, as `felix bridge lis
 Reason = Annotated[str, typer.Option(help="For the register and the audit log.")]
 
 EXIT_DENIED = 3
+CREDIT_BYTES = 2 << 20
+"""For a subscription that is only tried: enough for any batch."""
 
 
 # -- documents -----------------------------------------------------------------------------------------
@@ -97,6 +110,14 @@ async def put_document(region: str, kind: str, document: SignedDocument) -> str:
         answer = await client.request(PutDocument(kind, document.encode_file()))
         assert isinstance(answer, Done)
         return answer.note
+
+
+async def add_right(region: str, identity: str, right: str) -> None:
+    """Give an identity one right besides those it has."""
+    async with connect(region) as client:
+        held = (await client.list_rights()).get(identity, [])
+        if right not in held:
+            await client.put_rights(identity, [*held, right])
 
 
 def parse_moment(text: str, now: int) -> int:
@@ -204,6 +225,7 @@ def allow(
     policy = run(fetch_policy(config.region))
     document = sign_export(terms, policy, load_signing_key(folder.policy_key).private_key, now)
     run(put_document(config.region, "export", document))
+    run(add_right(config.region, terms.bridge, f"{Verb.BRIDGE_READ} {name}"))
     export = open_export(document, {config.region: own_bundle(folder).policy_keys})
     path = output or Path(f"{export.grant}.grant")
     path.write_bytes(document.encode_file())
@@ -540,3 +562,140 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
 async def _links(region: str) -> list[Any]:
     async with connect(region) as client:
         return await client.list_links()
+
+
+# -- the agent -----------------------------------------------------------------------------------------
+
+BridgeName = Annotated[
+    str, typer.Argument(help="The bridge's name; `<region>-to-<destination>` if left out.")
+]
+
+
+def agent_files(folder: RegionFolder, name: str) -> tuple[Path, Path, Path]:
+    """Configuration, pid file and log of an agent that runs from a region's folder."""
+    state = folder.bridge(name)
+    return state / "bridge.yaml", state / "agent.pid", state / "agent.log"
+
+
+def write_agent_config(
+    folder: RegionFolder, config: RegionConfig, name: str, destinations: list[str]
+) -> Path:
+    """A `bridge.yaml` for this machine: addresses from the regions' profiles. Raises RequestError."""
+    path, _, _ = agent_files(folder, name)
+    lines = [
+        "# One bridge agent. Every key: docs/bridges.md.",
+        f"name: {name}",
+        f"mesh: {config.mesh}",
+        f"source: {config.region}",
+        f"source_addresses: {dumps(list(load_profile(config.region).addresses))}",
+        "home: ../..",
+        f"egress: bridges/{name}/egress",
+        "health: 127.0.0.1:0",
+        "destinations:",
+    ]
+    for region in destinations:
+        lines += [f"  - region: {region}", f"    addresses: {dumps(list(load_profile(region).addresses))}"]
+    replace_file(path, ("\n".join(lines) + "\n").encode(), PUBLIC)
+    return path
+
+
+def start(folder: RegionFolder, name: str, *destinations: str) -> dict[str, Any]:
+    """Start an agent apart from this terminal, its configuration written anew where destinations are named."""
+    config = load_region_config(folder.config)
+    path, pid_file, log_file = agent_files(folder, name)
+    if destinations:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_agent_config(folder, config, name, list(destinations))
+    return start_detached(
+        ["--log-level", "info", "bridge", "up", "--config", str(path)],
+        pid_file,
+        log_file,
+        f"The bridge {name}",
+    )
+
+
+@app.command()
+def up(
+    name: BridgeName = "",
+    to: Annotated[
+        list[str] | None,
+        typer.Option("--to", help="A destination whose profile is on this machine; may be repeated."),
+    ] = None,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config", help="A bridge.yaml, where the agent is deployed apart from a region's folder."
+        ),
+    ] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Run apart from this terminal.")] = False,
+    region: RegionOption = "",
+) -> None:
+    """Run a bridge agent: it carries what both regions granted, and nothing else."""
+    if config_file is None:
+        folder, config = folder_of(region)
+        name = name or (default_bridge(config, to[0]) if to else _only_bridge(folder))
+        path, _, log_file = agent_files(folder, name)
+        if to or not path.exists():
+            if not to:
+                raise RequestError(
+                    f"The bridge {name} has no configuration yet.", hint="Say where it leads: --to eu-west."
+                )
+            if not folder.identity(name).exists():
+                raise RequestError(
+                    f"There is no identity for the bridge {name}.",
+                    code=Code.NOT_FOUND,
+                    hint=f"Issue it: felix identity issue {name} --kind bridge --region {config.region}",
+                )
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_agent_config(folder, config, name, to)
+        if detach:
+            state = start(folder, name)
+            out.print(f"bridge {name} runs, process {state['pid']}, log {log_file}")
+            return
+        config_file = path
+    elif detach:
+        raise RequestError("--detach needs an agent in a region's folder.", hint="Leave --config away.")
+    logging.getLogger("felix").setLevel(logging.INFO)
+    agent_config = load_agent_config(config_file)
+    pid = PidFile(config_file.parent / "agent.pid", f"The bridge {agent_config.name}")
+    try:
+        run(_run_agent(agent_config, config_file, pid))
+    finally:
+        pid.close()
+
+
+def _only_bridge(folder: RegionFolder) -> str:
+    found = sorted(path.parent.name for path in folder.bridges.glob("*/bridge.yaml"))
+    if len(found) != 1:
+        raise RequestError(
+            f"There are {len(found)} bridges in {folder.bridges}.",
+            hint="Name one, or say where it leads: --to eu-west.",
+        )
+    return found[0]
+
+
+async def _run_agent(config: BridgeConfig, path: Path, pid: PidFile) -> None:
+    agent = Agent(config, path.parent)
+    await agent.start()
+    try:
+        health = agent.health.address if agent.health is not None else None
+        pid.announce(health="" if health is None else f"{health[0]}:{health[1]}", started_ms=now_ms())
+        note(f"bridge {config.name} runs; end it with Ctrl-C or: felix bridge down {config.name}")
+        await until_stopped()
+    finally:
+        await agent.stop()
+
+
+@app.command()
+def down(name: BridgeName = "", region: RegionOption = "") -> None:
+    """Stop a bridge agent; what is on its way arrives, and the last checkpoint is cosigned."""
+    folder, _ = folder_of(region)
+    name = name or _only_bridge(folder)
+    pid = stop(agent_files(folder, name)[1], f"The bridge {name}")
+    out.print(f"bridge {name} stopped (process {pid})")
+
+
+async def attempt(region: str, bridge: str, stream: str, grant: str = "none") -> None:
+    """Ask for a stream's sealed batches as a bridge. Raises the refusal, which then stands in the audit log."""
+    async with connect(region, bridge) as client:
+        await client.request(Subscribe(stream, Start("earliest"), credit_bytes=CREDIT_BYTES, grant=grant))

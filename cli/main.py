@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
-from cli import audit, bridge, doctor, identity, keys, policy, region, stream
+from cli import audit, bench, bridge, demo, doctor, identity, keys, policy, region, stream
 from cli.output import err
 from felix.errors import Code, FelixError
 
@@ -38,7 +38,9 @@ app.add_typer(bridge.app, name="bridge")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")
 app.add_typer(audit.app, name="audit")
+app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
 
 
 @app.callback()

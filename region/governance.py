@@ -30,6 +30,7 @@ from felix.names import SpiffeId, StreamName
 from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.keyring import Keyring
 from keys.transfer import TransferScope
+from policy.access import Verb
 from policy.grant import (
     Allowed,
     Attempt,
@@ -182,6 +183,8 @@ class Governance:
         """Whether a bridge may take sealed records of this stream. Raises the refusal, after its DENY leaf."""
         to_region = self._destination_of(grant_id)
         try:
+            # Two permissions, given apart: the right to read as a bridge, and the grant of both regions.
+            self.broker.require(bridge, Verb.BRIDGE_READ, stream)
             allowed = self._check(Attempt(stream, self._own.region, to_region, bridge))
             if allowed.grant != grant_id:
                 raise GrantError(

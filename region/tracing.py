@@ -59,7 +59,7 @@ class AppendTracing:
         context = self._tracing.extract(next(decode_records(batch)).headers)
         if context is None:
             return done
-        attributes = {
+        attributes: dict[str, str | int] = {
             "messaging.system": "felix",
             "messaging.destination.name": stream,
             "messaging.batch.message_count": batch.header.records,

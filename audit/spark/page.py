@@ -76,7 +76,9 @@ def _codes(values: Sequence[str] | None) -> str:
 
 
 def _link(row: dict[str, Any]) -> str:
-    return f'<span class="nowrap">{escape(row["source_region"])} → {escape(row["destination_region"])}</span>'
+    # A refused attempt may name no destination that could be known.
+    to = escape(row["destination_region"] or "unknown")
+    return f'<span class="nowrap">{escape(row["source_region"])} → {to}</span>'
 
 
 def _bridge(spiffe: str | None) -> str:
