@@ -64,6 +64,8 @@ log = logging.getLogger("felix.bridge.agent")
 
 PLAN_S: Final = 1.0
 """How often documents are read: a revocation that no broker told of by an error stops a link within about this."""
+SOON_S: Final = 0.1
+"""The same while there is no session with the source, or just after something was carried."""
 REPORT_S: Final = 1.0
 COSIGN_S: Final = 3.0
 RENEW_S: Final = 30.0
@@ -382,15 +384,21 @@ class Agent:
 
     async def _plan_loop(self) -> None:
         while True:
+            pause_s = PLAN_S
             try:
-                await self._read_documents()
-                await self._plan()
-                await self._log_revocations()
+                if not self.shop.source.is_up:
+                    pause_s = SOON_S
+                else:
+                    # What was carried is read back at once: a grant need not wait for the next round.
+                    if await self._read_documents():
+                        pause_s = SOON_S
+                    await self._plan()
+                    await self._log_revocations()
             except FelixError as error:
                 self._say("plan", error)
             except Exception:
                 log.exception("planning failed")
-            await asyncio.sleep(PLAN_S)
+            await asyncio.sleep(pause_s)
 
     def _say(self, what: str, error: FelixError) -> None:
         """Log a failure of a loop, once for each sentence."""
@@ -398,27 +406,28 @@ class Agent:
             self._reasons[what] = error.sentence
             log.warning("%s: %s", what, error)
 
-    async def _read_documents(self) -> None:
-        """From every region that answers; from the others what they said last."""
+    async def _read_documents(self) -> int:
+        """From every region that answers; from the others what they said last. Returns how many were carried."""
         for region, shore in self._shores.items():
             if shore.is_up:
                 try:
                     self._documents[region] = await list_documents(shore.connection())
                 except UnavailableError as error:
                     self._say(f"documents of {region}", error)
-        source = self.config.source
-        here = self._documents.get(source)
+        source, carried = self.shop.source, 0
+        here = self._documents.get(source.region)
         for region, shore in self._shores.items():
             there = self._documents.get(region)
-            if region == source or here is None or there is None:
+            if shore is source or here is None or there is None:
                 continue
-            for giver, taker, name, to in (
-                (here, there, source, shore),
-                (there, here, region, self.shop.source),
-            ):
+            ways = ((here, there, source, shore), (there, here, shore, source))
+            for giver, taker, signer, to in ways:
                 if to.is_up:
                     with suppress(UnavailableError):
-                        await self._courier.carry(giver, taker, name, to.connection(), self._clock_ms())
+                        carried += await self._courier.carry(
+                            giver, taker, signer.region, to.connection(), self._clock_ms()
+                        )
+        return carried
 
     async def _plan(self) -> None:
         """Rebuild the book where a document changed, and tell the carriers."""

@@ -41,6 +41,7 @@ from bridge.crossing import (
     SealedRange,
     compile_terms,
     gap_leaf,
+    nothing_leaf,
     open_sealed,
     range_leaves,
     seal_nothing,
@@ -686,20 +687,22 @@ class Carrier:
         """Offsets below `next_offset` are gone: a leaf, an alarm, and an empty envelope, so that nothing is papered over."""
         shop, passage, route = self._shop, self._passage, self._route
         assert passage is not None and route is not None
-        found = passage.leap(next_offset)
-        if found is None:
+        leap = passage.leap(next_offset)
+        if leap is None:
             return
-        cover, first = found
-        envelope, digest = seal_nothing(route, cover, next_offset - 1)
-        way = OnTheWay(cover, next_offset - 1, 0, envelope, digest, False)
-        passage.put(way)
-        self.alarm = f"Offsets {cover} to {next_offset - 1} are gone at the source ({kind.value})."
+        cover, last = leap.cover_first, next_offset - 1
+        envelope, digest = seal_nothing(route, cover, last)
+        passage.put(way := OnTheWay(cover, last, 0, envelope, digest, False))
+        self.alarm = f"Offsets {cover} to {last} are gone at the source ({kind.value})."
         log.error("link %s %s/%d: %s", self.row.grant, self.row.stream, self.row.shard, self.alarm)
         self._step(LinkEvent.GAP, self.alarm)
         self.figures.gaps += next_offset - cover
-        if first < next_offset:
-            leaf = gap_leaf(route.template, kind, first, next_offset - 1, shop.clock_ms())
-            shop.append([leaf], partial(self._durable, passage, way))
+        leaves: list[Leaf] = []
+        if leap.leaf_first < next_offset:
+            leaves.append(gap_leaf(route.template, kind, leap.leaf_first, last, shop.clock_ms()))
+        if leaves or leap.announced is None or leap.announced.envelope_sha256 != digest:
+            leaves.append(nothing_leaf(route, cover, last, digest, shop.clock_ms()))
+            shop.append(leaves, partial(self._durable, passage, way))
         else:
             passage.durable(way)
             self._send()
@@ -745,8 +748,7 @@ class Carrier:
         try:
             self._shop.failpoints.at("receipt")
             way = passage.answered(next_offset)
-            if way.records:
-                self._acknowledge(way, receipt)
+            self._acknowledge(way, receipt)
         except FelixError as error:
             self._fail(error)
             return

@@ -118,7 +118,7 @@ class BridgeConfig(Part, frozen=True, kw_only=True):
     handoff_key: str = ""
     """what keys are sealed to; empty: `identities/<name>.handoff.key`"""
     egress: str = ""
-    """the egress log's folder; empty: `data/bridge-<name>/audit`"""
+    """the egress log's folder; empty: `bridges/<name>/egress`"""
     health: HostPort | None = None
     engine: Literal["", "qh3", "aioquic"] = ""
     limits: LimitsConfig = LimitsConfig()
@@ -150,7 +150,7 @@ def paths_of(config: BridgeConfig, base: Path) -> BridgePaths:
         home / (config.identity or f"identities/{name}.pem"),
         home / (config.egress_key or f"identities/{name}.audit.pem"),
         home / (config.handoff_key or f"identities/{name}.handoff.key"),
-        home / (config.egress or f"data/bridge-{name}/audit"),
+        home / (config.egress or f"bridges/{name}/egress"),
         {each.region: home / (each.bundle or f"trusted/{each.region}.json") for each in config.destinations},
     )
 

@@ -315,7 +315,7 @@ def _encode(source: BatchHeader, crossing: list[Record]) -> Batch:
 
 
 def range_leaves(sealed: SealedRange, route: Route, time_ms: int) -> list[Leaf]:
-    """Step 8: WITHHELD leaves, then INTENT leaves. A range in which nothing crosses has no INTENT."""
+    """Step 8: WITHHELD leaves, then INTENT leaves. Where nothing crosses, the one INTENT lists no records."""
     opened = sealed.sorted.opened
     common = msgspec.structs.replace(
         route.template,
@@ -339,12 +339,9 @@ def range_leaves(sealed: SealedRange, route: Route, time_ms: int) -> list[Leaf]:
                 sentence=held.sentence,
             )
             leaves += intent_leaves(header, records, route.committer)
-    if sealed.crossing:
-        header = msgspec.structs.replace(
-            common, envelope_sha256=sealed.envelope_sha256, path=sealed.sorted.path
-        )
-        leaves += intent_leaves(header, sealed.crossing, route.committer)
-    return leaves
+    path = sealed.sorted.path if sealed.crossing else ()
+    header = msgspec.structs.replace(common, envelope_sha256=sealed.envelope_sha256, path=path)
+    return leaves + intent_leaves(header, sealed.crossing, route.committer)
 
 
 def seal_nothing(route: Route, first_offset: int, last_offset: int) -> tuple[bytes, bytes]:
@@ -358,6 +355,22 @@ def seal_nothing(route: Route, first_offset: int, last_offset: int) -> tuple[byt
         source_offsets=(),
     )
     return envelope.encode(), envelope.hash
+
+
+def nothing_leaf(
+    route: Route, first_offset: int, last_offset: int, envelope_sha256: bytes, time_ms: int
+) -> Leaf:
+    """The INTENT of such an envelope. There is no batch to name, so its hash is that of no bytes."""
+    return Leaf(
+        msgspec.structs.replace(
+            route.template,
+            time_ms=time_ms,
+            first_offset=first_offset,
+            last_offset=last_offset,
+            source_batch_sha256=hashlib.sha256(b"").digest(),
+            envelope_sha256=envelope_sha256,
+        )
+    )
 
 
 def gap_leaf(template: Header, gap: GapKind, first_offset: int, last_offset: int, time_ms: int) -> Leaf:

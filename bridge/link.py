@@ -14,7 +14,7 @@ Invariants of a `Passage`:
 - ranges are contiguous, in order, and each is taken once;
 - an envelope leaves only after its leaves are durable, in the order of the ranges, and within the credit given;
 - a range whose leaves stand in the log is sent again as it was announced, byte for byte, or not at all;
-- what is on the way is bounded by `envelopes_max` and `credit_bytes`.
+- what is on the way is bounded by `envelopes_max` and `credit_bytes`, and so is what has no answer in the log.
 """
 
 from __future__ import annotations
@@ -96,6 +96,15 @@ class Announced(NamedTuple):
     envelope_sha256: bytes
 
 
+class Leap(NamedTuple):
+    """A gap of the source: the first offset that an empty envelope must cover, and the first that a GAP leaf must
+    (what was announced before has its leaf); `announced` is the INTENT that begins at the former, if there is one."""
+
+    cover_first: int
+    leaf_first: int
+    announced: Announced | None
+
+
 @dataclass(slots=True, eq=False)
 class OnTheWay:
     """One envelope between its leaves and its receipt. Offsets of the source, both included."""
@@ -142,7 +151,7 @@ class Passage:
         self.position = position
         """the source offset that the destination expects next, receipts included"""
         self._landed_to = position
-        self._accounted_to = position if accounted_to is None else accounted_to
+        self._accounted_to = self._announced_to = position if accounted_to is None else accounted_to
         self._unanswered = {
             each.first_offset: each
             for each in unanswered
@@ -205,30 +214,26 @@ class Passage:
         self._accounted_to = last_offset + 1
         return Todo.CROSS
 
-    def leap(self, next_offset: int) -> tuple[int, int] | None:
+    def leap(self, next_offset: int) -> Leap | None:
         """The source no longer has what comes before `next_offset`; go on there.
 
-        Returns the first offset that an empty envelope must cover, and the first that a GAP leaf must: what was
-        announced before has its leaf. None where the destination has all of it.
+        None where the destination has all of it.
         """
         if next_offset <= self._next:
             return None
         cover = max(self._next, self._landed_to)
         leaf = max(cover, self._accounted_to)
-        self._next = next_offset
-        self._accounted_to = max(self._accounted_to, next_offset)
+        announced = self._unanswered.get(cover)
         for first in [first for first in self._unanswered if first < next_offset]:
             del self._unanswered[first]
-        return (cover, leaf) if cover < next_offset else None
+        self._next = next_offset
+        self._accounted_to = max(self._accounted_to, next_offset)
+        return Leap(cover, leaf, announced) if cover < next_offset else None
 
     def put(self, range_: OnTheWay) -> None:
         """An envelope was made. Raises CorruptionError where it is not the one that its INTENT announced."""
         announced = self._unanswered.pop(range_.first_offset, None)
-        if (
-            range_.is_again
-            and range_.records
-            and (announced is None or announced.envelope_sha256 != range_.envelope_sha256)
-        ):
+        if range_.is_again and (announced is None or announced.envelope_sha256 != range_.envelope_sha256):
             raise CorruptionError(
                 f"The envelope of offsets {range_.first_offset} to {range_.last_offset} is not the one that the "
                 "egress log announced; it is not sent.",

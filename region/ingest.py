@@ -347,11 +347,7 @@ class IngestStream:
                 f"and are sent again with {len(records)}.",
                 code=Code.CONFLICT,
             )
-        leaves = (
-            intent_leaves(self._leaf(header, envelope.hash, landed), records, self._committer)
-            if records
-            else []
-        )
+        leaves = intent_leaves(self._leaf(header, envelope.hash, landed), records, self._committer)
         way = _Way(header, envelope.hash, size, landed, leaves)
         self._in_flight += 1
         if again is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -316,11 +318,44 @@ class Mesh:
         finally:
             await agent.stop()
 
+    def write_config(self) -> Path:
+        """A bridge.yaml for an agent in another process."""
+        path = self.us.root / "bridge.yaml"
+        path.write_text(
+            f"name: {BRIDGE}\nmesh: acme\nsource: us-east\n"
+            f"source_addresses: ['127.0.0.1:{self.ports['us-east']}']\n"
+            f"destinations:\n  - region: eu-west\n    addresses: ['127.0.0.1:{self.ports['eu-west']}']\n"
+        )
+        return path
+
+    async def child(self, failpoint: str = "") -> asyncio.subprocess.Process:
+        """An agent in a process of its own. End it by closing its standard input, or let its failpoint kill it."""
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            str(Path(__file__).parent / "bridge" / "agent_child.py"),
+            str(self.write_config()),
+            env={**os.environ, "FELIX_FAILPOINT": failpoint, "PYTHONPATH": str(Path(__file__).parents[1])},
+            stdin=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+
+    async def crossed(self, count: int, stream: str = STREAM) -> None:
+        """Wait until so many records are at the destination."""
+
+        async def found() -> bool:
+            return await self.arrived(stream) >= count
+
+        await until(found, f"{count} records at the destination")
+
+    def numbers(self, records: list[felix.Record]) -> list[int]:
+        """The flight numbers of records, in order."""
+        return [json.loads(bytes(record.payload))["flight"] for record in records]
+
     # -- the two logs ----------------------------------------------------------------------------------
 
     @property
     def egress_folder(self) -> Path:
-        return self.us.root / "data" / f"bridge-{BRIDGE}" / "audit"
+        return self.us.root / "bridges" / BRIDGE / "egress"
 
     @property
     def ingress_folder(self) -> Path:

@@ -7,9 +7,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from bridge_mesh import Mesh, flight, two_regions, until
+from bridge_mesh import STREAM, Mesh, flight, two_regions, until
 
+from audit.leaf import Kind
+from bridge.agent import Agent
+from felix.errors import Code
+from felix.messages import LinkState
 from felix.provenance import PATH_HEADER
+from policy.grant import StandingAction
+from policy.transform import build_spec
+from region.node import now_ms
 
 
 @pytest.fixture
@@ -18,12 +25,36 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
         yield mesh
 
 
-async def crossed(mesh: Mesh, count: int) -> None:
-    await until(lambda: _has(mesh, count), f"{count} records at the destination")
+def link(agent: Agent) -> LinkState | None:
+    links = agent.links()
+    return links[0] if links else None
 
 
-async def _has(mesh: Mesh, count: int) -> bool:
-    return await mesh.arrived() >= count
+async def state(agent: Agent, name: str) -> LinkState:
+    def found() -> LinkState | None:
+        held = link(agent)
+        return held if held is not None and held.state == name else None
+
+    return await until(found, f"a link that is {name}; now {link(agent)}")
+
+
+async def position(agent: Agent, offset: int) -> None:
+    await until(lambda: (held := link(agent)) is not None and held.position == offset, f"position {offset}")
+
+
+async def settle(mesh: Mesh) -> None:
+    """Both brokers down, so that their logs' last checkpoints are on the disk."""
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+
+
+def check_logs(mesh: Mesh, records: int) -> None:
+    """Both logs verify, every crossed record has one INTENT and one ingress ACK, entry by entry, and none is open."""
+    assert mesh.reconcile() == records
+    egress, ingress = mesh.verify_egress(), mesh.verify_ingress()
+    assert egress.ok, egress.findings
+    assert ingress.ok, ingress.findings
+    assert egress.unanswered == 0
 
 
 async def test_granted_records_cross_transformed_and_both_logs_agree(mesh: Mesh) -> None:
@@ -32,20 +63,209 @@ async def test_granted_records_cross_transformed_and_both_logs_agree(mesh: Mesh)
     await mesh.publish(payloads)
     grant = await mesh.grant()
     async with mesh.agent() as agent:
-        await crossed(mesh, 300)
+        await mesh.crossed(300)
         records = await mesh.read("eu-west", 300)
-        await until(lambda: agent.links()[0].position == 300, "the position")
-        link = agent.links()[0]
-        assert (link.grant, link.state, link.crossed, link.lag_records) == (grant, "active", 300, 0)
+        await position(agent, 300)
+        found = agent.links()[0]
+        assert (found.grant, found.state, found.crossed, found.lag_records) == (grant, "active", 300, 0)
+        async with mesh.operator("us-east") as client:
+            reported = await until(client.list_links, "a report")
+        assert reported[0].grant == grant
     for before, record in zip(payloads, records, strict=True):
         source, arrived = json.loads(before), json.loads(bytes(record.payload))
         assert arrived["flight"] == source["flight"]
         assert arrived["tailnum"] != source["tailnum"]
         assert "hour" not in arrived
         assert record.headers[PATH_HEADER] == b"us-east"
-    await mesh.stop("eu-west")
-    assert mesh.reconcile() == 300
-    report = mesh.verify_egress(cosignatures_min=1)
-    assert report.ok, report.findings
-    assert report.unanswered == 0
-    assert mesh.verify_ingress().ok, mesh.verify_ingress().findings
+    await settle(mesh)
+    check_logs(mesh, 300)
+    assert mesh.verify_egress(cosignatures_min=1).ok
+    assert mesh.verify_ingress().cosigned_size > 0
+
+
+async def test_filtered_and_unreadable_records_stay_and_their_leaves_say_so(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.grant(transform=build_spec(pseudonymize=["tailnum"], filter_="flight < 100"))
+    payloads = [flight(number) for number in range(50)] + [b"not json"] * 10
+    payloads += [flight(number) for number in range(500, 550)]
+    await mesh.publish(payloads)
+    async with mesh.agent() as agent:
+        await position(agent, 110)
+        figures = agent.links()[0]
+        assert (figures.crossed, figures.withheld, figures.filtered) == (50, 60, 50)
+    assert mesh.numbers(await mesh.read("eu-west", 50)) == list(range(50))
+    await settle(mesh)
+    check_logs(mesh, 50)
+    reasons: dict[str, int] = {}
+    for header in mesh.headers(mesh.egress_folder, Kind.WITHHELD):
+        reasons[header.reason] = reasons.get(header.reason, 0) + header.records
+    assert reasons == {"transform-failed": 10, "filtered": 50}
+
+
+async def test_a_revoked_grant_stops_mid_stream_and_the_log_says_so(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(100)])
+    grant = await mesh.grant()
+    async with mesh.agent() as agent:
+        await mesh.crossed(100)
+        await mesh.stand("eu-west", grant, StandingAction.REVOKE)
+        stopped = await state(agent, "stopped")
+        assert "revoked" in stopped.reason
+        await mesh.publish([flight(number) for number in range(100, 200)])
+        await until(lambda: agent.shop.ledger.grant(grant).revoked, "a REVOKE leaf")
+        assert await mesh.arrived() == 100
+    await settle(mesh)
+    assert mesh.verify_egress().ok
+    revoked = mesh.headers(mesh.egress_folder, Kind.REVOKE)
+    assert [(header.grant_id, header.actor) for header in revoked] == [(grant, "alice")]
+
+
+async def test_what_crossed_before_a_revocation_goes_on_under_a_new_grant(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(100)])
+    grant = await mesh.grant()
+    async with mesh.agent() as agent:
+        await position_of(agent, grant, 100)
+        await mesh.stand("us-east", grant, StandingAction.REVOKE)
+        await until(lambda: agent.shop.ledger.grant(grant).revoked, "a REVOKE leaf")
+        await mesh.publish([flight(number) for number in range(100, 160)])
+        again = await mesh.grant(purpose="planning")
+        await position_of(agent, again, 160)
+    assert mesh.numbers(await mesh.read("eu-west", 160)) == list(range(160))
+    await settle(mesh)
+    check_logs(mesh, 160)
+
+
+async def position_of(agent: Agent, grant: str, offset: int) -> None:
+    def found() -> bool:
+        return any(held.grant == grant and held.position == offset for held in agent.links())
+
+    await until(found, f"position {offset} under {grant}; {agent.links()}")
+
+
+async def test_a_paused_grant_pauses_and_goes_on(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(50)])
+    grant = await mesh.grant()
+    async with mesh.agent() as agent:
+        await position(agent, 50)
+        await mesh.stand("us-east", grant, StandingAction.PAUSE)
+        await state(agent, "paused")
+        await mesh.publish([flight(number) for number in range(50, 100)])
+        assert await mesh.arrived() == 50
+        await mesh.stand("us-east", grant, StandingAction.RESUME, sequence=2)
+        await position(agent, 100)
+    await settle(mesh)
+    check_logs(mesh, 100)
+
+
+async def test_nothing_crosses_under_half_a_grant(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(50)])
+    _, export, accepted = mesh.sign_grant()
+    await mesh.put("us-east", "export", export)
+    async with mesh.agent() as agent:
+        waiting = await state(agent, "waiting")
+        assert "has not accepted" in (await until(lambda: (h := link(agent)) and h.reason, "a reason")), (
+            waiting
+        )
+        assert await mesh.arrived() == 0
+        await mesh.put("eu-west", "import", accepted)
+        await position(agent, 50)
+
+
+async def test_an_expired_grant_stops_mid_stream(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(50)])
+    await mesh.grant(expires=now_ms() + 3_000)
+    async with mesh.agent() as agent:
+        await mesh.crossed(50)
+        stopped = await state(agent, "stopped")
+        assert "expired" in stopped.reason
+        await mesh.publish([flight(number) for number in range(50, 100)])
+    await settle(mesh)
+    check_logs(mesh, 50)
+
+
+async def test_a_denied_stream_stops_until_the_denial_is_lifted(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(50)])
+    await mesh.grant()
+    async with mesh.agent() as agent:
+        await position(agent, 50)
+        await mesh.deny("eu-west", "acme/ops/*")
+        await mesh.publish([flight(number) for number in range(50, 100)])
+        await until(lambda: "denies" in (link(agent) or agent.links()[0]).reason, "the denial as the reason")
+        assert await mesh.arrived() == 50
+        await mesh.deny("eu-west", "acme/ops/*", sequence=2, lifted=True)
+        await position(agent, 100)
+    await settle(mesh)
+    check_logs(mesh, 100)
+
+
+async def test_a_used_up_budget_stops_the_link_before_it_is_exceeded(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(200)], batch=10)
+    grant = await mesh.grant(budget_bytes=20_000)
+    async with mesh.agent() as agent:
+        stopped = await state(agent, "stopped")
+        assert "budget" in stopped.reason
+        assert 0 < agent.shop.ledger.grant(grant).crossed_bytes <= 20_000
+    await settle(mesh)
+    assert mesh.verify_egress().ok
+    denied = mesh.headers(mesh.egress_folder, Kind.DENY)
+    assert [header.code for header in denied] == [Code.BUDGET_EXHAUSTED]
+
+
+async def test_several_shards_and_keys_keep_their_order(mesh: Mesh) -> None:
+    await mesh.create(shards=3)
+    await mesh.grant()
+    async with mesh.operator("us-east") as client:
+        for number in range(120):
+            await client.stream(STREAM).publish(flight(number), key=b"%d" % (number % 7))
+    async with mesh.agent():
+        await mesh.crossed(120)
+    records = await mesh.read("eu-west", 120)
+    by_key: dict[bytes, list[int]] = {}
+    for record in records:
+        assert record.key is not None
+        by_key.setdefault(bytes(record.key), []).append(json.loads(bytes(record.payload))["flight"])
+    assert len(by_key) == 7
+    assert all(numbers == sorted(numbers) for numbers in by_key.values())
+    await settle(mesh)
+    check_logs(mesh, 120)
+
+
+async def test_brokers_may_restart_while_records_cross(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.grant()
+    async with mesh.agent() as agent:
+        sent = 0
+        for region in ("eu-west", "us-east", "eu-west"):
+            await mesh.publish([flight(number) for number in range(sent, sent + 100)], batch=10)
+            sent += 100
+            await mesh.stop(region)
+            await mesh.start(region)
+        await position(agent, sent)
+        assert mesh.numbers(await mesh.read("eu-west", sent)) == list(range(sent))
+        assert await mesh.arrived() == sent
+    await settle(mesh)
+    check_logs(mesh, sent)
+
+
+async def test_a_second_agent_waits_for_the_egress_log_and_takes_over(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.grant()
+    await mesh.publish([flight(number) for number in range(50)])
+    async with mesh.agent() as first:
+        await position(first, 50)
+        async with mesh.agent() as second:
+            await until(lambda: "another process" in second.not_ready(), "the second agent waits")
+            await mesh.publish([flight(number) for number in range(50, 100)])
+            await position(first, 100)
+            await first.stop()
+            await mesh.publish([flight(number) for number in range(100, 150)])
+            await position(second, 150)
+    assert mesh.numbers(await mesh.read("eu-west", 150)) == list(range(150))
+    await settle(mesh)
+    check_logs(mesh, 150)
