@@ -1,0 +1,87 @@
+"""A broker as a process of its own, started by the real command, so that it can be killed and weighed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from region_home import make_region
+
+from cli.process import read_state
+from region.folder import RegionFolder
+
+ROOT = Path(__file__).parents[1]
+START_S = 60.0
+
+
+def free_port(kind: socket.SocketKind = socket.SOCK_DGRAM) -> int:
+    with socket.socket(socket.AF_INET, kind) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def fixed_region(home: Path, region: str = "us-east", extra: str = "") -> RegionFolder:
+    """A founded region with a port that stays, and more lines for its region.yaml."""
+    folder = make_region(home, region)
+    text = folder.config.read_text().replace("127.0.0.1:0", f"127.0.0.1:{free_port()}")
+    folder.config.write_text(text + extra)
+    profile = json.loads(folder.profile.read_text())
+    profile["addresses"] = [line.split('"')[1] for line in text.splitlines() if line.startswith("listen:")]
+    folder.profile.write_text(json.dumps(profile))
+    return folder
+
+
+class BrokerProcess:
+    """`felix region up`, in the foreground of a child process."""
+
+    def __init__(self, folder: RegionFolder, home: Path) -> None:
+        self.folder = folder
+        self.log = folder.run / "test.log"
+        environment = {**os.environ, "FELIX_HOME": str(home), "PYTHONPATH": str(ROOT)}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cli.main", "region", "up", folder.root.name],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                cwd=ROOT,
+            )
+
+    def wait(self) -> dict[str, Any]:
+        """What it announced, once it serves."""
+        limit = time.monotonic() + START_S
+        while time.monotonic() < limit:
+            state = read_state(self.folder.broker_pid)
+            if state is not None and state.get("pid") == self.process.pid:
+                return state
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.02)
+        raise AssertionError(f"the broker did not come up:\n{self.said()}")
+
+    def said(self) -> str:
+        return self.log.read_text()[-4000:]
+
+    def kill(self) -> None:
+        """SIGKILL: nothing is told or flushed."""
+        self.process.kill()
+        self.process.wait()
+
+    def terminate(self) -> int:
+        """SIGTERM, and the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+    def rss_bytes(self) -> int:
+        rss: int = psutil.Process(self.process.pid).memory_info().rss
+        return rss
