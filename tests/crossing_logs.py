@@ -49,9 +49,12 @@ START_MS = 1_749_945_600_000
 DAYS = 5
 EGRESS_ORIGIN = "us-east.acme/audit/us-to-eu/egress"
 INGRESS_ORIGIN = "eu-west.acme/audit/us-to-eu/ingress"
+REGION_ORIGIN = "us-east.acme/audit"
 DEPARTURES = "acme/ops/departures"
 ORDERS = "acme/payments/orders"
 CREW = "acme/ops/crew"
+SEEDS = {EGRESS_ORIGIN: 1, INGRESS_ORIGIN: 5, REGION_ORIGIN: 7}
+"""Of each log's signing key."""
 INCARNATION = sha256(b"incarnation").digest()[:16]
 COMMITMENT_KEY = CommitmentKey(sha256(b"commitment key").digest()[:16], sha256(b"secret").digest())
 QUIET = TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30)
@@ -285,8 +288,9 @@ def five_days(batches: int = 200) -> World:
 
 def write_log(path: Path, origin: str, appends: Iterable[list[Leaf]], *, cosign: bool = False) -> None:
     """Write a log with the real trail, wait until it is durable, checkpoint and close it."""
-    seed = 1 if origin == EGRESS_ORIGIN else 5
-    trail = Trail.open(path, log_signer(origin, seed), witnesses=[witness_signer().key], settings=QUIET)
+    trail = Trail.open(
+        path, log_signer(origin, SEEDS[origin]), witnesses=[witness_signer().key], settings=QUIET
+    )
     failed: list[AuditUnavailableError] = []
     ended = threading.Semaphore(0)
 
@@ -319,7 +323,7 @@ def write_world(folder: Path, world: World, *, cosign: bool = True) -> list[Path
 
 def trust() -> Trust:
     return Trust(
-        (log_signer(EGRESS_ORIGIN, 1).key, log_signer(INGRESS_ORIGIN, 5).key),
+        tuple(log_signer(origin, seed).key for origin, seed in SEEDS.items()),
         (witness_signer().key,),
         RECEIPT_KEYS,
     )

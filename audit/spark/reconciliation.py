@@ -79,6 +79,10 @@ _SHARD: Final = ", ".join(SHARD_KEY)
 _ENVELOPE: Final = f"{_SHARD}, envelope_sha256"
 
 
+_FROM_EGRESS: Final = "side = 'egress' AND kind IN ('INTENT', 'WITHHELD', 'GAP', 'ACK')"
+"""What only a bridge's egress log holds; grants and denials stand in the source region's own log too."""
+
+
 def _same(left: str, right: str, names: tuple[str, ...]) -> str:
     return " AND ".join(f"{left}.{name} <=> {right}.{name}" for name in names)
 
@@ -104,7 +108,7 @@ def envelopes(leaves: DataFrame) -> DataFrame:
              r AS ({side("ACK", "egress", "receipt")}),
              a AS ({side("ACK", "ingress", "arrival")}),
              links AS (
-                 SELECT source_region, destination_region, max(side = 'egress') AS has_egress,
+                 SELECT source_region, destination_region, max({_FROM_EGRESS}) AS has_egress,
                         max(side = 'ingress') AS has_ingress
                  FROM {{leaves}} GROUP BY source_region, destination_region
              ),
@@ -296,7 +300,7 @@ def shards(leaves: DataFrame, findings: DataFrame) -> DataFrame:
         f"""
         WITH links AS (
             SELECT source_region, destination_region,
-                   max(side = 'egress') AND max(side = 'ingress') AS has_both
+                   max({_FROM_EGRESS}) AND max(side = 'ingress') AS has_both
             FROM {{leaves}} GROUP BY source_region, destination_region
         ),
         sums AS (

@@ -58,8 +58,8 @@ COLUMNS: Final = (
     Column("onward", Type.FLAG, "Onward transfer allowed"),
     Column("policy_versions", Type.LIST, "Policy versions"),
     Column("policy_hashes", Type.LIST, "Policy hashes"),
-    Column("first_time", Type.TIME, "First crossing"),
-    Column("last_time", Type.TIME, "Last crossing"),
+    Column("first_time", Type.TIME, "First crossing", "or the first attempt, where nothing crossed"),
+    Column("last_time", Type.TIME, "Last crossing", "or the last attempt, where nothing crossed"),
     Column("records", Type.COUNT, "Records crossed", "from INTENT leaves; each record has exactly one"),
     Column("payload_bytes", Type.COUNT, "Payload bytes crossed"),
     Column("acknowledged", Type.COUNT, "Records with a receipt", "from egress ACK leaves"),
@@ -158,7 +158,14 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
                    array_sort(collect_set(grant_id)) AS grant_ids,
                    array_sort(collect_set(policy_version)) AS versions,
                    array_sort(collect_set(policy_hash)) AS policy_hashes,
-                   min(time_ms) AS first_time, max(time_ms) AS last_time,
+                   coalesce(
+                       min(time_ms) FILTER (WHERE is_intent OR is_withheld), min(time_ms) FILTER (WHERE is_arrival),
+                       min(time_ms)
+                   ) AS first_time,
+                   coalesce(
+                       max(time_ms) FILTER (WHERE is_intent OR is_withheld), max(time_ms) FILTER (WHERE is_arrival),
+                       max(time_ms)
+                   ) AS last_time,
                    coalesce(sum(records) FILTER (WHERE is_intent), 0) AS records,
                    coalesce(sum(payload_bytes) FILTER (WHERE is_intent), 0) AS payload_bytes,
                    coalesce(sum(records) FILTER (WHERE is_receipt), 0) AS acknowledged,
@@ -167,16 +174,27 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
                    count(*) FILTER (WHERE is_denial) AS denied,
                    array_sort(collect_set(source_key_id)) AS source_key_ids,
                    array_sort(collect_set(destination_key_id)) AS destination_key_ids,
-                   array_sort(collect_set(commitment_key_id)) AS commitment_key_ids,
-                   min(log) FILTER (WHERE side = 'egress') AS egress_log,
-                   min(leaf_index) FILTER (WHERE side = 'egress') AS egress_first_leaf,
-                   max(leaf_index) FILTER (WHERE side = 'egress') AS egress_last_leaf,
-                   min(log) FILTER (WHERE side = 'ingress') AS ingress_log,
-                   min(leaf_index) FILTER (WHERE side = 'ingress') AS ingress_first_leaf,
-                   max(leaf_index) FILTER (WHERE side = 'ingress') AS ingress_last_leaf
+                   array_sort(collect_set(commitment_key_id)) AS commitment_key_ids
             FROM said GROUP BY source_region, destination_region, bridge, stream, terms_hash
+        ),
+        -- A region's own log may hold denials of the same link; the log of the crossings goes before it.
+        spans AS (
+            SELECT source_region, destination_region, bridge, stream, terms_hash, side,
+                   struct(min(is_denial) AS only_denials, log, min(leaf_index) AS first, max(leaf_index) AS last) AS span
+            FROM said GROUP BY source_region, destination_region, bridge, stream, terms_hash, side, log
+        ),
+        places AS (
+            SELECT source_region, destination_region, bridge, stream, terms_hash,
+                   min(span) FILTER (WHERE side = 'egress') AS egress,
+                   min(span) FILTER (WHERE side = 'ingress') AS ingress
+            FROM spans GROUP BY source_region, destination_region, bridge, stream, terms_hash
         )
-        SELECT sums.*, coalesce(offsets.offsets, array()) AS offsets,
+        SELECT sums.*,
+               places.egress.log AS egress_log, places.egress.first AS egress_first_leaf,
+               places.egress.last AS egress_last_leaf,
+               places.ingress.log AS ingress_log, places.ingress.first AS ingress_first_leaf,
+               places.ingress.last AS ingress_last_leaf,
+               coalesce(offsets.offsets, array()) AS offsets,
                transform(sums.versions, v -> cast(v AS string)) AS policy_versions,
                terms.terms_hash IS NOT NULL AS terms_found,
                terms.* EXCEPT ({", ".join(PLACE_FIELDS)})
@@ -185,6 +203,10 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
             AND sums.destination_region = offsets.destination_region
             AND sums.bridge <=> offsets.bridge AND sums.stream <=> offsets.stream
             AND sums.terms_hash <=> offsets.terms_hash
+        JOIN places ON sums.source_region = places.source_region
+            AND sums.destination_region = places.destination_region
+            AND sums.bridge <=> places.bridge AND sums.stream <=> places.stream
+            AND sums.terms_hash <=> places.terms_hash
         LEFT JOIN {{terms}} AS terms ON sums.terms_hash = terms.terms_hash
         ORDER BY sums.source_region, sums.destination_region, sums.stream, first_time, sums.bridge, sums.terms_hash
         """,  # noqa: S608  # names of columns, from this module

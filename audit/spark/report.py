@@ -257,7 +257,7 @@ def _make(
 def _sizes(leaves: DataFrame) -> DataFrame:
     return leaves.sparkSession.sql(
         """
-        SELECT log, count(*) AS leaves, max(side) AS side, count_if(has_receipt) AS receipts,
+        SELECT log, count(*) AS leaves, array_join(array_sort(collect_set(side)), ' and ') AS side, count_if(has_receipt) AS receipts,
                coalesce(sum(records) FILTER (WHERE entries_sha256 IS NOT NULL), 0) AS entries
         FROM {leaves} GROUP BY log
         """,

@@ -192,13 +192,6 @@ def test_the_file_is_one_event_per_line(made: list[dict[str, Any]], five: Made) 
 # Posting
 
 
-def test_a_report_posts_what_it_writes(spark: Any, five: Made, tmp_path: Path, endpoint: Endpoint) -> None:
-    result = run_report(
-        five.logs, tmp_path / "out", trust=trust(), session=spark, openlineage_url=endpoint.url
-    )
-    assert encode(endpoint.bodies) == (result.out / "lineage.ndjson").read_bytes()
-
-
 def test_a_report_is_written_even_if_nobody_takes_its_lineage(spark: Any, five: Made, tmp_path: Path) -> None:
     server = Endpoint(503)
     try:
@@ -207,6 +200,7 @@ def test_a_report_is_written_even_if_nobody_takes_its_lineage(spark: Any, five: 
     finally:
         server.close()
     assert (tmp_path / "out" / "report.html").exists()
+    assert [json.loads((tmp_path / "out" / "lineage.ndjson").read_text().splitlines()[0])] == server.bodies
 
 
 class Endpoint:

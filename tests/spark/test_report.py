@@ -17,14 +17,17 @@ from crossing_logs import (
     DAY_MS,
     DEPARTURES,
     ORDERS,
+    REGION_ORIGIN,
     START_MS,
     TERMS,
     Made,
     World,
     count_files,
     five_days,
+    grant_id,
     terms_hash,
     trust,
+    write_log,
     write_world,
 )
 
@@ -125,6 +128,9 @@ def test_legal_fields_are_those_of_the_grant_and_absent_without_one(five: Made) 
         assert row["egress_cosigners"] == row["ingress_cosigners"] == [witness_signer().key.name]
     assert rows[DEPARTURES]["mechanism"] == "module two"
     assert rows[DEPARTURES]["assessment"] == "TIA-2026-003" and rows[ORDERS]["assessment"] is None
+    assert rows[ORDERS]["denied"] and rows[ORDERS]["last_time"] < TERMS[ORDERS].expires_ms, (
+        "attempts are no crossings"
+    )
     denied = rows[CREW]
     assert denied["denied"] == 7 and denied["records"] == 0
     assert not denied["terms_found"] and denied["purpose"] is denied["basis"] is denied["approvers"] is None
@@ -372,10 +378,27 @@ def test_crossings_outside_their_terms_are_breaches(ill: ReportResult) -> None:
     assert rows[ORDERS]["terms_found"] is False and rows[ORDERS]["basis"] is None
 
 
-def test_one_side_alone_is_not_called_reconciled(five: Made, spark: Any, tmp_path: Path) -> None:
-    result = run_report(five.logs[:1], tmp_path / "out", trust=trust(), session=spark)
-    assert {row["status"] for row in result.report.reconciliation.records()} == {"one side only"}
-    assert result.exit_code == EXIT_CLEAN
+def test_a_region_s_own_log_beside_its_bridge_s_does_not_confuse_either(
+    five: Made, spark: Any, tmp_path: Path
+) -> None:
+    """Grants and denials stand in the source region's own log as well; crossings stand in the bridge's alone."""
+    own = World()
+    own.grant(DEPARTURES, START_MS - 1_000)
+    own.deny(
+        DEPARTURES, START_MS + 1, 505, "The grant was revoked.", grant_id=grant_id(DEPARTURES),
+        terms_hash=terms_hash(DEPARTURES),
+    )  # fmt: skip
+    write_log(tmp_path / "own", REGION_ORIGIN, own.egress)
+    result = run_report([tmp_path / "own", *five.logs], tmp_path / "out", trust=trust(), session=spark)
+    row = next(row for row in result.report.register.records() if row["stream"] == DEPARTURES)
+    alone = next(row for row in five.result.report.register.records() if row["stream"] == DEPARTURES)
+    assert row["denied"] == 1
+    for name in ("egress_log", "egress_leaves", "egress_checkpoint", "records", "reconciliation"):
+        assert row[name] == alone[name]
+    without = run_report([tmp_path / "own", five.logs[1]], tmp_path / "half", trust=trust(), session=spark)
+    assert {each["status"] for each in without.report.reconciliation.records()} == {"one side only"}
+    assert without.report.totals.records == 0 and without.report.totals.delivered > 0
+    assert without.report.findings.rows == ()
 
 
 # Bad input
