@@ -695,7 +695,7 @@ def down(name: BridgeName = "", region: RegionOption = "") -> None:
     out.print(f"bridge {name} stopped (process {pid})")
 
 
-async def attempt(region: str, bridge: str, stream: str, grant: str = "none") -> None:
+async def attempt(region: str, bridge: str, stream: str, grant: str) -> None:
     """Ask for a stream's sealed batches as a bridge. Raises the refusal, which then stands in the audit log."""
     async with connect(region, bridge) as client:
         await client.request(Subscribe(stream, Start("earliest"), credit_bytes=CREDIT_BYTES, grant=grant))

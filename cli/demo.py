@@ -63,6 +63,7 @@ CATCH_UP_IDLE_S: Final = 120.0
 class Figures:
     """What the demo counts, each figure from where it says."""
 
+    grant: str = ""
     published: int = 0
     """acknowledged by the source's broker"""
     published_seconds: float = 0.0
@@ -104,7 +105,7 @@ def demo(
     figures = Figures()
     began = time.monotonic()
     try:
-        _set_up(home)
+        figures.grant = _set_up(home)
         with progress() as bar:
             run(_move(bar, figures, limit))
         _attempt_refused(figures)
@@ -150,7 +151,8 @@ def _stop_all(home: Path) -> None:
 # -- two regions, a grant, an agent --------------------------------------------------------------------
 
 
-def _set_up(home: Path) -> None:
+def _set_up(home: Path) -> str:
+    """Found, start, govern. Returns the grant's id."""
     for region, country, jurisdiction in ((SOURCE, "US", "US"), (DESTINATION, "IE", "EU")):
         folder = RegionFolder.of(region)
         found_region(
@@ -179,9 +181,10 @@ def _set_up(home: Path) -> None:
         note(
             f"{region}: broker process {state['pid']} at {state['address']}, metrics at http://{state['health']}/metrics"
         )
-    run(_govern(source, destination))
+    grant = run(_govern(source, destination))
     bridge_command.start(source, BRIDGE, DESTINATION)
     note(f"bridge {BRIDGE}: agent process runs, with an identity of its own")
+    return grant
 
 
 def _policy_file(region: str) -> Path:
@@ -191,7 +194,7 @@ def _policy_file(region: str) -> Path:
     return packaged if packaged.exists() else Path(__file__).parent.parent / "examples" / "regions" / name
 
 
-async def _govern(source: RegionFolder, destination: RegionFolder) -> None:
+async def _govern(source: RegionFolder, destination: RegionFolder) -> str:
     policies = {}
     for region, folder in ((SOURCE, source), (DESTINATION, destination)):
         policy = policies[region] = load_policy(_policy_file(region))
@@ -239,7 +242,7 @@ async def _govern(source: RegionFolder, destination: RegionFolder) -> None:
     await add_right(SOURCE, terms.bridge, f"{Verb.BRIDGE_READ} {GRANTED}")
     await put_document(DESTINATION, "export", export)
     note(f"{DESTINATION}: {await put_document(DESTINATION, 'import', accepted)}")
-    assert open_export(export, trusted_keys).grant
+    return open_export(export, trusted_keys).grant
 
 
 # -- publish, cross, read ------------------------------------------------------------------------------
@@ -346,7 +349,7 @@ async def _read(bar: Progress, task: TaskID, figures: Figures, limit: int) -> No
 def _attempt_refused(figures: Figures) -> None:
     """The bridge's own identity asks for the ungranted stream, and is refused."""
     try:
-        run(bridge_command.attempt(SOURCE, BRIDGE, UNGRANTED))
+        run(bridge_command.attempt(SOURCE, BRIDGE, UNGRANTED, figures.grant))
     except FelixError as error:
         note(f"refused, as it must be: {error.sentence}")
         return

@@ -185,6 +185,18 @@ class Broker:
         )
         return await self.streams.open(record)
 
+    async def ensure_stream(self, name: StreamName, config: StreamConfig) -> HostedStream:
+        """The stream, made where it does not exist; of several that ask at once, one makes it."""
+        held = self.streams.get(name)
+        if held is not None:
+            return held
+        try:
+            return await self.create_stream(name, config)
+        except RequestError as error:
+            if error.code is not Code.ALREADY_EXISTS:
+                raise
+            return await self.streams.open(await self.catalog.describe_stream(name))
+
     def subscription_refusal(
         self, session: ClientSession, stream: HostedStream, reader: SealedReader | None
     ) -> FelixError | None:

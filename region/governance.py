@@ -62,6 +62,8 @@ DOCUMENT_KINDS: Final = ("export", "import", "standing", "deny", "policy", "bund
 DENY_QUIET_MS: Final = 10_000
 """The same refusal to the same peer is one leaf in this time."""
 DENIALS_REMEMBERED_MAX: Final = 10_000
+UNKNOWN_REGION: Final = "(unknown)"
+"""Where an attempt under no grant would have led."""
 MIRROR_TIMEOUT_S: Final = 10.0
 """How long a put document waits until this broker judges by it."""
 
@@ -267,7 +269,7 @@ class Governance:
             side=Side.INGRESS if from_region else Side.EGRESS,
             time_ms=now,
             source_region=from_region or own,
-            destination_region=own if from_region else to_region,
+            destination_region=own if from_region else to_region or UNKNOWN_REGION,
             stream=stream[:500],
             grant_id=grant_id[:500],
             actor=str(actor),

@@ -254,6 +254,10 @@ class IngestStream:
         except FelixError as error:
             self._refuse(error, correlation, request)
             return
+        except Exception as error:
+            log.exception("opening an ingest stream failed")
+            self._fail(FelixError(f"The broker failed: {type(error).__name__}."), correlation)
+            return
         self._grant_id = request.grant
         self._slot = link_slot(request.from_region, request.stream, request.incarnation, request.shard)
         annotation = self._shard.annotations.get(self._slot)
@@ -273,10 +277,7 @@ class IngestStream:
 
     async def _destination(self, name: StreamName, request: OpenIngest) -> HostedStream:
         """The stream that the import grant names; made like the source where it does not exist yet."""
-        broker = self._desk.broker
-        hosted = broker.streams.get(name)
-        if hosted is None:
-            hosted = await broker.create_stream(name, StreamConfig(shards=request.shards))
+        hosted = await self._desk.broker.ensure_stream(name, StreamConfig(shards=request.shards))
         if len(hosted.shards) != request.shards:
             raise RequestError(
                 f"{name} has {len(hosted.shards)} shards and its source {request.shards}: keys would change "
