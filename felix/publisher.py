@@ -2,7 +2,7 @@
 
 A record joins the open batch of its shard. The batch closes when it is full (bytes or records), or when its linger
 ends; linger 0 is the end of this loop turn, so a lone record never waits and a burst batches itself. While a shard has
-FLYING_BATCHES_MAX batches on the way, its open batch goes on filling instead of closing small. A closed batch is
+FLYING_BATCHES_FILL batches on the way, its open batch goes on filling instead of closing small. A closed batch is
 encoded once and stays these bytes; only its sequence can be renewed, in the header.
 
 Invariants:
@@ -48,9 +48,12 @@ from felix.frames import FRAME_HEADER_BYTES, AppendedBody, FrameType, frame_head
 from felix.messages import Answer, OpenPublisher, PublisherOpened
 from felix.names import StreamName, shard_for_key
 
-FLYING_BATCHES_MAX: Final = 7
-"""Batches of one shard that are sent and not acknowledged: fewer than a broker remembers per producer (8), so that
-every repeated one is recognised."""
+FLYING_BATCHES_MAX: Final = 31
+"""Batches of one shard that are sent and not acknowledged: fewer than a broker remembers per producer (32), so that
+every repeated one is recognised; enough that a broker syncs some while others are under way."""
+FLYING_BATCHES_FILL: Final = 7
+"""With so many on the way, an open batch goes on filling instead of closing small: the path is busy, and larger
+batches cost less per record."""
 BATCH_BYTES_DEFAULT: Final = 128 * 1024
 """Where a batch closes: large enough that per-batch work vanishes, small enough to flow."""
 BATCH_RECORDS_DEFAULT: Final = 8_192
@@ -655,7 +658,7 @@ class Publisher:
     def _sendable(self, lane: _Lane) -> _Parcel | None:
         if lane.stalled is not None or lane.flying >= FLYING_BATCHES_MAX:
             return None
-        if not lane.unsent and lane.linger_over:
+        if not lane.unsent and lane.linger_over and lane.flying < FLYING_BATCHES_FILL:
             self._close_batch(lane)
         return lane.unsent[0] if lane.unsent else None
 

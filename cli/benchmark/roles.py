@@ -39,7 +39,7 @@ RING_BYTES: Final = 64 << 20
 """Of an ephemeral stream; several times what may be on the way."""
 RING_BATCHES: Final = 4096
 """Batches on the way at most; well below what a ring holds (region.log.ring)."""
-IN_FLIGHT: Final = 16
+IN_FLIGHT: Final = 64
 """Batches that wait for their acknowledgement at once, per shard: twice what the publisher sends ahead."""
 PROGRESS_BYTES: Final = 256 << 10
 PROGRESS_BATCHES: Final = 256

@@ -25,10 +25,10 @@ import msgspec
 
 from felix.errors import Code, CorruptionError, RequestError
 
-BATCHES_REMEMBERED: Final = 8
+BATCHES_REMEMBERED: Final = 32
 """A client keeps fewer batches of a shard in flight, so every retry finds its first attempt."""
 PRODUCERS_MAX: Final = 8_192
-"""Per shard: bounds memory (about 1 KiB each) and the size of the snapshot."""
+"""Per shard: bounds memory (about 6 KiB each, where all of them publish) and the size of the snapshot."""
 PRODUCER_AGE_MS: Final = 7 * 24 * 3_600_000
 """A producer that was silent for a week begins anew."""
 

@@ -16,7 +16,8 @@ from felix import Code, NewRecord, RequestError, UnavailableError
 from felix.batch import Batch, decode_records
 from felix.messages import Limits, OpenPublisher, Request
 from felix.names import shard_for_key
-from felix.publisher import FLYING_BATCHES_MAX
+from felix.publisher import FLYING_BATCHES_FILL, FLYING_BATCHES_MAX
+from region.log.producers import BATCHES_REMEMBERED
 
 
 async def test_publish_returns_the_offset(region: felix.RegionClient, broker: ScriptedBroker) -> None:
@@ -234,7 +235,7 @@ async def test_a_long_linger_does_not_make_a_full_buffer_wait_for_itself(
     assert len(broker.streams[ORDERS].payloads()) == 5
 
 
-async def test_a_shard_has_few_batches_on_the_way_and_the_next_one_fills(
+async def test_with_some_batches_on_the_way_the_next_one_fills(
     region: felix.RegionClient, broker: ScriptedBroker
 ) -> None:
     broker.hold_acks = True
@@ -242,12 +243,26 @@ async def test_a_shard_has_few_batches_on_the_way_and_the_next_one_fills(
         for _ in range(30):
             await publisher.send(b"x")
             await asyncio.sleep(0.001)
+        assert len(broker.received) == FLYING_BATCHES_FILL
+        broker.hold_acks = False
+        broker.session.release()
+    assert [batch.header.records for batch in broker.received] == [1] * FLYING_BATCHES_FILL + [
+        30 - FLYING_BATCHES_FILL
+    ]
+
+
+async def test_whole_batches_fly_up_to_what_a_broker_remembers(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    assert FLYING_BATCHES_MAX < BATCHES_REMEMBERED
+    broker.hold_acks = True
+    async with region.stream(ORDERS).publisher(batch_records=2) as publisher:
+        await publisher.send_many([b"%d" % i for i in range(2 * FLYING_BATCHES_MAX + 20)])
+        await asyncio.sleep(0.01)
         assert len(broker.received) == FLYING_BATCHES_MAX
         broker.hold_acks = False
         broker.session.release()
-    assert [batch.header.records for batch in broker.received] == [1] * FLYING_BATCHES_MAX + [
-        30 - FLYING_BATCHES_MAX
-    ]
+    assert [batch.header.records for batch in broker.received] == [2] * (FLYING_BATCHES_MAX + 10)
 
 
 async def test_a_high_backlog_holds_batches_until_it_has_drained(

@@ -25,18 +25,18 @@ def append(
 
 def test_verdicts() -> None:
     table = ProducerTable()
-    for number in range(20):
+    for number in range(40):
         append(table, 7, 1, 10 * number, 100 + 10 * number)
         table.settle(110 + 10 * number)
-    assert table.decide(7, 1, 200, 10).verdict is Verdict.ACCEPT
-    repeated = table.decide(7, 1, 190, 10)
+    assert table.decide(7, 1, 400, 10).verdict is Verdict.ACCEPT
+    repeated = table.decide(7, 1, 390, 10)
     assert repeated.verdict is Verdict.DUPLICATE and repeated.first is not None
-    assert repeated.first.base_offset == 290
-    assert table.decide(7, 1, 190, 9).verdict is Verdict.FORGOTTEN
+    assert repeated.first.base_offset == 490
+    assert table.decide(7, 1, 390, 9).verdict is Verdict.FORGOTTEN
     assert table.decide(7, 1, 0, 10).verdict is Verdict.FORGOTTEN
-    assert table.decide(7, 1, 210, 10).verdict is Verdict.GAP
-    assert table.decide(7, 0, 200, 10).verdict is Verdict.FENCED
-    assert table.decide(7, 2, 200, 10).verdict is Verdict.GAP
+    assert table.decide(7, 1, 410, 10).verdict is Verdict.GAP
+    assert table.decide(7, 0, 400, 10).verdict is Verdict.FENCED
+    assert table.decide(7, 2, 400, 10).verdict is Verdict.GAP
     assert table.decide(7, 2, 0, 10).verdict is Verdict.ACCEPT
     assert table.decide(8, 0, 10, 10).verdict is Verdict.GAP
     assert table.decide(0, 0, 999, 10).verdict is Verdict.ACCEPT
