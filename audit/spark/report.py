@@ -20,6 +20,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -75,9 +76,10 @@ class ReportRefusedError(TamperError):
 
     def __init__(self, problems: Sequence[Problem], path: Path) -> None:
         first = problems[0]
+        place = "" if first.log in first.sentence else f"{first.log}: "
         more = f" {len(problems) - 1} more are in the file." if problems[1:] else ""
         super().__init__(
-            f"No report was made, because a log does not verify: {first.sentence}{more}",
+            f"No report was made, because a log does not verify: {place}{first.sentence}{more}",
             hint=f"{path} says what was found. Run `felix audit verify` on the log and on a copy of it, and compare.",
         )
         self.problems = tuple(problems)
@@ -461,6 +463,8 @@ def _clear(target: Path) -> None:
     for name in ("register", "reconciliation", "findings", "exceptions", "volumes", "lineage"):
         for kind in ("csv", "parquet"):
             (tables / f"{name}.{kind}").unlink(missing_ok=True)
+    with suppress(OSError):  # not there, or somebody else's files are in it
+        tables.rmdir()
 
 
 def _write(report: Report, target: Path, made: Mapping[str, Any]) -> None:

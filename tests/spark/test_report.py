@@ -232,12 +232,13 @@ def test_a_tampered_log_makes_no_report_and_says_which_leaf(five: Made, spark: A
     out = tmp_path / "out"
     shutil.copytree(five.result.out, out)
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(ReportRefusedError, match="Leaf 255") as refused:
+    with pytest.raises(ReportRefusedError, match=r"egress: Leaf 255") as refused:
         run_report([ill, five.logs[1]], out, trust=trust(), session=spark)
     assert refused.value.exit_code == EXIT_REFUSED not in (EXIT_CLEAN, EXIT_DIFFERENCES)
     assert set(files_of(out)) == {REFUSED_NAME, "notes.txt"}, (
         "an earlier report must not stand beside a refusal"
     )
+    assert not (out / "tables").exists()
     said = json.loads((out / REFUSED_NAME).read_text())
     assert said["refused"] is True and [problem["leaf"] for problem in said["problems"]] == [255]
 
