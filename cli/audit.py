@@ -15,12 +15,13 @@ from audit.leaf import Kind, decode_leaf, leaf_row
 from audit.note import VerifierKey, parse_note
 from audit.origin import log_keys, receipt_keys, witness_keys
 from audit.proof import check_proof, prove
+from audit.receipt import Receipt
 from audit.tile import CHECKPOINT_PATH, read_entries
 from audit.tile_disk import Folder
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from cli.bridge import known_bundles, parse_moment
-from cli.output import err, format_cell, iso, note, out, print_json, progress, table
+from cli.output import err, iso, note, out, print_json, progress, table
 from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file
 from felix.errors import Code, FelixError, RequestError
 from felix.names import StreamName
@@ -351,12 +352,34 @@ def check_proof_(
         print_json(proven)
         return
     out.print(f"[green]The proof holds.[/] {file}")
+    intent, receipt = proven.intent, proven.receipt
     rows = [
-        [name, format_cell(value)]
-        for name, value in msgspec.structs.asdict(proven).items()
-        if value not in ("", None, b"", ())
+        [
+            "record",
+            f"{proven.stream} shard {proven.shard} offset {proven.offset}, {proven.entry.size} bytes as it crossed",
+        ],
+        ["from, to", f"{intent.source_region} → {intent.destination_region}, as {intent.destination_stream}"],
+        ["carried by", intent.bridge],
+        ["under grant", f"{intent.grant_id}, terms {intent.terms_hash.hex()}"],
+        ["about to cross", f"{iso(intent.time_ms)}, leaf {proven.intent_index}"],
+        ["arrived", _arrival(receipt, proven.ack_index)],
+        ["commitment", proven.entry.commitment.hex()],
+        ["log", f"{proven.origin}, {proven.size:,} leaves"],
+        [
+            "cosigned",
+            ", ".join(f"{name} at {iso(seconds * 1000)}" for name, seconds in proven.cosigned) or "by nobody",
+        ],
     ]
     table("What it proves", ["", ""], rows)
+
+
+def _arrival(receipt: Receipt | None, leaf: int | None) -> str:
+    if receipt is None:
+        return "no receipt in the log yet"
+    return (
+        f"{iso(receipt.time_ms)}, destination offsets {receipt.destination_first_offset}–"
+        f"{receipt.destination_last_offset}, leaf {leaf}, receipt signed by {receipt.destination_region}"
+    )
 
 
 def _names(proof: bytes, key: VerifierKey) -> bool:

@@ -74,6 +74,11 @@ _STORED: Final[dict[str, tuple[DocumentKind, DocumentSide]]] = {
     "deny": ("denies", "state"),
 }
 """Where the catalog keeps each kind."""
+_DONE: Final = {
+    StandingAction.PAUSE: "paused",
+    StandingAction.RESUME: "resumed",
+    StandingAction.REVOKE: "revoked",
+}
 _PURPOSES: Final = {
     "export": Purpose.EXPORT,
     "import": Purpose.IMPORT,
@@ -310,7 +315,7 @@ class Governance:
             standing = decode_body(document, Standing, Purpose.STANDING)
             await self._store("revocations", "state", _document_id(document), document)
             await self._standing_leaf(actor, standing, document)
-            return f"{standing.grant}: {standing.action} by {standing.region}."
+            return f"{standing.grant} is {_DONE[standing.action]} by {standing.region}."
         if kind == "import":
             accepted = open_import(document, self._trusted_policy_keys())
             self._require_party(actor, accepted.bridge, accepted.from_region, accepted.to_region)
