@@ -25,12 +25,12 @@ from cli.setting import (
 )
 from felix.errors import RequestError
 from felix.messages import Done, PutDocument
+from felix.telemetry import configure_tracing
 from keys.bundle import decode_bundle
 from region.config import Address, load_config
 from region.folder import RegionFolder
 from region.founding import found_region, trust_region, write_profile
 from region.node import Node
-from region.tracing import configure_tracing
 
 app = typer.Typer(help="Found and run regions.", no_args_is_help=True)
 
@@ -152,7 +152,10 @@ def up(
 
 
 async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
-    stop_tracing = configure_tracing(node.config, folder.root)
+    config = node.config
+    stop_tracing = configure_tracing(
+        config.tracing, folder.root, service="felix-broker", instance=config.broker, region=config.region
+    )
     await node.start()
     try:
         address = node.address

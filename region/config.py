@@ -13,6 +13,7 @@ import msgspec
 
 from felix.errors import Code, RequestError
 from felix.names import parse_region
+from felix.telemetry import TracingConfig
 from policy.documents import Parsed, decode_document
 from policy.quantity import Duration, Size
 
@@ -76,15 +77,6 @@ class AuditConfig(Part, frozen=True):
     """How often the audit log signs a checkpoint while leaves come in."""
 
     checkpoint_every: Duration = Duration(1_000)
-
-
-class TracingConfig(Part, frozen=True):
-    """OpenTelemetry: `none`, `file` (JSON lines in `path`) or `otlp` (to `endpoint`)."""
-
-    exporter: Literal["none", "file", "otlp"] = "none"
-    path: Words = "traces.jsonl"
-    endpoint: str = ""
-    ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
 
 class LimitsConfig(Part, frozen=True):

@@ -8,9 +8,8 @@ from opentelemetry import trace
 from region_home import make_region, running
 
 import felix
+from felix.telemetry import TracingConfig, configure_tracing
 from felix.tracing import tracing
-from region.config import TracingConfig
-from region.tracing import configure_tracing
 
 
 async def test_publish_append_and_process_are_one_trace(
@@ -19,7 +18,9 @@ async def test_publish_append_and_process_are_one_trace(
     monkeypatch.setenv("FELIX_HOME", str(tmp_path))
     folder = make_region(tmp_path, "us-east")
     async with running(folder, tracing=TracingConfig(exporter="file", path="spans.jsonl")) as node:
-        stop = configure_tracing(node.config, folder.root)
+        stop = configure_tracing(
+            node.config.tracing, folder.root, service="felix-broker", instance="b1", region="us-east"
+        )
         async with felix.connect("us-east", tracing=True) as client:
             await client.create_stream("acme/ops/traced")
             stream = client.stream("acme/ops/traced")
