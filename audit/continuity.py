@@ -4,7 +4,8 @@ Rules, for each link shard and stream incarnation (docs/audit.md, verification s
 
 - egress: every source offset from the first one on is accounted for exactly once and in order: listed in an
   INTENT, listed in a WITHHELD, or inside a GAP. WITHHELD leaves come before the INTENT leaves of their batch. A
-  link may start anew further on only under another grant; what it left out is counted as skipped.
+  link may start anew further on only under another grant; what it left out is counted as skipped. Under another
+  grant it may also begin again where batches announced under the one before have no ACK: those did not cross.
 - egress: an ACK answers exactly one INTENT batch: same envelope, same range, same number of records.
 - ingress: source offsets only grow; no record is appended twice.
 - both: an INTENT or ingress ACK names a grant whose GRANT leaf stands earlier in the same log, with the same hash of
@@ -168,6 +169,9 @@ class Continuity:
         """The range must begin where the last one ended; under another grant it may begin later."""
         first = header.first_offset
         assert first is not None
+        if first < shard.following and header.grant_id != shard.grant_id and self._is_open(header, first):
+            shard.following = first
+            shard.held.clear()
         if first > shard.following and not shard.held:
             missing = first - shard.following
             at, shard.following = shard.following, first
@@ -178,6 +182,13 @@ class Continuity:
                     f"{_name(header)}: offsets {at}..{first - 1} are neither crossed, withheld nor a gap."
                 ]
         return []
+
+    def _is_open(self, header: Header, first: int) -> bool:
+        """Whether a batch that covers this offset was announced and has no ACK."""
+        link = LinkShard.of(header)
+        return any(
+            key == link and batch.first <= first <= batch.last for (key, _), batch in self._unanswered.items()
+        )
 
     def _cover(self, leaf: Leaf) -> list[str]:
         header = leaf.header

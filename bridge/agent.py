@@ -489,14 +489,17 @@ class Agent:
             if key not in wanted:
                 # Its stream or its grant is not there any more.
                 carrier.leave()
-                if task.done():
-                    del self._carriers[key]
+            if carrier.is_leaving and task.done():
+                del self._carriers[key]
         for key, row in wanted.items():
             held = self._carriers.get(key)
             if held is None:
                 carrier = Carrier(self.shop, self._shores.get(row.destination_region), row)
                 task = asyncio.get_running_loop().create_task(carrier.run(), name=f"link-{key[0]}-{key[2]}")
                 self._carriers[key] = (carrier, task)
+            elif held[0].is_leaving:
+                # Back again while it ends: a new one takes over in the next round.
+                continue
             else:
                 carrier = held[0]
                 carrier.take_plan(row)
@@ -594,3 +597,7 @@ class Agent:
                     shore.take_identity(files.identity, bundle)
             self._files = files
             self.shop.identity = files.identity
+            if self.shop.trail is not None:
+                self.shop.trail.trust_witnesses(
+                    key for bundle in files.bundles.values() for key in witness_keys(bundle)
+                )

@@ -219,6 +219,11 @@ class Carrier:
         # By its share of the records: the sizes of single batches are not asked for.
         figures.lag_bytes = state.size_bytes * min(behind, records) // records if records > 0 else 0
 
+    @property
+    def is_leaving(self) -> bool:
+        """True once it was told to end; it does not begin again."""
+        return self._leaving
+
     def leave(self) -> None:
         """The agent stops: finish what is on the way, then end."""
         self._leaving = True
@@ -285,10 +290,10 @@ class Carrier:
                     await self._planned.wait()
 
     def _step(self, event: LinkEvent, reason: str) -> None:
-        before = self.phase
+        before, said = self.phase, self.reason
         self.phase = advance(before, event)
         self.reason = reason
-        if self.phase is not before:
+        if self.phase is not before or (reason and reason != said):
             row = self.row
             log.info(
                 "link %s %s/%d to %s: %s → %s. %s", row.grant, row.stream, row.shard, row.destination_region,

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
-from bridge_mesh import STREAM, Mesh, flight, two_regions, until
+from bridge_mesh import STREAM, WAIT_S, Mesh, flight, two_regions, until
 
-from audit.leaf import Kind
+from audit.leaf import GapKind, Kind
 from bridge.agent import Agent
+from bridge.config import HostPort
+from bridge.sample import sample_as_bridge, sample_as_reader
 from felix.errors import Code
-from felix.messages import LinkState
+from felix.messages import LinkState, Retention
+from felix.names import StreamName
 from felix.provenance import PATH_HEADER
 from policy.grant import StandingAction
 from policy.transform import build_spec
@@ -269,3 +275,151 @@ async def test_a_second_agent_waits_for_the_egress_log_and_takes_over(mesh: Mesh
     assert mesh.numbers(await mesh.read("eu-west", 150)) == list(range(150))
     await settle(mesh)
     check_logs(mesh, 150)
+
+
+async def test_a_gap_at_the_source_is_logged_alarmed_and_passed(mesh: Mesh) -> None:
+    await mesh.create(retention=Retention(age_ms=1_500))
+    await mesh.grant()
+    await mesh.publish([flight(number) for number in range(10)])
+    async with mesh.agent() as agent:
+        await position(agent, 10)
+    await mesh.publish([flight(number) for number in range(10, 60)])
+    # Only segments that are not written to any more are deleted; the next one is begun here, not in an hour.
+    shard = mesh.nodes["us-east"].broker.stream(StreamName.parse(STREAM)).shards[0]
+    assert shard._disk is not None
+    await shard._change(shard._disk.roll, now_ms())
+
+    async def expired() -> bool:
+        return (await mesh.describe("us-east")).state[0].log_start == 60
+
+    await until(expired, "retention")
+    async with mesh.agent() as agent:
+        await position(agent, 60)
+        assert "10 to 59 are gone" in agent.links()[0].reason
+        await mesh.publish([flight(number) for number in range(60, 100)], batch=40)
+        await position(agent, 100)
+        arrived = await mesh.arrived()
+    await settle(mesh)
+    gaps = mesh.headers(mesh.egress_folder, Kind.GAP)
+    assert (gaps[0].first_offset, gaps[0].last_offset, gaps[0].gap) == (10, 59, GapKind.RETENTION)
+    check_logs(mesh, arrived)
+
+
+async def test_a_stream_that_is_made_anew_crosses_from_its_beginning(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.grant()
+    await mesh.publish([flight(number) for number in range(20)])
+    async with mesh.agent() as agent:
+        await position(agent, 20)
+        async with mesh.operator("us-east") as client:
+            await client.delete_stream(STREAM)
+        await mesh.create()
+        await mesh.publish([flight(number) for number in range(100, 130)])
+        await mesh.crossed(50)
+        await position(agent, 30)
+    assert mesh.numbers(await mesh.read("eu-west", 50)) == [*range(20), *range(100, 130)]
+    await settle(mesh)
+    check_logs(mesh, 50)
+
+
+async def test_a_source_that_has_less_than_what_crossed_stops_the_link_with_an_alarm(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.grant()
+    await mesh.publish([flight(number) for number in range(50)], batch=10)
+    async with mesh.agent() as agent:
+        await position(agent, 50)
+    hosted = mesh.nodes["us-east"].broker.streams.get(StreamName.parse(STREAM))
+    assert hosted is not None
+    await hosted.shards[0].truncate(20)
+    async with mesh.agent() as agent:
+        stopped = await state(agent, "gap")
+        assert "not written yet" in stopped.reason
+        assert agent.not_ready()
+        assert await mesh.arrived() == 50
+    await settle(mesh)
+    assert mesh.verify_egress().ok
+    assert [header.code for header in mesh.headers(mesh.egress_folder, Kind.DENY)] == [
+        Code.OFFSET_OUT_OF_RANGE
+    ]
+
+
+async def test_what_was_announced_under_a_revoked_grant_crosses_under_the_next(mesh: Mesh) -> None:
+    await mesh.create()
+    grant = await mesh.grant()
+    await mesh.publish([flight(number) for number in range(60)], batch=20)
+    child = await mesh.child("intent-durable:1")
+    async with asyncio.timeout(WAIT_S):
+        assert await child.wait() == -9
+    await mesh.stand("us-east", grant, StandingAction.REVOKE)
+    again = await mesh.grant(purpose="planning")
+    async with mesh.agent() as agent:
+        await position_of(agent, again, 60)
+    assert mesh.numbers(await mesh.read("eu-west", 60)) == list(range(60))
+    await settle(mesh)
+    egress = mesh.verify_egress()
+    assert egress.ok, egress.findings
+    assert egress.unanswered > 0
+    crossed = [header for header in mesh.headers(mesh.egress_folder, Kind.INTENT) if header.grant_id == again]
+    assert sum(header.records for header in crossed) == 60
+
+
+async def test_a_rate_holds_the_link_back_and_says_so(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.grant(rate_bytes=20_000)
+    await mesh.publish([flight(number) for number in range(200)], batch=10)
+    async with mesh.agent() as agent:
+        await until(
+            lambda: (held := link(agent)) and "rate of 20000" in held.reason, "the rate as the reason"
+        )
+        assert await mesh.arrived() < 200
+
+
+async def test_a_sample_shows_what_would_cross_and_moves_nothing(mesh: Mesh) -> None:
+    await mesh.create(shards=2)
+    payloads = [flight(number) for number in range(30)] + [b"not json"] * 2
+    await mesh.publish(payloads)
+    grant = await mesh.grant()
+    async with mesh.agent():
+        await mesh.crossed(30)
+    before = len(mesh.headers(mesh.egress_folder))
+    sample = await sample_as_bridge(mesh.bridge_config(), mesh.us.root, grant, 32)
+    assert (sample.count("crosses"), sample.count("withheld"), sample.is_exact) == (30, 2, True)
+    arrived = {
+        record["tailnum"] for record in (json.loads(bytes(r.payload)) for r in await mesh.read("eu-west", 30))
+    }
+    shown = {
+        json.loads(field.after)
+        for record in sample.records
+        for field in record.fields
+        if field.path == "tailnum" and field.after
+    }
+    assert shown == arrived
+    async with mesh.operator("us-east") as client:
+        read = await sample_as_reader(client, grant, mesh.terms(), 32)
+    assert (read.count("crosses"), read.count("withheld"), read.is_exact) == (30, 2, False)
+    assert len(mesh.headers(mesh.egress_folder)) == before
+
+
+async def test_the_health_page_has_the_link_and_the_reason(mesh: Mesh) -> None:
+    await mesh.create()
+    await mesh.grant()
+    await mesh.publish([flight(number) for number in range(10)])
+    async with mesh.agent(health=HostPort("127.0.0.1", 0)) as agent:
+        await position(agent, 10)
+        assert agent.health is not None
+        base = f"http://127.0.0.1:{agent.health.address[1]}"
+        metrics = await asyncio.to_thread(lambda: urlopen(f"{base}/metrics").read().decode())
+        assert 'felix_bridge_crossed_records_total{destination="eu-west"' in metrics
+        ready = await asyncio.to_thread(lambda: json.loads(urlopen(f"{base}/readyz").read()))
+        assert ready == {"ok": True, "reason": ""}
+        await mesh.stop("eu-west")
+
+        def not_ready() -> str:
+            try:
+                urlopen(f"{base}/readyz")
+            except HTTPError as error:
+                return str(json.loads(error.read())["reason"])
+            return ""
+
+        reason = await until(lambda: asyncio.to_thread(not_ready), "not ready")
+        assert "eu-west" in reason
