@@ -183,7 +183,13 @@ class Passage:
 
     @property
     def has_room(self) -> bool:
-        """True while another batch may be begun."""
+        """True while another batch may be begun.
+
+        Nothing new is announced before all that was announced earlier is answered: so however often an agent dies,
+        no more is without an answer than the destination remembers.
+        """
+        if self._next >= self._announced_to and any(each.is_again for each in self._on_the_way):
+            return False
         return self.envelopes < self._envelopes_max and self._bytes < self._credit_bytes
 
     @property
