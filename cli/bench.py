@@ -27,9 +27,9 @@ QUICK: Final = Plan(
     kind="publish",
     payload_bytes=(256,),
     repeats=1,
-    load_s=0.5,
-    paced_s=0.4,
-    relay_bytes=24 << 20,
+    load_s=0.4,
+    paced_s=0.3,
+    relay_bytes=16 << 20,
     budget_s=45,
 )
 """Well under a minute."""
