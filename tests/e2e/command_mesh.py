@@ -1,0 +1,390 @@
+"""Two regions and an agent as separate processes, driven by nothing but the `felix` command; for end-to-end tests.
+
+Every process is started through the command line and stopped by its id. Commands never show a traceback: `felix`
+asserts it for each one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from e2e.relay import Relay
+
+import felix
+from audit.leaf import Kind, Leaf, decode_leaf
+from audit.tile import read_entries
+from audit.tile_disk import Folder
+from cli.process import read_state
+from felix.profile import Profile, load_profile
+from region.folder import RegionFolder
+
+ROOT = Path(__file__).parents[2]
+MESH = "acme"
+SOURCE = "us-east"
+DESTINATION = "eu-west"
+BRIDGE = "us-east-to-eu-west"
+WAIT_S = 60.0
+
+T = TypeVar("T")
+
+POLICIES = {
+    SOURCE: """\
+version: 1
+name: us-east
+revision: 1
+region: us-east
+regions:
+  us-east: {country: US, jurisdiction: US}
+  eu-west: {country: IE, jurisdiction: EU}
+classes:
+  operational: {description: Flights., streams: [acme/ops/*]}
+  personal: {description: People., streams: [acme/hr/*]}
+exports:
+  - name: to-eu
+    classes: [operational]
+    to: {jurisdictions: [EU]}
+    bases: [scc]
+    keys: [pseudonymize, hash, drop, keep]
+    lifetime: 90d
+    approvals: 1
+""",
+    DESTINATION: """\
+version: 1
+name: eu-west
+revision: 1
+region: eu-west
+regions:
+  us-east: {country: US, jurisdiction: US}
+  eu-west: {country: IE, jurisdiction: EU}
+classes:
+  operational: {description: Flights., streams: [acme/ops/*]}
+imports:
+  - name: from-us
+    classes: [operational]
+    from: {regions: [us-east]}
+    bases: [scc]
+    keys: [pseudonymize, hash, drop, keep]
+    lifetime: 90d
+""",
+}
+
+
+class Said(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def free_port(kind: socket.SocketKind = socket.SOCK_DGRAM) -> int:
+    with socket.socket(socket.AF_INET, kind) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def command(*words: str) -> list[str]:
+    """The argument list of `felix WORDS`."""
+    return [sys.executable, "-m", "cli.main", *words]
+
+
+def environment(home: Path, **more: str) -> dict[str, str]:
+    """What a command sees: this checkout, that home, and nothing of Felix that the caller's shell has set."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FELIX_")}
+    return {**kept, "FELIX_HOME": str(home), "PYTHONPATH": str(ROOT), **more}
+
+
+def felix_command(
+    home: Path,
+    *words: str,
+    code: int | Sequence[int] | None = 0,
+    stdin: bytes = b"",
+    cwd: Path | None = None,
+    timeout_s: float = 120.0,
+    **more: str,
+) -> Said:
+    """Run `felix WORDS` to its end. `code`: what it must end with, None for anything; `more`: environment variables."""
+    done = subprocess.run(
+        command(*words),
+        input=stdin,
+        capture_output=True,
+        env=environment(home, **more),
+        cwd=cwd or ROOT,
+        timeout=timeout_s,
+    )
+    said = Said(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    shown = f"felix {' '.join(words)} ended with {said.code}:\n{said.out[-3000:]}\n{said.err[-3000:]}"
+    assert "Traceback" not in said.err + said.out, shown
+    if code is not None:
+        wanted = (code,) if isinstance(code, int) else code
+        assert said.code in wanted, shown
+    return said
+
+
+def until(condition: Callable[[], T], what: str, timeout_s: float = WAIT_S) -> T:
+    """Wait until `condition` gives something true, and return it."""
+    limit = time.monotonic() + timeout_s
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < limit, (
+            f"{what} did not come about within {timeout_s:.0f} s; last: {found!r}"
+        )
+        time.sleep(0.1)
+
+
+class CommandMesh:
+    """`found`, then `up`; `close` at the end. Ports stay the same over restarts."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.us = RegionFolder.of(SOURCE, home)
+        self.eu = RegionFolder.of(DESTINATION, home)
+        self.relay: Relay
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def felix(self, *words: str, **how: Any) -> Said:
+        """See `felix_command`."""
+        return felix_command(self.home, *words, **how)
+
+    def folder(self, region: str) -> RegionFolder:
+        return self.us if region == SOURCE else self.eu
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    def found(self) -> None:
+        """Both regions founded, the bridge issued, trust exchanged; the agent's way to the destination is recorded."""
+        ports = {}
+        for region in (SOURCE, DESTINATION):
+            ports[region] = free_port()
+            listen = f"127.0.0.1:{ports[region]}"
+            self.felix("region", "init", region, "--mesh", MESH, "--listen", listen, "--health", "none")
+        self.felix("identity", "issue", BRIDGE, "--kind", "bridge", "--region", SOURCE)
+        self.felix("region", "trust", str(self.eu.bundle), "--region", SOURCE)
+        self.felix("region", "trust", str(self.us.bundle), "--region", DESTINATION)
+        self.relay = Relay(ports[DESTINATION])
+        self.write_agent_config(BRIDGE, ports[SOURCE], self.relay.port)
+
+    def write_agent_config(self, name: str, source_port: int, destination_port: int) -> Path:
+        folder = self.us.bridge(name)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = folder / "bridge.yaml"
+        path.write_text(
+            f"name: {name}\nmesh: {MESH}\nsource: {SOURCE}\nsource_addresses: ['127.0.0.1:{source_port}']\n"
+            f"home: ../..\negress: bridges/{name}/egress\n"
+            f"destinations:\n  - region: {DESTINATION}\n    addresses: ['127.0.0.1:{destination_port}']\n"
+        )
+        return path
+
+    def up(self, *regions: str) -> None:
+        for region in regions or (SOURCE, DESTINATION):
+            self.felix("region", "up", region, "--detach")
+
+    def down(self, *regions: str) -> None:
+        for region in regions or (SOURCE, DESTINATION):
+            self.felix("region", "down", region)
+
+    def agent_up(self) -> None:
+        self.felix("bridge", "up", BRIDGE, "--detach", "--region", SOURCE)
+
+    def agent_down(self) -> None:
+        self.felix("bridge", "down", BRIDGE, "--region", SOURCE)
+
+    def enact_policies(self) -> None:
+        for region, text in POLICIES.items():
+            self.enact(region, text)
+
+    def enact(self, region: str, text: str, **how: Any) -> Said:
+        path = self.home / f"policy-{region}.yaml"
+        path.write_text(text)
+        return self.felix("policy", "apply", str(path), **how)
+
+    def kill(self, region: str) -> None:
+        """SIGKILL to a region's broker, by its id, and wait until it is gone."""
+        pid = self.state(region)["pid"]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: read_state(self.folder(region).broker_pid) is None, f"the end of process {pid}")
+
+    def state(self, region: str) -> dict[str, Any]:
+        state = read_state(self.folder(region).broker_pid)
+        assert state is not None, f"the broker of {region} does not run"
+        return state
+
+    @property
+    def agent_pid_file(self) -> Path:
+        return self.us.bridge(BRIDGE) / "agent.pid"
+
+    @property
+    def agent_log(self) -> Path:
+        return self.us.bridge(BRIDGE) / "agent.log"
+
+    def spawn(self, *words: str, log: Path, **more: str) -> subprocess.Popen[bytes]:
+        """`felix WORDS` in the foreground of a child process, its output in `log`."""
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                command(*words),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment(self.home, **more),
+                cwd=ROOT,
+            )
+        self._processes.append(process)
+        return process
+
+    def close(self) -> None:
+        """Stop everything that this mesh started, each process by its id."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        for path in sorted(self.home.glob("*/bridges/*/agent.pid")) + sorted(
+            self.home.glob("*/run/broker.pid")
+        ):
+            state = read_state(path)
+            if state is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(state["pid"], signal.SIGTERM)
+                for _ in range(100):
+                    if read_state(path) is None:
+                        break
+                    time.sleep(0.1)
+                else:
+                    with suppress(ProcessLookupError):
+                        os.kill(state["pid"], signal.SIGKILL)
+        if hasattr(self, "relay"):
+            self.relay.close()
+
+    # -- grants and streams ----------------------------------------------------------------------------
+
+    def create(self, stream: str, shards: int = 1) -> None:
+        self.felix("stream", "create", stream, "--shards", str(shards), "--region", SOURCE)
+
+    def allow(self, stream: str, *more: str, code: int = 0, expires: str = "30d") -> str:
+        """The export grant; its id (empty where it was refused)."""
+        said = self.felix(
+            "bridge", "allow", "stream", stream, "--to", DESTINATION, "--purpose", "analytics",
+            "--basis", "scc", "--reference", "SCC-2026-014", "--expires", expires,
+            "--out", str(self.grant_file(stream)), "--region", SOURCE, "--json", *more, code=code,
+        )  # fmt: skip
+        return str(said.json()["grant"]) if not code else ""
+
+    def grant_file(self, stream: str) -> Path:
+        return self.home / f"{stream.replace('/', '-')}.grant"
+
+    def accept(self, path: Path, **how: Any) -> Said:
+        out = path.with_suffix(".acceptance")
+        return self.felix("bridge", "accept", str(path), "--out", str(out), "--region", DESTINATION, **how)
+
+    def grant(self, stream: str, *more: str, expires: str = "30d") -> str:
+        """Both halves."""
+        grant = self.allow(stream, *more, expires=expires)
+        self.accept(self.grant_file(stream))
+        return grant
+
+    def publish(self, stream: str, payloads: Sequence[bytes], key_field: str = "") -> None:
+        """Through the command, from its standard input."""
+        key = ("--key-field", key_field) if key_field else ()
+        data = b"".join(payload + b"\n" for payload in payloads)
+        said = self.felix("stream", "publish", stream, "--region", SOURCE, "--json", *key, stdin=data)
+        assert said.json()["records"] == len(payloads)
+
+    def profile(self, region: str, identity: str = "") -> Profile:
+        return load_profile(region, identity=identity, home=self.home)
+
+    def read(self, region: str, stream: str, count: int) -> list[dict[str, Any]]:
+        """So many records through `felix stream subscribe --json`."""
+        if not count:
+            return []
+        said = self.felix(
+            "stream", "subscribe", stream, "--from", "earliest", "--count", str(count), "--json", "--region", region
+        )  # fmt: skip
+        return [json.loads(line) for line in said.out.splitlines()]
+
+    def size(self, region: str, stream: str) -> int:
+        """Records in a stream, over all shards; 0 where there is no such stream."""
+
+        async def ask() -> int:
+            async with felix.connect(profile=self.profile(region)) as client:
+                async for state in client.list_streams():
+                    if state.stream == stream:
+                        return sum(shard.high_watermark for shard in state.state)
+            return 0
+
+        return asyncio.run(ask())
+
+    def arrived(self, stream: str, count: int) -> None:
+        """Wait until so many records are at the destination."""
+        until(lambda: self.size(DESTINATION, stream) >= count, f"{count} records of {stream}")
+
+    def links(self, stream: str) -> list[dict[str, Any]]:
+        found = self.felix("bridge", "status", "--region", SOURCE, "--json").json()
+        return [link for link in found if link["stream"] == stream]
+
+    def link_state(self, stream: str, state: str) -> dict[str, Any]:
+        """Wait until the stream's links are all in a state; the first of them."""
+
+        def found() -> dict[str, Any] | None:
+            links = self.links(stream)
+            return links[0] if links and all(link["state"] == state for link in links) else None
+
+        held = until(found, f"a link of {stream} that is {state}")
+        assert held is not None
+        return held
+
+    # -- the logs --------------------------------------------------------------------------------------
+
+    @property
+    def egress(self) -> Path:
+        return self.us.bridge(BRIDGE) / "egress"
+
+    @property
+    def ingress(self) -> Path:
+        return self.eu.root / "data" / "audit"
+
+    @property
+    def own_log(self) -> Path:
+        """What the source region's broker writes."""
+        return self.us.root / "data" / "audit"
+
+    def leaves(self, log: Path, *kinds: Kind, stream: str = "") -> list[Leaf]:
+        return [
+            leaf
+            for leaf in leaves_of(log)
+            if (not kinds or leaf.header.kind in kinds) and stream in ("", leaf.header.stream)
+        ]
+
+    def leaf(self, log: Path, kind: Kind, stream: str, code: int = 0) -> Leaf:
+        """Wait until a checkpoint covers such a leaf; the first one."""
+
+        def found() -> Leaf | None:
+            held = (leaf for leaf in self.leaves(log, kind, stream=stream) if leaf.header.code == code)
+            return next(held, None)
+
+        held = until(found, f"a {kind.name} leaf of {stream} with code {code} in {log}")
+        assert held is not None
+        return held
+
+
+def leaves_of(log: Path) -> Iterator[Leaf]:
+    """Every leaf that the log's checkpoint covers."""
+    files = Folder(log)
+    note = files.read("checkpoint")
+    size = int(note.split(b"\n", 2)[1]) if note else 0
+    return (decode_leaf(data) for _, data in read_entries(files, 0, size, size))
