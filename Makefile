@@ -4,8 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RECORDS ?= all
+KILLS   ?= 100
 
-.PHONY: demo test check format bench clean help
+.PHONY: demo test soak check format bench clean help
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +26,10 @@ demo: $(STAMP) ## two regions, one bridge, one report, on real input (RECORDS=20
 
 test: $(STAMP) ## all tests
 	@$(BIN)/python -m pytest
+
+soak: $(STAMP) ## a broker killed KILLS times under load, and hostile peers by the thousand (minutes)
+	@FELIX_SOAK_KILLS=$(KILLS) FELIX_HOSTILE_CASES=5000 $(BIN)/python -m pytest --timeout 3600 tests/region/test_kill.py \
+	  tests/region/test_hostile.py
 
 check: $(STAMP) ## format, lint, types, imports
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .

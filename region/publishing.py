@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 class PublishStream:
     """One client-opened unidirectional stream."""
 
-    __slots__ = ("_acks", "_decoder", "_partial", "_refusal", "_session", "_stream", "name")
+    __slots__ = ("_acks", "_decoder", "_partial", "_refusal", "_refused", "_session", "_stream", "name")
 
     def __init__(self, session: ClientSession, refusal: UnavailableError | None = None) -> None:
         """`refusal`: what the opening of this stream is answered with, where the session has too many."""
         self._session = session
         self._refusal = refusal
         self._partial = 0
+        self._refused = False
         self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.BATCH}))
         self._stream: HostedStream | None = None
         self._acks = True
@@ -40,6 +41,8 @@ class PublishStream:
 
     def data(self, data: bytes, end: bool) -> None:
         for frame in self._decoder.feed(data):
+            if self._refused:
+                return  # what was sent without waiting for the answer
             if frame.type is FrameType.BATCH:
                 self._batch(frame)
             else:
@@ -78,6 +81,7 @@ class PublishStream:
         except (RequestError, UnavailableError) as error:
             session.refuse(frame.correlation, error)
             session.end_role(self)
+            self._refused = True
             self.closed()
             return
         self.name, self._stream = name, stream
@@ -85,11 +89,13 @@ class PublishStream:
         session.answer(frame.correlation, PublisherOpened(len(stream.shards), stream.incarnation))
 
     def _batch(self, frame: Frame) -> None:
+        if self.name is None:
+            raise ProtocolError("A batch came before its publisher was opened.", code=Code.STATE)
         session = self._session
         size = FRAME_HEADER_BYTES + len(frame.body)
         session.publish_window.receive(size)
         if self._stream is None:
-            # Refused, or its right taken away: batches that were on their way are answered one by one.
+            # Its right was taken away, or the stream is gone: batches that were on their way are answered one by one.
             self._finish(frame.correlation, size, _closed())
             return
         try:

@@ -26,7 +26,7 @@ async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> N
     """Wait for something that nobody announces."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - no event is set for it
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.001)
 
 
 def encode_request(request: Request, correlation: int = 1) -> bytes:
