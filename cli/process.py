@@ -21,6 +21,8 @@ from felix.errors import Code, RequestError, UnavailableError
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
+LOCK_TIMEOUT_S = 0.5
+"""Longer than anybody who asks whether a process runs holds its lock."""
 
 
 class PidFile:
@@ -31,7 +33,7 @@ class PidFile:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file: IO[str] = path.open("a+")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock()
         except OSError as error:
             state = read_state(path) or {}
             self._file.close()
@@ -41,6 +43,18 @@ class PidFile:
                 hint="Stop that one first.",
             ) from error
         self.path = path
+
+    def _lock(self) -> None:
+        """Raises OSError where another process keeps the lock; one that only looks lets go at once."""
+        limit = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() >= limit:
+                    raise
+                time.sleep(0.01)
 
     def announce(self, **state: Any) -> None:
         """Say that the process serves now, and where."""
