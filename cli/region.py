@@ -21,7 +21,7 @@ from cli.setting import (
     now_ms,
     read_file,
     run,
-    until_stopped,
+    stop_signals,
 )
 from felix.errors import RequestError
 from felix.messages import Done, PutDocument
@@ -156,6 +156,7 @@ async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
     stop_tracing = configure_tracing(
         config.tracing, folder.root, service="felix-broker", instance=config.broker, region=config.region
     )
+    stop = stop_signals()
     await node.start()
     try:
         address = node.address
@@ -170,7 +171,7 @@ async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
         note(
             f"{node.config.region} serves at {address}; end it with Ctrl-C or: felix region down {node.config.region}"
         )
-        await until_stopped()
+        await stop.wait()
     finally:
         await node.stop()
         stop_tracing()

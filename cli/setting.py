@@ -89,13 +89,18 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(work)
 
 
-async def until_stopped() -> None:
-    """Wait for SIGINT or SIGTERM."""
+def stop_signals() -> asyncio.Event:
+    """Set by SIGINT or SIGTERM from now on. Ask for it before anybody is told that the process serves."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    await stop.wait()
+    return stop
+
+
+async def until_stopped() -> None:
+    """Wait for SIGINT or SIGTERM."""
+    await stop_signals().wait()
 
 
 def read_file(path: Path, what: str) -> bytes:
