@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection as Pipe
@@ -69,6 +70,8 @@ class Processes:
 
 
 def _run(role: Callable[..., Coroutine[Any, Any, None]], pipe: Pipe, arguments: tuple[Any, ...]) -> None:
+    # Ctrl-C reaches the whole group; the parent ends its roles in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         import uvloop
     except ImportError:
