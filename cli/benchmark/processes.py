@@ -46,7 +46,12 @@ class Processes:
         """Run `role(pipe, *arguments)` in a new process; what comes back is our end of the pipe."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_run, args=(role, theirs, arguments), daemon=True)
-        process.start()
+        # Ctrl-C reaches the whole group, and the parent ends its roles in order: they inherit that it is blocked.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self._started.append((process, ours))
         return ours
@@ -70,8 +75,6 @@ class Processes:
 
 
 def _run(role: Callable[..., Coroutine[Any, Any, None]], pipe: Pipe, arguments: tuple[Any, ...]) -> None:
-    # Ctrl-C reaches the whole group; the parent ends its roles in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         import uvloop
     except ImportError:
