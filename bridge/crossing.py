@@ -41,7 +41,7 @@ from felix.identity import Identity
 from felix.provenance import HOPS_MAX, PATH_HEADER, encode_path, parse_path
 from keys.envelope import DataKey, open_batch
 from keys.link import LinkSecrets, commitment_secret
-from keys.transfer import EnvelopeError, TransferKey, TransferScope, seal_envelope
+from keys.transfer import TransferKey, TransferScope, seal_envelope
 from policy.grant import ExportGrant, RefusalKind, check_path
 from policy.terms import GrantTerms, pseudonym_scope
 from policy.transform import Crossing, Transform, Withheld, compile_transform
@@ -57,6 +57,7 @@ _CODES: Final = {
     LOOP: Code.LOOP_REFUSED,
     ONWARD: Code.RESIDENCY_DENIED,
 }
+_TOO_LARGE: Final = (Code.BATCH_TOO_LARGE, Code.ENVELOPE_INVALID)
 SENTENCE_CHARS_MAX: Final = 500
 """Of the first record's reason, in a WITHHELD leaf."""
 
@@ -276,13 +277,13 @@ def _seal(
             batch=batch,
             source_offsets=[record.offset for record in crossing],
         )
-    except (RequestError, EnvelopeError) as error:
+    except RequestError as error:
+        if error.code not in _TOO_LARGE or not crossing:
+            raise
         # A transform may lengthen records, and a source batch may be as long as the wire takes.
-        if first == last or error.code not in (Code.BATCH_TOO_LARGE, Code.ENVELOPE_INVALID):
-            if first != last:
-                raise
-            lost = sorted_._replace(staying=_with_failed(sorted_, crossing, error.sentence))
-            return _seal(lost, route, first, last, []) if crossing else _raise(error)
+        if first == last:
+            failed = _failed(sorted_, crossing, error.sentence)
+            return _seal(sorted_._replace(staying=(*sorted_.staying, failed)), route, first, last, [])
         middle = (first + last) // 2
         low = [record for record in crossing if record.offset <= middle]
         high = [record for record in crossing if record.offset > middle]
@@ -293,15 +294,11 @@ def _seal(
     ]
 
 
-def _raise(error: RequestError) -> list[SealedRange]:
-    raise error
-
-
-def _with_failed(sorted_: SortedBatch, records: list[Record], sentence: str) -> tuple[Staying, ...]:
+def _failed(sorted_: SortedBatch, records: list[Record], sentence: str) -> Staying:
     """A single record that is too large once it is transformed stays, as it was."""
     offsets = {record.offset for record in records}
     originals = [record for record in sorted_.opened.records or () if record.offset in offsets]
-    return (*sorted_.staying, Staying(TRANSFORM_FAILED, sentence[:SENTENCE_CHARS_MAX], originals))
+    return Staying(TRANSFORM_FAILED, sentence[:SENTENCE_CHARS_MAX], originals)
 
 
 def _encode(source: BatchHeader, crossing: list[Record]) -> Batch:

@@ -1,0 +1,51 @@
+"""What the courier brings from one region to the other."""
+
+from __future__ import annotations
+
+from departures import DAY, terms
+
+from bridge.courier import missing
+from keys.signing import SigningKey
+from policy.grant import DenyEntry, ExportGrant, Standing, StandingAction, sign_deny, sign_standing
+from policy.signed import Purpose, canonical, sign
+from policy.terms import GrantTerms, grant_id
+
+US, EU = (SigningKey.from_seed(bytes([seed]) * 32).private_key for seed in (1, 2))
+
+
+def export(wanted: GrantTerms) -> tuple[str, bytes]:
+    found = wanted.hash()
+    body = ExportGrant(
+        grant=grant_id(found), terms=wanted, terms_hash=found.hex(), policy_revision=1, policy_hash="0" * 64,
+        signed_at=DAY,
+    )  # fmt: skip
+    return body.grant, sign(Purpose.EXPORT, "us-east", canonical(body), US).encode_file()
+
+
+def standing(grant: str, region: str) -> bytes:
+    said = Standing(grant=grant, action=StandingAction.PAUSE, region=region, sequence=1, at=DAY, by="alice")
+    return sign_standing(said, US if region == "us-east" else EU).encode_file()
+
+
+def deny(peer: str) -> bytes:
+    return sign_deny(
+        DenyEntry(streams="acme/*/*", peer=peer, region="us-east", sequence=1, at=DAY, by="alice"), US
+    ).encode_file()
+
+
+def test_what_one_region_signed_about_the_other_is_brought_once() -> None:
+    grant, data = export(terms())
+    elsewhere, other = export(terms(to_region="ap-south"))
+    here = {
+        "export": {grant: data, elsewhere: other},
+        "standing": {f"{grant}.a": standing(grant, "us-east"), f"{grant}.b": standing(grant, "eu-west")},
+        "deny": {"d.1": deny("eu-west"), "d.2": deny("ap-south"), "d.3": deny("*")},
+    }
+    wanted = [("export", grant), ("standing", f"{grant}.a"), ("deny", "d.1"), ("deny", "d.3")]
+    assert missing(here, {}, "us-east", "eu-west") == wanted
+    assert missing(here, here, "us-east", "eu-west") == []
+    assert missing(here, {}, "eu-west", "us-east") == [("standing", f"{grant}.b")]
+
+
+def test_what_cannot_be_read_is_left_where_it_is() -> None:
+    assert missing({"export": {"g": b"{}"}}, {}, "us-east", "eu-west") == []

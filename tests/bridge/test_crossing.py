@@ -1,0 +1,281 @@
+"""Crossing: one sealed batch of the source, and what of it leaves; opened here as the destination opens it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from departures import DAY, terms
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from audit.leaf import Kind, Leaf, encode_leaf, iter_entries, pack_entries
+from bridge.crossing import (
+    FILTERED,
+    LOOP,
+    ONWARD,
+    TRANSFORM_FAILED,
+    OpenedBatch,
+    Route,
+    SealedRange,
+    compile_terms,
+    open_sealed,
+    range_leaves,
+    seal_nothing,
+    seal_ranges,
+    sort_records,
+)
+from felix.batch import Batch, NewRecord, body_checksum, decode_batch, decode_records, encode_batch
+from felix.identity import Peer
+from felix.names import SpiffeId, StreamName
+from felix.provenance import PATH_HEADER
+from keys.authority import create_authority
+from keys.envelope import SEALABLE_BYTES_MAX, BatchSealer, DataKey
+from keys.errors import TamperError
+from keys.key_id import KeyKind, new_key_id
+from keys.link import LinkSecrets
+from keys.transfer import TransferScope, decode_envelope, open_envelope
+from policy.grant import ExportGrant
+from policy.terms import GrantTerms, grant_id
+from policy.transform import KeyRule, build_spec
+
+NOW = 1_760_000_000_000
+STREAM = StreamName.parse("acme/ops/departures")
+INCARNATION = b"i" * 16
+AGENT = create_authority("us-east", "acme", NOW).issue_identity(
+    SpiffeId("us-east", "acme", "bridge", "us-to-eu"), NOW
+)
+PEER = Peer(AGENT.spiffe_id, AGENT.private_key.public_key(), NOW + DAY)
+SECRETS = LinkSecrets(b"l" * 32, b"f" * 32)
+APPENDED_MS = NOW - 5_000
+
+
+def export_of(wanted: GrantTerms) -> ExportGrant:
+    found = wanted.hash()
+    return ExportGrant(
+        grant=grant_id(found),
+        terms=wanted,
+        terms_hash=found.hex(),
+        policy_revision=1,
+        policy_hash="0" * 64,
+        signed_at=NOW,
+    )
+
+
+def route(**changes: Any) -> Route:
+    export = export_of(terms(**changes))
+    scope = TransferScope(
+        "us-east", "eu-west", STREAM, INCARNATION, STREAM, 0, 3, export.grant,
+        bytes.fromhex(export.terms_hash), AGENT.spiffe_id,
+    )  # fmt: skip
+    return Route.of(export, scope, SECRETS, compile_terms(export.terms, SECRETS), AGENT, b"import key")
+
+
+def data_key() -> DataKey:
+    return DataKey(
+        new_key_id("us-east", KeyKind.DATA, b"d" * 11), "us-east", STREAM, INCARNATION, 0, 3, b"k" * 32
+    )
+
+
+def sealed(batch: Batch, base: int = 100) -> bytes:
+    header = batch.header._replace(base_offset=base, append_time_ms=APPENDED_MS, leader_epoch=3)
+    return BatchSealer(data_key()).seal(batch.with_header(header)).encode()
+
+
+def batch_of(records: list[NewRecord], **more: Any) -> bytes:
+    return sealed(encode_batch(records), **more)
+
+
+def departure(number: int, **more: object) -> bytes:
+    return json.dumps({"flight": number, "tailnum": f"N{number}", "hour": 5, "minute": 7, **more}).encode()
+
+
+def opened(records: list[NewRecord]) -> OpenedBatch:
+    return open_sealed(batch_of(records), data_key())
+
+
+def cross(way: Route, records: list[NewRecord], first_offset: int = 0) -> list[SealedRange]:
+    return seal_ranges(sort_records(opened(records), way), way, first_offset)
+
+
+def arrived(way: Route, ranges: list[SealedRange]) -> list[tuple[int, Any]]:
+    """Source offset and payload of what the destination finds in the envelopes."""
+    found = []
+    for each in ranges:
+        envelope = decode_envelope(each.envelope)
+        assert envelope.hash == each.envelope_sha256
+        crossing = open_envelope(way.key, envelope, PEER)
+        if crossing.batch is not None:
+            for offset, record in zip(crossing.source_offsets, decode_records(crossing.batch), strict=True):
+                found.append((offset, json.loads(bytes(record.payload) or b"null")))
+    return found
+
+
+def entries_of(leaves: list[Leaf], kind: Kind) -> list[int]:
+    return [entry.offset for leaf in leaves if leaf.header.kind is kind for entry in iter_entries(leaf)]
+
+
+def withheld_for(leaves: list[Leaf]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for leaf in leaves:
+        if leaf.header.kind is Kind.WITHHELD:
+            held = found.setdefault(leaf.header.reason, [])
+            held += [entry.offset for entry in iter_entries(leaf)]
+    return found
+
+
+def test_what_crosses_is_transformed_and_named_by_its_source_offset() -> None:
+    way = route()
+    (only,) = cross(way, [NewRecord(departure(number)) for number in range(5)])
+    found = arrived(way, [only])
+    assert [offset for offset, _ in found] == [100, 101, 102, 103, 104]
+    assert [record["flight"] for _, record in found] == [0, 1, 2, 3, 4]
+    assert all("hour" not in record and not record["tailnum"].startswith("N") for _, record in found)
+
+
+def test_the_destination_makes_the_same_entries_from_what_arrives() -> None:
+    way = route()
+    (only,) = cross(way, [NewRecord(departure(number), key=b"key-%d" % (number % 3)) for number in range(20)])
+    crossing = open_envelope(way.key, decode_envelope(only.envelope), PEER)
+    assert crossing.batch is not None
+    records = [
+        record._replace(offset=offset)
+        for offset, record in zip(crossing.source_offsets, decode_records(crossing.batch), strict=True)
+    ]
+    (leaf,) = range_leaves(only, way, NOW)
+    assert leaf.entries == pack_entries(records, way.committer)
+    assert {record.timestamp_ms for record in records} == {APPENDED_MS}
+
+
+def test_what_stays_is_withheld_with_its_reason_and_the_rest_crosses() -> None:
+    way = route(transform=build_spec(pseudonymize=["tailnum"], filter_="flight < 10"))
+    there = {PATH_HEADER: b"eu-west,ap-south"}
+    records = [
+        NewRecord(departure(1)),
+        NewRecord(departure(50)),
+        NewRecord(b"not json"),
+        NewRecord(departure(2), headers=there),
+        NewRecord(departure(3), headers={PATH_HEADER: b"ap-south"}),
+        NewRecord(departure(4), headers={PATH_HEADER: b"\xff"}),
+        NewRecord(departure(5)),
+    ]
+    (only,) = cross(way, records)
+    leaves = range_leaves(only, way, NOW)
+    assert withheld_for(leaves) == {
+        TRANSFORM_FAILED: [102],
+        FILTERED: [101],
+        LOOP: [103, 105],
+        ONWARD: [104],
+    }
+    assert entries_of(leaves, Kind.INTENT) == [100, 106]
+    assert [offset for offset, _ in arrived(way, [only])] == [100, 106]
+    assert [leaf.header.kind for leaf in leaves][-1] is Kind.INTENT
+
+
+def test_onward_transfer_crosses_where_the_grant_says_so_and_the_path_grows() -> None:
+    way = route(onward=True)
+    (only,) = cross(way, [NewRecord(departure(1), headers={PATH_HEADER: b"ap-south"})])
+    crossing = open_envelope(way.key, decode_envelope(only.envelope), PEER)
+    assert crossing.batch is not None
+    (record,) = decode_records(crossing.batch)
+    assert record.headers[PATH_HEADER] == b"ap-south,us-east"
+    assert range_leaves(only, way, NOW)[0].header.path == ("ap-south", "us-east")
+
+
+def test_where_nothing_crosses_an_empty_envelope_moves_the_position() -> None:
+    way = route()
+    (only,) = cross(way, [NewRecord(b"no"), NewRecord(b"no")])
+    assert arrived(way, [only]) == []
+    withheld, intent = range_leaves(only, way, NOW)
+    assert (withheld.header.records, intent.header.records) == (2, 0)
+    assert (intent.header.first_offset, intent.header.last_offset) == (100, 101)
+
+
+def test_a_batch_whose_body_is_no_list_of_records_is_withheld_as_a_whole() -> None:
+    batch = encode_batch([NewRecord(departure(number)) for number in range(3)])
+    body = b"\xff" * len(batch.body)
+    broken = replace(batch, header=batch.header._replace(body_checksum=body_checksum(body)), body=body)
+    way = route()
+    found = seal_ranges(sort_records(open_sealed(sealed(broken), data_key()), way), way)
+    leaves = [leaf for each in found for leaf in range_leaves(each, way, NOW)]
+    assert withheld_for(leaves) == {TRANSFORM_FAILED: [100, 101, 102]}
+    assert arrived(way, found) == []
+
+
+def test_a_changed_batch_is_not_opened() -> None:
+    data = bytearray(batch_of([NewRecord(departure(1))]))
+    other = replace_body_byte(bytes(data))
+    with pytest.raises(TamperError):
+        open_sealed(other, data_key())
+
+
+def replace_body_byte(data: bytes) -> bytes:
+    """One byte of the ciphertext changed, the checksums made right again: only the seal can tell."""
+    batch = decode_batch(data)
+    body = bytearray(batch.body)
+    body[20] ^= 1
+    header = batch.header._replace(body_checksum=body_checksum(bytes(body)))
+    return Batch(header, bytes(body)).encode()
+
+
+def test_a_record_that_is_too_large_with_its_path_stays_and_its_leaf_says_so() -> None:
+    note = "x" * (SEALABLE_BYTES_MAX - 4 - len('{"note":""}'))
+    way = route(transform=build_spec())
+    (only,) = cross(way, [NewRecord(json.dumps({"note": note}, separators=(",", ":")).encode())])
+    leaves = range_leaves(only, way, NOW)
+    assert withheld_for(leaves) == {TRANSFORM_FAILED: [100]}
+    assert arrived(way, [only]) == []
+
+
+def test_a_batch_that_grows_beyond_the_wire_is_halved_always_in_the_same_places() -> None:
+    # The batch fits the wire as it is, and no longer once each record carries its path.
+    way = route(transform=build_spec(key=KeyRule.KEEP))
+    records = [NewRecord(departure(number, note="x" * 320)) for number in range(2_600)]
+    ranges = cross(way, records)
+    assert len(ranges) > 1
+    assert [each.first_offset for each in ranges[1:]] == [each.next_offset for each in ranges[:-1]]
+    assert [offset for offset, _ in arrived(way, ranges)] == list(range(100, 2_700))
+    rest = cross(way, records, first_offset=ranges[1].first_offset)
+    assert [each.envelope for each in rest] == [each.envelope for each in ranges[1:]]
+
+
+def test_an_empty_envelope_covers_a_gap() -> None:
+    way = route()
+    data, digest = seal_nothing(way, 10, 90)
+    envelope = decode_envelope(data)
+    assert (envelope.header.base_offset, envelope.header.last_offset, envelope.header.records) == (10, 90, 0)
+    assert envelope.hash == digest
+    assert open_envelope(way.key, envelope, PEER).batch is None
+
+
+payloads = st.one_of(
+    st.builds(departure, st.integers(0, 100)),
+    st.binary(max_size=20),
+    st.builds(lambda flight: json.dumps({"flight": flight}).encode(), st.integers(0, 100)),
+)
+headers = st.sampled_from([None, {PATH_HEADER: b"ap-south"}, {PATH_HEADER: b"eu-west"}, {"other": b"x"}])
+batches = st.lists(
+    st.builds(NewRecord, payloads, st.none() | st.binary(max_size=5), headers), min_size=1, max_size=30
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(records=batches, onward=st.booleans(), cut=st.integers(0, 30))
+def test_every_record_is_in_one_leaf_and_the_same_batch_gives_the_same_bytes(
+    records: list[NewRecord], onward: bool, cut: int
+) -> None:
+    way = route(onward=onward, transform=build_spec(pseudonymize=["tailnum"], filter_="flight < 50"))
+    first = 100 + min(cut, len(records) - 1)
+    ranges = cross(way, records, first_offset=first)
+    leaves = [leaf for each in ranges for leaf in range_leaves(each, way, NOW)]
+    for leaf in leaves:
+        encode_leaf(leaf)
+    crossing = entries_of(leaves, Kind.INTENT)
+    staying = [offset for offsets in withheld_for(leaves).values() for offset in offsets]
+    assert sorted(crossing + staying) == list(range(first, 100 + len(records)))
+    assert [offset for offset, _ in arrived(way, ranges)] == crossing
+    # Another seal of the same batch, as after a restart, with another counter and time.
+    again = cross(route(onward=onward, transform=way.terms.transform), records, first_offset=first)
+    assert [each.envelope for each in again] == [each.envelope for each in ranges]
