@@ -1,0 +1,32 @@
+"""docs/bridges.md says what the code runs on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bridge.failpoint import STEPS
+from bridge.link import TRANSITIONS, LinkEvent, LinkPhase
+
+PAGE = (Path(__file__).parents[2] / "docs" / "bridges.md").read_text()
+
+
+def test_the_table_of_events_is_the_table_of_the_code() -> None:
+    rows = re.findall(r"^\| (\w+) \| ([\w, ]+) \| (\w+) \|$", PAGE, re.MULTILINE)
+    found = {}
+    for event, phases, after in rows:
+        if event not in set(LinkEvent):
+            continue
+        if phases.startswith("all"):
+            but = phases.removeprefix("all").removeprefix(" but ").strip()
+            named = [phase for phase in LinkPhase if phase.value != but]
+        else:
+            named = [LinkPhase(phase) for phase in phases.split(", ")]
+        for phase in named:
+            found[phase, LinkEvent(event)] = LinkPhase(after)
+    assert found == dict(TRANSITIONS)
+
+
+def test_every_state_and_failpoint_is_named() -> None:
+    for name in (*LinkPhase, *STEPS):
+        assert f"`{name}`" in PAGE
