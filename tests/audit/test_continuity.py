@@ -172,6 +172,20 @@ def test_another_grant_may_start_further_on_and_what_it_skips_is_counted() -> No
     assert found == [] and continuity.skipped == 100
 
 
+def test_another_grant_may_announce_again_what_had_no_answer_and_nothing_else() -> None:
+    link = Link()
+    answered = link.intent(3)
+    leaves = [link.grant(), *answered, link.ack(answered), *link.intent(3)]
+    again = Link(grant_id="g-2")
+    again.offset = again.destination_offset = 3
+    under_another = [again.grant(), *again.intent(3), *again.intent(3)]
+    assert mistakes([*leaves, *under_another]) == []
+    link.offset = 3
+    assert any("second time" in sentence for sentence in mistakes([*leaves, *link.intent(3)]))
+    early = Link(grant_id="g-2")
+    assert any("second time" in sentence for sentence in mistakes([*leaves, early.grant(), *early.intent(3)]))
+
+
 def test_another_incarnation_starts_anew() -> None:
     link = Link()
     leaves = [link.grant(), *link.intent()]
