@@ -178,7 +178,9 @@ def test_another_grant_may_announce_again_what_had_no_answer_and_nothing_else() 
     leaves = [link.grant(), *answered, link.ack(answered), *link.intent(3)]
     again = Link(grant_id="g-2")
     again.offset = again.destination_offset = 3
-    under_another = [again.grant(), *again.intent(3), *again.intent(3)]
+    # Another grant has another transfer key, so the same range makes another envelope.
+    intents = [with_header(leaf, envelope_sha256=bytes([at]) * 32) for at, leaf in enumerate(again.intent(3))]
+    under_another = [again.grant(), *intents, *again.intent(3)]
     assert mistakes([*leaves, *under_another]) == []
     link.offset = 3
     assert any("second time" in sentence for sentence in mistakes([*leaves, *link.intent(3)]))
