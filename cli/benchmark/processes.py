@@ -11,6 +11,8 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, Final
 
@@ -47,6 +49,8 @@ class Processes:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_run, args=(role, theirs, arguments), daemon=True)
         # Ctrl-C reaches the whole group, and the parent ends its roles in order: they inherit that it is blocked.
+        # The tracker that `start` would start unblocks it, so it runs before.
+        resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         try:
             process.start()
@@ -78,9 +82,12 @@ def _run(role: Callable[..., Coroutine[Any, Any, None]], pipe: Pipe, arguments: 
     try:
         import uvloop
     except ImportError:
-        asyncio.run(role(pipe, *arguments))
+        run = asyncio.run
     else:
-        uvloop.run(role(pipe, *arguments))
+        run = uvloop.run
+    # The parent gave up, and has no use for the answer.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        run(role(pipe, *arguments))
 
 
 async def next_message(pipe: Pipe) -> Any:
@@ -95,7 +102,7 @@ async def next_message(pipe: Pipe) -> Any:
     try:
         # Readable, and what is sent here is small: this does not block.
         return pipe.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         return None
 
 

@@ -222,7 +222,12 @@ class PublishLoad:
         await self._publisher.close()
 
     def _progressed(self) -> None:
-        self._received_batches = self._progress.recv()
+        try:
+            self._received_batches = self._progress.recv()
+        except (EOFError, ConnectionResetError):
+            # The subscriber is gone; the parent hears of it, too.
+            asyncio.get_running_loop().remove_reader(self._progress.fileno())
+            return
         if self._has_room():
             self._room.set()
 
