@@ -72,6 +72,7 @@ class Broker:
         self.budgets = budgets
         limits = config.limits
         self.budgets.publish.limit_bytes = int(limits.publish_budget)
+        self.budgets.ingest.limit_bytes = int(limits.ingest_budget)
         self.budgets.delivery.limit_bytes = int(limits.delivery_budget)
         self.budgets.catch_up.limit_bytes = int(limits.catch_up_budget)
         self.budgets.ring.limit_bytes = int(limits.ring_budget)

@@ -42,6 +42,8 @@ class Budgets:
 
     publish: Budget = field(default_factory=lambda: Budget("publish", 256 * MEBIBYTE))
     """Publish credit handed out to all sessions: batches on the way in or not yet durable."""
+    ingest: Budget = field(default_factory=lambda: Budget("ingest", 256 * MEBIBYTE))
+    """Ingest credit handed out to bridges of other regions: envelopes on the way in or without a receipt."""
     delivery: Budget = field(default_factory=lambda: Budget("delivery", 256 * MEBIBYTE))
     """Bytes given to all connections and not yet sent."""
     catch_up: Budget = field(default_factory=lambda: Budget("catch_up", 64 * MEBIBYTE))
@@ -51,4 +53,4 @@ class Budgets:
     """Newest records of all shards in memory; taken when a stream is opened."""
 
     def all(self) -> tuple[Budget, ...]:
-        return (self.publish, self.delivery, self.catch_up, self.ring)
+        return (self.publish, self.ingest, self.delivery, self.catch_up, self.ring)

@@ -20,6 +20,8 @@ from policy.quantity import Duration, Size
 DEFAULT_PORT: Final = 7443
 PUBLISH_BUDGET_BYTES_MIN: Final = 4 << 20
 """One publishing session's smallest window, and room."""
+INGEST_BUDGET_BYTES_MIN: Final = 8 << 20
+"""One link shard's window."""
 DELIVERY_BUDGET_BYTES_MIN: Final = 4 << 20
 CATCH_UP_BUDGET_BYTES_MIN: Final = 1 << 20
 """One read."""
@@ -84,6 +86,7 @@ class LimitsConfig(Part, frozen=True):
 
     sessions: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 4096
     publish_budget: Size = Size(256 << 20)
+    ingest_budget: Size = Size(256 << 20)
     delivery_budget: Size = Size(256 << 20)
     catch_up_budget: Size = Size(64 << 20)
     ring_budget: Size = Size(1 << 30)
@@ -91,6 +94,7 @@ class LimitsConfig(Part, frozen=True):
     def __post_init__(self) -> None:
         for name, least in (
             ("publish_budget", PUBLISH_BUDGET_BYTES_MIN),
+            ("ingest_budget", INGEST_BUDGET_BYTES_MIN),
             ("delivery_budget", DELIVERY_BUDGET_BYTES_MIN),
             ("catch_up_budget", CATCH_UP_BUDGET_BYTES_MIN),
             ("ring_budget", RING_BUDGET_BYTES_MIN),

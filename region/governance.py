@@ -88,6 +88,13 @@ _PURPOSES: Final = {
 }
 
 
+class FoundAck(NamedTuple):
+    """The index of an ACK leaf in the ingress log, and the envelope that it answers."""
+
+    leaf: int
+    envelope_sha256: bytes
+
+
 class ImportTerms(NamedTuple):
     """What an ingest needs to know of its grant."""
 
@@ -484,10 +491,10 @@ class Governance:
         """Keep another region's cosignature of this region's checkpoint."""
         await asyncio.to_thread(self.trail.add_cosigned, cosigned)
 
-    async def find_ack(self, scope: TransferScope, source_offset: int) -> int:
-        """The index of the ingress ACK leaf that covers this source offset. Raises RequestError(NOT_FOUND)."""
+    async def find_ack(self, scope: TransferScope, source_offset: int) -> FoundAck:
+        """The ingress ACK leaf that begins at this source offset. Raises RequestError(NOT_FOUND)."""
 
-        def find() -> int:
+        def find() -> FoundAck:
             size = note_size(self.trail.publish())
             for index, leaf, _ in find_leaves(
                 self.trail.files,
@@ -504,7 +511,7 @@ class Governance:
                     leaf.header.source_region == scope.source_region
                     and leaf.header.first_offset == source_offset
                 ):
-                    return index
+                    return FoundAck(index, leaf.header.envelope_sha256)
             raise RequestError(
                 f"The ingress log has no leaf for source offset {source_offset} of {scope}.",
                 code=Code.NOT_FOUND,

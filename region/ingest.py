@@ -16,7 +16,10 @@ A crash between 6 and 7 leaves records without their leaf. The agent, who has no
 step 3 finds it among the newest appends, which step 6 wrote down with the position, and goes on with step 7.
 
 Invariants: no receipt before the leaf is durable, no leaf before the append is; positions are contiguous; an
-agent can always send its newest ENVELOPES_MAX ranges again and get the same answer.
+agent can always send its newest ENVELOPES_MAX ranges again and get the same answer. An ingest stream reads its position
+only when nothing of the streams before it is still on its way to the disk (`_Landing`): a recorded position is never
+older than what will be appended. A range sent again is answered only where it is the one that landed. Memory: one
+window per open stream, taken from the broker's ingest budget; before that, one request.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -32,10 +36,10 @@ import xxhash
 from audit.leaf import CommitmentKey, Committer, Header, Kind, Leaf, Side, intent_leaves
 from audit.position import LinkShard
 from audit.receipt import Receipt, sign_receipt
-from felix.batch import Record, decode_records
+from felix.batch import Batch, Record, decode_batch, decode_records
 from felix.context import bind
 from felix.errors import Code, CorruptionError, FelixError, ProtocolError, RequestError, UnavailableError
-from felix.frames import FRAME_HEADER_BYTES, Frame, FrameDecoder, FrameType, encode_frame
+from felix.frames import CONTROL_BYTES_MAX, FRAME_HEADER_BYTES, Frame, FrameDecoder, FrameType, encode_frame
 from felix.identity import Peer
 from felix.messages import IngestOpened, OpenIngest, decode_request, encode_error, encode_message
 from felix.names import StreamName
@@ -137,22 +141,70 @@ class IngestDesk:
         self.governance = governance
         self.import_key = import_key
         self.receipt_key = receipt_key
-        self._open: dict[tuple[StreamName, int, int], IngestStream] = {}
+        self._landings: dict[tuple[StreamName, int, int], _Landing] = {}
 
     def open(self, session: ClientSession, stream_id: int) -> IngestStream:
         """The role of a new ingest stream."""
         return IngestStream(self, session, stream_id)
 
-    def claim(self, name: StreamName, shard: int, slot: int, stream: IngestStream) -> None:
-        """One ingest stream per link shard: a newer one ends an older one, whose agent may be gone."""
-        before = self._open.get((name, shard, slot))
-        self._open[name, shard, slot] = stream
+    def claim(self, name: StreamName, shard: int, slot: int, stream: IngestStream) -> _Landing:
+        """One ingest stream per link shard: a newer one ends an older one, whose agent may be gone.
+
+        What the older one has appended may still be on its way: wait for `_Landing.settled` before reading a position.
+        """
+        key = (name, shard, slot)
+        landing = self._landings.get(key)
+        if landing is None:
+            landing = self._landings[key] = _Landing(lambda: self._landings.pop(key))
+        before, landing.stream = landing.stream, stream
         if before is not None and before is not stream:
             before.replaced()
+        return landing
 
-    def release(self, name: StreamName, shard: int, slot: int, stream: IngestStream) -> None:
-        if self._open.get((name, shard, slot)) is stream:
-            del self._open[name, shard, slot]
+
+class _Landing:
+    """One link shard at the destination: the stream that feeds it, and the ranges between their append and their answer.
+
+    It outlives its stream until the last of these ranges has been answered, or cannot be any more.
+    """
+
+    __slots__ = ("_forget", "_under_way", "settled", "stream")
+
+    def __init__(self, forget: Callable[[], object]) -> None:
+        self.stream: IngestStream | None = None
+        self.settled = asyncio.Event()
+        self.settled.set()
+        self._forget = forget
+        self._under_way: set[int] = set()
+
+    def begin(self, source_base: int) -> None:
+        """A range begins its way. Raises ProtocolError(STATE) where it is on its way already."""
+        if source_base in self._under_way:
+            raise ProtocolError(
+                f"The range at source offset {source_base} was sent again before it was answered.",
+                code=Code.STATE,
+            )
+        self._under_way.add(source_base)
+        self.settled.clear()
+
+    def end(self, source_base: int) -> None:
+        """It was answered, or will not be."""
+        if source_base not in self._under_way:
+            return
+        self._under_way.discard(source_base)
+        if not self._under_way:
+            self.settled.set()
+            self._tidy()
+
+    def leave(self, stream: IngestStream) -> None:
+        """The stream is over."""
+        if self.stream is stream:
+            self.stream = None
+            self._tidy()
+
+    def _tidy(self) -> None:
+        if self.stream is None and not self._under_way:
+            self._forget()
 
 
 class _Way(NamedTuple):
@@ -162,6 +214,7 @@ class _Way(NamedTuple):
     digest: bytes
     size: int
     landed: Landed
+    batch: Batch | None
     leaves: list[Leaf]
 
 
@@ -174,8 +227,8 @@ class IngestStream:
         self._stream_id = stream_id
         self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.TRANSFER}))
         self._window = CreditWindow(INGEST_WINDOW_BYTES)
-        self._waiting: list[Frame] = []
         self._opening: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._ended = False
         self._in_flight = 0
         self._hosted: HostedStream
@@ -185,6 +238,8 @@ class IngestStream:
         self._position = Position(0)
         self._slot = 0
         self._grant_id = ""
+        self._landing: _Landing | None = None
+        self._taken_bytes = 0
         self._is_open = False
 
     # -- role ------------------------------------------------------------------------------------------
@@ -197,16 +252,25 @@ class IngestStream:
                     raise ProtocolError("An ingest stream begins with one OpenIngest.", code=Code.STATE)
                 self._opening = asyncio.ensure_future(self._open(frame.correlation, request))
                 continue
+            if not self._is_open:
+                raise ProtocolError("An envelope came before the ingest stream was opened.", code=Code.STATE)
             self._window.receive(FRAME_HEADER_BYTES + len(frame.body))
-            if self._opening is None:
-                raise ProtocolError("An envelope came before OpenIngest.", code=Code.STATE)
-            if self._is_open:
-                self._guarded(frame)
-            else:
-                self._waiting.append(frame)
+            self._guarded(frame)
+        self._check_partial()
         if end:
             self._decoder.finish()
             self._end()
+
+    def _check_partial(self) -> None:
+        """A frame counts while it comes in, not only once it is whole; before the opening, only a request may."""
+        window, held = self._window, self._decoder.held_bytes
+        limit = FRAME_HEADER_BYTES + CONTROL_BYTES_MAX
+        if self._is_open:
+            limit = window.announced_bytes - window.received_bytes
+        if held > limit and not self._ended:
+            raise ProtocolError(
+                f"{held} bytes of a frame came where {limit} were granted.", code=Code.CREDIT_EXCEEDED
+            )
 
     def rights_changed(self) -> None:
         """Grants are asked for with every envelope; an idle stream learns of a revocation here."""
@@ -251,6 +315,10 @@ class IngestStream:
             )
             self._hosted = await self._destination(terms.destination, request)
             self._shard = self._hosted.shard(request.shard)
+            self._take_window()
+        except UnavailableError as error:
+            self._fail(error, correlation)
+            return
         except FelixError as error:
             self._refuse(error, correlation, request)
             return
@@ -260,20 +328,30 @@ class IngestStream:
             return
         self._grant_id = request.grant
         self._slot = link_slot(request.from_region, request.stream, request.incarnation, request.shard)
+        self._landing = desk.claim(self._hosted.name, request.shard, self._slot, self)
+        await self._landing.settled.wait()
         annotation = self._shard.annotations.get(self._slot)
         # A new link begins where the source's log begins: what was gone before it was granted is no gap.
         self._position = Position.decode(annotation) if annotation else Position(request.start)
         secret = CommitmentKey(self._key.key_id, commitment_secret(self._key))
         self._committer = Committer(secret, str(name), request.incarnation, request.shard)
-        desk.claim(self._hosted.name, request.shard, self._slot, self)
         self._is_open = True
         opened = IngestOpened(
             str(terms.destination), self._position.next_offset, INGEST_WINDOW_BYTES, ENVELOPES_MAX
         )
         self._send(encode_message(FrameType.ANSWER, opened, correlation))
-        for frame in self._waiting:
-            self._guarded(frame)
-        self._waiting.clear()
+
+    def _take_window(self) -> None:
+        """Raises UnavailableError(LIMIT_MEMORY) where the broker's budget is handed out."""
+        budget = self._desk.broker.budgets.ingest
+        if not budget.take(INGEST_WINDOW_BYTES):
+            raise UnavailableError(
+                f"The broker's ingest budget of {budget.limit_bytes} bytes is handed out.",
+                code=Code.LIMIT_MEMORY,
+                hint="Have limits.ingest_budget raised, or let fewer link shards cross at once.",
+                retry_after_ms=1000,
+            )
+        self._taken_bytes = INGEST_WINDOW_BYTES
 
     async def _destination(self, name: StreamName, request: OpenIngest) -> HostedStream:
         """The stream that the import grant names; made like the source where it does not exist yet."""
@@ -310,6 +388,8 @@ class IngestStream:
             self._envelope(frame)
         except ProtocolError:
             raise
+        except UnavailableError as error:
+            self._fail(error)
         except FelixError as error:
             self._refuse(error)
 
@@ -333,7 +413,12 @@ class IngestStream:
                 )
         crossing = open_envelope(self._key, envelope, self._peer())  # 4
         records: list[Record] = []
+        batch = None
         if crossing.batch is not None:
+            # Producers are numbered by the region that they publish in: an agent must not fence one here.
+            batch = crossing.batch.with_header(
+                crossing.batch.header._replace(producer_id=0, producer_epoch=0, base_sequence=0)
+            )
             records = [
                 record._replace(offset=offset)
                 for record, offset in zip(
@@ -349,21 +434,26 @@ class IngestStream:
                 code=Code.CONFLICT,
             )
         leaves = intent_leaves(self._leaf(header, envelope.hash, landed), records, self._committer)
-        way = _Way(header, envelope.hash, size, landed, leaves)
+        way = _Way(header, envelope.hash, size, landed, batch, leaves)
+        self._landed_on().begin(header.base_offset)
         self._in_flight += 1
         if again is not None:
             self._logged_before(way)
             return
         self._position = position.after(landed, header.next_offset)
         self._shard.append_nowait(  # 6
-            crossing.batch,
+            batch,
             partial(self._appended, way),
             annotation=self._position.encode(),
             slot=self._slot,
         )
 
+    def _landed_on(self) -> _Landing:
+        assert self._landing is not None
+        return self._landing
+
     def _check_path(self, records: list[Record]) -> None:
-        region = self._desk.broker.region
+        region, source = self._desk.broker.region, self._key.scope.source_region
         for record in records:
             path = record.headers.get(PATH_HEADER)
             if path is None:
@@ -371,7 +461,14 @@ class IngestStream:
                     f"The record at source offset {record.offset} does not say where it has been.",
                     code=Code.LOOP_REFUSED,
                 )
-            if region in parse_path(path):
+            regions = parse_path(path)
+            if regions[-1] != source:
+                raise RequestError(
+                    f"The record at source offset {record.offset} says that it comes from {regions[-1]}, and was sent "
+                    f"by {source}.",
+                    code=Code.LOOP_REFUSED,
+                )
+            if region in regions:
                 raise RequestError(
                     f"The record at source offset {record.offset} has been in {region} before "
                     f"({path.decode(errors='replace')}).",
@@ -404,11 +501,13 @@ class IngestStream:
 
     def _appended(self, way: _Way, result: Appended | FelixError) -> None:
         if isinstance(result, FelixError):
-            self._fail(result)
+            self._lost(way, result)
             return
         if way.landed.records and result.base_offset != way.landed.base_offset:
             # Offsets were given anew after a refusal: what is recorded would be wrong. Start over.
-            self._fail(UnavailableError("The append was moved; open the stream again.", retry_after_ms=50))
+            self._lost(
+                way, UnavailableError("The append was moved; open the stream again.", retry_after_ms=50)
+            )
             return
         self._log(way)
 
@@ -420,13 +519,18 @@ class IngestStream:
                 way.leaves, partial(self._logged, way), asyncio.get_running_loop()
             )
         except FelixError as error:
-            self._fail(error)
+            self._lost(way, error)
 
     def _logged(self, way: _Way, index: int, error: FelixError | None) -> None:
         if error is not None:
-            self._fail(error)
+            self._lost(way, error)
             return
         self._answer(way, self._receipt(way, index))
+
+    def _lost(self, way: _Way, error: FelixError) -> None:
+        """This range gets no answer; the agent opens anew and asks again."""
+        self._landed_on().end(way.header.base_offset)
+        self._fail(error)
 
     def _logged_before(self, way: _Way) -> None:
         """The range landed before: its leaf may be durable, or missing after a crash."""
@@ -440,21 +544,50 @@ class IngestStream:
             and last.incarnation == scope.incarnation
             and last.last_offset >= way.header.last_offset
         )
-        if not is_logged:
-            self._log(way)
-            return
-        task = asyncio.ensure_future(self._answer_again(way))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        work = self._answer_again(way) if is_logged else self._log_again(way)
+        task = asyncio.ensure_future(self._again(way, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _again(self, way: _Way, work: Awaitable[None]) -> None:
+        """Run what answers a range that was sent again; whatever fails ends the stream, and frees the range."""
+        try:
+            await work
+        except UnavailableError as error:
+            self._lost(way, error)
+        except FelixError as error:
+            self._landed_on().end(way.header.base_offset)
+            self._refuse(error)
+        except Exception as error:
+            log.exception("answering a range of %s again failed", self._key.scope)
+            self._lost(way, FelixError(f"The broker failed: {type(error).__name__}."))
 
     async def _answer_again(self, way: _Way) -> None:
         """Find the leaf's index in the ingress log and sign the same receipt again."""
-        scope = self._key.scope
-        try:
-            index = await self._desk.governance.find_ack(scope, way.header.base_offset)
-        except FelixError as error:
-            self._fail(error)
-            return
-        self._answer(way, self._receipt(way, index))
+        found = await self._desk.governance.find_ack(self._key.scope, way.header.base_offset)
+        if found.envelope_sha256 != way.digest:
+            raise self._another(way)
+        self._answer(way, self._receipt(way, found.leaf))
+
+    async def _log_again(self, way: _Way) -> None:
+        """A crash came between append and leaf: the leaf is made now, if these are the records that landed."""
+        landed, batch = way.landed, way.batch
+        if batch is not None and landed.base_offset >= self._shard.log_start_offset:
+            entries = await self._shard.read(landed.base_offset, 1)
+            (frame,) = FrameDecoder().feed(entries[0].data)
+            held = decode_batch(frame.body)
+            if held.header.base_offset != landed.base_offset or held.body != batch.body:
+                raise self._another(way)
+        self._log(way)
+
+    def _another(self, way: _Way) -> RequestError:
+        header = way.header
+        return RequestError(
+            f"Source offsets {header.base_offset} to {header.last_offset} landed with another envelope than the one "
+            "that is sent again.",
+            code=Code.POSITION_GAP,
+            hint="Open the ingest stream again, and go on from the position it answers.",
+        )
 
     def _receipt(self, way: _Way, index: int) -> bytes:
         scope, header, landed = self._key.scope, way.header, way.landed
@@ -484,6 +617,7 @@ class IngestStream:
 
     def _answer(self, way: _Way, receipt: bytes) -> None:
         """Step 8: the position that is recorded now, and the receipt."""
+        self._landed_on().end(way.header.base_offset)
         self._in_flight -= 1
         self._window.finish(way.size)
         self._window.announce()
@@ -525,6 +659,8 @@ class IngestStream:
             and self._opening is not asyncio.current_task()
         ):
             self._opening.cancel()
-        if self._is_open:
-            self._desk.release(self._hosted.name, self._key.scope.shard, self._slot, self)
-            self._is_open = False
+        self._is_open = False
+        if self._landing is not None:
+            self._landing.leave(self)
+        self._desk.broker.budgets.ingest.give(self._taken_bytes)
+        self._taken_bytes = 0
