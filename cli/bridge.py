@@ -14,6 +14,7 @@ import typer
 from bridge.agent import Agent
 from bridge.config import BridgeConfig
 from bridge.config import load_config as load_agent_config
+from bridge.sample import Sample, sample_as_bridge, sample_as_reader
 from cli.output import iso, note, out, print_json, table
 from cli.policy import fetch_policy
 from cli.process import PidFile, start_detached, stop
@@ -516,6 +517,94 @@ def _concerning(entries: Iterable[DenyEntry], from_region: str, to: str) -> list
         if (entry.region == from_region and entry.peer in (to, "*"))
         or (entry.region == to and entry.peer in (from_region, "*"))
     ]
+
+
+@app.command()
+def plan(
+    grant: GrantId,
+    sample: Annotated[int, typer.Option(help="How many of the newest records to look at.")] = 20,
+    stream: Annotated[str, typer.Option(help="Which stream, where the grant is a pattern.")] = "",
+    exact: Annotated[
+        bool, typer.Option(help="Read as the bridge, with the link's own keys; the grant must hold.")
+    ] = False,
+    region: RegionOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Show what would cross under a grant, record by record and field by field. Nothing moves."""
+    folder, config = folder_of(region)
+    if exact:
+        found = run(_plan_as_bridge(folder, grant, sample, stream))
+    else:
+        view = run(fetch_book(config.region, folder)).get(grant, now_ms())
+        if view.export is None:
+            raise RequestError(f"{config.region} has no export grant {grant}.", code=Code.GRANT_MISSING)
+        found = run(_plan_as_reader(config.region, grant, view.export.terms, sample, stream))
+    if json:
+        print_json(plan_rows(found))
+        return
+    out.print(
+        f"{found.stream} to {found.destination_region}, as {found.destination_stream}: of {len(found.records)} records "
+        f"{found.count('crosses')} would cross, {found.count('withheld')} be withheld, {found.count('filtered')} be filtered"
+    )
+    fields: dict[tuple[str, str], tuple[int, str, str]] = {}
+    for record in found.records:
+        for each in record.fields:
+            count, before, after = fields.get((each.path, each.action), (0, "", ""))
+            fields[each.path, each.action] = (count + 1, before or each.before, after or each.after or "")
+    table(
+        "Fields",
+        ["field", "what happens", "records#", "for example", "becomes"],
+        [
+            [path, action, count, before[:60], after[:60]]
+            for (path, action), (count, before, after) in sorted(fields.items())
+        ],
+    )
+    rest = [record for record in found.records if record.outcome != "crosses"]
+    if rest:
+        table(
+            "What stays",
+            ["shard#", "offset#", "outcome", "reason"],
+            [[record.shard, record.offset, record.outcome, record.reason] for record in rest],
+        )
+    if not found.is_exact and found.records:
+        note(
+            "hashes and pseudonyms are made with a key that was thrown away; --exact shows those that would cross"
+        )
+
+
+async def _plan_as_reader(region: str, grant: str, terms: GrantTerms, count: int, stream: str) -> Sample:
+    async with connect(region) as client:
+        return await sample_as_reader(client, grant, terms, count, stream)
+
+
+async def _plan_as_bridge(folder: RegionFolder, grant: str, count: int, stream: str) -> Sample:
+    path = agent_files(folder, _only_bridge(folder))[0]
+    return await sample_as_bridge(load_agent_config(path), path.parent, grant, count, stream)
+
+
+def plan_rows(found: Sample) -> dict[str, Any]:
+    """A sample as JSON takes it: payload fields as they are, keys and headers as text."""
+    return {
+        "grant": found.grant,
+        "stream": found.stream,
+        "destination_region": found.destination_region,
+        "destination_stream": found.destination_stream,
+        "exact": found.is_exact,
+        "records": [
+            {
+                "shard": record.shard,
+                "offset": record.offset,
+                "outcome": record.outcome,
+                "reason": record.reason,
+                "fields": [each._asdict() for each in record.fields],
+                "key_before": None
+                if record.key_before is None
+                else record.key_before.decode(errors="replace"),
+                "key_after": None if record.key_after is None else record.key_after.decode(errors="replace"),
+            }
+            for record in found.records
+        ],
+    }
 
 
 @app.command()
