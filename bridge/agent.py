@@ -34,6 +34,7 @@ from bridge.health import AgentCollector
 from bridge.link import LinkPhase
 from bridge.plan import PlannedLink, plan_links
 from bridge.shore import Shore
+from bridge.tracing import CrossingTracing
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.health import HealthServer
 from felix.identity import Identity, load_identity
@@ -187,6 +188,7 @@ class Agent:
             random=self._random,
             log_grant=self._log_grant,
             check_history=self._check_history,
+            tracing=CrossingTracing() if config.tracing.exporter != "none" else None,
         )
         if config.health is not None:
             collector = AgentCollector(self._figures, self._trail_status, self._sessions)

@@ -27,6 +27,7 @@ from random import Random
 from typing import Final
 
 import msgspec
+from opentelemetry.trace import Span
 
 from audit.errors import AuditUnavailableError
 from audit.leaf import GapKind, Header, Kind, Leaf, Side
@@ -53,6 +54,7 @@ from bridge.ledger import Ledger
 from bridge.link import Announced, Denials, LinkEvent, LinkPhase, OnTheWay, Passage, Todo, advance
 from bridge.plan import PlannedLink, Verdict
 from bridge.shore import Shore
+from bridge.tracing import CrossingTracing
 from bridge.wire import IngestChannel, SealedBatch, SealedFeed
 from felix.backoff import Backoff, BackoffPolicy
 from felix.batch import BatchHeader, decode_header
@@ -116,6 +118,7 @@ class Workshop:
     random: Random
     log_grant: Callable[[PlannedLink], Awaitable[None]]
     check_history: Callable[[Shore], Awaitable[None]]
+    tracing: CrossingTracing | None = None
     trail: Trail | None = None
     trail_reason: str = "The egress log is not open yet."
     ledger: Ledger = field(default_factory=Ledger)
@@ -188,6 +191,7 @@ class Carrier:
         self._secrets: LinkSecrets | None = None
         self._transform: Transform | None = None
         self._append_times: dict[int, int] = {}
+        self._spans: dict[int, Span | None] = {}
 
     # -- what the agent calls --------------------------------------------------------------------------
 
@@ -399,6 +403,9 @@ class Carrier:
         self._secrets = self._transform = None
         self._data_keys.clear()
         self._append_times.clear()
+        for span in self._spans.values():
+            CrossingTracing.end(span, "the session ended before the receipt came")
+        self._spans.clear()
         self.in_session = False
 
     async def _describe(self) -> StreamState:
@@ -642,6 +649,10 @@ class Carrier:
                         code=Code.BUDGET_EXHAUSTED,
                         hint="Make a new grant with a new budget.",
                     )
+                if shop.tracing is not None:
+                    self._spans[sealed.last_offset] = shop.tracing.begin(
+                        self.row.stream, terms.from_region, terms.to_region, opened.records or ()
+                    )
                 self._announce(sealed, way, route)  # 8
                 self._append_times[sealed.last_offset] = header.append_time_ms
                 rate.spend(sealed.payload_bytes, shop.clock_ms())
@@ -757,6 +768,7 @@ class Carrier:
         except FelixError as error:
             self._fail(error)
             return
+        CrossingTracing.end(self._spans.pop(way.last_offset, None))
         figures = self.figures
         figures.position = passage.position
         figures.crossed += way.records

@@ -24,6 +24,7 @@ from bridge.plan import LINKS_MAX
 from felix.errors import Code, RequestError
 from felix.names import parse_region
 from felix.profile import Profile, parse_address
+from felix.telemetry import TracingConfig
 from policy.documents import Parsed, decode_document
 from policy.quantity import Size
 
@@ -87,15 +88,6 @@ class LimitsConfig(Part, frozen=True):
     def __post_init__(self) -> None:
         if self.read_ahead < 2 << 20:
             raise RequestError("read_ahead must be at least 2MiB: two of the largest batches.")
-
-
-class TracingConfig(Part, frozen=True):
-    """OpenTelemetry: `none`, `file` (JSON lines in `path`) or `otlp` (to `endpoint`)."""
-
-    exporter: Literal["none", "file", "otlp"] = "none"
-    path: Words = "traces.jsonl"
-    endpoint: str = ""
-    ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
 
 
 class BridgeConfig(Part, frozen=True, kw_only=True):

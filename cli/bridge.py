@@ -34,6 +34,7 @@ from felix.files import PUBLIC, replace_file
 from felix.messages import DocumentPage, Done, ListDocuments, PutDocument, Start, Subscribe
 from felix.names import NamePattern, SpiffeId, StreamName
 from felix.profile import load_profile
+from felix.telemetry import configure_tracing
 from keys.bundle import RegionBundle, decode_bundle
 from keys.signing import load_signing_key
 from policy.access import Verb
@@ -764,6 +765,9 @@ def _only_bridge(folder: RegionFolder) -> str:
 
 
 async def _run_agent(config: BridgeConfig, path: Path, pid: PidFile) -> None:
+    stop_tracing = configure_tracing(
+        config.tracing, path.parent, service="felix-bridge", instance=config.name, region=config.source
+    )
     agent = Agent(config, path.parent)
     await agent.start()
     try:
@@ -773,6 +777,7 @@ async def _run_agent(config: BridgeConfig, path: Path, pid: PidFile) -> None:
         await until_stopped()
     finally:
         await agent.stop()
+        stop_tracing()
 
 
 @app.command()

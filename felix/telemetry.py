@@ -1,6 +1,6 @@
 """Where a process's traces go: the configuration of its OpenTelemetry exporter, off unless it is set.
 
-Brokers and bridge agents use it, and set their process's tracer provider with it, once. Applications that use the SDK
+Brokers and bridge agents use it. Applications that use the SDK
 bring a provider of their own (felix.tracing).
 """
 
@@ -55,7 +55,10 @@ class FileSpanExporter(SpanExporter):
 def configure_tracing(
     config: TracingConfig, base: Path, *, service: str, instance: str, region: str
 ) -> Callable[[], None]:
-    """Begin tracing as configured; returns what ends it. Raises RequestError(CONFIG_INVALID)."""
+    """Begin tracing as configured; returns what ends it. A provider that the process has already is joined.
+
+    Raises RequestError(CONFIG_INVALID).
+    """
     if config.exporter == "none":
         return lambda: None
     exporter: SpanExporter
@@ -71,10 +74,13 @@ def configure_tracing(
                 hint="Install it: pip install 'felix-mesh[tracing]'.",
             ) from error
         exporter = OTLPSpanExporter(endpoint=config.endpoint or None)
-    resource = Resource.create(
-        {"service.name": service, "service.instance.id": instance, "felix.region": region}
-    )
-    provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(config.ratio)), resource=resource)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
-    return provider.shutdown
+    provider = trace.get_tracer_provider()
+    if not isinstance(provider, TracerProvider):
+        resource = Resource.create(
+            {"service.name": service, "service.instance.id": instance, "felix.region": region}
+        )
+        provider = TracerProvider(sampler=ParentBased(TraceIdRatioBased(config.ratio)), resource=resource)
+        trace.set_tracer_provider(provider)
+    processor = BatchSpanProcessor(exporter)
+    provider.add_span_processor(processor)
+    return processor.shutdown
