@@ -8,6 +8,8 @@ import msgspec
 import pytest
 import yaml
 
+from bridge.config import BridgeConfig
+from bridge.config import load_config as load_bridge
 from policy.residency import parse_policy
 from region.config import RegionConfig, load_config
 
@@ -30,6 +32,19 @@ def test_the_first_example_has_every_key_with_its_default() -> None:
     for part in ("audit", "tracing", "limits"):
         held: Any = least[part]
         assert set(shown[part]) == set(held.__struct_fields__), part
+
+
+def test_the_bridge_example_has_every_key_with_its_default() -> None:
+    path = REGIONS / "us-east-to-eu-west.yaml"
+    shown, held = yaml.safe_load(path.read_text()), msgspec.structs.asdict(load_bridge(path))
+    assert set(shown) == set(BridgeConfig.__struct_fields__)
+    for field in msgspec.structs.fields(BridgeConfig):
+        if not field.required:
+            assert held[field.name] == field.default, field.name
+    for part in ("limits", "tracing"):
+        assert set(shown[part]) == set(held[part].__struct_fields__), part
+    (destination,) = shown["destinations"]
+    assert set(destination) == set(held["destinations"][0].__struct_fields__)
 
 
 @pytest.mark.parametrize("name", ["residency.yaml", "residency-eu-west.yaml"])
