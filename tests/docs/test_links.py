@@ -11,7 +11,7 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part.startswith(".") or part == "demo-state" for part in path.parts[1:])
 )
-COMING = {"bridges.md", "operations.md", "benchmarks.md"}
+COMING = {"operations.md", "benchmarks.md"}
 """Pages that may be linked to before they are there; empty once they are."""
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
 
