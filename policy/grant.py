@@ -409,6 +409,7 @@ class Problem(NamedTuple):
 class _Forged(NamedTuple):
     """What an unverified grant claims to be about: enough to say that it was not believed, and nothing else."""
 
+    grant: str
     pattern: NamePattern
     from_region: str
     to_region: str
@@ -551,15 +552,17 @@ class GrantBook:
         # Only to answer "there is a grant, but it is forged" instead of "there is none"; it allows nothing.
         try:
             if document.purpose is Purpose.EXPORT:
-                claim = msgspec.json.decode(document.body, type=_ExportClaim).terms
+                export = msgspec.json.decode(document.body, type=_ExportClaim)
+                grant, claim = export.grant, export.terms
             elif document.purpose is Purpose.IMPORT:
                 claim = msgspec.json.decode(document.body, type=_Claim)
+                grant = claim.grant
             else:
                 return
             pattern = NamePattern(claim.stream)
         except (msgspec.MsgspecError, ValueError, RequestError):
             return
-        self._forged.append(_Forged(pattern, claim.from_region, claim.to_region, error.sentence))
+        self._forged.append(_Forged(grant, pattern, claim.from_region, claim.to_region, error.sentence))
 
     # ------------------------------------------------------------------------------------------- questions
 
@@ -771,6 +774,10 @@ class GrantBook:
             )
         return found
 
+    def claimed_destination(self, grant: str) -> str:
+        """Where a grant that is not believed claims to lead; for the refusal's sentence alone. Empty: no such claim."""
+        return next((claim.to_region for claim in self._forged if claim.grant == grant), "")
+
     def denies(self) -> tuple[DenyEntry, ...]:
         """The deny entries that stand."""
         return tuple(entry for _, entry in sorted(self._denies.items()) if not entry.lifted)
@@ -790,10 +797,12 @@ class _Claim(msgspec.Struct):
     stream: str
     from_region: str
     to_region: str
+    grant: str = ""
 
 
 class _ExportClaim(msgspec.Struct):
     terms: _Claim
+    grant: str = ""
 
 
 def _ends(terms: GrantTerms) -> tuple[str, str]:

@@ -199,6 +199,8 @@ class Governance:
         try:
             # Two permissions, given apart: the right to read as a bridge, and the grant of both regions.
             self.broker.require(bridge, Verb.BRIDGE_READ, stream)
+            if not to_region:
+                self._book.get(grant_id, self.broker.clock_ms())
             allowed = self._check(Attempt(stream, self._own.region, to_region, bridge))
             if allowed.grant != grant_id:
                 raise GrantError(
@@ -229,7 +231,7 @@ class Governance:
         try:
             view = self._book.get(grant_id, self.broker.clock_ms())
         except GrantError:
-            return ""
+            return self._book.claimed_destination(grant_id)
         if view.export is not None:
             return view.export.terms.to_region
         return view.accepted.to_region if view.accepted is not None else ""
@@ -316,12 +318,16 @@ class Governance:
         verify(document, self._trusted_policy_keys())
         if kind == "deny":
             entry = decode_body(document, DenyEntry, Purpose.DENY)
+            _require_signer(document, entry.region, "deny entry")
             await self._store("denies", "state", _document_id(document), document)
             return f"{entry.streams} to or from {entry.peer}: {'lifted' if entry.lifted else 'denied'}."
         if kind == "standing":
             standing = decode_body(document, Standing, Purpose.STANDING)
-            await self._store("revocations", "state", _document_id(document), document)
-            await self._standing_leaf(actor, standing, document)
+            _require_signer(document, standing.region, str(standing.action))
+            self._require_end(standing)
+            is_new = await self._store("revocations", "state", _document_id(document), document)
+            if is_new or actor.kind != "bridge":
+                await self._standing_leaf(actor, standing, document)
             return f"{standing.grant} is {_DONE[standing.action]} by {standing.region}."
         if kind == "import":
             accepted = open_import(document, self._trusted_policy_keys())
@@ -331,8 +337,10 @@ class Governance:
         export = open_export(document, self._trusted_policy_keys())
         terms = export.terms
         self._require_party(actor, terms.bridge, terms.from_region, terms.to_region)
-        await self._store("grants", "export", export.grant, document)
-        await self.trail.append([self._grant_leaf(export, document, actor)])
+        is_new = await self._store("grants", "export", export.grant, document)
+        # A bridge that brings the same grant again and again cannot fill the log with it.
+        if is_new or actor.kind != "bridge":
+            await self.trail.append([self._grant_leaf(export, document, actor)])
         return f"{export.grant} is granted by {terms.from_region}."
 
     def _grant_leaf(self, export: ExportGrant, document: SignedDocument, actor: SpiffeId) -> Leaf:
@@ -363,6 +371,17 @@ class Governance:
             )
         if actor.kind == "bridge" and str(actor) != bridge:
             raise RequestError(f"{actor} cannot bring a grant of {bridge}.", code=Code.FORBIDDEN)
+
+    def _require_end(self, standing: Standing) -> None:
+        """Only the two regions of a grant have a say in it. Raises GrantError(GRANT_MISSING, GRANT_INVALID)."""
+        view = self._book.get(standing.grant, self.broker.clock_ms())
+        held = view.export.terms if view.export is not None else view.accepted
+        if held is not None and standing.region not in (held.from_region, held.to_region):
+            raise GrantError(
+                f"The grant {standing.grant} is between {held.from_region} and {held.to_region}; {standing.region} has "
+                "no say in it.",
+                hint="One of the grant's two regions must sign it.",
+            )
 
     async def _standing_leaf(self, actor: SpiffeId, standing: Standing, document: SignedDocument) -> None:
         if standing.action is not StandingAction.REVOKE:
@@ -422,15 +441,17 @@ class Governance:
 
     async def _store(
         self, kind: DocumentKind, side: DocumentSide, name: str, document: SignedDocument
-    ) -> None:
+    ) -> bool:
+        """Keep a verified document, and wait until this broker judges by it. False where it was there already."""
         data = document.encode_file()
         held = await self._catalog.document(kind, side, name)
         if held is not None and held.document == data:
-            return
+            return False
         written = await self._catalog.put_document(
             kind, side, name, data, revision=held.revision if held is not None else 0
         )
         await asyncio.wait_for(self._mirror.wait_for(written.revision), MIRROR_TIMEOUT_S)
+        return True
 
     def documents(self, session: ClientSession, kind: str) -> dict[str, bytes]:
         """Documents of one kind by id. A bridge sees those of its own grants, an operator all."""
@@ -556,6 +577,15 @@ class Governance:
             )
             await self.trail.append([Leaf(header)])
         return f"A new root key wraps {rotation.stream_keys} stream keys; no data was touched."
+
+
+def _require_signer(document: SignedDocument, region: str, what: str) -> None:
+    """A region signs for itself alone. Raises GrantError(GRANT_INVALID)."""
+    if document.region != region:
+        raise GrantError(
+            f"A {what} by {region} is signed by {document.region}.",
+            hint=f"Only {region} can sign it; find out who wrote this one.",
+        )
 
 
 def _document_id(document: SignedDocument) -> str:

@@ -241,6 +241,8 @@ class IngestStream:
         self._landing: _Landing | None = None
         self._taken_bytes = 0
         self._is_open = False
+        self._refusal: FelixError | None = None
+        """given once what was taken before it is answered"""
 
     # -- role ------------------------------------------------------------------------------------------
 
@@ -279,7 +281,7 @@ class IngestStream:
         try:
             self._check_grant()
         except FelixError as error:
-            self._refuse(error)
+            self._refuse_next(error)
 
     def replaced(self) -> None:
         """A newer ingest stream took over this link."""
@@ -382,7 +384,7 @@ class IngestStream:
     # -- envelopes -------------------------------------------------------------------------------------
 
     def _guarded(self, frame: Frame) -> None:
-        if self._ended:
+        if self._ended or self._refusal is not None:
             return
         try:
             self._envelope(frame)
@@ -391,7 +393,7 @@ class IngestStream:
         except UnavailableError as error:
             self._fail(error)
         except FelixError as error:
-            self._refuse(error)
+            self._refuse_next(error)
 
     def _envelope(self, frame: Frame) -> None:
         size = FRAME_HEADER_BYTES + len(frame.body)
@@ -622,6 +624,8 @@ class IngestStream:
         self._window.finish(way.size)
         self._window.announce()
         self._send(encode_frame(FrameType.RECEIPT, _RECEIPT.pack(way.header.next_offset) + receipt))
+        if self._refusal is not None and not self._in_flight:
+            self._refuse(self._refusal)
 
     # -- endings ---------------------------------------------------------------------------------------
 
@@ -629,6 +633,13 @@ class IngestStream:
         connection = self._session.connection
         if connection is not None and not self._session.ended and not self._ended:
             connection.send(self._stream_id, data, end=end)
+
+    def _refuse_next(self, error: FelixError) -> None:
+        """Take nothing more. What was taken before is answered first: a receipt that is lost now is never asked for."""
+        if self._in_flight:
+            self._refusal = error
+        else:
+            self._refuse(error)
 
     def _refuse(self, error: FelixError, correlation: int = 0, request: OpenIngest | None = None) -> None:
         """Refused: the agent is told, and the ingress log says so."""
