@@ -561,7 +561,12 @@ class Carrier:
                     pause_s = min(IDLE_S, wait_ms / 1000)
                 else:
                     if self._held is None:
-                        self._held = feed.take_nowait()
+                        try:
+                            self._held = feed.take_nowait()
+                        except RequestError:
+                            # The source refuses from now on; for what crossed before, receipts are still taken.
+                            await self._drain()
+                            raise
                     if self._held is not None:
                         await self._deal(self._held, stream, rate)
                         # Others have their turn between two batches.
