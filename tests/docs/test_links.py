@@ -39,9 +39,3 @@ def test_every_decision_is_in_the_index() -> None:
         number, title = page.read_text().splitlines()[0].removeprefix("# ").split(" ", 1)
         assert f"| [{number}](decisions/{page.name}) | {title} |" in index
         assert page.name.startswith(f"{number}-")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_modules_that_pages_name_are_there(page: Path) -> None:
-    for name in re.findall(r"`([a-z]+/[\w/]+\.(?:py|yaml|json))`", page.read_text()):
-        assert (ROOT / name).exists(), f"{page.name}: {name} is not there"
