@@ -27,7 +27,7 @@ from cli.setting import (
     known_regions,
     now_ms,
     run,
-    until_stopped,
+    stop_signals,
 )
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, replace_file
@@ -769,12 +769,13 @@ async def _run_agent(config: BridgeConfig, path: Path, pid: PidFile) -> None:
         config.tracing, path.parent, service="felix-bridge", instance=config.name, region=config.source
     )
     agent = Agent(config, path.parent)
+    ended = stop_signals()
     await agent.start()
     try:
         health = agent.health.address if agent.health is not None else None
         pid.announce(health="" if health is None else f"{health[0]}:{health[1]}", started_ms=now_ms())
         note(f"bridge {config.name} runs; end it with Ctrl-C or: felix bridge down {config.name}")
-        await until_stopped()
+        await ended.wait()
     finally:
         await agent.stop()
         stop_tracing()

@@ -98,11 +98,6 @@ def stop_signals() -> asyncio.Event:
     return stop
 
 
-async def until_stopped() -> None:
-    """Wait for SIGINT or SIGTERM."""
-    await stop_signals().wait()
-
-
 def read_file(path: Path, what: str) -> bytes:
     """A file that the user named. Raises RequestError."""
     try:

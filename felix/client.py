@@ -297,7 +297,12 @@ class RegionClient:
 
     async def list_keys(self, stream: str = "") -> list[KeyState]:
         """Keys by id, level and state; never their bytes."""
-        return (await self._typed(ListKeys(stream), KeyPage)).keys
+        found: list[KeyState] = []
+        while True:
+            page = await self._typed(ListKeys(stream, len(found), PAGE_MAX), KeyPage)
+            found += page.keys
+            if not page.more or not page.keys:
+                return found
 
     async def rotate_keys(self, level: str, stream: str = "") -> str:
         """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""
@@ -305,7 +310,12 @@ class RegionClient:
 
     async def list_links(self) -> list[LinkState]:
         """Links of bridges, as their agents last said."""
-        return (await self._typed(ListLinks(), LinkPage)).links
+        found: list[LinkState] = []
+        while True:
+            page = await self._typed(ListLinks(len(found), PAGE_MAX), LinkPage)
+            found += page.links
+            if not page.more or not page.links:
+                return found
 
     async def request(self, request: Request, *, timeout_s: float | None = None) -> Answer:
         """Any request of the protocol (felix.messages) and its answer.

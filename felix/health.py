@@ -24,6 +24,9 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class _Quiet(WSGIRequestHandler):
+    timeout = 10
+    """Seconds without a word after which a scraper's connection, and its thread, end."""
+
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         pass
 

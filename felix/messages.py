@@ -256,7 +256,11 @@ class DocumentPage(Message, frozen=True, tag="document_page"):
 
 
 class ListKeys(Message, frozen=True, tag="list_keys"):
+    """`stream`, where given, narrows the list; `skip` keys of it were seen on earlier pages."""
+
     stream: Name = ""
+    skip: Natural = 0
+    limit: Page = 100
 
 
 class KeyState(Message, frozen=True, tag="key"):
@@ -271,6 +275,7 @@ class KeyState(Message, frozen=True, tag="key"):
 
 class KeyPage(Message, frozen=True, tag="key_page"):
     keys: list[KeyState]
+    more: bool = False
 
 
 class RotateKeys(Message, frozen=True, tag="rotate_keys"):
@@ -325,11 +330,13 @@ class ReportLinks(Message, frozen=True, tag="report_links"):
 
 
 class ListLinks(Message, frozen=True, tag="list_links"):
-    pass
+    skip: Natural = 0
+    limit: Page = 100
 
 
 class LinkPage(Message, frozen=True, tag="link_page"):
     links: list[LinkState]
+    more: bool = False
 
 
 class GetDataKey(Message, frozen=True, tag="get_data_key"):

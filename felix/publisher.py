@@ -909,6 +909,9 @@ class Publisher:
                 await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
             except FelixError as error:
                 if not link.is_over:
+                    # The broker keeps no publisher for a refused one; neither does the connection.
+                    if stream_id >= 0:
+                        link.connection.reset_stream(stream_id, 0)
                     self._fail(error)
                 return
 

@@ -1,25 +1,18 @@
-"""What a broker counts, as Prometheus metrics, and its health page.
+"""What a broker counts, as Prometheus metrics (felix.health serves them).
 
 Counters are plain integers on the hot path; the collector reads them when it is asked. Metric names are in
-docs/operations.md. The HTTP server is the prometheus-client's, on a thread of its own: it reads numbers and
-never calls into the broker.
+docs/operations.md.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from socketserver import ThreadingMixIn
-from threading import Thread
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
-from wsgiref.types import StartResponse, WSGIEnvironment
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import FelixError
 from felix.frames import GapReason
 
 
@@ -99,57 +92,3 @@ class BrokerCollector(Collector):
                     families[name] = family
                 family.add_metric([stream, str(shard)], gauge)
         yield from families.values()
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _Quiet(WSGIRequestHandler):
-    timeout = 10
-    """Seconds without a word after which a scraper's connection, and its thread, end."""
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        pass
-
-
-class HealthServer:
-    """`/metrics`, `/livez` (the process answers) and `/readyz` (it serves), each with its reason."""
-
-    def __init__(self, host: str, port: int, collector: Collector, ready: Callable[[], str]) -> None:
-        """`ready` returns why the broker does not serve, or an empty string. Raises RequestError: port in use."""
-        registry = CollectorRegistry()
-        registry.register(collector)
-        metrics = make_wsgi_app(registry)
-
-        def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-            path = environ.get("PATH_INFO", "")
-            if path == "/metrics":
-                page: Iterable[bytes] = metrics(environ, start_response)
-                return page
-            if path in ("/livez", "/readyz"):
-                reason = ready() if path == "/readyz" else ""
-                status = "503 Service Unavailable" if reason else "200 OK"
-                body = json.dumps({"ok": not reason, "reason": reason}).encode()
-                start_response(status, [("Content-Type", "application/json")])
-                return [body + b"\n"]
-            start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"Felix: /metrics, /livez or /readyz\n"]
-
-        try:
-            self._server = make_server(host, port, app, _Server, _Quiet)
-        except OSError as error:
-            raise RequestError(
-                f"The health address {host}:{port} cannot be used: {error.strerror or error}.",
-                code=Code.CONFIG_INVALID,
-                hint="Set another one with `health:` in region.yaml, or an empty one for none.",
-            ) from error
-        self.address = (host, self._server.server_port)
-        self._thread = Thread(target=self._server.serve_forever, name="felix-health", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop serving and join the thread."""
-        self._server.shutdown()
-        self._thread.join(timeout=5)
-        self._server.server_close()

@@ -20,6 +20,7 @@ from audit.origin import log_keys, region_origin, witness_keys, witness_name
 from audit.trail import Trail, TrailSettings
 from audit.witness import DiskWitnessStore, Witness
 from felix.errors import Code, FelixError, RequestError
+from felix.health import HealthServer
 from felix.identity import Identity
 from felix.messages import Goodbye
 from felix.names import SpiffeId, StreamName
@@ -43,7 +44,7 @@ from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls
 from region.metadata.genesis import claim_or_verify, sign_genesis
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import MetadataStore
-from region.metrics import BrokerCollector, HealthServer
+from region.metrics import BrokerCollector
 from region.requests import Requests
 from region.sealing import KeyringSeal
 from region.session import ClientSession

@@ -217,7 +217,9 @@ class Requests:
 
     async def list_keys(self, session: ClientSession, request: ListKeys) -> KeyPage:
         self._broker.require_operator(_identity(session), "list keys")
-        return KeyPage(await self._broker.governance.list_keys(request.stream))
+        keys = await self._broker.governance.list_keys(request.stream)
+        page = _fitting(keys[request.skip : request.skip + request.limit])
+        return KeyPage(page, len(keys) > request.skip + len(page))
 
     async def rotate_keys(self, session: ClientSession, request: RotateKeys) -> Done:
         identity = _identity(session)
@@ -240,7 +242,9 @@ class Requests:
 
     async def list_links(self, session: ClientSession, request: ListLinks) -> LinkPage:
         self._broker.require_operator(_identity(session), "list links")
-        return LinkPage(self._broker.export.links())
+        links = self._broker.export.links()
+        page = _fitting(links[request.skip : request.skip + request.limit])
+        return LinkPage(page, len(links) > request.skip + len(page))
 
     async def get_link_secret(self, session: ClientSession, request: GetLinkSecret) -> LinkSecretSealed:
         return await self._broker.export.link_secret(_identity(session), request)
