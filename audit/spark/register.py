@@ -58,8 +58,8 @@ COLUMNS: Final = (
     Column("onward", Type.FLAG, "Onward transfer allowed"),
     Column("policy_versions", Type.LIST, "Policy versions"),
     Column("policy_hashes", Type.LIST, "Policy hashes"),
-    Column("first_time", Type.TIME, "First crossing", "or the first attempt, where nothing crossed"),
-    Column("last_time", Type.TIME, "Last crossing", "or the last attempt, where nothing crossed"),
+    Column("first_time", Type.TIME, "First crossing", "or arrival, where the egress log is not here"),
+    Column("last_time", Type.TIME, "Last crossing", "or arrival, where the egress log is not here"),
     Column("records", Type.COUNT, "Records crossed", "from INTENT leaves; each record has exactly one"),
     Column("payload_bytes", Type.COUNT, "Payload bytes crossed"),
     Column("acknowledged", Type.COUNT, "Records with a receipt", "from egress ACK leaves"),
@@ -99,16 +99,31 @@ def terms_of(leaves: DataFrame) -> DataFrame:
 
 def prepare(leaves: DataFrame) -> DataFrame:
     """The leaves as the reports read them: where a leaf names a grant and no terms, the terms hash of that
-    grant; signed documents and receipts left out, which no table shows and every cache would hold."""
+    grant; signed documents and receipts left out, which no table shows and every cache would hold.
+
+    A DENY leaf names the grant that was *claimed*. It gets the grant's terms only where the grant is for its stream:
+    whoever is refused must not lend the attempt the legal basis of something else."""
     slim = leaves.withColumn("has_receipt", leaves.receipt.isNotNull()).drop("receipt", "document")
     return leaves.sparkSession.sql(
         """
         WITH named AS (
             SELECT grant_id, min(terms_hash) AS known FROM {slim}
             WHERE grant_id IS NOT NULL AND terms_hash IS NOT NULL GROUP BY grant_id
+        ),
+        covered AS (
+            SELECT grant_id,
+                   -- A pattern's part may be or end in *: policy names, dots being the only character to escape.
+                   min(concat('^', replace(replace(stream, '.', '[.]'), '*', '[^/]*'), '$')) AS streams
+            FROM {slim} WHERE kind = 'GRANT' AND grant_id IS NOT NULL GROUP BY grant_id
         )
-        SELECT slim.* EXCEPT (terms_hash), coalesce(slim.terms_hash, named.known) AS terms_hash
-        FROM {slim} AS slim LEFT JOIN named ON slim.grant_id = named.grant_id
+        SELECT slim.* EXCEPT (terms_hash),
+               coalesce(
+                   slim.terms_hash,
+                   CASE WHEN slim.kind <> 'DENY' OR slim.stream RLIKE covered.streams THEN named.known END
+               ) AS terms_hash
+        FROM {slim} AS slim
+        LEFT JOIN named ON slim.grant_id = named.grant_id
+        LEFT JOIN covered ON slim.grant_id = covered.grant_id
         """,
         slim=slim,
     )
@@ -124,15 +139,19 @@ def within(leaves: DataFrame, since_ms: int | None, until_ms: int | None) -> Dat
 
 
 def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
-    """The register's rows, but for what is known of whole logs (checkpoints, cosigners, verification).
+    """The register's rows, but for what is known of whole logs (checkpoints, cosigners, verification): one for each
+    link and terms under which records crossed, arrived or were withheld. What was only denied is no transfer, and
+    stands among the exceptions.
 
     `leaves` are those of the window, `terms` those of the whole logs: a grant made before the window rules
-    crossings inside it. An attempt without a grant stands in a row of its own, with no terms.
+    crossings inside it.
     """
     return leaves.sparkSession.sql(
         f"""
         WITH said AS (
-            SELECT *, kind = 'INTENT' AND side = 'egress' AS is_intent,
+            -- A region's own log names who was refused, and no bridge: it is the same one where the actor carries.
+            SELECT * EXCEPT (bridge), CASE WHEN kind = 'DENY' THEN coalesce(bridge, actor) ELSE bridge END AS bridge,
+                      kind = 'INTENT' AND side = 'egress' AS is_intent,
                       kind = 'WITHHELD' AND side = 'egress' AS is_withheld,
                       kind = 'ACK' AND side = 'egress' AS is_receipt,
                       kind = 'ACK' AND side = 'ingress' AS is_arrival,
@@ -160,11 +179,11 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
                    array_sort(collect_set(policy_hash)) AS policy_hashes,
                    coalesce(
                        min(time_ms) FILTER (WHERE is_intent OR is_withheld), min(time_ms) FILTER (WHERE is_arrival),
-                       min(time_ms)
+                       min(time_ms) FILTER (WHERE is_receipt)
                    ) AS first_time,
                    coalesce(
                        max(time_ms) FILTER (WHERE is_intent OR is_withheld), max(time_ms) FILTER (WHERE is_arrival),
-                       max(time_ms)
+                       max(time_ms) FILTER (WHERE is_receipt)
                    ) AS last_time,
                    coalesce(sum(records) FILTER (WHERE is_intent), 0) AS records,
                    coalesce(sum(payload_bytes) FILTER (WHERE is_intent), 0) AS payload_bytes,
@@ -176,6 +195,7 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
                    array_sort(collect_set(destination_key_id)) AS destination_key_ids,
                    array_sort(collect_set(commitment_key_id)) AS commitment_key_ids
             FROM said GROUP BY source_region, destination_region, bridge, stream, terms_hash
+            HAVING count_if(NOT is_denial) > 0
         ),
         -- A region's own log may hold denials of the same link; the log of the crossings goes before it.
         spans AS (

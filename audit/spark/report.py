@@ -324,7 +324,7 @@ def _compute(
     differing, more_findings = _collect(reconciliation.in_order(found))
     by_shard, _ = _collect(reconciliation.shards(leaves, found))
 
-    times = [row for row in moved if row["records"] or row["delivered"] or row["withheld"] or row["denied"]]
+    times = [row for row in moved if row["records"] or row["delivered"] or row["withheld"]]
     first = min((row["first_time"] for row in times), default=None)
     last = max((row["last_time"] for row in times), default=None)
     width = volumes.bucket_ms(first, last) if first is not None and last is not None else volumes.DAY_MS
@@ -340,7 +340,7 @@ def _compute(
         records=table.total("records"),
         payload_bytes=table.total("payload_bytes"),
         withheld=table.total("withheld"),
-        denied=table.total("denied"),
+        denied=sum(row["denied"] for row in daily),
         acknowledged=table.total("acknowledged"),
         delivered=table.total("delivered"),
         transfers=sum(1 for row in filled if row["terms_hash"]),
