@@ -61,7 +61,9 @@ async def _put_rights(region: str, identity: str, rights: list[str]) -> None:
 @app.command()
 def allow(
     name: Annotated[str, typer.Argument(help="The identity's name.")],
-    rights: Annotated[list[str], typer.Argument(help="All its rights from now on; none with --nothing.")],
+    rights: Annotated[
+        list[str], typer.Argument(help="All its rights from now on; `felix identity forbid` takes all away.")
+    ],
     kind: Kind = "client",
     region: RegionOption = "",
 ) -> None:

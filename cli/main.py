@@ -13,7 +13,7 @@ from typing import Annotated, Final
 
 import typer
 
-from cli import audit, bench, bridge, demo, doctor, identity, keys, policy, region, stream
+from cli import audit, bench, bridge, demo, doctor, identity, keys, log, policy, region, stream
 from cli.output import err
 from felix.errors import Code, FelixError
 
@@ -37,6 +37,7 @@ app.add_typer(identity.app, name="identity")
 app.add_typer(bridge.app, name="bridge")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")
+app.add_typer(log.app, name="log")
 app.add_typer(audit.app, name="audit")
 app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)

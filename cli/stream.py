@@ -67,7 +67,7 @@ async def _create(
             shards=shards,
             durability=durability,
             retention=retention,
-            ring_bytes=Size.parse(ring) if ring else 0,
+            ring_bytes=int(Size.parse(ring)) if ring else 0,
         )
 
 
@@ -75,7 +75,7 @@ def parse_durability(text: str) -> felix.Durability:
     """`fsync`, `interval:50ms`, `ephemeral`. Raises RequestError(INVALID)."""
     kind, _, rest = text.partition(":")
     if kind == "interval" and rest:
-        return felix.Durability("interval", Duration.parse(rest))
+        return felix.Durability("interval", int(Duration.parse(rest)))
     if text in ("fsync", "ephemeral"):
         return felix.Durability(text)
     raise RequestError(f"{text!r} is not a durability.", hint="Use fsync, interval:50ms or ephemeral.")
@@ -86,9 +86,9 @@ def parse_retention(text: str) -> felix.Retention:
     age = size = 0
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         if part.upper().endswith("B"):
-            size = Size.parse(part)
+            size = int(Size.parse(part))
         else:
-            age = Duration.parse(part)
+            age = int(Duration.parse(part))
     return felix.Retention(age, size)
 
 

@@ -162,6 +162,8 @@ def error_for(code: int, sentence: str, hint: str = "", retry_after_ms: int | No
             family = RequestError
         case 4:
             family = UnavailableError
+        case 7 if known is Code.AUDIT_UNAVAILABLE:
+            family = UnavailableError
         case 7:
             family = CorruptionError
         case _:

@@ -38,9 +38,6 @@ class Verb(StrEnum):
     """Create, delete and describe streams."""
     BRIDGE_READ = "bridge-read"
     """Read sealed batches as a bridge agent; a grant is needed besides."""
-    BRIDGE_INGEST = "bridge-ingest"
-    """Deliver crossed batches as a bridge agent; an import grant is needed besides."""
-    AUDIT_READ = "audit-read"
     OPERATE = "operate"
     """Grants, policy, rights, keys and the region's own state."""
 

@@ -500,8 +500,8 @@ class Governance:
         return Witnessed(0 if last is None else last.size)
 
     async def checkpoint(self, from_size: int) -> CheckpointAnswer:
-        """This region's newest checkpoint, and the proof that it continues `from_size` leaves."""
-        note = self.trail.checkpoint()
+        """A checkpoint of all that is durable now, and the proof that it continues `from_size` leaves."""
+        note = await asyncio.to_thread(self.trail.publish)
         size = note_size(note)
         proof: list[bytes] = []
         if 0 < from_size <= size:

@@ -201,17 +201,27 @@ class Requests:
         return DocumentPage(dict(page), len(names) > len(page))
 
     async def cosign(self, session: ClientSession, request: Cosign) -> Witnessed:
+        self._require_witnessing(session)
         return await self._broker.governance.cosign(request.checkpoint, request.proof)
 
     async def witnessed_size(self, session: ClientSession, request: WitnessedSize) -> Witnessed:
+        self._require_witnessing(session)
         return await self._broker.governance.witnessed_size(request.origin)
 
     async def get_checkpoint(self, session: ClientSession, request: GetCheckpoint) -> CheckpointAnswer:
+        self._require_witnessing(session)
         return await self._broker.governance.checkpoint(request.from_size)
 
     async def put_cosignature(self, session: ClientSession, request: PutCosignature) -> Done:
+        self._require_witnessing(session)
         await self._broker.governance.put_cosignature(request.cosigned)
         return Done()
+
+    def _require_witnessing(self, session: ClientSession) -> None:
+        """Checkpoints and cosignatures go between regions over bridges, or by an operator's hand."""
+        identity = _identity(session)
+        if identity.kind != "bridge":
+            self._broker.require_operator(identity, "ask for checkpoints and cosignatures")
 
     # -- keys ------------------------------------------------------------------------------------------
 

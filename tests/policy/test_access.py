@@ -27,7 +27,6 @@ OTHER = SpiffeId.parse("spiffe://us-east.acme/client/other")
         ("publish acme/payments/*", Verb.PUBLISH, "acmee/payments/orders", False),
         ("bridge-read acme/ops/departures", Verb.BRIDGE_READ, "acme/ops/departures", True),
         ("bridge-read acme/ops/departures", Verb.BRIDGE_READ, "acme/ops/departures2", False),
-        ("bridge-ingest */*/*", Verb.BRIDGE_INGEST, "acme/ops/x", True),
         ("admin acme/*/*", Verb.PUBLISH, "acme/ops/x", False),
         ("publish,subscribe acme/ops/*", Verb.SUBSCRIBE, "acme/ops/x", True),
         ("publish, subscribe acme/ops/*", Verb.PUBLISH, "acme/ops/x", True),

@@ -1,0 +1,55 @@
+"""`felix log inspect` over a segment that a broker wrote: structure, no contents, damage named."""
+
+import json
+from pathlib import Path
+
+import pytest
+from region_home import make_region, running
+from typer.testing import CliRunner
+
+import felix
+from cli.main import app
+
+
+async def segment_of(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FELIX_HOME", str(home))
+    folder = make_region(home, "us-east")
+    async with running(folder), felix.connect("us-east") as client:
+        await client.create_stream("acme/ops/inspected")
+        for number in range(5):
+            await client.stream("acme/ops/inspected").publish(f"secret-{number}".encode())
+    (segment,) = (folder.root / "data" / "streams").glob("*/*/*.seg")
+    return segment
+
+
+async def test_a_segment_shows_its_structure_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = await segment_of(tmp_path, monkeypatch)
+    answer = CliRunner().invoke(app, ["log", "inspect", str(segment), "--json"])
+    assert answer.exit_code == 0
+    shown = json.loads(answer.stdout)
+    assert shown["stream"] == "acme/ops/inspected"
+    assert sum(entry["records"] for entry in shown["entries"]) == 5
+    assert all(entry["flags"] == ["sealed"] for entry in shown["entries"])
+    assert "secret" not in answer.stdout
+    for_people = CliRunner().invoke(app, ["log", "inspect", str(segment)])
+    assert for_people.exit_code == 0
+    assert "acme/ops/inspected" in for_people.stdout
+
+
+async def test_damage_is_named_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    segment = await segment_of(tmp_path, monkeypatch)
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data)
+    answer = CliRunner().invoke(app, ["log", "inspect", str(segment), "--json"])
+    assert answer.exit_code == 5
+    (damage,) = json.loads(answer.stdout)["damage"]
+    assert damage["position"] < len(data) // 2 < damage["position"] + damage["length"]
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    answer = CliRunner().invoke(app, ["log", "inspect", str(tmp_path / "some.txt")])
+    assert answer.exit_code != 0
+    assert "no segment file" in str(answer.exception)
