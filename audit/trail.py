@@ -278,6 +278,11 @@ class Trail:
                 "" if self._failure is None else str(self._failure),
             )
 
+    @property
+    def failure(self) -> AuditUnavailableError | None:
+        """Why the log takes no more leaves, if it has stopped: then nothing may cross. For every decision, so cheap."""
+        return self._failure
+
     def last_intent(self, key: LinkShard) -> Crossing | None:
         """The newest durable INTENT of this link shard."""
         with self._lock:

@@ -742,37 +742,38 @@ class GrantBook:
 
     def list(self, now: int) -> tuple[GrantView, ...]:
         """Every grant with its state at `now`, by id."""
-        views = []
-        for name, entry in sorted(self._entries.items()):
-            export = entry.export
-            accepted = next(
-                (half for half in entry.accepted or () if export is None or _agree(export, half)), None
-            )
-            state = GrantState.OFFERED
-            if export is not None and accepted is not None:
-                state = advance(state, GrantEvent.ACCEPT)
-            standings = [held for (grant, _), held in sorted(self._standings.items()) if grant == name]
-            standings = [held for held in standings if export is None or held.region in _ends(export.terms)]
-            pausing = [held.region for held in standings if held.action is StandingAction.PAUSE]
-            if pausing:
-                state = advance(state, GrantEvent.PAUSE)
-            if any(held.action is StandingAction.REVOKE for held in standings):
-                state = advance(state, GrantEvent.REVOKE)
-            if export is not None and now >= export.terms.expires:
-                state = advance(state, GrantEvent.EXPIRE)
-            views.append(GrantView(name, state, export, accepted, tuple(pausing)))
-        return tuple(views)
+        return tuple(self._view(entry, now) for _, entry in sorted(self._entries.items()))
+
+    def _view(self, entry: _Entry, now: int) -> GrantView:
+        name, export = entry.grant, entry.export
+        accepted = next(
+            (half for half in entry.accepted or () if export is None or _agree(export, half)), None
+        )
+        state = GrantState.OFFERED
+        if export is not None and accepted is not None:
+            state = advance(state, GrantEvent.ACCEPT)
+        half = export.terms if export is not None else accepted
+        ends = () if half is None else sorted((half.from_region, half.to_region))
+        standings = [self._standings[name, region] for region in ends if (name, region) in self._standings]
+        pausing = [held.region for held in standings if held.action is StandingAction.PAUSE]
+        if pausing:
+            state = advance(state, GrantEvent.PAUSE)
+        if any(held.action is StandingAction.REVOKE for held in standings):
+            state = advance(state, GrantEvent.REVOKE)
+        if export is not None and now >= export.terms.expires:
+            state = advance(state, GrantEvent.EXPIRE)
+        return GrantView(name, state, export, accepted, tuple(pausing))
 
     def get(self, grant: str, now: int) -> GrantView:
         """One grant by its id. Raises GrantError(GRANT_MISSING)."""
-        found = next((view for view in self.list(now) if view.grant == grant), None)
-        if found is None:
+        entry = self._entries.get(grant)
+        if entry is None:
             raise GrantError(
                 f"There is no grant {grant[:40]}.",
                 code=Code.GRANT_MISSING,
                 hint="List them with `felix bridge list`.",
             )
-        return found
+        return self._view(entry, now)
 
     def claimed_destination(self, grant: str) -> str:
         """Where a grant that is not believed claims to lead; for the refusal's sentence alone. Empty: no such claim."""

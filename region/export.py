@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
 from felix.messages import DataKeySealed, GetDataKey, GetLinkSecret, LinkSecretSealed, LinkState
 from felix.names import SpiffeId, StreamName
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from region.governance import Governance
 
 LINKS_MAX: Final = 10_000
-"""Link shards on the board; an agent reports each of its own."""
+"""Link shards on the board, per agent: each reports its own, and none can take the place of another's."""
+BRIDGES_MAX: Final = 1_000
+"""Agents on the board."""
 
 
 class SealedReader:
@@ -72,7 +74,7 @@ class ExportDesk:
         self._broker = broker
         self._governance = governance
         self._keyring = keyring
-        self._links: dict[tuple[str, str, int], LinkState] = {}
+        self._links: dict[str, dict[tuple[str, str, int], LinkState]] = {}
 
     def reader(self, bridge: SpiffeId, stream: StreamName, grant_id: str) -> SealedReader:
         """For a subscription that asks for sealed batches. Raises the refusal."""
@@ -90,10 +92,11 @@ class ExportDesk:
     async def data_key(self, bridge: SpiffeId, request: GetDataKey) -> DataKeySealed:
         """The data key of batches of a granted stream, sealed to the bridge. Raises the refusal, KeyUnknownError."""
         stream = StreamName.parse(request.stream)
-        allowed = self._governance.check_export(bridge, request.grant, stream, "take a data key")
+        self._governance.check_export(bridge, request.grant, stream, "take a data key")
         recipient = HybridPublicKey(request.public_key)
         key = await asyncio.to_thread(self._keyring.data_key, request.key)
-        if key.stream != stream:
+        # The grant is for the stream as it is: what an earlier one of its name held was deleted.
+        if key.stream != stream or key.incarnation != self._broker.stream(stream).incarnation:
             raise self._governance.denied(
                 RequestError(f"Data key {request.key.hex()} is not one of {stream}.", code=Code.KEY_SCOPE),
                 actor=bridge,
@@ -101,6 +104,8 @@ class ExportDesk:
                 stream=str(stream),
                 grant_id=request.grant,
             )
+        # Asked again: it may have been revoked while the keyring was waited for.
+        allowed = self._governance.check_export(bridge, request.grant, stream, "take a data key")
         scope = scope_of(key, grant_id=allowed.grant, terms_hash=allowed.terms_hash, bridge=bridge)
         sealed = seal_data_key(key, scope, recipient)
         return DataKeySealed(sealed, self._broker.region, str(stream), key.incarnation, key.shard, key.epoch)
@@ -119,6 +124,7 @@ class ExportDesk:
             allowed.terms_hash,
             pseudonym_scope(allowed.terms),
         )
+        self._governance.check_export(bridge, request.grant, stream, "take the link's secrets")
         scope = LinkSecretScope(
             self._broker.region, stream, hosted.incarnation, allowed.grant, allowed.terms_hash, bridge
         )
@@ -131,11 +137,17 @@ class ExportDesk:
         for link in links:
             if bridge.kind != "bridge" or bridge.region != self._broker.region or link.bridge != str(bridge):
                 raise RequestError(f"{bridge} cannot report for {link.bridge}.", code=Code.FORBIDDEN)
+        if str(bridge) not in self._links and len(self._links) >= BRIDGES_MAX:
+            raise UnavailableError(
+                f"{BRIDGES_MAX} bridges report already, the most that are kept.", code=Code.LIMIT_MEMORY
+            )
+        board = self._links.setdefault(str(bridge), {})
         for link in links:
             key = (link.grant, link.stream, link.shard)
-            if key in self._links or len(self._links) < LINKS_MAX:
-                self._links[key] = link
+            if key in board or len(board) < LINKS_MAX:
+                board[key] = link
 
     def links(self) -> list[LinkState]:
         """All links, by grant, stream and shard."""
-        return [self._links[key] for key in sorted(self._links)]
+        found = (link for board in self._links.values() for link in board.values())
+        return sorted(found, key=lambda link: (link.grant, link.stream, link.shard, link.bridge))

@@ -5,9 +5,11 @@ verified against the keys of the region that must have signed them, and only the
 there every broker's mirror takes them, and this module judges by them: the grant book is rebuilt on every change,
 and every question is asked of it in memory.
 
-Invariants: nothing is believed because it stands in the store: the book verifies each document again; a refusal
-that concerns residency is a DENY leaf before it is an answer; without an audit log that can be written, nothing
-is let in or out.
+Invariants: nothing is believed because it stands in the store: the book verifies each document again; while a broker
+runs, what it once knew of cannot be taken back there: a revocation stays, a policy gives way only to a newer one, and a
+region's bundle only to one that its own policy key signed; what cannot be read allows nothing; a refusal
+that concerns residency is handed to the audit log as a DENY leaf before it is answered; without an audit log that can
+be written, nothing is let in or out.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from audit.grant_leaf import grant_leaf
@@ -23,7 +28,7 @@ from audit.origin import log_keys, witness_keys
 from audit.proof import find_leaves
 from audit.trail import Trail
 from audit.witness import Witness
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import TrustBundle
 from felix.messages import CheckpointAnswer, KeyState, Witnessed
 from felix.names import SpiffeId, StreamName
@@ -32,6 +37,7 @@ from keys.keyring import Keyring
 from keys.transfer import TransferScope
 from policy.access import Verb
 from policy.grant import (
+    EVERYWHERE,
     Allowed,
     Attempt,
     DenyEntry,
@@ -57,13 +63,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("felix.region.governance")
 
+COURIER_KINDS: Final = ("export", "import", "standing", "deny")
+"""What a bridge may list, and bring from the other region: the region that signed it is what counts, not who carries it."""
 DOCUMENT_KINDS: Final = ("export", "import", "standing", "deny", "policy", "bundle")
 """What PutDocument and ListDocuments call the documents."""
 DENY_QUIET_MS: Final = 10_000
 """The same refusal to the same peer is one leaf in this time."""
-DENIALS_REMEMBERED_MAX: Final = 10_000
+DENY_LEAVES_MAX: Final = 20
+"""Leaves about one peer in that time, however its refusals differ: nobody fills the log by asking for made-up grants."""
+DENIED_PEERS_MAX: Final = 10_000
+"""Peers whose refusals are remembered; then the one that was refused first is forgotten."""
 UNKNOWN_REGION: Final = "(unknown)"
 """Where an attempt under no grant would have led."""
+PEER_DOCUMENTS_MAX: Final = 5_000
+"""Documents signed by one other region: enough for years of grants, and still verified in less than a second."""
 MIRROR_TIMEOUT_S: Final = 10.0
 """How long a put document waits until this broker judges by it."""
 
@@ -86,6 +99,26 @@ _PURPOSES: Final = {
     "deny": Purpose.DENY,
     "policy": Purpose.POLICY,
 }
+
+
+@dataclass(slots=True)
+class _Denials:
+    """What one peer was refused since `begun_ms`: the refusals that have a leaf, and how many have none."""
+
+    begun_ms: int
+    written: set[tuple[str, str, str, int]] = field(default_factory=set)
+    left_out: int = 0
+
+    def is_due(self, refusal: tuple[str, str, str, int], now_ms: int) -> bool:
+        """True where this refusal gets a leaf."""
+        if now_ms - self.begun_ms >= DENY_QUIET_MS:
+            self.begun_ms = now_ms
+            self.written.clear()
+        if refusal in self.written or len(self.written) >= DENY_LEAVES_MAX:
+            self.left_out += 1
+            return False
+        self.written.add(refusal)
+        return True
 
 
 class FoundAck(NamedTuple):
@@ -114,7 +147,9 @@ class Governance:
         trail: Trail,
         witness: Witness,
         own: RegionBundle,
+        pinned: Mapping[str, RegionBundle],
     ) -> None:
+        """`pinned`: other regions' bundles that an operator put into this region's folder."""
         self.broker = broker
         self.trail = trail
         self._catalog = catalog
@@ -123,9 +158,13 @@ class Governance:
         self._witness = witness
         self._own = own
         self._bundles: dict[str, RegionBundle] = {own.region: own}
+        self._believed = dict(pinned)
+        self._revocations: dict[str, SignedDocument] = {}
+        self._signed_by: Counter[str] = Counter()
         self._book = GrantBook()
         self._policy: ResidencyPolicy | None = None
-        self._denials: dict[tuple[str, str, str, str, int], tuple[int, int]] = {}
+        self._newest_policy: ResidencyPolicy | None = None
+        self._denials: dict[SpiffeId, _Denials] = {}
         self._witnessing = asyncio.Lock()
 
     # -- following the catalog -------------------------------------------------------------------------
@@ -137,22 +176,15 @@ class Governance:
 
     def _changed(self, change: MirrorChange) -> None:
         if change.section in ("grants", "revocations", "denies", "policy", "trusted"):
-            self._reload()
-            self.broker.recheck_sessions()
+            try:
+                self._reload()
+            finally:
+                self.broker.recheck_sessions()
 
     def _reload(self) -> None:
-        bundles = {self._own.region: self._own}
-        for region, data in self._mirror.trusted().items():
-            try:
-                bundle = decode_bundle(data).bundle
-                if bundle.region != region:
-                    raise RequestError(f"It is of {bundle.region}.")
-                bundles[region] = bundle
-                for key in log_keys(bundle):
-                    self._witness.trust(key)
-            except FelixError as error:
-                log.error("the bundle of %s is not believed: %s", region, error)
-        self._bundles = bundles
+        # Whatever fails from here on, nothing is allowed by what held before: a revocation may be in what came.
+        self._book = GrantBook()
+        self._bundles = bundles = self._read_bundles()
         self.broker.trust = TrustBundle(bundle.anchor() for bundle in bundles.values())
         self.trail.trust_witnesses(key for bundle in bundles.values() for key in witness_keys(bundle))
         self._policy = self._read_policy()
@@ -160,12 +192,37 @@ class Governance:
         for section, side in _STORED.values():
             for name, data in self._mirror.documents(section, side).items():
                 try:
-                    documents.append(SignedDocument.parse(data))
+                    document = SignedDocument.parse(data)
+                    if _is_revocation(document):
+                        self._revocations[name] = document
+                    documents.append(document)
                 except FelixError as error:
                     log.error("document %s/%s/%s cannot be read: %s", section, side, name, error)
-        self._book = GrantBook(documents, self._trusted_policy_keys())
+        self._signed_by = Counter(document.region for document in documents)
+        self._book = GrantBook((*documents, *self._revocations.values()), self._trusted_policy_keys())
         for problem in self._book.problems:
             log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
+
+    def _read_bundles(self) -> dict[str, RegionBundle]:
+        """Bundles of the regions that the store trusts; what was believed before gives way only to its own successor."""
+        bundles = {self._own.region: self._own}
+        for region, data in self._mirror.trusted().items():
+            held = self._believed.get(region)
+            try:
+                signed = decode_bundle(data)
+                bundle = signed.bundle
+                if bundle.region != region:
+                    raise RequestError(f"It is of {bundle.region}.")
+                if held is not None and held != bundle:
+                    check_update(held, signed)
+                held = self._believed[region] = bundle
+                for key in log_keys(bundle):
+                    self._witness.trust(key)
+            except FelixError as error:
+                log.error("the bundle of %s in the metadata store is not believed: %s", region, error)
+            if held is not None:
+                bundles[region] = held
+        return bundles
 
     def _trusted_policy_keys(self) -> dict[str, tuple[bytes, ...]]:
         return {region: bundle.policy_keys for region, bundle in self._bundles.items()}
@@ -176,7 +233,11 @@ class Governance:
             return None
         try:
             document = SignedDocument.parse(held.document)
-            return open_policy(document, {self._own.region: self._own.policy_keys}, "the policy in force")
+            policy = open_policy(document, {self._own.region: self._own.policy_keys}, "the policy in force")
+            if self._newest_policy is not None:
+                check_successor(self._newest_policy, policy)
+            self._newest_policy = policy
+            return policy
         except FelixError as error:
             log.error("the residency policy is not believed, so nothing may cross: %s", error)
             return None
@@ -237,6 +298,8 @@ class Governance:
         return view.accepted.to_region if view.accepted is not None else ""
 
     def _check(self, attempt: Attempt) -> Allowed:
+        if self.trail.failure is not None:
+            raise self.trail.failure
         policy = self._policy
         if policy is None:
             raise RequestError(
@@ -262,21 +325,21 @@ class Governance:
         from_region: str = "",
         to_region: str = "",
     ) -> FelixError:
-        """Write a DENY leaf for this refusal, and give the refusal back.
+        """Hand a DENY leaf for this refusal to the audit log, and give the refusal back.
 
-        One leaf per actor, action, stream, grant and code in DENY_QUIET_MS: a peer that keeps asking cannot fill
-        the log, and the leaf that follows says how many were left out.
+        One leaf per actor, action, stream, grant and code in DENY_QUIET_MS, and DENY_LEAVES_MAX of them per actor: a
+        peer that keeps asking cannot fill the log, and its next leaf says how many refusals were left out.
         """
         now = self.broker.clock_ms()
-        key = (str(actor), action, stream, grant_id, int(error.code))
-        last, quiet = self._denials.get(key, (0, 0))
-        if now - last < DENY_QUIET_MS:
-            self._denials[key] = (last, quiet + 1)
+        held = self._denials.get(actor)
+        if held is None:
+            if len(self._denials) >= DENIED_PEERS_MAX:
+                del self._denials[next(iter(self._denials))]
+            held = self._denials[actor] = _Denials(now)
+        if not held.is_due((action, stream, grant_id, int(error.code)), now):
             return error
-        if len(self._denials) >= DENIALS_REMEMBERED_MAX:
-            self._denials.clear()
-        self._denials[key] = (now, 0)
-        more = f" ({quiet} times more since the last entry.)" if quiet else ""
+        more = f" ({held.left_out} more refusals of this peer since its last entry.)" if held.left_out else ""
+        held.left_out = 0
         own = self._own.region
         header = Header(
             kind=Kind.DENY,
@@ -284,8 +347,8 @@ class Governance:
             time_ms=now,
             source_region=from_region or own,
             destination_region=own if from_region else to_region or UNKNOWN_REGION,
-            stream=stream[:500],
-            grant_id=grant_id[:500],
+            stream=stream,
+            grant_id=grant_id,
             actor=str(actor),
             action=action,
             rule=error.code.name.lower().replace("_", "-"),
@@ -316,15 +379,22 @@ class Governance:
         if kind == "policy":
             return await self._put_policy(actor, document)
         verify(document, self._trusted_policy_keys())
+        self._require_room(document)
         if kind == "deny":
             entry = decode_body(document, DenyEntry, Purpose.DENY)
             _require_signer(document, entry.region, "deny entry")
+            if entry.region != self._own.region and entry.peer not in (EVERYWHERE, self._own.region):
+                raise RequestError(
+                    f"The entry is between {entry.region} and {entry.peer}; this is {self._own.region}.",
+                    code=Code.WRONG_REGION,
+                )
             await self._store("denies", "state", _document_id(document), document)
             return f"{entry.streams} to or from {entry.peer}: {'lifted' if entry.lifted else 'denied'}."
         if kind == "standing":
             standing = decode_body(document, Standing, Purpose.STANDING)
             _require_signer(document, standing.region, str(standing.action))
             self._require_end(standing)
+            # A revocation takes effect whether or not the log can be written.
             is_new = await self._store("revocations", "state", _document_id(document), document)
             if is_new or actor.kind != "bridge":
                 await self._standing_leaf(actor, standing, document)
@@ -337,10 +407,11 @@ class Governance:
         export = open_export(document, self._trusted_policy_keys())
         terms = export.terms
         self._require_party(actor, terms.bridge, terms.from_region, terms.to_region)
-        is_new = await self._store("grants", "export", export.grant, document)
-        # A bridge that brings the same grant again and again cannot fill the log with it.
-        if is_new or actor.kind != "bridge":
+        held = await self._catalog.document("grants", "export", export.grant)
+        if held is None or held.document != document.encode_file():
+            # Its leaf first: no grant is in force that the log does not know of.
             await self.trail.append([self._grant_leaf(export, document, actor)])
+            await self._store("grants", "export", export.grant, document)
         return f"{export.grant} is granted by {terms.from_region}."
 
     def _grant_leaf(self, export: ExportGrant, document: SignedDocument, actor: SpiffeId) -> Leaf:
@@ -439,6 +510,18 @@ class Governance:
         await self._catalog.put_trusted(bundle.region, body, revision=revision)
         return f"{bundle.region} is trusted, fingerprint {bundle.fingerprint()}."
 
+    def _require_room(self, document: SignedDocument) -> None:
+        """Another region may have so many documents kept here, revocations aside: each is verified at every change."""
+        if document.region == self._own.region or _is_revocation(document):
+            return
+        if self._signed_by[document.region] >= PEER_DOCUMENTS_MAX:
+            raise UnavailableError(
+                f"{document.region} has {self._signed_by[document.region]} documents in {self._own.region}, the most "
+                "that are kept.",
+                code=Code.LIMIT_MEMORY,
+                hint="Remove grants that ended long ago from the metadata store.",
+            )
+
     async def _store(
         self, kind: DocumentKind, side: DocumentSide, name: str, document: SignedDocument
     ) -> bool:
@@ -454,10 +537,10 @@ class Governance:
         return True
 
     def documents(self, session: ClientSession, kind: str) -> dict[str, bytes]:
-        """Documents of one kind by id. A bridge sees those of its own grants, an operator all."""
+        """Documents of one kind by id. A bridge sees those of its own grants and their regions, an operator all."""
         identity = session.identity
         assert identity is not None
-        if identity.kind != "bridge":
+        if identity.kind != "bridge" or kind not in COURIER_KINDS:
             self.broker.require_operator(identity, f"list {kind} documents")
         if kind == "bundle":
             return self._mirror.trusted()
@@ -471,20 +554,17 @@ class Governance:
         found = self._mirror.documents(*_STORED[kind])
         if identity.kind != "bridge":
             return found
-        own = {
-            view.grant
-            for view in self._book.list(self.broker.clock_ms())
-            if str(identity)
-            in (
-                view.export.terms.bridge if view.export else "",
-                view.accepted.bridge if view.accepted else "",
-            )
-        }
+        own, regions = set(), set()
+        for view in self._book.list(self.broker.clock_ms()):
+            for half in (view.export.terms if view.export else None, view.accepted):
+                if half is not None and half.bridge == str(identity):
+                    own.add(view.grant)
+                    regions |= {half.from_region, half.to_region}
         if kind in ("export", "import"):
             return {name: data for name, data in found.items() if name in own}
         if kind == "standing":
             return {name: data for name, data in found.items() if name.split(".")[0] in own}
-        return found
+        return {name: data for name, data in found.items() if _denies_between(data, regions)}
 
     # -- witnessing ------------------------------------------------------------------------------------
 
@@ -586,6 +666,23 @@ def _require_signer(document: SignedDocument, region: str, what: str) -> None:
             f"A {what} by {region} is signed by {document.region}.",
             hint=f"Only {region} can sign it; find out who wrote this one.",
         )
+
+
+def _is_revocation(document: SignedDocument) -> bool:
+    """Raises SignatureError where a standing cannot be read."""
+    return (
+        document.purpose is Purpose.STANDING
+        and decode_body(document, Standing, Purpose.STANDING).action is StandingAction.REVOKE
+    )
+
+
+def _denies_between(data: bytes, regions: set[str]) -> bool:
+    """True where a deny entry is of one of these regions, towards another of them or towards all."""
+    try:
+        entry = decode_body(SignedDocument.parse(data), DenyEntry, Purpose.DENY)
+    except FelixError:
+        return False
+    return entry.region in regions and (entry.peer == EVERYWHERE or entry.peer in regions)
 
 
 def _document_id(document: SignedDocument) -> str:

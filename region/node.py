@@ -151,7 +151,11 @@ class Node:
             transport_limits=TransportLimits(connections_max=config.limits.sessions + CONNECTIONS_SPARE),
             clock_ms=now_ms,
         )
-        governance = Governance(broker, catalog, mirror, keyring, trail, witness, own)
+        pinned = await asyncio.to_thread(_trusted_files, folder)
+        governance = Governance(
+            broker, catalog, mirror, keyring, trail, witness, own,
+            {signed.bundle.region: signed.bundle for _, signed in pinned},
+        )  # fmt: skip
         broker.governance = governance
         broker.export = ExportDesk(broker, governance, keyring)
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)

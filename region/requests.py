@@ -51,6 +51,7 @@ from felix.messages import (
 )
 from felix.names import SpiffeId, StreamName
 from policy.access import Verb, parse_rights
+from region.governance import COURIER_KINDS
 from region.metadata import records
 from region.metadata.catalog import Catalog
 
@@ -65,8 +66,6 @@ IN_FORCE_S: Final = 10.0
 IN_FORCE_LOOK_S: Final = 0.005
 PAGE_BYTES_MAX: Final = CONTROL_BYTES_MAX - 4096
 """Of one page's entries: what an answer's frame holds, less what stands around them."""
-COURIER_KINDS: Final = ("export", "import", "standing", "deny")
-"""What a bridge may bring from the other region: the region that signed it is what counts, not who carries it."""
 
 Handler = Callable[["Requests", "ClientSession", Any], Awaitable[Answer]]
 

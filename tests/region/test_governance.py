@@ -1,0 +1,321 @@
+"""What a region does not believe, and does not tell: forged trust, taken-back documents, floods of refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from bridge_mesh import BRIDGE, POLICIES, STREAM, Mesh, two_regions, until
+from region_home import make_region
+from region_peer import raw_peer
+
+from audit.errors import AuditUnavailableError
+from audit.leaf import Kind
+from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.identity import load_identity
+from felix.messages import (
+    DataKeySealed,
+    DocumentPage,
+    GetDataKey,
+    LinkState,
+    ListDocuments,
+    PutDocument,
+    Start,
+    Subscribe,
+)
+from felix.names import SpiffeId, StreamName
+from keys.bundle import decode_bundle
+from keys.hybrid import HybridKeyPair
+from keys.signing import load_signing_key
+from policy.grant import Standing, StandingAction, sign_import, sign_standing
+from policy.residency import parse_policy, sign_policy
+from region.config import load_config
+from region.founding import issue_identity
+from region.governance import DENY_LEAVES_MAX, Governance
+from region.metadata.catalog import Catalog
+from region.metadata.port import Put
+from region.metadata.records import PolicyPointer, encode
+from region.node import now_ms
+
+NAME = StreamName.parse(STREAM)
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with two_regions(tmp_path) as mesh:
+        yield mesh
+
+
+def governance(mesh: Mesh, region: str = "us-east") -> Governance:
+    return mesh.nodes[region].broker.governance
+
+
+def catalog(mesh: Mesh, region: str = "us-east") -> Catalog:
+    return mesh.nodes[region].broker.catalog
+
+
+async def granted(mesh: Mesh) -> str:
+    """Both halves in the source, and the bridge's right to read there."""
+    await mesh.create()
+    body, export, accepted = mesh.sign_grant()
+    await mesh.put("us-east", "export", export)
+    await mesh.put("us-east", "import", accepted)
+    governance(mesh).check_export(mesh.bridge_id, body.grant, NAME, "read")
+    return body.grant
+
+
+def refusal(mesh: Mesh, grant: str) -> FelixError:
+    with pytest.raises(FelixError) as refused:
+        governance(mesh).check_export(mesh.bridge_id, grant, NAME, "read")
+    return refused.value
+
+
+# -- what a metadata administrator may try -------------------------------------------------------------
+
+
+async def test_a_revocation_that_is_deleted_from_the_store_stays(mesh: Mesh) -> None:
+    grant = await granted(mesh)
+    await mesh.stand("us-east", grant, StandingAction.REVOKE)
+    assert refusal(mesh, grant).code is Code.GRANT_REVOKED
+    (document,) = await catalog(mesh).list_documents("revocations", "state")
+    await catalog(mesh).delete_document("revocations", "state", document.id)
+    held = mesh.nodes["us-east"].broker.requests._mirror
+    await until(lambda: not held.documents("revocations", "state"), "the deletion")
+    assert refusal(mesh, grant).code is Code.GRANT_REVOKED
+
+
+async def test_an_older_policy_that_is_put_back_allows_nothing(mesh: Mesh) -> None:
+    grant = await granted(mesh)
+    policy = parse_policy(POLICIES["us-east"].replace("revision: 1", "revision: 2"), "us-east.yaml")
+    await mesh.put("us-east", "policy", sign_policy(policy, mesh.key("us-east")))
+    await until(lambda: (found := governance(mesh).policy) and found.revision == 2, "the new policy")
+    store = catalog(mesh)
+    pointer = await store.store.get(store.keys.policy_pointer())
+    assert pointer is not None
+    await store.store.transact([], [Put(store.keys.policy_pointer(), encode(PolicyPointer(1)))])
+    await until(lambda: governance(mesh).policy is None, "the older policy's refusal")
+    assert refusal(mesh, grant).code is Code.RESIDENCY_DENIED
+    # The operator puts a newer one in force, and all is well.
+    newer = parse_policy(POLICIES["us-east"].replace("revision: 1", "revision: 3"), "us-east.yaml")
+    await mesh.put("us-east", "policy", sign_policy(newer, mesh.key("us-east")))
+    await until(lambda: governance(mesh).policy is not None, "the newer policy")
+    governance(mesh).check_export(mesh.bridge_id, grant, NAME, "read")
+
+
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
+async def test_the_other_half_of_a_grant_cannot_be_forged_with_a_bundle_of_ones_own(
+    mesh: Mesh, tmp_path: Path, restart: bool
+) -> None:
+    """The administrator founds a region of the same name, and puts its bundle where the real one's stands."""
+    await mesh.create()
+    body, export, _ = mesh.sign_grant()
+    await mesh.put("us-east", "export", export)
+    false = make_region(tmp_path / "false", "eu-west")
+    key = load_signing_key(false.policy_key).private_key
+    trusted = {"us-east": mesh.bundle("us-east").policy_keys}
+    accepted = sign_import(export, parse_policy(POLICIES["eu-west"], "eu"), key, trusted, "mallory", now_ms())
+    store = catalog(mesh)
+    entry = await store.store.get(store.keys.trusted("eu-west"))
+    assert entry is not None
+    await store.put_trusted("eu-west", false.bundle.read_bytes(), revision=entry.mod_revision)
+    revision = await store.put_document("grants", "import", body.grant, accepted.encode_file(), revision=0)
+    if restart:
+        await mesh.stop("us-east")
+        await mesh.start("us-east")
+    else:
+        await mesh.nodes["us-east"].broker.requests._mirror.wait_for(revision.revision)
+    assert refusal(mesh, body.grant).code in (Code.GRANT_INVALID, Code.GRANT_MISSING)
+    held = governance(mesh)._bundles["eu-west"]
+    assert held == mesh.bundle("eu-west") != decode_bundle(false.bundle.read_bytes()).bundle
+
+
+async def test_documents_that_cannot_be_taken_in_allow_nothing(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A book that cannot be made must not leave the one before in force: what failed may have been a revocation."""
+    grant = await granted(mesh)
+
+    def broken(*_: object) -> object:
+        raise MemoryError
+
+    monkeypatch.setattr("region.governance.SignedDocument.parse", broken)
+    await catalog(mesh).put_trusted("ap-south", b"{}")
+    await until(lambda: "ap-south" in mesh.nodes["us-east"].broker.requests._mirror.trusted(), "the change")
+    assert refusal(mesh, grant).code in (Code.GRANT_MISSING, Code.RESIDENCY_DENIED)
+
+
+# -- what a peer may try -------------------------------------------------------------------------------
+
+
+async def test_made_up_grants_do_not_fill_the_log(mesh: Mesh) -> None:
+    issue_identity(mesh.us, load_config(mesh.us.config), "client", "web", now_ms())
+    identity = load_identity(mesh.us.identity("web"))
+    node = mesh.nodes["us-east"]
+    async with raw_peer(mesh.us, node.address, identity=identity) as peer:
+        for number in range(1, 3 * DENY_LEAVES_MAX + 1):
+            made_up = f"g-{number}"
+            with pytest.raises(RequestError):
+                await peer.ask(
+                    Subscribe(STREAM, Start("earliest"), credit_bytes=1 << 21, grant=made_up), number
+                )
+    held = governance(mesh)._denials[identity.spiffe_id]
+    assert held.left_out == 2 * DENY_LEAVES_MAX
+    await mesh.stop("us-east")
+    assert len(mesh.headers(mesh.us.root / "data" / "audit", Kind.DENY)) == DENY_LEAVES_MAX
+
+
+async def test_a_bridge_of_another_region_is_told_of_its_own_grants_only(mesh: Mesh) -> None:
+    """Neither policy nor bundles, and no deny entries before it has a grant."""
+    await mesh.deny("eu-west", "acme/payments/*")
+    node, identity = mesh.nodes["eu-west"], load_identity(mesh.us.identity(BRIDGE))
+    async with raw_peer(mesh.eu, node.address, identity=identity, region="eu-west") as peer:
+        for number, kind in enumerate(("policy", "bundle"), 1):
+            with pytest.raises(RequestError) as refused:
+                await peer.ask(ListDocuments(kind), number)
+            assert refused.value.code is Code.FORBIDDEN
+        for number, kind in enumerate(("export", "import", "standing", "deny"), 10):
+            assert await peer.ask(ListDocuments(kind), number) == DocumentPage({}, False)
+        _, export, _ = mesh.sign_grant()
+        await mesh.put("eu-west", "export", export)
+        denied = await peer.ask(ListDocuments("deny"), 20)
+        assert isinstance(denied, DocumentPage)
+        assert len(denied.documents) == 1
+
+
+async def test_a_region_has_no_say_in_grants_that_are_not_its_own(mesh: Mesh) -> None:
+    """Such a standing changed nothing before, either; but it was kept, verified at each change, and had no end."""
+
+    def standing(grant: str, region: str) -> bytes:
+        body = Standing(
+            grant=grant,
+            action=StandingAction.PAUSE,
+            region=region,
+            sequence=1,
+            at=now_ms(),
+            by="m",
+            reason="",
+        )
+        return sign_standing(body, mesh.key(region)).encode_file()
+
+    await granted(mesh)
+    node, identity = mesh.nodes["us-east"], load_identity(mesh.us.identity(BRIDGE))
+    async with raw_peer(mesh.us, node.address, identity=identity) as peer:
+        with pytest.raises(RequestError) as refused:
+            await peer.ask(PutDocument("standing", standing("g-" + "a" * 16, "eu-west")), 1)
+        assert refused.value.code is Code.GRANT_MISSING
+    assert not await catalog(mesh).list_documents("revocations", "state")
+
+
+async def test_another_region_cannot_fill_the_store_with_documents(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("region.governance.PEER_DOCUMENTS_MAX", 2)
+    grant = await granted(mesh)
+    node, identity = mesh.nodes["us-east"], load_identity(mesh.us.identity(BRIDGE))
+
+    def standing(sequence: int, action: StandingAction) -> PutDocument:
+        body = Standing(
+            grant=grant, action=action, region="eu-west", sequence=sequence, at=now_ms(), by="m", reason=""
+        )
+        return PutDocument("standing", sign_standing(body, mesh.key("eu-west")).encode_file())
+
+    async with raw_peer(mesh.us, node.address, identity=identity) as peer:
+        await peer.ask(standing(1, StandingAction.PAUSE), 1)
+        with pytest.raises(UnavailableError) as refused:
+            await peer.ask(standing(2, StandingAction.RESUME), 2)
+        assert refused.value.code is Code.LIMIT_MEMORY
+        # A revocation is always taken.
+        await peer.ask(standing(3, StandingAction.REVOKE), 3)
+    assert refusal(mesh, grant).code is Code.GRANT_REVOKED
+
+
+# -- the log -------------------------------------------------------------------------------------------
+
+
+async def test_a_grant_has_one_leaf_however_often_it_is_brought(mesh: Mesh) -> None:
+    _, export, _ = mesh.sign_grant()
+    for _ in range(3):
+        await mesh.put("eu-west", "export", export)
+    await mesh.stop("eu-west")
+    assert len(mesh.headers(mesh.ingress_folder, Kind.GRANT)) == 1
+
+
+async def test_no_grant_comes_in_force_without_its_leaf(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, export, _ = mesh.sign_grant()
+
+    async def failing(*_: object) -> int:
+        raise AuditUnavailableError("Its disk failed.")
+
+    monkeypatch.setattr(governance(mesh).trail, "append", failing)
+    with pytest.raises(FelixError, match="Its disk failed"):
+        await mesh.put("us-east", "export", export)
+    assert await catalog(mesh).document("grants", "export", body.grant) is None
+
+
+async def test_nothing_is_handed_out_once_the_log_has_stopped(mesh: Mesh) -> None:
+    grant = await granted(mesh)
+    governance(mesh).trail._fail("a test", OSError("no disk"))
+    assert refusal(mesh, grant).code is Code.AUDIT_UNAVAILABLE
+
+
+# -- keys and the board --------------------------------------------------------------------------------
+
+
+async def test_keys_of_a_deleted_stream_are_not_handed_out_for_a_new_one_of_its_name(mesh: Mesh) -> None:
+    grant = await granted(mesh)
+    await mesh.publish([b"{}"])
+    keyring = governance(mesh)._keyring
+    old = next(key.key_id for key in keyring.list(NAME) if key.level == "data")
+    pair = HybridKeyPair.generate()
+    export = mesh.nodes["us-east"].broker.export
+    request = GetDataKey(grant, STREAM, old, pair.public.encoded)
+    assert isinstance(await export.data_key(mesh.bridge_id, request), DataKeySealed)
+    async with mesh.operator("us-east") as client:
+        await client.delete_stream(STREAM)
+        await client.create_stream(STREAM)
+    with pytest.raises(FelixError) as refused:
+        await export.data_key(mesh.bridge_id, request)
+    assert refused.value.code in (Code.KEY_SCOPE, Code.KEY_UNKNOWN)
+
+
+async def test_a_grant_that_is_revoked_while_the_keyring_is_asked_gives_no_key(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant = await granted(mesh)
+    await mesh.publish([b"{}"])
+    keyring, asked, go_on = governance(mesh)._keyring, asyncio.Event(), asyncio.Event()
+    found = keyring.data_key(next(key.key_id for key in keyring.list(NAME) if key.level == "data"))
+    loop = asyncio.get_running_loop()
+
+    def slow(_: bytes) -> object:
+        loop.call_soon_threadsafe(asked.set)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
+        return found
+
+    monkeypatch.setattr(keyring, "data_key", slow)
+    request = GetDataKey(grant, STREAM, found.key_id, HybridKeyPair.generate().public.encoded)
+    asking = asyncio.ensure_future(mesh.nodes["us-east"].broker.export.data_key(mesh.bridge_id, request))
+    await asked.wait()
+    await mesh.stand("us-east", grant, StandingAction.REVOKE)
+    go_on.set()
+    with pytest.raises(FelixError) as refused:
+        await asking
+    assert refused.value.code is Code.GRANT_REVOKED
+
+
+async def test_one_bridge_cannot_report_for_the_link_of_another(mesh: Mesh) -> None:
+    link = LinkState(
+        grant="g", stream=STREAM, shard=0, from_region="us-east", to_region="eu-west", bridge=str(mesh.bridge_id),
+        state="denied", reason="A test.", position=0, high_watermark=0, lag_records=0, lag_bytes=0, lag_ms=0,
+        crossed=0, withheld=0, filtered=0, reported_ms=0,
+    )  # fmt: skip
+    other = SpiffeId("us-east", "acme", "bridge", "other")
+    export = mesh.nodes["us-east"].broker.export
+    export.report(mesh.bridge_id, [link])
+    export.report(other, [msgspec.structs.replace(link, bridge=str(other), state="active")])
+    assert link in export.links()
+    with pytest.raises(RequestError):
+        export.report(other, [link])
