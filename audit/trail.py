@@ -23,11 +23,13 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, NamedTuple
@@ -56,6 +58,8 @@ from audit.tile import (
 from audit.tile_disk import Folder
 from audit.wal_disk import SEGMENT_BYTES_MAX, Recovery, Torn, Wal
 from felix.errors import Code, CorruptionError, RequestError
+
+log = logging.getLogger("felix.audit.trail")
 
 APPEND_LEAVES_MAX: Final = 4_096
 """Leaves of one append: a batch of 65,536 records has about 75."""
@@ -405,13 +409,19 @@ class Trail:
             except Exception as error:  # a leaf that may not be durable must never count
                 self._fail("its disk failed", error)
                 break
-            with self._lock:
-                for waiting in taken:
-                    for at, (leaf, header) in enumerate(zip(waiting.leaves, waiting.headers, strict=True)):
-                        self._positions.apply(waiting.first + at, header)
-                        self._synced.append((leaf, header))
-                self._durable = self._wal.size
-                self._to_publish.notify()
+            try:
+                with self._lock:
+                    for waiting in taken:
+                        for at, (leaf, header) in enumerate(
+                            zip(waiting.leaves, waiting.headers, strict=True)
+                        ):
+                            self._positions.apply(waiting.first + at, header)
+                            self._synced.append((leaf, header))
+                    self._durable = self._wal.size
+                    self._to_publish.notify()
+            except Exception as error:  # a writer that ended without a word would keep everybody waiting
+                self._fail("its positions failed", error)
+                break
             _call_done(taken, None)
         if self._failure is not None:
             with self._lock:
@@ -537,20 +547,26 @@ class Trail:
 def _call_done(taken: list[_Waiting], error: AuditUnavailableError | None) -> None:
     """Call back: one wake-up per event loop, however many appends it waits for."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Waiting]] = {}
+    own = []
     for waiting in taken:
         if waiting.loop is None:
-            waiting.done(waiting.first, error)
+            own.append(waiting)
         else:
             by_loop.setdefault(waiting.loop, []).append(waiting)
+    _run_done(own, error)
     for loop, group in by_loop.items():
         # A loop that was closed meanwhile waits for nothing any more.
-        if not loop.is_closed():
+        with suppress(RuntimeError):
             loop.call_soon_threadsafe(_run_done, group, error)
 
 
 def _run_done(group: list[_Waiting], error: AuditUnavailableError | None) -> None:
+    """One caller's mistake must not keep the others waiting, nor end the writer."""
     for waiting in group:
-        waiting.done(waiting.first, error)
+        try:
+            waiting.done(waiting.first, error)
+        except Exception:
+            log.exception("the receiver of an append's answer failed")
 
 
 def append_index(path: Path, rows: bytes) -> None:

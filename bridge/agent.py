@@ -520,11 +520,17 @@ class Agent:
                     await self.shop.source.connection().request(ReportLinks(links))
             except FelixError as error:
                 self._say("report", error)
+            except Exception:
+                log.exception("reporting links failed")
 
     async def _cosign_loop(self) -> None:
         while True:
             await asyncio.sleep(COSIGN_S)
-            await self._cosign_all()
+            try:
+                await self._cosign_all()
+            except Exception:
+                # A full disk, or a mistake of ours: the next turn tries again, or nothing is witnessed any more.
+                log.exception("cosigning failed")
             trail = self.shop.trail
             if trail is not None:
                 try:
@@ -590,6 +596,9 @@ class Agent:
                 files = await asyncio.to_thread(load_files, self.config, self.paths)
             except FelixError as error:
                 self._say("renewal", error)
+                continue
+            except Exception:
+                log.exception("identity and bundles could not be read again")
                 continue
             held = self._files
             for region, shore in self._shores.items():

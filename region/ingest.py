@@ -520,19 +520,29 @@ class IngestStream:
             self._desk.governance.trail.append_nowait(
                 way.leaves, partial(self._logged, way), asyncio.get_running_loop()
             )
-        except FelixError as error:
+        except Exception as error:
             self._lost(way, error)
 
     def _logged(self, way: _Way, index: int, error: FelixError | None) -> None:
         if error is not None:
             self._lost(way, error)
             return
-        self._answer(way, self._receipt(way, index))
+        try:
+            self._answer(way, self._receipt(way, index))
+        except Exception as failure:
+            self._lost(way, failure)
 
-    def _lost(self, way: _Way, error: FelixError) -> None:
-        """This range gets no answer; the agent opens anew and asks again."""
+    def _lost(self, way: _Way, error: Exception) -> None:
+        """This range gets no answer; the agent opens anew and asks again. A refusal that waited for it is given now."""
         self._landed_on().end(way.header.base_offset)
-        self._fail(error)
+        if not isinstance(error, FelixError):
+            # A range that stayed on its way would keep every later stream of the link waiting.
+            log.error("answering a range of %s failed", self._key.scope, exc_info=error)
+            error = FelixError(f"The broker failed: {type(error).__name__}.", code=Code.INTERNAL)
+        if self._refusal is not None and not self._ended:
+            self._refuse(self._refusal)
+        else:
+            self._fail(error)
 
     def _logged_before(self, way: _Way) -> None:
         """The range landed before: its leaf may be durable, or missing after a crash."""
@@ -555,14 +565,11 @@ class IngestStream:
         """Run what answers a range that was sent again; whatever fails ends the stream, and frees the range."""
         try:
             await work
-        except UnavailableError as error:
-            self._lost(way, error)
-        except FelixError as error:
+        except RequestError as error:
             self._landed_on().end(way.header.base_offset)
             self._refuse(error)
         except Exception as error:
-            log.exception("answering a range of %s again failed", self._key.scope)
-            self._lost(way, FelixError(f"The broker failed: {type(error).__name__}."))
+            self._lost(way, error)
 
     async def _answer_again(self, way: _Way) -> None:
         """Find the leaf's index in the ingress log and sign the same receipt again."""

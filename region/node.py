@@ -282,8 +282,9 @@ class Node:
                 try:
                     current = self._issue(authority)
                     self.listener.renew(_tls(current))
-                except FelixError as error:
-                    log.error("the broker's certificate could not be renewed: %s", error)
+                except Exception:
+                    # Whatever it is may pass; a broker whose certificate ends is lost to its clients.
+                    log.exception("the broker's certificate could not be renewed")
 
     def _mirror_changed(self, change: MirrorChange) -> None:
         if change.section in ("streams", "deleted"):

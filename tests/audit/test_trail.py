@@ -157,6 +157,25 @@ def test_a_full_trail_refuses_and_takes_again_once_it_caught_up(tmp_path: Path) 
     assert ended == list(range(len(ended)))
 
 
+async def test_a_receiver_that_fails_keeps_nobody_else_waiting(tmp_path: Path) -> None:
+    """On the writer's thread and on the loop."""
+    trail = open_trail(tmp_path)
+    loop, heard = asyncio.get_running_loop(), asyncio.Event()
+
+    def failing(first: int, error: AuditUnavailableError | None) -> None:
+        raise ArithmeticError("a mistake")
+
+    first, second, third, fourth = list(egress_appends(4))[:4]
+    trail.append_nowait(first, failing)
+    trail.append_nowait(second, failing, loop)
+    trail.append_nowait(third, lambda first, error: heard.set(), loop)
+    async with asyncio.timeout(30):
+        await heard.wait()
+        await trail.append(fourth)
+    assert trail.failure is None
+    await asyncio.to_thread(trail.close)
+
+
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     trail = open_trail(tmp_path)
     with pytest.raises(RequestError, match="open in another process") as caught:

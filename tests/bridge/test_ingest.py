@@ -297,3 +297,23 @@ async def test_ingest_windows_come_out_of_one_budget_and_go_back(tmp_path: Path)
         for region in ("us-east", "eu-west"):
             await mesh.stop(region)
     assert not mesh.headers(mesh.ingress_folder, Kind.DENY), "a full budget is no refusal of residency"
+
+
+async def test_a_mistake_in_an_answer_does_not_keep_the_link_waiting(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant = await granted(mesh)
+    async with rogue(mesh, *grant) as agent:
+        stream = await agent.open()
+        with monkeypatch.context() as patch:
+
+            def broken(*_: object) -> bytes:
+                raise ArithmeticError("a mistake")
+
+            patch.setattr("region.ingest.sign_receipt", broken)
+            agent.send(stream, 0, [b"0"])
+            with pytest.raises(FelixError, match="ArithmeticError"):
+                await agent.receipt(stream)
+        stream = await agent.open()
+        agent.send(stream, 0, [b"0"])
+        assert (await agent.receipt(stream)).ingress_index >= 0
