@@ -39,8 +39,8 @@ check: $(STAMP) ## format, lint, types, imports
 format: $(STAMP) ## format and mend what the linter can mend
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## throughput and latency on this machine, beside a raw QUIC relay
-	@$(BIN)/felix bench publish && $(BIN)/felix bench deliver
+bench: $(STAMP) ## throughput and latency on this machine, beside a raw QUIC relay; across a border, audited
+	@$(BIN)/felix bench publish && $(BIN)/felix bench deliver && $(BIN)/felix bench bridge
 
 clean: ## remove what make made
 	rm -rf $(VENV) demo-state bench-results .mypy_cache .ruff_cache .pytest_cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.benchmark.accounting import PAYLOAD_BYTES_MIN
+from cli.benchmark.crossing import ENGINES, CrossingPlan, CrossingReport, measure_crossing
 from cli.benchmark.figures import LatencySpread, Spread
 from cli.benchmark.measurement import DURABILITIES, CaseResult, Kind, Plan, Report, measure
 from felix.batch import BATCH_BYTES_MAX
@@ -33,6 +35,10 @@ QUICK: Final = Plan(
     budget_s=45,
 )
 """Well under a minute."""
+
+QUICK_CROSSING: Final = CrossingPlan(records=20_000, lone_records=100, repeats=1)
+CROSSING_BATCH_MAX: Final = 2_000
+"""Records of some 340 bytes, each with an audit entry: well below what one batch and its leaves may have."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -103,6 +109,70 @@ def deliver(
     _bench(plan_of("deliver", engine, durability, size, batch, shards, repeats, quick), folder, json)
 
 
+@app.command("bridge")
+def bridge(
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine",
+            help=f"Of {', '.join(ENGINE_NAMES)}; may be repeated; {', '.join(ENGINES)} if left out.",
+        ),
+    ] = None,
+    records: Annotated[
+        int, typer.Option("--records", help="Of each burst; 0: 50,000, or 20,000 with --quick.", min=0)
+    ] = 0,
+    batch: Annotated[
+        int, typer.Option("--batch", help="Records of one batch.", min=1, max=CROSSING_BATCH_MAX)
+    ] = CrossingPlan().batch_records,
+    shards: ShardsOption = 1,
+    repeats: RepeatsOption = 0,
+    quick: QuickOption = False,
+    folder: FolderOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Records per second from one region into another under a grant, audited, and how long a record takes."""
+    plan = crossing_plan_of(engine, records, batch, shards, repeats, quick)
+    logging.getLogger("felix").setLevel(logging.WARNING)
+    with _err.status("starting") as status:
+        report = measure_crossing(plan, folder, status.update)
+    if not report.is_reconciled:
+        for result in report.results:
+            for problem in result.settlement.problems:
+                _err.print(f"{result.engine}: does not reconcile: {problem}", style="bold red", markup=False)
+        _err.print("No rate stands for records that did not all cross once, audited.", markup=False)
+        raise typer.Exit(EXIT_UNRECONCILED)
+    if json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    else:
+        print_crossing(report)
+
+
+def crossing_plan_of(
+    engines: list[str] | None, records: int, batch: int, shards: int, repeats: int, quick: bool
+) -> CrossingPlan:
+    """The plan that the options ask for. Raises RequestError(CONFIG_INVALID)."""
+    plan = QUICK_CROSSING if quick else CrossingPlan()
+    _require_known("engine", engines or (), ENGINE_NAMES)
+    return msgspec.structs.replace(
+        plan,
+        engines=tuple(engines or plan.engines),
+        records=records or plan.records,
+        batch_records=batch,
+        shards=shards,
+        repeats=repeats or plan.repeats,
+    )
+
+
+def _require_known(name: str, values: Sequence[str], known: Sequence[str]) -> None:
+    for value in values:
+        if value not in known:
+            raise RequestError(
+                f"There is no {name} {value!r}.",
+                code=Code.CONFIG_INVALID,
+                hint=f"One of {', '.join(known)}.",
+            )
+
+
 def plan_of(
     kind: Kind,
     engines: list[str] | None,
@@ -125,17 +195,8 @@ def plan_of(
         shards=shards,
         repeats=repeats or plan.repeats,
     )
-    for name, values, known in (
-        ("engine", chosen.engines, ENGINE_NAMES),
-        ("durability", chosen.durabilities, DURABILITIES),
-    ):
-        for value in values:
-            if value not in known:
-                raise RequestError(
-                    f"There is no {name} {value!r}.",
-                    code=Code.CONFIG_INVALID,
-                    hint=f"One of {', '.join(known)}.",
-                )
+    _require_known("engine", chosen.engines, ENGINE_NAMES)
+    _require_known("durability", chosen.durabilities, DURABILITIES)
     for size in chosen.payload_bytes:
         for batch in chosen.batch_records:
             if size < PAYLOAD_BYTES_MIN or batch < 1 or (size + 8) * batch > BATCH_BYTES_MAX // 2:
@@ -196,6 +257,51 @@ def print_report(report: Report) -> None:
     _out.print(
         f"{records:,} records published, each found once, in order and unchanged; {rounds} "
         f"round{'s' if rounds > 1 else ''} in {report.seconds:.0f} s on {report.machine.cpus} CPUs, "
+        f"Python {report.machine.python}"
+    )
+
+
+def print_crossing(report: CrossingReport) -> None:
+    """Tables for people."""
+    shards = report.plan.shards
+    for result in report.results:
+        table = Table(
+            title=f"Across a border over {result.engine}, {shards} shard{'s' if shards > 1 else ''}, batches of "
+            f"{report.plan.batch_records}: median of the rounds (lowest – highest)",
+            title_justify="left",
+            header_style="bold",
+            pad_edge=False,
+        )
+        table.add_column("")
+        table.add_column("records/s", justify="right")
+        table.add_column("beside it", justify="right")
+        table.add_row(
+            "crossed, from the first publish to the last arrival",
+            _spread(result.crossing, 1, 0),
+            _spread(result.of_publish, 100, 1) + " % of publishing",
+        )
+        table.add_row(
+            "crossed, a backlog",
+            _spread(result.catch_up, 1, 0),
+            _spread(result.of_local, 100, 1) + " % of local",
+        )
+        table.add_row("published at the source alone, fsync", _spread(result.publish, 1, 0), "")
+        table.add_row("read by a local subscriber", _spread(result.local, 1, 0), "")
+        _out.print(table)
+        _out.print(
+            f"a single record, p50 / p99: {_latency(result.lone)} ms to a subscriber at the destination, "
+            f"{_latency(result.lone_publish)} ms to its acknowledgement at the source"
+        )
+        found = result.settlement
+        _out.print(
+            f"{found.published:,} published = {found.crossed:,} crossed + {found.withheld:,} withheld; "
+            f"{found.crossed:,} INTENT entries = {found.acknowledged:,} acknowledged = {found.delivered:,} "
+            f"delivered; {found.egress_leaves:,} egress and {found.ingress_leaves:,} ingress leaves verify"
+        )
+    _out.print(f"one write and fdatasync: {_latency(report.sync)} ms")
+    rounds = max(result.repeats for result in report.results)
+    _out.print(
+        f"{rounds} round{'s' if rounds > 1 else ''} in {report.seconds:.0f} s on {report.machine.cpus} CPUs, "
         f"Python {report.machine.python}"
     )
 
