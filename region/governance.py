@@ -75,6 +75,8 @@ DENIED_PEERS_MAX: Final = 10_000
 """Peers whose refusals are remembered; then the one that was refused first is forgotten."""
 UNKNOWN_REGION: Final = "(unknown)"
 """Where an attempt under no grant would have led."""
+CUT_OFF_MS_MAX: Final = 30_000
+"""How long grants are judged by what is known while the metadata store does not answer: a revocation may stand in it."""
 PEER_DOCUMENTS_MAX: Final = 5_000
 """Documents signed by one other region: enough for years of grants, and still verified in less than a second."""
 MIRROR_TIMEOUT_S: Final = 10.0
@@ -161,6 +163,7 @@ class Governance:
         self._believed = dict(pinned)
         self._revocations: dict[str, SignedDocument] = {}
         self._signed_by: Counter[str] = Counter()
+        self._cut_off_ms: int | None = None
         self._book = GrantBook()
         self._policy: ResidencyPolicy | None = None
         self._newest_policy: ResidencyPolicy | None = None
@@ -270,6 +273,9 @@ class Governance:
                     hint="Use the grant that holds now.",
                 )
             return allowed
+        except UnavailableError:
+            # Nobody decided anything: no refusal of residency, and no leaf of one.
+            raise
         except FelixError as error:
             raise self.denied(
                 error, actor=bridge, action=action, stream=str(stream), grant_id=grant_id, to_region=to_region
@@ -300,6 +306,7 @@ class Governance:
     def _check(self, attempt: Attempt) -> Allowed:
         if self.trail.failure is not None:
             raise self.trail.failure
+        self._require_current()
         policy = self._policy
         if policy is None:
             raise RequestError(
@@ -311,6 +318,22 @@ class Governance:
         if isinstance(result, Refusal):
             raise result.error()
         return result
+
+    def _require_current(self) -> None:
+        """Raises UnavailableError where this broker has been cut off from the metadata store for too long."""
+        if self._mirror.is_current:
+            self._cut_off_ms = None
+            return
+        now = self.broker.clock_ms()
+        if self._cut_off_ms is None:
+            self._cut_off_ms = now
+        if now - self._cut_off_ms > CUT_OFF_MS_MAX:
+            raise UnavailableError(
+                f"The metadata store has not answered for {(now - self._cut_off_ms) // 1000} s, so it is not known "
+                "whether the grant was revoked.",
+                hint="Nothing crosses until it answers again.",
+                retry_after_ms=1000,
+            )
 
     # -- refusals --------------------------------------------------------------------------------------
 

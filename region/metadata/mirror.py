@@ -195,6 +195,9 @@ class CatalogMirror:
         retry_ms = _RETRY_MS
         while True:
             try:
+                if not self._is_current:
+                    # A watch that is quiet proves nothing: what changed meanwhile is loaded first.
+                    await self._reload()
                 changes = self._store.watch(self._keys.prefix, self._revision + 1)
                 async with aclosing(changes):
                     async for change in changes:
@@ -212,6 +215,10 @@ class CatalogMirror:
             except FelixError as error:
                 self._is_current = False
                 _log.error("The catalog's mirror cannot follow the store: %s", error)
+            except Exception:
+                # A mirror that ended without a word would never hear of a revocation.
+                self._is_current = False
+                _log.exception("The catalog's mirror failed")
             await asyncio.sleep(retry_ms / 1_000)
             retry_ms = min(_RETRY_MS_MAX, 2 * retry_ms)
 

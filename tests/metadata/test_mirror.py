@@ -152,6 +152,37 @@ async def test_unreadable_records_grant_nothing_and_delete_nothing(region: Regio
     assert region.mirror.rights(CLIENT) and keys.rights(CLIENT) not in region.mirror.faults
 
 
+@pytest.mark.parametrize("error", [ArithmeticError("a mistake"), UnavailableError("The store is away.")])
+async def test_whatever_ends_a_watch_it_follows_again_and_says_that_it_does(
+    region: Region, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Also where nothing changes afterwards, and where the store was away when it was to be loaded again."""
+    real_watch, real_load = region.store._watch, region.store.load
+    failed = {"watch": 0, "load": 0}
+
+    def watch(*arguments: object) -> object:
+        if not failed["watch"]:
+            failed["watch"] += 1
+            raise error
+        return real_watch(*arguments)  # type: ignore[arg-type]
+
+    async def load(prefix: str) -> object:
+        if failed["watch"] and not failed["load"]:
+            failed["load"] += 1
+            raise error
+        return await real_load(prefix)
+
+    monkeypatch.setattr(region.store, "_watch", watch)
+    monkeypatch.setattr(region.store, "load", load)
+    await region.mirror.start()
+    async with asyncio.timeout(PATIENCE_S):
+        while not (failed["load"] and region.mirror.is_current):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await region.create(ORDERS)
+    await region.caught_up()
+    assert ORDERS in region.mirror.streams
+
+
 async def test_a_mirror_of_a_closed_store_keeps_what_it_knows(region: Region) -> None:
     await region.create(ORDERS)
     await region.mirror.start()

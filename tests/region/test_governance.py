@@ -34,7 +34,7 @@ from policy.grant import Standing, StandingAction, sign_import, sign_standing
 from policy.residency import parse_policy, sign_policy
 from region.config import load_config
 from region.founding import issue_identity
-from region.governance import DENY_LEAVES_MAX, Governance
+from region.governance import CUT_OFF_MS_MAX, DENY_LEAVES_MAX, Governance
 from region.metadata.catalog import Catalog
 from region.metadata.port import Put
 from region.metadata.records import PolicyPointer, encode
@@ -145,6 +145,21 @@ async def test_documents_that_cannot_be_taken_in_allow_nothing(
     await catalog(mesh).put_trusted("ap-south", b"{}")
     await until(lambda: "ap-south" in mesh.nodes["us-east"].broker.requests._mirror.trusted(), "the change")
     assert refusal(mesh, grant).code in (Code.GRANT_MISSING, Code.RESIDENCY_DENIED)
+
+
+async def test_a_store_that_is_cut_off_stops_what_it_might_have_revoked(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant = await granted(mesh)
+    broker, mirror = mesh.nodes["us-east"].broker, mesh.nodes["us-east"].broker.requests._mirror
+    now = broker.clock_ms()
+    monkeypatch.setattr(broker, "clock_ms", lambda: now)
+    mirror._is_current = False
+    governance(mesh).check_export(mesh.bridge_id, grant, NAME, "read")
+    now += CUT_OFF_MS_MAX + 1
+    assert isinstance(refusal(mesh, grant), UnavailableError)
+    mirror._is_current = True
+    governance(mesh).check_export(mesh.bridge_id, grant, NAME, "read")
 
 
 # -- what a peer may try -------------------------------------------------------------------------------
