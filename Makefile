@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RECORDS ?= all
 KILLS   ?= 100
+# Test processes side by side; a file's tests stay together, since they share brokers and Spark.
+WORKERS ?= 2
 
 .PHONY: demo test soak check format bench clean help
 
@@ -25,7 +27,7 @@ demo: $(STAMP) ## two regions, one bridge, one report, on real input (RECORDS=20
 	@$(BIN)/felix demo --records $(RECORDS)
 
 test: $(STAMP) ## all tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 soak: $(STAMP) ## a broker killed KILLS times under load, and hostile peers by the thousand (minutes)
 	@FELIX_SOAK_KILLS=$(KILLS) FELIX_HOSTILE_CASES=5000 $(BIN)/python -m pytest --timeout 3600 tests/region/test_kill.py \
