@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -46,7 +46,9 @@ app.command("demo")(demo.demo)
 
 @app.callback()
 def options(
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged to standard error.")
+    ] = "warning",
 ) -> None:
     """Options before the command."""
     logging.basicConfig(

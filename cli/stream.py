@@ -257,12 +257,17 @@ async def _publish(
             connect(region, identity) as client,
             client.stream(name).publisher(acks="all" if acked else "none", compress=compress) as publisher,
         ):
-            for payload, key in lines_with_keys(source, key_field):
-                await publisher.send(payload, key)
-                records += 1
-                size += len(payload)
-                if not records % 1000:
-                    bar.update(task, description=f"publishing to {name}: {records:,} records")
+            try:
+                for payload, key in lines_with_keys(source, key_field):
+                    await publisher.send(payload, key)
+                    records += 1
+                    size += len(payload)
+                    if not records % 1000:
+                        bar.update(task, description=f"publishing to {name}: {records:,} records")
+            except RequestError:
+                # A line that is wrong ends it; all before it is published, so that it is clear where to go on.
+                await publisher.flush()
+                raise
             await publisher.flush()
     return records, size
 

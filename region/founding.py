@@ -7,6 +7,7 @@ bundle names every audit log of the region, so it is signed anew when a bridge j
 from __future__ import annotations
 
 import json
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,7 @@ from region.config import Address, RegionConfig
 from region.folder import RegionFolder
 
 OPERATOR: Final = "operator"
+_COUNTRY: Final = re.compile("[A-Z]{2}")
 
 _CONFIG: Final = """\
 # One broker of the region {region}. Every key: docs/operations.md.
@@ -58,6 +60,11 @@ def found_region(
     """Make a new region in its folder. Raises RequestError(ALREADY_EXISTS, NAME_INVALID, CONFIG_INVALID)."""
     parse_region(region)
     parse_region(mesh)
+    if not _COUNTRY.fullmatch(country):
+        raise RequestError(
+            f"{country!r} is not a country's code: expected two capital letters, as in DE (ISO 3166-1 alpha-2).",
+            code=Code.CONFIG_INVALID,
+        )
     if folder.root.exists() and any(folder.root.iterdir()):
         raise RequestError(
             f"{folder.root} is not empty; a region is founded once.",
