@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from audit.errors import TamperError
 from audit.merkle import HASH_BYTES
 from audit.note import Algorithm, Note, Verified, VerifierKey, parse_note, verify_note
+from felix.errors import TamperError
 
 _SIZE_DIGITS_MAX: Final = 19
 

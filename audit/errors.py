@@ -7,12 +7,6 @@ from typing import Final
 from felix.errors import Code, CorruptionError, UnavailableError
 
 
-class TamperError(CorruptionError):
-    """Evidence does not hold: a signature, a hash or a proof. The sentence says which."""
-
-    default_code = Code.TAMPERED
-
-
 class RolledBackError(CorruptionError):
     """A log is shorter than, or differs from, what was signed or cosigned before."""
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from typing import Final, NamedTuple
 
-from audit.errors import TamperError
+from felix.errors import TamperError
 
 HASH_BYTES: Final = 32
 TILE_HEIGHT: Final = 8

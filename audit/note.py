@@ -24,8 +24,7 @@ from typing import Final, NamedTuple
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from audit.errors import TamperError
-from felix.errors import RequestError
+from felix.errors import RequestError, TamperError
 from keys.signing import SigningKey
 
 NOTE_BYTES_MAX: Final = 65_536

@@ -17,7 +17,6 @@ from typing import Annotated, Final
 import msgspec
 
 from audit.checkpoint import SignedCheckpoint, open_checkpoint
-from audit.errors import TamperError
 from audit.leaf import (
     CommitmentKey,
     Committer,
@@ -43,7 +42,7 @@ from audit.note import VerifierKey, encode_note
 from audit.range_index import INDEX_PATH, candidate_bundles
 from audit.receipt import Receipt, differences, open_receipt
 from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, Files, TileHashes, read_bundle
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, TamperError
 
 FORMAT: Final = "felix/proof/1"
 PROOF_BYTES_MAX: Final = 1 << 20

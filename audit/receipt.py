@@ -13,8 +13,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from audit.errors import TamperError
 from audit.leaf import Digest, Header, Id16, Natural, Text
+from felix.errors import TamperError
 from keys.signing import SigningKey, VerifyKey
 
 PURPOSE: Final = "receipt"

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from struct import Struct
 from typing import Final, Protocol
 
-from audit.errors import TamperError
 from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tree, complete_root, edge_widths, split_hashes
+from felix.errors import TamperError
 
 CHECKPOINT_PATH: Final = "checkpoint"
 COSIGNED_PATH: Final = "checkpoint.cosigned"

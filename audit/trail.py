@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import IO, Final, NamedTuple
 
 from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
-from audit.errors import VERIFY_HINT, AuditUnavailableError, RolledBackError, TamperError
+from audit.errors import VERIFY_HINT, AuditUnavailableError, RolledBackError
 from audit.leaf import Header, Leaf, decode_header, encode_leaf
 from audit.merkle import EMPTY_ROOT, TILE_HEIGHT, TILE_WIDTH, Tree, leaf_hash, root_from_nodes
 from audit.merkle import consistency_proof as prove_consistency
@@ -57,7 +57,7 @@ from audit.tile import (
 )
 from audit.tile_disk import Folder
 from audit.wal_disk import SEGMENT_BYTES_MAX, Recovery, Torn, Wal
-from felix.errors import Code, CorruptionError, RequestError
+from felix.errors import Code, CorruptionError, RequestError, TamperError
 
 log = logging.getLogger("felix.audit.trail")
 

@@ -14,7 +14,6 @@ from typing import Final, NamedTuple
 
 from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
 from audit.continuity import Continuity
-from audit.errors import TamperError
 from audit.leaf import Kind, Leaf, Side, decode_leaf
 from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash
 from audit.note import VerifierKey
@@ -32,7 +31,7 @@ from audit.tile import (
     tile_path,
 )
 from audit.wal_disk import Torn, read_segment, segment_first
-from felix.errors import CorruptionError
+from felix.errors import CorruptionError, TamperError
 
 FINDINGS_MAX: Final = 1_000
 """A log that is all wrong does not fill memory; further findings are counted."""

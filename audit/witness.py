@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Protocol
 
 from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
-from audit.errors import RolledBackError, TamperError
+from audit.errors import RolledBackError
 from audit.merkle import PROOF_HASHES_MAX, verify_consistency
 from audit.note import Algorithm, NoteSigner, VerifierKey, encode_note, parse_note
 from audit.tile_disk import Folder
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, TamperError
 
 
 class ForkError(RolledBackError):

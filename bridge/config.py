@@ -16,11 +16,12 @@ source region (relative paths are relative to the file's folder); the other path
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple, Self
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
 from bridge.plan import LINKS_MAX
+from felix.address import Address
 from felix.errors import Code, RequestError
 from felix.names import parse_region
 from felix.profile import Profile, parse_address
@@ -30,25 +31,6 @@ from policy.quantity import Size
 
 DESTINATIONS_MAX: Final = 16
 """Regions that one agent serves, each with a session of its own."""
-
-
-class HostPort(NamedTuple):
-    """Where something listens."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """`host:port`; port 0 takes a free one. Raises RequestError(CONFIG_INVALID)."""
-        host, _, port = text.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise RequestError(
-                f"{text!r} is not an address: expected host:port, as in 127.0.0.1:8090.",
-                code=Code.CONFIG_INVALID,
-            )
-        return cls(host, int(port))
 
 
 def _address(text: str) -> str:
@@ -111,7 +93,7 @@ class BridgeConfig(Part, frozen=True, kw_only=True):
     """what keys are sealed to; empty: `identities/<name>.handoff.key`"""
     egress: str = ""
     """the egress log's folder; empty: `bridges/<name>/egress`"""
-    health: HostPort | None = None
+    health: Address | None = None
     engine: Literal["", "qh3", "aioquic"] = ""
     limits: LimitsConfig = LimitsConfig()
     tracing: TracingConfig = TracingConfig()

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from audit.errors import TamperError
 from audit.leaf import Kind, decode_leaf, leaf_row
 from audit.note import VerifierKey, parse_note
 from audit.origin import log_keys, receipt_keys, witness_keys
@@ -23,7 +22,7 @@ from audit.witness import DiskWitnessStore
 from cli.bridge import known_bundles, parse_moment
 from cli.output import err, iso, note, out, print_json, progress, table
 from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.names import StreamName
 from keys.bundle import RegionBundle, decode_bundle
 from region.folder import RegionFolder

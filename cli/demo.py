@@ -33,6 +33,7 @@ from cli.output import err, note, out, progress, table
 from cli.policy import load_policy
 from cli.process import start_detached, stop
 from cli.setting import connect, now_ms, run
+from felix.address import Address
 from felix.errors import FelixError, RequestError
 from felix.messages import Done, PutDocument
 from felix.names import SpiffeId
@@ -43,7 +44,7 @@ from policy.grant import open_export, sign_export, sign_import
 from policy.residency import sign_policy
 from policy.terms import Basis, GrantTerms
 from policy.transform import KeyRule, build_spec
-from region.config import Address, load_config
+from region.config import load_config
 from region.folder import RegionFolder
 from region.founding import found_region, issue_identity, trust_region
 

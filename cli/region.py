@@ -23,11 +23,12 @@ from cli.setting import (
     run,
     stop_signals,
 )
+from felix.address import Address
 from felix.errors import RequestError
 from felix.messages import Done, PutDocument
 from felix.telemetry import configure_tracing
 from keys.bundle import decode_bundle
-from region.config import Address, load_config
+from region.config import load_config
 from region.folder import RegionFolder
 from region.founding import found_region, trust_region, write_profile
 from region.node import Node

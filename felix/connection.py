@@ -26,6 +26,7 @@ from itertools import cycle
 from random import Random
 from typing import Final, Protocol
 
+from felix.address import Address
 from felix.backoff import Backoff, BackoffPolicy
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError, error_for
 from felix.frames import AppendedBody, Frame, FrameDecoder, FrameType
@@ -55,7 +56,7 @@ from felix.messages import (
     decode_answer,
     encode_message,
 )
-from felix.profile import Address, Credentials, Profile, load_credentials
+from felix.profile import Credentials, Profile, load_credentials
 from felix.session import (
     Acknowledged,
     Answered,

@@ -147,6 +147,12 @@ class CorruptionError(FelixError):
     default_code = Code.CORRUPTION
 
 
+class TamperError(CorruptionError):
+    """Evidence does not hold: a signature, a seal, a hash or a proof. The sentence says which."""
+
+    default_code = Code.TAMPERED
+
+
 def error_for(code: int, sentence: str, hint: str = "", retry_after_ms: int | None = None) -> FelixError:
     """The error that a peer's numeric answer stands for. Unknown numbers fall back on their hundred."""
     try:

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from felix.address import Address
 from felix.errors import Code, RequestError
 from felix.identity import Identity, TrustAnchor, load_identity
 from felix.names import parse_region
@@ -31,16 +32,6 @@ PORT: Final = 7443
 """The port of an address that names none (docs/wire.md)."""
 ADDRESSES_MAX: Final = 64
 _FILE_BYTES_MAX: Final = 1 << 20
-
-
-class Address(NamedTuple):
-    """Where a broker listens: a host name or number, and a UDP port."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_address(text: str) -> Address:

@@ -20,10 +20,9 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, TamperError
 from felix.identity import TrustAnchor
 from felix.names import trust_domain
-from keys.errors import TamperError
 from keys.hybrid import PUBLIC_BYTES, HybridPublicKey
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
 

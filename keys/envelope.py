@@ -45,9 +45,9 @@ from felix.batch import (
     body_checksum,
 )
 from felix.context import bind
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, TamperError
 from felix.names import StreamName
-from keys.errors import KeyExhaustedError, KeyScopeError, TamperError
+from keys.errors import KeyExhaustedError, KeyScopeError
 from keys.key_id import KeyKind, check_key_id
 
 SECRET_BYTES: Final = 32

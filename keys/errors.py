@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from felix.errors import Code, CorruptionError, FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError
 
 
 class KeyScopeError(RequestError):
@@ -33,9 +33,3 @@ class KeyProviderError(FelixError):
     """The place where root keys live refused or failed."""
 
     default_code = Code.KEY_PROVIDER
-
-
-class TamperError(CorruptionError):
-    """Sealed or signed bytes are not what was sealed or signed, or not where they were put."""
-
-    default_code = Code.TAMPERED

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Final
 
 from felix.context import purpose_prefix
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, TamperError
 from felix.files import PRIVATE, create_file, read_file, sync_folder
-from keys.errors import KeyProviderError, TamperError
+from keys.errors import KeyProviderError
 from keys.key_id import KEY_ID_BYTES, RANDOM_BYTES, KeyKind, check_key_id, new_key_id
 from keys.provider import ROOT_SECRET_BYTES, unknown_root
 from keys.wrapping import NONCE_BYTES, unwrap, wrap

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from felix.context import bind
+from felix.errors import TamperError
 from felix.names import SpiffeId, StreamName
 from keys.envelope import SECRET_BYTES, DataKey
-from keys.errors import KeyScopeError, TamperError
+from keys.errors import KeyScopeError
 from keys.hybrid import HybridKeyPair, HybridPublicKey
 
 

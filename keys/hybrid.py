@@ -30,9 +30,8 @@ from cryptography.hazmat.primitives.hpke import (
 )
 
 from felix.context import purpose_prefix
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, TamperError
 from felix.files import PRIVATE, create_file, read_file
-from keys.errors import TamperError
 
 _SUITE_ID: Final = b"\x01"
 _SUITE: Final = Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)

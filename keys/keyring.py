@@ -34,10 +34,10 @@ from typing import Final, NamedTuple
 from weakref import WeakSet
 
 from felix.batch import Batch
-from felix.errors import Code, CorruptionError, RequestError
+from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.names import StreamName, parse_region
 from keys.envelope import INCARNATION_BYTES, SECRET_BYTES, BatchSealer, DataKey
-from keys.errors import KeyDestroyedError, KeyProviderError, KeyScopeError, KeyUnknownError, TamperError
+from keys.errors import KeyDestroyedError, KeyProviderError, KeyScopeError, KeyUnknownError
 from keys.file_provider import FileKeyProvider
 from keys.hierarchy import (
     DataEntry,

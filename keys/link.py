@@ -21,8 +21,9 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from felix.context import bind
+from felix.errors import TamperError
 from felix.names import SpiffeId, StreamName
-from keys.errors import KeyScopeError, TamperError
+from keys.errors import KeyScopeError
 from keys.hybrid import HybridKeyPair, HybridPublicKey
 from keys.key_id import RANDOM_BYTES, KeyKind, new_key_id
 from keys.transfer import TransferKey, TransferScope

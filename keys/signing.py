@@ -20,9 +20,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from felix.context import purpose_prefix
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, TamperError
 from felix.files import PRIVATE, create_file, read_file
-from keys.errors import TamperError
 
 PUBLIC_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from felix.context import bind
-from keys.errors import TamperError
+from felix.errors import TamperError
 
 NONCE_BYTES: Final = 12
 WRAPPED_BYTES_MAX: Final = 4_096

@@ -7,10 +7,11 @@ file's folder.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple, Self
+from typing import Annotated, Final, Literal
 
 import msgspec
 
+from felix.address import Address
 from felix.errors import Code, RequestError
 from felix.names import parse_region
 from felix.telemetry import TracingConfig
@@ -27,28 +28,6 @@ CATCH_UP_BUDGET_BYTES_MIN: Final = 1 << 20
 """One read."""
 RING_BUDGET_BYTES_MIN: Final = 1 << 20
 """The smallest ring of one shard."""
-
-
-class Address(NamedTuple):
-    """A host and a UDP or TCP port."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """`host:port`, IPv6 in brackets. Raises RequestError(CONFIG_INVALID)."""
-        host, _, port = text.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise RequestError(
-                f"{text!r} is not an address: expected host:port, as in 127.0.0.1:7443 or [::1]:7443.",
-                code=Code.CONFIG_INVALID,
-            )
-        return cls(host, int(port))
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 Words = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from audit.origin import egress_origin, region_origin, witness_name
+from felix.address import Address
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, create_file, replace_file
 from felix.identity import Identity, load_identity, save_identity
@@ -24,7 +25,7 @@ from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sig
 from keys.hybrid import HybridKeyPair, load_key_pair, save_key_pair
 from keys.keyring import create_keyring
 from keys.signing import SigningKey, load_signing_key, save_signing_key
-from region.config import Address, RegionConfig
+from region.config import RegionConfig
 from region.folder import RegionFolder
 
 OPERATOR: Final = "operator"

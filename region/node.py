@@ -19,6 +19,7 @@ from audit.note import Algorithm, NoteSigner
 from audit.origin import log_keys, region_origin, witness_keys, witness_name
 from audit.trail import Trail, TrailSettings
 from audit.witness import DiskWitnessStore, Witness
+from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
 from felix.health import HealthServer
 from felix.identity import Identity
@@ -32,7 +33,7 @@ from keys.keyring import open_keyring
 from keys.signing import load_signing_key
 from region.broker import Broker
 from region.budget import Budgets
-from region.config import Address, RegionConfig
+from region.config import RegionConfig
 from region.export import ExportDesk
 from region.folder import RegionFolder
 from region.governance import Governance

@@ -23,6 +23,7 @@ from audit.tile_disk import Folder
 from audit.verify import Report, verify_log
 from bridge.agent import Agent
 from bridge.config import BridgeConfig, DestinationConfig
+from felix.address import Address
 from felix.client import RegionClient
 from felix.identity import load_identity
 from felix.messages import PutDocument, StreamState
@@ -45,7 +46,7 @@ from policy.residency import parse_policy, sign_policy
 from policy.signed import SignedDocument
 from policy.terms import Basis, GrantTerms
 from policy.transform import build_spec
-from region.config import Address, load_config
+from region.config import load_config
 from region.folder import RegionFolder
 from region.founding import issue_identity, trust_region
 from region.node import Node, now_ms

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from region.config import Address, RegionConfig, load_config
+from felix.address import Address
+from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
 from region.founding import found_region, write_profile
 from region.node import Node, now_ms

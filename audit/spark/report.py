@@ -26,7 +26,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from audit.errors import TamperError
 from audit.spark import exceptions, lineage, openlineage, page, reconciliation, register, volumes
 from audit.spark.document import Report, Totals, VerifiedLog, as_json
 from audit.spark.java import Java
@@ -42,7 +41,7 @@ from audit.spark.verification import (
     open_log,
     problem_of,
 )
-from felix.errors import Code, CorruptionError, RequestError
+from felix.errors import Code, CorruptionError, RequestError, TamperError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

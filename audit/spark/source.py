@@ -30,14 +30,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from audit.checkpoint import Checkpoint
-from audit.errors import TamperError
 from audit.leaf import ENTRY_COLUMNS, LEAF_COLUMNS, Kind, Leaf, Side, decode_leaf, iter_entries, leaf_row
 from audit.merkle import HASH_BYTES, TILE_WIDTH, complete_root, leaf_hash, split_hashes
 from audit.note import parse_note
 from audit.receipt import differences, open_receipt, read_unverified
 from audit.spark.files import open_files, read_checkpoint
 from audit.tile import Files, bundle_path, read_bundle, read_tile, tile_path
-from felix.errors import CorruptionError, RequestError
+from felix.errors import CorruptionError, RequestError, TamperError
 
 if TYPE_CHECKING:
     import pyarrow as pa

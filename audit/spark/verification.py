@@ -22,7 +22,7 @@ from hashlib import sha256
 from typing import Final
 
 from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
-from audit.errors import RolledBackError, TamperError
+from audit.errors import RolledBackError
 from audit.merkle import (
     HASH_BYTES,
     TILE_HEIGHT,
@@ -35,7 +35,7 @@ from audit.note import Algorithm, VerifierKey, parse_note
 from audit.spark.document import Cosigner
 from audit.spark.files import open_files, read_checkpoint
 from audit.tile import COSIGNED_PATH, Files, TileHashes, read_tile, read_tree, tile_path
-from felix.errors import CorruptionError
+from felix.errors import CorruptionError, TamperError
 
 STEPS: Final = (
     "The checkpoint's signature holds under the trusted key of the log.",

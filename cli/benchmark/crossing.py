@@ -50,6 +50,7 @@ from cli.benchmark.figures import Latency, LatencySpread, Spread
 from cli.benchmark.measurement import WHOLE_TIMEOUT_S, Machine, machine
 from cli.benchmark.processes import HOST, Processes
 from cli.benchmark.settlement import LogBooks, Settlement, settle
+from felix.address import Address
 from felix.names import SpiffeId
 from keys.bundle import decode_bundle
 from keys.signing import load_signing_key
@@ -58,7 +59,7 @@ from policy.grant import sign_export, sign_import
 from policy.residency import ResidencyPolicy, parse_policy, sign_policy
 from policy.terms import Basis, GrantTerms
 from policy.transform import build_spec
-from region.config import Address, load_config
+from region.config import load_config
 from region.folder import RegionFolder
 from region.founding import found_region, issue_identity, trust_region
 from region.node import now_ms

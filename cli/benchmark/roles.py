@@ -23,13 +23,14 @@ from cli.benchmark.accounting import Account, Ledger, Made, checksum_of, fillers
 from cli.benchmark.figures import Latency, rate_per_second
 from cli.benchmark.processes import HOST, next_message, until_parent_is_done
 from cli.benchmark.raw_quic import WINDOW_BYTES
+from felix.address import Address
 from felix.batch import NewRecord
 from felix.messages import Durability, Retention
 from felix.profile import load_profile
 from felix.publisher import Publisher, Receipt
 from felix.subscription import ReceivedBatch, Subscription
 from felix.transport.port import engine_named
-from region.config import Address, RegionConfig, load_config
+from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
 from region.founding import found_region, write_profile
 from region.node import Node, now_ms

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from audit.errors import TamperError
 from audit.merkle import (
     EMPTY_ROOT,
     Tree,
@@ -22,6 +21,7 @@ from audit.merkle import (
     verify_consistency,
     verify_inclusion,
 )
+from felix.errors import TamperError
 
 # The eight leaves, roots and proofs below are the ones published with the Certificate Transparency reference
 # implementation for RFC 6962 (certificate-transparency, cpp/merkletree/merkle_tree_test.cc) and repeated in

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from audit.checkpoint import Checkpoint, open_checkpoint
-from audit.errors import TamperError
 from audit.note import (
     Algorithm,
     Note,
@@ -21,7 +20,7 @@ from audit.note import (
     parse_note,
     verify_note,
 )
-from felix.errors import FelixError, RequestError
+from felix.errors import FelixError, RequestError, TamperError
 
 # The cosigned checkpoint that https://c2sp.org/tlog-cosignature shows.
 COSIGNED_EXAMPLE = (

@@ -22,13 +22,12 @@ from audit_log import (
 )
 
 from audit.checkpoint import open_checkpoint
-from audit.errors import TamperError
 from audit.leaf import Leaf
 from audit.proof import Proven, check_payload, check_proof, prove
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
 from audit.witness import MemoryWitnessStore, Witness
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError, TamperError
 
 SIGNER, WITNESS = log_signer(), witness_signer()
 

@@ -8,8 +8,8 @@ from audit_log import RECEIPT_KEY, RECEIPT_KEYS, Link, key
 from hypothesis import given
 from hypothesis import strategies as st
 
-from audit.errors import TamperError
 from audit.receipt import Receipt, differences, open_receipt, read_unverified, sign_receipt
+from felix.errors import TamperError
 
 
 def test_a_receipt_goes_round_and_agrees_with_its_ack() -> None:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from audit.errors import TamperError
 from audit.merkle import Tree, inclusion_proof, leaf_hash, root_from_nodes, verify_inclusion
 from audit.tile import (
     Files,
@@ -25,6 +24,7 @@ from audit.tile import (
     tile_path,
 )
 from audit.tile_disk import Folder
+from felix.errors import TamperError
 
 
 def test_paths_are_those_of_the_specification() -> None:

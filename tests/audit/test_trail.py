@@ -14,7 +14,7 @@ import pytest
 from audit_log import RECEIPT_KEYS, Link, egress_appends, log_signer, witness_signer
 
 from audit.checkpoint import open_checkpoint
-from audit.errors import AuditUnavailableError, RolledBackError, TamperError
+from audit.errors import AuditUnavailableError, RolledBackError
 from audit.leaf import Leaf, decode_leaf
 from audit.tile import read_bundle
 from audit.tile_disk import Folder
@@ -22,7 +22,7 @@ from audit.trail import Trail, TrailSettings
 from audit.verify import verify_log
 from audit.wal_disk import RECORD_HEADER_BYTES, Record, read_segment, segments
 from audit.witness import MemoryWitnessStore, Witness
-from felix.errors import Code, CorruptionError, RequestError
+from felix.errors import Code, CorruptionError, RequestError, TamperError
 
 QUIET = TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30)
 """Checkpoints only when they are asked for, and on closing."""

@@ -8,11 +8,10 @@ import pytest
 from audit_log import log_signer, witness_signer
 
 from audit.checkpoint import Checkpoint, open_checkpoint
-from audit.errors import TamperError
 from audit.merkle import Tree, consistency_proof, leaf_hash
 from audit.note import Note, NoteSigner, encode_note
 from audit.witness import DiskWitnessStore, ForkError, MemoryWitnessStore, Witness, WitnessStore
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, TamperError
 
 NOW_S = 1_760_000_000
 

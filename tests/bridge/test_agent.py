@@ -14,8 +14,8 @@ from bridge_mesh import STREAM, WAIT_S, Mesh, flight, two_regions, until
 
 from audit.leaf import GapKind, Kind
 from bridge.agent import Agent
-from bridge.config import HostPort
 from bridge.sample import sample_as_bridge, sample_as_reader
+from felix.address import Address
 from felix.errors import Code
 from felix.messages import LinkState, Retention
 from felix.names import StreamName
@@ -404,7 +404,7 @@ async def test_the_health_page_has_the_link_and_the_reason(mesh: Mesh) -> None:
     await mesh.create()
     await mesh.grant()
     await mesh.publish([flight(number) for number in range(10)])
-    async with mesh.agent(health=HostPort("127.0.0.1", 0)) as agent:
+    async with mesh.agent(health=Address("127.0.0.1", 0)) as agent:
         await position(agent, 10)
         assert agent.health is not None
         base = f"http://127.0.0.1:{agent.health.address[1]}"

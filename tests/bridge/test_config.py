@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bridge.config import HostPort, load_config, paths_of
+from bridge.config import load_config, paths_of
 from bridge.failpoint import Failpoints
+from felix.address import Address
 from felix.errors import RequestError
 
 TEXT = """\
@@ -31,7 +32,7 @@ def test_the_smallest_configuration_finds_its_files_in_the_regions_folder(tmp_pa
     config = load_config(
         write(tmp_path, TEXT + "health: 127.0.0.1:0\nhome: ../us-east\nlimits: {read_ahead: 8MiB}\n")
     )
-    assert config.health == HostPort("127.0.0.1", 0)
+    assert config.health == Address("127.0.0.1", 0)
     assert config.limits.read_ahead == 8 << 20
     paths = paths_of(config, tmp_path)
     assert paths.identity == tmp_path / "../us-east/identities/us-to-eu.pem"

@@ -28,12 +28,12 @@ from bridge.crossing import (
     sort_records,
 )
 from felix.batch import Batch, NewRecord, body_checksum, decode_batch, decode_records, encode_batch
+from felix.errors import TamperError
 from felix.identity import Peer
 from felix.names import SpiffeId, StreamName
 from felix.provenance import PATH_HEADER
 from keys.authority import create_authority
 from keys.envelope import SEALABLE_BYTES_MAX, BatchSealer, DataKey
-from keys.errors import TamperError
 from keys.key_id import KeyKind, new_key_id
 from keys.link import LinkSecrets
 from keys.transfer import TransferScope, decode_envelope, open_envelope

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from region.config import Address, load_config
+from felix.address import Address
+from region.config import load_config
 from region.folder import RegionFolder
 from region.founding import found_region, write_profile
 from region.node import Node, now_ms

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.identity import TrustBundle, verify_chain
 from felix.names import SpiffeId
 from keys.authority import RegionAuthority, create_authority
 from keys.bundle import BUNDLE_BYTES_MAX, AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
-from keys.errors import TamperError
 from keys.hybrid import HybridKeyPair
 from keys.signing import SigningKey
 

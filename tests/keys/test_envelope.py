@@ -20,11 +20,11 @@ from felix.batch import (
     decode_header,
     encode_batch,
 )
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.names import StreamName
 from keys import envelope
 from keys.envelope import SEAL_BYTES, SEALABLE_BYTES_MAX, BatchSealer, DataKey, open_batch
-from keys.errors import KeyExhaustedError, KeyScopeError, TamperError
+from keys.errors import KeyExhaustedError, KeyScopeError
 from keys.key_id import KeyKind, new_key_id
 
 ORDERS = StreamName.parse("acme/payments/orders")

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from felix.batch import NewRecord, encode_batch
+from felix.errors import TamperError
 from felix.names import SpiffeId, StreamName
 from keys.envelope import BatchSealer, DataKey, open_batch
-from keys.errors import KeyScopeError, TamperError
+from keys.errors import KeyScopeError
 from keys.handoff import HandoffScope, open_data_key, scope_of, seal_data_key
 from keys.hybrid import HybridKeyPair
 from keys.key_id import KeyKind, new_key_id

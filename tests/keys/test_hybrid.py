@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from felix.context import purpose_prefix
-from felix.errors import Code, RequestError
-from keys.errors import TamperError
+from felix.errors import Code, RequestError, TamperError
 from keys.hybrid import OVERHEAD_BYTES, HybridKeyPair, HybridPublicKey, load_key_pair, save_key_pair
 
 PAIR = HybridKeyPair.generate()

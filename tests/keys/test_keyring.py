@@ -10,11 +10,11 @@ import pytest
 
 from felix import files
 from felix.batch import Batch, NewRecord, encode_batch
-from felix.errors import Code, CorruptionError, FelixError, RequestError
+from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError
 from felix.names import StreamName
 from keys import keyring as keyring_module
 from keys.envelope import DATA_KEY_AGE_MS_MAX, BatchSealer, open_batch
-from keys.errors import KeyDestroyedError, KeyProviderError, KeyScopeError, KeyUnknownError, TamperError
+from keys.errors import KeyDestroyedError, KeyProviderError, KeyScopeError, KeyUnknownError
 from keys.hierarchy import DataEntry, KeyState, decode_entry, encode_entry
 from keys.key_id import KeyKind, new_key_id
 from keys.keyring import Keyring, ShardSealer, create_keyring, open_keyring

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from felix.errors import RequestError
-from keys.errors import KeyScopeError, KeyUnknownError, TamperError
+from felix.errors import RequestError, TamperError
+from keys.errors import KeyScopeError, KeyUnknownError
 from keys.file_provider import FileKeyProvider
 from keys.key_id import KeyKind, check_key_id, new_key_id
 from keys.provider import KeyProvider, MemoryKeyProvider

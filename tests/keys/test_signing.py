@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from felix.errors import Code, RequestError
-from keys.errors import TamperError
+from felix.errors import Code, RequestError, TamperError
 from keys.signing import SigningKey, VerifyKey, load_signing_key, save_signing_key
 
 # RFC 8032, section 7.1, TEST 2: the signature there is over the bare message 0x72, as a note would be signed.

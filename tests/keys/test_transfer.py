@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from felix.batch import FLAG_SEALED, NewRecord, encode_batch
-from felix.errors import Code, FelixError
+from felix.errors import Code, FelixError, TamperError
 from felix.identity import Identity, Peer, TrustBundle, verify_chain
 from felix.names import SpiffeId, StreamName
 from keys.authority import create_authority
-from keys.errors import KeyScopeError, TamperError
+from keys.errors import KeyScopeError
 from keys.hybrid import HybridKeyPair
 from keys.key_id import KeyKind, new_key_id
 from keys.transfer import (

@@ -22,8 +22,9 @@ from region_process import free_port
 
 import felix
 from felix import Code, Durability, RequestError, UnavailableError
+from felix.address import Address
 from felix.messages import OpenPublisher
-from region.config import Address, load_config
+from region.config import load_config
 from region.folder import RegionFolder
 from region.node import Node
 
