@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 import signal
@@ -193,6 +194,7 @@ def test_a_mistake_is_answered_with_a_sentence(
     monkeypatch.setenv("FELIX_HOME", str(home.path))
     monkeypatch.chdir(home.path)
     monkeypatch.setattr(sys, "argv", ["felix", *shlex.split(words)])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))  # a command closes it
     capfd.readouterr()
     try:
         main()
