@@ -51,6 +51,7 @@ from cli.benchmark.measurement import WHOLE_TIMEOUT_S, Machine, machine
 from cli.benchmark.processes import HOST, Processes
 from cli.benchmark.settlement import LogBooks, Settlement, settle
 from felix.address import Address
+from felix.errors import UnavailableError
 from felix.names import SpiffeId
 from keys.bundle import decode_bundle
 from keys.signing import load_signing_key
@@ -252,7 +253,10 @@ class Border:
     # -- setting up ------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Found, trust, start, grant; one batch crosses, so that the link is up and the destination has the stream."""
+        """Found, trust, start, grant; one batch crosses, so that the link is up and the destination has the stream.
+
+        Raises UnavailableError where it does not.
+        """
         processes, home, engine = self._processes, self._home, self._engine
         self._found()
         addresses = []
@@ -274,7 +278,12 @@ class Border:
             processes.answer(pipe)
         self._prepare()
         self._ask(self._agent, Begin())
-        self._cross(self._burst(self._plan.batch_records * self._plan.shards))
+        first = self._cross(self._burst(self._plan.batch_records * self._plan.shards))
+        if not first.records:
+            raise UnavailableError(
+                f"Nothing crosses: {self._stopped_at}",
+                hint="The messages above are the regions' and the agent's.",
+            )
 
     def _found(self) -> None:
         for folder, region, country, jurisdiction in (
