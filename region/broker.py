@@ -14,11 +14,10 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.errors import Code, RequestError, UnavailableError
 from felix.identity import Peer, Proof, TrustBundle, verify_peer
-from felix.messages import Answer, Done, Request
 from felix.names import SpiffeId, StreamName
 from felix.transport.port import TransportLimits
 from policy.access import Rights, Verb, not_found_or_forbidden
@@ -27,15 +26,9 @@ from region.config import RegionConfig
 from region.metadata.catalog import Catalog
 from region.metadata.records import StreamConfig, check_stream_config
 from region.metrics import BrokerMetrics
+from region.ports import LiveSession
 from region.streams import HostedStream, StreamTable
 from region.tracing import AppendTracing
-
-if TYPE_CHECKING:
-    from region.export import ExportDesk, SealedReader
-    from region.governance import Governance
-    from region.ingest import IngestDesk
-    from region.requests import Requests
-    from region.session import ClientSession, Role
 
 log = logging.getLogger("felix.region")
 
@@ -76,9 +69,9 @@ class Broker:
         self.budgets.delivery.limit_bytes = int(limits.delivery_budget)
         self.budgets.catch_up.limit_bytes = int(limits.catch_up_budget)
         self.budgets.ring.limit_bytes = int(limits.ring_budget)
-        self.sessions: set[ClientSession] = set()
+        self.sessions: set[LiveSession] = set()
         self.leaving = False
-        self._waiting: set[ClientSession] = set()
+        self._waiting: set[LiveSession] = set()
         self._retry: asyncio.TimerHandle | None = None
         self.trust = TrustBundle()
         self.tracing = AppendTracing(config.region) if config.tracing.exporter != "none" else None
@@ -87,11 +80,6 @@ class Broker:
         )
         self._operator_rights = Rights.decode({str(operator): ALL_RIGHTS for operator in self._operators})
         self._rights = Rights()
-        # Set by the node before the first session: they need the broker and the broker needs them.
-        self.export: ExportDesk
-        self.ingest: IngestDesk
-        self.governance: Governance
-        self.requests: Requests
 
     # -- identity and rights ---------------------------------------------------------------------------
 
@@ -108,7 +96,7 @@ class Broker:
             )
         return peer
 
-    def admit(self, session: ClientSession, peer: Peer) -> None:
+    def admit(self, session: LiveSession, peer: Peer) -> None:
         """Room for one more session, or a refusal with when to try again."""
         if self.leaving:
             raise UnavailableError(
@@ -123,7 +111,7 @@ class Broker:
             )
         self.metrics.authenticated += 1
 
-    def session_closed(self, session: ClientSession) -> None:
+    def session_closed(self, session: LiveSession) -> None:
         self.sessions.discard(session)
         self._waiting.discard(session)
 
@@ -198,22 +186,9 @@ class Broker:
                 raise
             return await self.streams.open(await self.catalog.describe_stream(name))
 
-    def subscription_refusal(
-        self, session: ClientSession, stream: HostedStream, reader: SealedReader | None
-    ) -> FelixError | None:
-        """Why a subscription may not go on, if it may not."""
-        assert session.identity is not None
-        if stream.deleted:
-            return RequestError(f"The stream {stream.name} was deleted.", code=Code.NOT_FOUND)
-        if reader is not None:
-            return reader.refusal()
-        if not self.allows(session.identity, Verb.SUBSCRIBE, stream.name):
-            return not_found_or_forbidden(Verb.SUBSCRIBE, stream.name)
-        return None
-
     # -- delivery --------------------------------------------------------------------------------------
 
-    def delivery_waits(self, session: ClientSession) -> None:
+    def delivery_waits(self, session: LiveSession) -> None:
         """The delivery budget is used up: the session is asked again soon, since room comes from other sessions."""
         self._waiting.add(session)
         if self._retry is None:
@@ -231,19 +206,6 @@ class Broker:
         for session in list(self.sessions):
             session.settle_delivery()
 
-    # -- requests --------------------------------------------------------------------------------------
-
-    async def answer(self, session: ClientSession, request: Request) -> Answer:
-        """Carry out a request of an authenticated session."""
-        return await self.requests.answer(session, request)
-
-    def ingest_stream(self, session: ClientSession, stream_id: int) -> Role:
-        """The role of a client-opened bidirectional stream."""
-        return self.ingest.open(session, stream_id)
-
-    def done(self, note: str = "") -> Done:
-        return Done(note)
-
     # -- figures ---------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
@@ -251,7 +213,7 @@ class Broker:
         found: dict[str, float] = {
             "sessions": len(self.sessions),
             "sessions_limit": self.config.limits.sessions,
-            "subscriptions": sum(len(session.subscriptions) for session in list(self.sessions)),
+            "subscriptions": sum(session.subscription_count for session in list(self.sessions)),
             "streams": len(self.streams),
         }
         for budget in self.budgets.all():

@@ -13,18 +13,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from felix.errors import Code, FelixError, RequestError
 from felix.frames import FRAME_HEADER_BYTES, GapBody, GapReason
 from felix.messages import Subscribe, encode_error
+from felix.names import SpiffeId
 from felix.session import CreditLine
+from policy.access import Verb, not_found_or_forbidden
+from region.broker import Broker
+from region.export import SealedReader
+from region.log.ring import Entry
+from region.ports import Outlet
 from region.streams import HostedStream
-
-if TYPE_CHECKING:
-    from region.export import SealedReader
-    from region.log.ring import Entry
-    from region.session import ClientSession
 
 log = logging.getLogger("felix.region.delivery")
 
@@ -70,17 +71,31 @@ async def resolve_starts(stream: HostedStream, request: Subscribe) -> dict[int, 
     return starts
 
 
+def subscription_refusal(
+    broker: Broker, identity: SpiffeId, stream: HostedStream, reader: SealedReader | None
+) -> FelixError | None:
+    """Why a subscription may not begin or go on, if it may not."""
+    if stream.deleted:
+        return RequestError(f"The stream {stream.name} was deleted.", code=Code.NOT_FOUND)
+    if reader is not None:
+        return reader.refusal()
+    if not broker.allows(identity, Verb.SUBSCRIBE, stream.name):
+        return not_found_or_forbidden(Verb.SUBSCRIBE, stream.name)
+    return None
+
+
 class Subscription:
     """A cursor per shard, and the event stream it feeds."""
 
     __slots__ = (
-        "_catching_up", "_credit", "_cursors", "_ended", "_order", "_reader", "_session", "_stream", "_stream_id",
+        "_broker", "_catching_up", "_credit", "_cursors", "_ended", "_order", "_reader", "_session", "_stream", "_stream_id",
         "_unlisten", "_wanted_bytes", "delivered_bytes", "number", "stalled",
     )  # fmt: skip
 
     def __init__(
         self,
-        session: ClientSession,
+        broker: Broker,
+        session: Outlet,
         number: int,
         stream_id: int,
         stream: HostedStream,
@@ -91,6 +106,7 @@ class Subscription:
         self.number = number
         self.stalled = False
         self.delivered_bytes = 0
+        self._broker = broker
         self._session = session
         self._stream_id = stream_id
         self._stream = stream
@@ -184,7 +200,7 @@ class Subscription:
             session.send(self._stream_id, data if isinstance(data, bytes) else bytes(data))
             self._cursors[number] = entry.next_offset
             self.delivered_bytes += size
-            session.broker.metrics.delivered(entry.next_offset - entry.base_offset, size)
+            self._broker.metrics.delivered(entry.next_offset - entry.base_offset, size)
         return True
 
     def _gap(self, number: int, next_offset: int) -> None:
@@ -192,11 +208,11 @@ class Subscription:
         gap = GapBody(number, reason, self._cursors[number], next_offset)
         self._session.send(self._stream_id, gap.encode())
         self._cursors[number] = next_offset
-        self._session.broker.metrics.gap(reason)
+        self._broker.metrics.gap(reason)
 
     async def _catch_up(self, number: int) -> None:
         """Fetch what is not in memory for one shard, send it, and pump again."""
-        broker = self._session.broker
+        broker = self._broker
         shard = self._stream.shard(number)
         budget = broker.budgets.catch_up
         taken = 0
@@ -237,7 +253,8 @@ class Subscription:
 
     def refusal(self) -> FelixError | None:
         """Why this subscription may not go on, if it may not."""
-        return self._session.broker.subscription_refusal(self._session, self._stream, self._reader)
+        assert self._session.identity is not None
+        return subscription_refusal(self._broker, self._session.identity, self._stream, self._reader)
 
     def fail(self, error: FelixError) -> None:
         """End with an error frame on the event stream."""
@@ -246,7 +263,7 @@ class Subscription:
         self.close()
 
     def _drop(self, error: FelixError) -> None:
-        self._session.subscriptions.pop(self.number, None)
+        self._session.drop_subscription(self.number)
         self.fail(error)
 
     def finish(self) -> None:

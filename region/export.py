@@ -10,7 +10,7 @@ Also the board of links: what agents last said about themselves, for `felix brid
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
@@ -22,12 +22,10 @@ from keys.keyring import Keyring
 from keys.link import LinkSecretScope, seal_link_secrets
 from policy.grant import Allowed
 from policy.terms import pseudonym_scope
+from region.broker import Broker
+from region.governance import Governance
 from region.log.ring import Entry
 from region.log.shard import ShardLog
-
-if TYPE_CHECKING:
-    from region.broker import Broker
-    from region.governance import Governance
 
 LINKS_MAX: Final = 10_000
 """Link shards on the board, per agent: each reports its own, and none can take the place of another's."""

@@ -20,7 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from audit.grant_leaf import grant_leaf
 from audit.leaf import Header, Kind, Leaf, Side
@@ -52,14 +52,11 @@ from policy.grant import (
 )
 from policy.residency import ResidencyPolicy, check_successor, open_policy
 from policy.signed import Purpose, SignedDocument, decode_body, verify
+from region.broker import Broker
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
-
-if TYPE_CHECKING:
-    from region.broker import Broker
-    from region.session import ClientSession
 
 log = logging.getLogger("felix.region.governance")
 
@@ -559,10 +556,8 @@ class Governance:
         await asyncio.wait_for(self._mirror.wait_for(written.revision), MIRROR_TIMEOUT_S)
         return True
 
-    def documents(self, session: ClientSession, kind: str) -> dict[str, bytes]:
+    def documents(self, identity: SpiffeId, kind: str) -> dict[str, bytes]:
         """Documents of one kind by id. A bridge sees those of its own grants and their regions, an operator all."""
-        identity = session.identity
-        assert identity is not None
         if identity.kind != "bridge" or kind not in COURIER_KINDS:
             self.broker.require_operator(identity, f"list {kind} documents")
         if kind == "bundle":

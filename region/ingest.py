@@ -29,7 +29,7 @@ import logging
 import struct
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -56,14 +56,12 @@ from keys.transfer import (
     open_envelope,
     open_transfer_key,
 )
+from region.broker import Broker
+from region.governance import Governance
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import StreamConfig
+from region.ports import Ingesting
 from region.streams import HostedStream
-
-if TYPE_CHECKING:
-    from region.broker import Broker
-    from region.governance import Governance
-    from region.session import ClientSession
 
 log = logging.getLogger("felix.region.ingest")
 
@@ -143,7 +141,7 @@ class IngestDesk:
         self.receipt_key = receipt_key
         self._landings: dict[tuple[StreamName, int, int], _Landing] = {}
 
-    def open(self, session: ClientSession, stream_id: int) -> IngestStream:
+    def open(self, session: Ingesting, stream_id: int) -> IngestStream:
         """The role of a new ingest stream."""
         return IngestStream(self, session, stream_id)
 
@@ -221,7 +219,7 @@ class _Way(NamedTuple):
 class IngestStream:
     """One client-opened bidirectional stream: `open_ingest`, then envelopes; receipts go back."""
 
-    def __init__(self, desk: IngestDesk, session: ClientSession, stream_id: int) -> None:
+    def __init__(self, desk: IngestDesk, session: Ingesting, stream_id: int) -> None:
         self._desk = desk
         self._session = session
         self._stream_id = stream_id
@@ -637,9 +635,8 @@ class IngestStream:
     # -- endings ---------------------------------------------------------------------------------------
 
     def _send(self, data: bytes, *, end: bool = False) -> None:
-        connection = self._session.connection
-        if connection is not None and not self._session.ended and not self._ended:
-            connection.send(self._stream_id, data, end=end)
+        if not self._ended:
+            self._session.send(self._stream_id, data, end=end)
 
     def _refuse_next(self, error: FelixError) -> None:
         """Take nothing more. What was taken before is answered first: a receipt that is lost now is never asked for."""

@@ -48,7 +48,7 @@ from region.metadata.port import MetadataStore
 from region.metrics import BrokerCollector
 from region.requests import Requests
 from region.sealing import KeyringSeal
-from region.session import ClientSession
+from region.session import ClientSession, Services
 from region.streams import StreamTable
 
 log = logging.getLogger("felix.region.node")
@@ -75,6 +75,7 @@ class Node:
         self.folder = folder
         self.config = config
         self.broker: Broker
+        self.services: Services
         self.listener: Listener
         self.health: HealthServer | None = None
         self._stack = AsyncExitStack()
@@ -157,12 +158,16 @@ class Node:
             broker, catalog, mirror, keyring, trail, witness, own,
             {signed.bundle.region: signed.bundle for _, signed in pinned},
         )  # fmt: skip
-        broker.governance = governance
-        broker.export = ExportDesk(broker, governance, keyring)
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
         receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
-        broker.ingest = IngestDesk(broker, governance, import_key, receipt_key)
-        broker.requests = Requests(broker, catalog, mirror)
+        export = ExportDesk(broker, governance, keyring)
+        self.services = Services(
+            broker,
+            governance,
+            export,
+            IngestDesk(broker, governance, import_key, receipt_key),
+            Requests(broker, governance, export, catalog, mirror),
+        )
 
         mirror.on_change(self._mirror_changed)
         governance.follow()
@@ -239,7 +244,7 @@ class Node:
             config.listen.host,
             config.listen.port,
             _tls(self._issue(authority)),
-            lambda: ClientSession(self.broker),
+            lambda: ClientSession(self.services),
             self.broker.transport_limits,
         )
         self._stack.push_async_callback(self._leave)
@@ -326,7 +331,7 @@ class Node:
     # -- figures ---------------------------------------------------------------------------------------
 
     def _gauges(self) -> dict[str, float]:
-        status = self.broker.governance.trail.status()
+        status = self.services.governance.trail.status()
         return {
             **self.broker.gauges(),
             "audit_leaves": status.durable,

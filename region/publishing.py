@@ -8,7 +8,6 @@ hold is bounded by its window.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from felix.batch import FLAG_SEALED, decode_batch
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
@@ -16,20 +15,30 @@ from felix.frames import CONTROL_BYTES_MAX, FRAME_HEADER_BYTES, AppendedBody, Fr
 from felix.messages import OpenPublisher, PublisherOpened, decode_request
 from felix.names import StreamName
 from policy.access import Verb
+from region.broker import Broker
+from region.log.shard import Appended
+from region.ports import Publishing
 from region.streams import HostedStream
-
-if TYPE_CHECKING:
-    from region.log.shard import Appended
-    from region.session import ClientSession
 
 
 class PublishStream:
     """One client-opened unidirectional stream."""
 
-    __slots__ = ("_acks", "_decoder", "_partial", "_refusal", "_refused", "_session", "_stream", "name")
+    __slots__ = (
+        "_acks",
+        "_broker",
+        "_decoder",
+        "_partial",
+        "_refusal",
+        "_refused",
+        "_session",
+        "_stream",
+        "name",
+    )
 
-    def __init__(self, session: ClientSession, refusal: UnavailableError | None = None) -> None:
+    def __init__(self, broker: Broker, session: Publishing, refusal: UnavailableError | None = None) -> None:
         """`refusal`: what the opening of this stream is answered with, where the session has too many."""
+        self._broker = broker
         self._session = session
         self._refusal = refusal
         self._partial = 0
@@ -75,8 +84,8 @@ class PublishStream:
                 raise RequestError(f"acks is {request.acks!r}.", hint="Use all or none.")
             name = StreamName.parse(request.stream)
             assert session.identity is not None
-            session.broker.require(session.identity, Verb.PUBLISH, name)
-            stream = session.broker.stream(name, Verb.PUBLISH)
+            self._broker.require(session.identity, Verb.PUBLISH, name)
+            stream = self._broker.stream(name, Verb.PUBLISH)
             session.reserve_publishing()
         except (RequestError, UnavailableError) as error:
             session.refuse(frame.correlation, error)
@@ -106,7 +115,7 @@ class PublishStream:
                 )
             log = self._stream.shard(batch.header.shard)
             done = partial(self._finish, frame.correlation, size)
-            tracing = session.broker.tracing
+            tracing = self._broker.tracing
             log.append_nowait(batch, done if tracing is None else tracing.around(str(self.name), batch, done))
         except FelixError as error:
             self._finish(frame.correlation, size, error)
@@ -131,7 +140,7 @@ class PublishStream:
         if self.name is None or self._stream is None:
             return
         assert session.identity is not None
-        if not session.broker.allows(session.identity, Verb.PUBLISH, self.name) or self._stream.deleted:
+        if not self._broker.allows(session.identity, Verb.PUBLISH, self.name) or self._stream.deleted:
             self._stream = None
 
     def closed(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -51,14 +51,12 @@ from felix.messages import (
 )
 from felix.names import SpiffeId, StreamName
 from policy.access import Verb, parse_rights
-from region.governance import COURIER_KINDS
+from region.broker import Broker
+from region.export import ExportDesk
+from region.governance import COURIER_KINDS, Governance
 from region.metadata import records
 from region.metadata.catalog import Catalog
-
-if TYPE_CHECKING:
-    from region.broker import Broker
-    from region.metadata.mirror import CatalogMirror
-    from region.session import ClientSession
+from region.metadata.mirror import CatalogMirror
 
 T = TypeVar("T")
 
@@ -67,29 +65,38 @@ IN_FORCE_LOOK_S: Final = 0.005
 PAGE_BYTES_MAX: Final = CONTROL_BYTES_MAX - 4096
 """Of one page's entries: what an answer's frame holds, less what stands around them."""
 
-Handler = Callable[["Requests", "ClientSession", Any], Awaitable[Answer]]
+Handler = Callable[["Requests", SpiffeId, Any], Awaitable[Answer]]
 
 
 class Requests:
     """Carries out requests of authenticated sessions."""
 
-    def __init__(self, broker: Broker, catalog: Catalog, mirror: CatalogMirror) -> None:
+    def __init__(
+        self,
+        broker: Broker,
+        governance: Governance,
+        export: ExportDesk,
+        catalog: Catalog,
+        mirror: CatalogMirror,
+    ) -> None:
         self._broker = broker
+        self._governance = governance
+        self._export = export
         self._catalog = catalog
         self._mirror = mirror
 
-    async def answer(self, session: ClientSession, request: Request) -> Answer:
+    async def answer(self, identity: SpiffeId, request: Request) -> Answer:
         """Raises what the request's own method raises."""
         handler = _HANDLERS.get(type(request))
         if handler is None:
             raise ProtocolError(f"{type(request).__name__} is not for the control stream.", code=Code.STATE)
-        return await handler(self, session, request)
+        return await handler(self, identity, request)
 
     # -- streams ---------------------------------------------------------------------------------------
 
-    async def create_stream(self, session: ClientSession, request: CreateStream) -> StreamState:
+    async def create_stream(self, identity: SpiffeId, request: CreateStream) -> StreamState:
         name = StreamName.parse(request.stream)
-        self._broker.require(_identity(session), Verb.ADMIN, name)
+        self._broker.require(identity, Verb.ADMIN, name)
         durability, retention = request.durability, request.retention
         if durability.kind not in ("fsync", "interval", "ephemeral"):
             raise RequestError(f"Durability {durability.kind!r} is none of fsync, interval, ephemeral.")
@@ -101,9 +108,9 @@ class Requests:
         )
         return (await self._broker.create_stream(name, config)).describe(detail=True)
 
-    async def delete_stream(self, session: ClientSession, request: DeleteStream) -> Done:
+    async def delete_stream(self, identity: SpiffeId, request: DeleteStream) -> Done:
         name = StreamName.parse(request.stream)
-        self._broker.require(_identity(session), Verb.ADMIN, name)
+        self._broker.require(identity, Verb.ADMIN, name)
         hosted = self._broker.stream(name, Verb.ADMIN)
         if request.incarnation not in (b"", hosted.incarnation):
             raise RequestError(
@@ -115,13 +122,12 @@ class Requests:
         await self._broker.streams.remove(name, deleted.incarnation)
         return Done(f"{name} and its records are deleted.")
 
-    async def describe_stream(self, session: ClientSession, request: DescribeStream) -> StreamState:
+    async def describe_stream(self, identity: SpiffeId, request: DescribeStream) -> StreamState:
         name = StreamName.parse(request.stream)
-        self._require_any(session, name)
+        self._require_any(identity, name)
         return self._broker.stream(name).describe(detail=True)
 
-    async def list_streams(self, session: ClientSession, request: ListStreams) -> StreamPage:
-        identity = _identity(session)
+    async def list_streams(self, identity: SpiffeId, request: ListStreams) -> StreamPage:
         names = sorted(
             stream.name
             for stream in self._broker.streams
@@ -139,14 +145,14 @@ class Requests:
             for verb in (Verb.SUBSCRIBE, Verb.PUBLISH, Verb.ADMIN, Verb.BRIDGE_READ)
         )
 
-    def _require_any(self, session: ClientSession, name: StreamName) -> None:
-        if not self._sees(_identity(session), name):
-            self._broker.require(_identity(session), Verb.SUBSCRIBE, name)
+    def _require_any(self, identity: SpiffeId, name: StreamName) -> None:
+        if not self._sees(identity, name):
+            self._broker.require(identity, Verb.SUBSCRIBE, name)
 
     # -- rights ----------------------------------------------------------------------------------------
 
-    async def put_rights(self, session: ClientSession, request: PutRights) -> Done:
-        self._broker.require_operator(_identity(session), "change rights")
+    async def put_rights(self, identity: SpiffeId, request: PutRights) -> Done:
+        self._broker.require_operator(identity, "change rights")
         identity = SpiffeId.parse(request.identity)
         if identity.region != self._broker.region:
             raise RequestError(
@@ -178,8 +184,8 @@ class Requests:
                 hint="They take effect by themselves once the metadata store answers again.",
             ) from None
 
-    async def list_rights(self, session: ClientSession, request: ListRights) -> RightsPage:
-        self._broker.require_operator(_identity(session), "list rights")
+    async def list_rights(self, identity: SpiffeId, request: ListRights) -> RightsPage:
+        self._broker.require_operator(identity, "list rights")
         table = await self._catalog.list_rights()
         names = sorted(str(identity) for identity in table if str(identity) > request.after)
         page = _fitting((name, list(table[SpiffeId.parse(name)])) for name in names[: request.limit])
@@ -187,79 +193,76 @@ class Requests:
 
     # -- signed documents, audit -----------------------------------------------------------------------
 
-    async def put_document(self, session: ClientSession, request: PutDocument) -> Done:
-        identity = _identity(session)
+    async def put_document(self, identity: SpiffeId, request: PutDocument) -> Done:
         if identity.kind != "bridge" or request.kind not in COURIER_KINDS:
             self._broker.require_operator(identity, f"put a {request.kind} document")
-        return Done(await self._broker.governance.put(identity, request.kind, request.body))
+        return Done(await self._governance.put(identity, request.kind, request.body))
 
-    async def list_documents(self, session: ClientSession, request: ListDocuments) -> DocumentPage:
-        documents = self._broker.governance.documents(session, request.kind)
+    async def list_documents(self, identity: SpiffeId, request: ListDocuments) -> DocumentPage:
+        documents = self._governance.documents(identity, request.kind)
         names = sorted(name for name in documents if name > request.after)
         page = _fitting((name, documents[name]) for name in names[: request.limit])
         return DocumentPage(dict(page), len(names) > len(page))
 
-    async def cosign(self, session: ClientSession, request: Cosign) -> Witnessed:
-        self._require_witnessing(session)
-        return await self._broker.governance.cosign(request.checkpoint, request.proof)
+    async def cosign(self, identity: SpiffeId, request: Cosign) -> Witnessed:
+        self._require_witnessing(identity)
+        return await self._governance.cosign(request.checkpoint, request.proof)
 
-    async def witnessed_size(self, session: ClientSession, request: WitnessedSize) -> Witnessed:
-        self._require_witnessing(session)
-        return await self._broker.governance.witnessed_size(request.origin)
+    async def witnessed_size(self, identity: SpiffeId, request: WitnessedSize) -> Witnessed:
+        self._require_witnessing(identity)
+        return await self._governance.witnessed_size(request.origin)
 
-    async def get_checkpoint(self, session: ClientSession, request: GetCheckpoint) -> CheckpointAnswer:
-        self._require_witnessing(session)
-        return await self._broker.governance.checkpoint(request.from_size)
+    async def get_checkpoint(self, identity: SpiffeId, request: GetCheckpoint) -> CheckpointAnswer:
+        self._require_witnessing(identity)
+        return await self._governance.checkpoint(request.from_size)
 
-    async def put_cosignature(self, session: ClientSession, request: PutCosignature) -> Done:
-        self._require_witnessing(session)
-        await self._broker.governance.put_cosignature(request.cosigned)
+    async def put_cosignature(self, identity: SpiffeId, request: PutCosignature) -> Done:
+        self._require_witnessing(identity)
+        await self._governance.put_cosignature(request.cosigned)
         return Done()
 
-    def _require_witnessing(self, session: ClientSession) -> None:
+    def _require_witnessing(self, identity: SpiffeId) -> None:
         """Checkpoints and cosignatures go between regions over bridges, or by an operator's hand."""
-        identity = _identity(session)
         if identity.kind != "bridge":
             self._broker.require_operator(identity, "ask for checkpoints and cosignatures")
 
     # -- keys ------------------------------------------------------------------------------------------
 
-    async def list_keys(self, session: ClientSession, request: ListKeys) -> KeyPage:
-        self._broker.require_operator(_identity(session), "list keys")
-        keys = await self._broker.governance.list_keys(request.stream)
+    async def list_keys(self, identity: SpiffeId, request: ListKeys) -> KeyPage:
+        self._broker.require_operator(identity, "list keys")
+        keys = await self._governance.list_keys(request.stream)
         page = _fitting(keys[request.skip : request.skip + request.limit])
         return KeyPage(page, len(keys) > request.skip + len(page))
 
-    async def rotate_keys(self, session: ClientSession, request: RotateKeys) -> Done:
-        identity = _identity(session)
+    async def rotate_keys(self, identity: SpiffeId, request: RotateKeys) -> Done:
         self._broker.require_operator(identity, "rotate keys")
-        return Done(await self._broker.governance.rotate(identity, request.level, request.stream))
+        return Done(await self._governance.rotate(identity, request.level, request.stream))
 
     # -- region and links ------------------------------------------------------------------------------
 
-    async def describe_region(self, session: ClientSession, request: DescribeRegion) -> RegionState:
+    async def describe_region(self, identity: SpiffeId, request: DescribeRegion) -> RegionState:
         broker = self._broker
-        broker.require_operator(_identity(session), "describe the region")
-        origin, size = broker.governance.audit_state()
+        broker.require_operator(identity, "describe the region")
+        origin, size = self._governance.audit_state()
         return RegionState(
             broker.region, broker.mesh, broker.broker_id, broker.started_ms, broker.gauges(), origin, size
         )
 
-    async def report_links(self, session: ClientSession, request: ReportLinks) -> Done:
-        self._broker.export.report(_identity(session), request.links)
+    async def report_links(self, identity: SpiffeId, request: ReportLinks) -> Done:
+        self._export.report(identity, request.links)
         return Done()
 
-    async def list_links(self, session: ClientSession, request: ListLinks) -> LinkPage:
-        self._broker.require_operator(_identity(session), "list links")
-        links = self._broker.export.links()
+    async def list_links(self, identity: SpiffeId, request: ListLinks) -> LinkPage:
+        self._broker.require_operator(identity, "list links")
+        links = self._export.links()
         page = _fitting(links[request.skip : request.skip + request.limit])
         return LinkPage(page, len(links) > request.skip + len(page))
 
-    async def get_link_secret(self, session: ClientSession, request: GetLinkSecret) -> LinkSecretSealed:
-        return await self._broker.export.link_secret(_identity(session), request)
+    async def get_link_secret(self, identity: SpiffeId, request: GetLinkSecret) -> LinkSecretSealed:
+        return await self._export.link_secret(identity, request)
 
-    async def get_data_key(self, session: ClientSession, request: GetDataKey) -> DataKeySealed:
-        return await self._broker.export.data_key(_identity(session), request)
+    async def get_data_key(self, identity: SpiffeId, request: GetDataKey) -> DataKeySealed:
+        return await self._export.data_key(identity, request)
 
 
 def _fitting(entries: Iterable[T]) -> list[T]:
@@ -272,11 +275,6 @@ def _fitting(entries: Iterable[T]) -> list[T]:
             break
         page.append(entry)
     return page
-
-
-def _identity(session: ClientSession) -> SpiffeId:
-    assert session.identity is not None
-    return session.identity
 
 
 _HANDLERS: dict[type, Handler] = {

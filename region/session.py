@@ -14,7 +14,8 @@ import asyncio
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from dataclasses import dataclass
+from typing import Final
 
 from felix.batch import BATCH_BYTES_MAX
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
@@ -22,6 +23,7 @@ from felix.frames import FRAME_HEADER_BYTES, FrameType
 from felix.identity import NONCE_BYTES, Peer
 from felix.messages import (
     Answer,
+    Done,
     Goodbye,
     Limits,
     OpenIngest,
@@ -38,11 +40,14 @@ from felix.names import SpiffeId, StreamName
 from felix.session import Authenticated, CreditGranted, CreditWindow, Requested, ServerSession, grant_frame
 from felix.transport.port import Connection
 from policy.access import Verb
-from region.delivery import Subscription, resolve_starts
+from region.broker import Broker
+from region.delivery import Subscription, resolve_starts, subscription_refusal
+from region.export import ExportDesk
+from region.governance import Governance
+from region.ingest import IngestDesk
+from region.ports import Role
 from region.publishing import PublishStream
-
-if TYPE_CHECKING:
-    from region.broker import Broker
+from region.requests import Requests
 
 log = logging.getLogger("felix.region.session")
 
@@ -70,24 +75,23 @@ _CLOSE_GRACE_S: Final = 0.2
 """Time for the last error frame to leave before the connection closes."""
 
 
-class Role(Protocol):
-    """What one client-opened stream is."""
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What a session's requests and streams are handed to; made by the node, one per broker."""
 
-    def data(self, data: bytes, end: bool) -> None:
-        """The stream's next bytes."""
-
-    def rights_changed(self) -> None:
-        """What the client may do has changed; end what is no longer allowed."""
-
-    def closed(self) -> None:
-        """The connection is gone, or the peer gave the stream up; release what is held."""
+    broker: Broker
+    governance: Governance
+    export: ExportDesk
+    ingest: IngestDesk
+    requests: Requests
 
 
 class ClientSession:
     """A transport handler; one object per connection."""
 
-    def __init__(self, broker: Broker) -> None:
-        self.broker = broker
+    def __init__(self, services: Services) -> None:
+        self.services = services
+        self.broker = broker = services.broker
         self.connection: Connection | None = None
         self.identity: SpiffeId | None = None
         self.peer: Peer | None = None
@@ -201,7 +205,9 @@ class ClientSession:
         if refusal is not None and bidirectional:
             raise refusal
         role: Role = (
-            self.broker.ingest_stream(self, stream_id) if bidirectional else PublishStream(self, refusal)
+            self.services.ingest.open(self, stream_id)
+            if bidirectional
+            else PublishStream(self.broker, self, refusal)
         )
         self._roles[stream_id] = role
         return role
@@ -299,7 +305,7 @@ class ClientSession:
             self.publish_window.window_bytes = window
             self.send_publish_credit()
 
-    def publisher_closed(self, role: PublishStream, partial: int) -> None:
+    def publisher_closed(self, role: Role, partial: int) -> None:
         """A publish stream is over; with the last one, the window goes back into the budget."""
         self._publish_partial -= partial
         others = any(isinstance(each, PublishStream) and each is not role for each in self._roles.values())
@@ -332,7 +338,7 @@ class ClientSession:
             subscription = self.subscriptions.pop(request.subscription, None)
             if subscription is not None:
                 subscription.finish()
-            self.answer(correlation, self.broker.done())
+            self.answer(correlation, Done())
             return
         if len(self._tasks) >= REQUESTS_MAX:
             self.refuse(
@@ -349,11 +355,12 @@ class ClientSession:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, correlation: int, request: Request) -> None:
+        assert self.identity is not None
         try:
             if isinstance(request, Subscribe):
                 await self._subscribe(correlation, request)
             else:
-                self.answer(correlation, await self.broker.answer(self, request))
+                self.answer(correlation, await self.services.requests.answer(self.identity, request))
         except FelixError as error:
             self.refuse(correlation, error)
         except Exception as error:
@@ -381,7 +388,7 @@ class ClientSession:
         broker = self.broker
         assert self.identity is not None
         if request.grant:
-            reader = broker.export.reader(self.identity, name, request.grant)
+            reader = self.services.export.reader(self.identity, name, request.grant)
         else:
             broker.require(self.identity, Verb.SUBSCRIBE, name)
             reader = None
@@ -396,14 +403,16 @@ class ClientSession:
         if self.ended or self.connection is None or self.connection.is_closed:
             return
         # It may have been deleted, or the right taken away, while the start was looked up.
-        refusal = broker.subscription_refusal(self, stream, reader)
+        refusal = subscription_refusal(broker, self.identity, stream, reader)
         if refusal is not None:
             raise refusal
         number = self._next_subscription
         self._next_subscription += 1
         subscribed = Subscribed(number, str(name), stream.incarnation, starts)
         event_stream = self.connection.open_stream(bidirectional=False)
-        subscription = Subscription(self, number, event_stream, stream, starts, request.credit_bytes, reader)
+        subscription = Subscription(
+            broker, self, number, event_stream, stream, starts, request.credit_bytes, reader
+        )
         self.subscriptions[number] = subscription
         self.answer(correlation, subscribed)
         self.send(event_stream, encode_message(FrameType.ANSWER, subscribed, correlation))
@@ -456,6 +465,15 @@ class ClientSession:
             if error is not None:
                 del self.subscriptions[number]
                 subscription.fail(error)
+
+    @property
+    def subscription_count(self) -> int:
+        """Subscriptions that are open."""
+        return len(self.subscriptions)
+
+    def drop_subscription(self, number: int) -> None:
+        """The subscription has ended by itself."""
+        self.subscriptions.pop(number, None)
 
     def end_role(self, role: Role) -> None:
         """The role is over; bytes that still come for it are ignored."""

@@ -220,7 +220,7 @@ async def test_after_a_crash_before_the_leaf_only_what_landed_gets_one(
 ) -> None:
     """The append is durable, its leaf is not: the range is asked for once more, first with other contents."""
     grant = await granted(mesh)
-    trail = mesh.nodes["eu-west"].broker.governance.trail
+    trail = mesh.nodes["eu-west"].services.governance.trail
     async with rogue(mesh, *grant) as agent:
         stream = await agent.open()
         with monkeypatch.context() as patch:

@@ -50,7 +50,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 
 
 def governance(mesh: Mesh, region: str = "us-east") -> Governance:
-    return mesh.nodes[region].broker.governance
+    return mesh.nodes[region].services.governance
 
 
 def catalog(mesh: Mesh, region: str = "us-east") -> Catalog:
@@ -82,7 +82,7 @@ async def test_a_revocation_that_is_deleted_from_the_store_stays(mesh: Mesh) -> 
     assert refusal(mesh, grant).code is Code.GRANT_REVOKED
     (document,) = await catalog(mesh).list_documents("revocations", "state")
     await catalog(mesh).delete_document("revocations", "state", document.id)
-    held = mesh.nodes["us-east"].broker.requests._mirror
+    held = mesh.nodes["us-east"].services.requests._mirror
     await until(lambda: not held.documents("revocations", "state"), "the deletion")
     assert refusal(mesh, grant).code is Code.GRANT_REVOKED
 
@@ -126,7 +126,7 @@ async def test_the_other_half_of_a_grant_cannot_be_forged_with_a_bundle_of_ones_
         await mesh.stop("us-east")
         await mesh.start("us-east")
     else:
-        await mesh.nodes["us-east"].broker.requests._mirror.wait_for(revision.revision)
+        await mesh.nodes["us-east"].services.requests._mirror.wait_for(revision.revision)
     assert refusal(mesh, body.grant).code in (Code.GRANT_INVALID, Code.GRANT_MISSING)
     held = governance(mesh)._bundles["eu-west"]
     assert held == mesh.bundle("eu-west") != decode_bundle(false.bundle.read_bytes()).bundle
@@ -143,7 +143,7 @@ async def test_documents_that_cannot_be_taken_in_allow_nothing(
 
     monkeypatch.setattr("region.governance.SignedDocument.parse", broken)
     await catalog(mesh).put_trusted("ap-south", b"{}")
-    await until(lambda: "ap-south" in mesh.nodes["us-east"].broker.requests._mirror.trusted(), "the change")
+    await until(lambda: "ap-south" in mesh.nodes["us-east"].services.requests._mirror.trusted(), "the change")
     assert refusal(mesh, grant).code in (Code.GRANT_MISSING, Code.RESIDENCY_DENIED)
 
 
@@ -151,7 +151,7 @@ async def test_a_store_that_is_cut_off_stops_what_it_might_have_revoked(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grant = await granted(mesh)
-    broker, mirror = mesh.nodes["us-east"].broker, mesh.nodes["us-east"].broker.requests._mirror
+    broker, mirror = mesh.nodes["us-east"].broker, mesh.nodes["us-east"].services.requests._mirror
     now = broker.clock_ms()
     monkeypatch.setattr(broker, "clock_ms", lambda: now)
     mirror._is_current = False
@@ -285,7 +285,7 @@ async def test_keys_of_a_deleted_stream_are_not_handed_out_for_a_new_one_of_its_
     keyring = governance(mesh)._keyring
     old = next(key.key_id for key in keyring.list(NAME) if key.level == "data")
     pair = HybridKeyPair.generate()
-    export = mesh.nodes["us-east"].broker.export
+    export = mesh.nodes["us-east"].services.export
     request = GetDataKey(grant, STREAM, old, pair.public.encoded)
     assert isinstance(await export.data_key(mesh.bridge_id, request), DataKeySealed)
     async with mesh.operator("us-east") as client:
@@ -312,7 +312,7 @@ async def test_a_grant_that_is_revoked_while_the_keyring_is_asked_gives_no_key(
 
     monkeypatch.setattr(keyring, "data_key", slow)
     request = GetDataKey(grant, STREAM, found.key_id, HybridKeyPair.generate().public.encoded)
-    asking = asyncio.ensure_future(mesh.nodes["us-east"].broker.export.data_key(mesh.bridge_id, request))
+    asking = asyncio.ensure_future(mesh.nodes["us-east"].services.export.data_key(mesh.bridge_id, request))
     await asked.wait()
     await mesh.stand("us-east", grant, StandingAction.REVOKE)
     go_on.set()
@@ -328,7 +328,7 @@ async def test_one_bridge_cannot_report_for_the_link_of_another(mesh: Mesh) -> N
         crossed=0, withheld=0, filtered=0, reported_ms=0,
     )  # fmt: skip
     other = SpiffeId("us-east", "acme", "bridge", "other")
-    export = mesh.nodes["us-east"].broker.export
+    export = mesh.nodes["us-east"].services.export
     export.report(mesh.bridge_id, [link])
     export.report(other, [msgspec.structs.replace(link, bridge=str(other), state="active")])
     assert link in export.links()

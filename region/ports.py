@@ -1,0 +1,107 @@
+"""What the parts of a broker ask of a session, and a session of its parts; so that they need not know each other.
+
+Layers, each importing only what stands before it: streams, budget, metrics → broker → governance → export → delivery,
+publishing, ingest → requests → session → node. A session is the top; what is below sees it through these ports.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from felix.errors import FelixError
+from felix.identity import Peer
+from felix.messages import Answer, Goodbye
+from felix.names import SpiffeId
+from felix.session import CreditWindow
+
+
+class LiveSession(Protocol):
+    """What the broker asks of every session, whoever has it open."""
+
+    identity: SpiffeId | None
+
+    @property
+    def subscription_count(self) -> int:
+        """Subscriptions that are open."""
+
+    def rights_changed(self) -> None:
+        """Rights, grants or streams changed: end what is no longer allowed."""
+
+    def settle_delivery(self) -> int:
+        """Charge the delivery budget with what really waits now, and return it."""
+
+    def pump(self) -> None:
+        """Send what every subscription may now."""
+
+    def leave(self, goodbye: Goodbye) -> None:
+        """Tell the client that the broker is about to stop."""
+
+
+class Outlet(Protocol):
+    """What a subscription asks of the session that it delivers through."""
+
+    identity: SpiffeId | None
+    ended: bool
+
+    def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
+        """Bytes of whole frames on a stream that the broker opened."""
+
+    def may_send(self) -> bool:
+        """True while the connection and the broker's delivery budget take more."""
+
+    def settle_delivery(self) -> int: ...
+
+    def drop_subscription(self, number: int) -> None:
+        """The subscription has ended by itself."""
+
+
+class Publishing(Protocol):
+    """What a publish stream asks of its session."""
+
+    identity: SpiffeId | None
+    ended: bool
+    publish_window: CreditWindow
+
+    def answer(self, correlation: int, answer: Answer) -> None: ...
+
+    def refuse(self, correlation: int, error: FelixError) -> None: ...
+
+    def send_control(self, data: bytes) -> None: ...
+
+    def send_publish_credit(self) -> None: ...
+
+    def reserve_publishing(self) -> None:
+        """Take the publish window out of the broker's budget, with the first publisher. Raises UnavailableError."""
+
+    def publisher_closed(self, role: Role, partial: int) -> None:
+        """A publisher is gone, and `partial` bytes of a batch with it; with the last one the window goes back."""
+
+    def hold_partial(self, change: int) -> None:
+        """Count the bytes of an incomplete batch against the window. Raises ProtocolError(CREDIT_EXCEEDED)."""
+
+    def end_role(self, role: Role) -> None: ...
+
+
+class Ingesting(Protocol):
+    """What an ingest stream asks of its session."""
+
+    identity: SpiffeId | None
+    peer: Peer | None
+    ended: bool
+
+    def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None: ...
+
+    def end_role(self, role: Role) -> None: ...
+
+
+class Role(Protocol):
+    """What one client-opened stream is."""
+
+    def data(self, data: bytes, end: bool) -> None:
+        """The stream's next bytes."""
+
+    def rights_changed(self) -> None:
+        """What the client may do has changed; end what is no longer allowed."""
+
+    def closed(self) -> None:
+        """The connection is gone, or the peer gave the stream up; release what is held."""
