@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cli.output import iso, out, print_json, table
+from cli.output import iso, note, out, print_json, table
 from cli.process import read_state
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, folder_of, now_ms, run
 from felix.errors import FelixError, RequestError
@@ -41,10 +41,16 @@ def issue(
             hint=f"Start it first: felix region up {config.region} --detach.",
         )
     life = timedelta(milliseconds=Duration.parse(lifetime)) if lifetime else None
-    identity = issue_identity(folder, config, kind, name, now_ms(), lifetime=life)
+    issued_ms = now_ms()
+    identity = issue_identity(folder, config, kind, name, issued_ms, lifetime=life)
     if rights:
         run(_put_rights(config.region, str(identity.spiffe_id), rights))
     out.print(f"[bold]{identity.spiffe_id}[/] holds until {iso(identity.not_after_ms)}")
+    # Certificates count in seconds.
+    if life is not None and identity.not_after_ms + 1000 < issued_ms + life / timedelta(milliseconds=1):
+        note(
+            "that is sooner than asked for: no identity outlives the certificate that the region issues with"
+        )
     out.print(f"  {folder.identity(name)}")
     for right in rights:
         out.print(f"  may {right}")

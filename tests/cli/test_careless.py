@@ -408,3 +408,10 @@ def test_every_command_has_help(monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 def test_json_is_json(home: Home, words: str) -> None:
     said = home.felix(*words.split(), "--json", code=(0, 1) if words == "doctor" else 0)
     assert said.json() is not None
+
+
+def test_a_lifetime_that_is_cut_is_said_to_be(home: Home) -> None:
+    whole = home.felix("identity", "issue", "short-lived", "--lifetime", "1d")
+    cut = home.felix("identity", "issue", "long-lived", "--lifetime", "100w")
+    assert "sooner than asked for" not in whole.err
+    assert "sooner than asked for" in cut.err
