@@ -104,6 +104,14 @@ _GAP_KINDS: Final = {
 }
 
 
+EVENT_OF: Final = {
+    Verdict.PAUSE: LinkEvent.PAUSE,
+    Verdict.DENY: LinkEvent.REFUSE,
+    Verdict.STOP: LinkEvent.END,
+}
+"""What a planned link that is not to run is told; every other verdict holds it."""
+
+
 @dataclass(slots=True)
 class Workshop:
     """What all links of an agent share. `trail` is None until the egress log is open."""
@@ -273,8 +281,7 @@ class Carrier:
             self._planned.clear()
             row = self.row
             if row.verdict is not Verdict.RUN or row.shard < 0 or row.export is None:
-                event = {Verdict.PAUSE: LinkEvent.PAUSE, Verdict.STOP: LinkEvent.END}
-                self._step(event.get(row.verdict, LinkEvent.HOLD), row.reason)
+                self._step(EVENT_OF.get(row.verdict, LinkEvent.HOLD), row.reason)
                 await self._planned.wait()
                 continue
             self._step(LinkEvent.ALLOW, "Opening.")

@@ -39,7 +39,7 @@ class LinkPhase(StrEnum):
     PAUSED = "paused"
     """one of the two regions paused the grant"""
     DENIED = "denied"
-    """a region refused; the link tries again"""
+    """a region refused, and the link tries again; or a region's deny entry stands, until it is lifted"""
     GAP = "gap"
     """the source no longer has what comes next, or has less than what crossed"""
     STOPPED = "stopped"
@@ -66,7 +66,7 @@ TRANSITIONS: Final[Mapping[tuple[LinkPhase, LinkEvent], LinkPhase]] = {
     **{(phase, _E.ALLOW): _P.OPENING for phase in (_P.WAITING, _P.PAUSED, _P.ACTIVE, _P.STOPPED)},
     **{(phase, _E.OPENED): _P.ACTIVE for phase in (_P.OPENING, _P.DENIED, _P.GAP)},
     **{(phase, _E.LOST): _P.WAITING for phase in (_P.OPENING, _P.ACTIVE, _P.DENIED, _P.GAP)},
-    **{(phase, _E.REFUSE): _P.DENIED for phase in (_P.OPENING, _P.ACTIVE, _P.GAP, _P.WAITING, _P.DENIED)},
+    **{(phase, _E.REFUSE): _P.DENIED for phase in _P if phase is not _P.STOPPED},
     **{(phase, _E.GAP): _P.GAP for phase in (_P.OPENING, _P.ACTIVE, _P.WAITING, _P.DENIED)},
 }
 """What an event leads to; a pair that is not here leaves the phase as it is."""

@@ -29,6 +29,8 @@ class Verdict(StrEnum):
     RUN = "run"
     WAIT = "wait"
     PAUSE = "pause"
+    DENY = "deny"
+    """a region's deny entry stands"""
     STOP = "stop"
 
 
@@ -115,7 +117,7 @@ def _rows(
         own = (verdict, reason, code)
         denied = _denied(denies, stream, export)
         if denied and verdict is not Verdict.STOP:
-            own = (Verdict.WAIT, denied, Code.RESIDENCY_DENIED)
+            own = (Verdict.DENY, denied, Code.RESIDENCY_DENIED)
         shards = streams[name].shards
         arrives = str(terms.destination_of(stream))
         rows += [

@@ -150,7 +150,7 @@ def test_deny_wins_until_it_is_lifted() -> None:
         return sign_deny(entry, US.private_key)
 
     row = one(export, accepted, deny(1, False))
-    assert (row.verdict, row.code) == (Verdict.WAIT, Code.RESIDENCY_DENIED)
+    assert (row.verdict, row.code) == (Verdict.DENY, Code.RESIDENCY_DENIED)
     assert one(export, accepted, deny(1, False), deny(2, True)).verdict is Verdict.RUN
 
 
