@@ -24,7 +24,7 @@ from bridge.plan import LINKS_MAX
 from felix.address import Address
 from felix.errors import Code, RequestError
 from felix.names import parse_region
-from felix.profile import Profile, parse_address
+from felix.profile import parse_address
 from felix.telemetry import TracingConfig
 from policy.documents import Parsed, decode_document
 from policy.quantity import Size
@@ -126,32 +126,6 @@ def paths_of(config: BridgeConfig, base: Path) -> BridgePaths:
         home / (config.handoff_key or f"identities/{name}.handoff.key"),
         home / (config.egress or f"bridges/{name}/egress"),
         {each.region: home / (each.bundle or f"trusted/{each.region}.json") for each in config.destinations},
-    )
-
-
-def source_profile(config: BridgeConfig, paths: BridgePaths) -> Profile:
-    """How the source region is reached, as the bridge."""
-    return Profile(
-        region=config.source,
-        mesh=config.mesh,
-        addresses=config.source_addresses,
-        authority=paths.bundle,
-        identity=paths.identity,
-        server_name=config.source_server_name,
-        engine=config.engine,
-    )
-
-
-def destination_profile(config: BridgeConfig, destination: DestinationConfig, paths: BridgePaths) -> Profile:
-    """How a destination is reached, as the same bridge."""
-    return Profile(
-        region=destination.region,
-        mesh=config.mesh,
-        addresses=destination.addresses,
-        authority=paths.trusted[destination.region],
-        identity=paths.identity,
-        server_name=destination.server_name,
-        engine=config.engine,
     )
 
 

@@ -178,10 +178,6 @@ class Passage:
         return len(self._on_the_way)
 
     @property
-    def bytes_on_the_way(self) -> int:
-        return self._bytes
-
-    @property
     def has_room(self) -> bool:
         """True while another batch may be begun.
 

@@ -696,11 +696,6 @@ class RegionConnection:
         """The link that stands, if one does."""
         return self._link if self._link is not None and self._link.is_usable else None
 
-    @property
-    def is_dead(self) -> bool:
-        """True once there will be no further link."""
-        return self._dead is not None
-
     def attach(self, attachment: Attachment) -> None:
         """Tell it of links from now on; of the present one at once."""
         if self._dead is not None:

@@ -35,7 +35,6 @@ from felix.messages import (
     ClientHello,
     Goodbye,
     Handshake,
-    Limits,
     Prove,
     Request,
     Welcome,
@@ -402,8 +401,3 @@ class ClientSession(_Control):
 def grant_frame(subscription: int, limit_bytes: int) -> bytes:
     """A CREDIT frame (see frames.Credit)."""
     return Credit(subscription, limit_bytes).encode()
-
-
-DEFAULT_LIMITS: Final = Limits(
-    batch_bytes_max=1 << 20, subscriptions_max=256, streams_max=1024, requests_max=256
-)

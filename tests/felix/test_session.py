@@ -13,6 +13,7 @@ from felix.identity import NONCE_BYTES, Identity, Peer, Proof, TrustBundle, prov
 from felix.messages import (
     ClientHello,
     Done,
+    Limits,
     ListLinks,
     Prove,
     Welcome,
@@ -21,7 +22,6 @@ from felix.messages import (
 )
 from felix.names import SpiffeId
 from felix.session import (
-    DEFAULT_LIMITS,
     Acknowledged,
     Answered,
     Authenticated,
@@ -37,6 +37,7 @@ from keys.authority import RegionAuthority, create_authority
 
 NOW_MS = 1_767_225_600_000
 SERVER = "b1.us-east.acme"
+LIMITS = Limits(batch_bytes_max=1 << 20, subscriptions_max=256, streams_max=1024, requests_max=256)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def established(authority: RegionAuthority, identity: Identity) -> tuple[ServerS
     (event,) = server.receive(client.take_output(), NOW_MS)
     assert isinstance(event, Authenticated)
     assert event.peer.spiffe_id == identity.spiffe_id
-    server.welcome(Welcome("s1", str(identity.spiffe_id), 1000, DEFAULT_LIMITS))
+    server.welcome(Welcome("s1", str(identity.spiffe_id), 1000, LIMITS))
     (welcomed,) = client.receive(server.take_output())
     assert isinstance(welcomed, Established)
     assert welcomed.welcome.publish_credit_bytes == 1000

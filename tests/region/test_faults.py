@@ -273,9 +273,7 @@ def scan(root: Path) -> tuple[int, int]:
     return size, files
 
 
-async def test_a_stopped_broker_is_restarted_by_the_same_configuration(
-    folder: RegionFolder, tmp_path: Path
-) -> None:
+async def test_a_broker_stopped_twice_leaves_no_task_behind(folder: RegionFolder, tmp_path: Path) -> None:
     config = msgspec.structs.replace(load_config(folder.config), data=str(tmp_path / "data"))
     node = Node(folder, config)
     await node.start()
