@@ -71,6 +71,7 @@ from felix.publisher import (
     Receipt,
     Refusal,
 )
+from felix.settings import NO_VIEWS, Views
 from felix.subscription import CREDIT_BYTES_DEFAULT, OnGap, StartAt, Subscription
 from felix.tracing import Tracing, tracing, tracing_wanted
 from felix.transport.port import Engine, TransportLimits
@@ -241,10 +242,12 @@ class RegionClient:
         durability: Durability | None = None,
         retention: Retention | None = None,
         ring_bytes: int = 0,
+        views: Views = NO_VIEWS,
     ) -> StreamState:
         """Create a stream. Raises RequestError: ALREADY_EXISTS, FORBIDDEN, CONFIG_INVALID.
 
-        `durability`: fsync unless said; `retention`: without bound unless said; `ring_bytes`: memory of an ephemeral shard.
+        `durability`: fsync unless said; `retention`: without bound unless said; `ring_bytes`: memory of an ephemeral shard;
+        `views`: queue, cache, compaction, deduplication, offload (felix.settings).
         """
         wanted = CreateStream(
             str(StreamName.parse(str(name))),
@@ -252,6 +255,7 @@ class RegionClient:
             durability or Durability(),
             retention or Retention(),
             ring_bytes,
+            views,
         )
         return await self._typed(wanted, StreamState)
 
@@ -474,10 +478,16 @@ class Stream:
         durability: Durability | None = None,
         retention: Retention | None = None,
         ring_bytes: int = 0,
+        views: Views = NO_VIEWS,
     ) -> StreamState:
         """As `RegionClient.create_stream`."""
         return await self._client.create_stream(
-            self.name, shards=shards, durability=durability, retention=retention, ring_bytes=ring_bytes
+            self.name,
+            shards=shards,
+            durability=durability,
+            retention=retention,
+            ring_bytes=ring_bytes,
+            views=views,
         )
 
     async def describe(self) -> StreamState:

@@ -14,6 +14,7 @@ import msgspec
 
 from felix.errors import Code, FelixError, ProtocolError, error_for
 from felix.frames import FrameType, encode_frame
+from felix.settings import NO_VIEWS, Views
 
 PROTOCOL_VERSIONS: Final = (1,)
 PAGE_MAX: Final = 500
@@ -125,6 +126,7 @@ class CreateStream(Message, frozen=True, tag="create_stream"):
     durability: Durability = Durability()
     retention: Retention = Retention()
     ring_bytes: int = 0
+    views: Views = NO_VIEWS
 
 
 class DeleteStream(Message, frozen=True, tag="delete_stream"):
@@ -166,6 +168,7 @@ class StreamState(Message, frozen=True, tag="stream"):
     ring_bytes: int
     created_ms: int
     state: list[ShardState] = []
+    views: Views = NO_VIEWS
 
 
 class StreamPage(Message, frozen=True, tag="stream_page"):

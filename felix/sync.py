@@ -42,6 +42,7 @@ from felix.publisher import (
     Receipt,
     Refusal,
 )
+from felix.settings import NO_VIEWS, Views
 from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, ReceivedBatch, StartAt
 from felix.transport.port import Engine
 
@@ -172,10 +173,16 @@ class SyncRegion:
         durability: Durability | None = None,
         retention: Retention | None = None,
         ring_bytes: int = 0,
+        views: Views = NO_VIEWS,
     ) -> StreamState:
         return self._background.call(
             self._region.create_stream(
-                name, shards=shards, durability=durability, retention=retention, ring_bytes=ring_bytes
+                name,
+                shards=shards,
+                durability=durability,
+                retention=retention,
+                ring_bytes=ring_bytes,
+                views=views,
             )
         )
 
@@ -279,10 +286,11 @@ class SyncStream:
         durability: Durability | None = None,
         retention: Retention | None = None,
         ring_bytes: int = 0,
+        views: Views = NO_VIEWS,
     ) -> StreamState:
         return self._background.call(
             self._stream.create(
-                shards=shards, durability=durability, retention=retention, ring_bytes=ring_bytes
+                shards=shards, durability=durability, retention=retention, ring_bytes=ring_bytes, views=views
             )
         )
 

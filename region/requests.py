@@ -105,6 +105,7 @@ class Requests:
             durability=records.Durability(durability.kind, durability.interval_ms),  # type: ignore[arg-type]
             retention=records.Retention(retention.age_ms, retention.size_bytes),
             ring_bytes=request.ring_bytes or records.RING_BYTES_DEFAULT,
+            views=request.views,
         )
         return (await self._broker.create_stream(name, config)).describe(detail=True)
 

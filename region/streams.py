@@ -120,6 +120,7 @@ class HostedStream:
             config.ring_bytes,
             self.record.created_ms,
             [_shard_state(number, shard) for number, shard in enumerate(self.shards)] if detail else [],
+            config.views,
         )
 
 

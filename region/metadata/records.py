@@ -18,6 +18,7 @@ import msgspec
 
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import SpiffeId, StreamName, parse_region
+from felix.settings import NO_VIEWS, Views
 from policy.access import RIGHTS_PER_IDENTITY_MAX, parse_rights
 
 SHARDS_MAX: Final = 256
@@ -62,6 +63,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     durability: Durability = Durability()
     retention: Retention = Retention()
     ring_bytes: int = RING_BYTES_DEFAULT
+    views: Views = NO_VIEWS
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +149,7 @@ def check_stream_config(name: StreamName, config: StreamConfig) -> None:
         raise _invalid(
             name, f"a ring of {config.ring_bytes} bytes; {RING_BYTES_MIN} to {RING_BYTES_MAX} are allowed"
         )
+    config.views.check()
 
 
 def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) -> None:
@@ -166,6 +169,13 @@ def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) 
             "the other on disk",
             "Create another stream and copy into it.",
         )
+    for view in ("queue", "cache"):
+        if (getattr(new.views, view) is None) != (getattr(old.views, view) is None):
+            raise _invalid(
+                name,
+                f"whether it is a {view} is decided when it is created",
+                "Create another stream and copy into it.",
+            )
 
 
 def canonical_rights(identity: SpiffeId, texts: Iterable[str]) -> tuple[str, ...]:
