@@ -29,6 +29,8 @@ HANDSHAKE_BYTES_MAX: Final = 1 << 16
 """Everything a peer may send before its identity is proved, in all: 64 KiB holds any certificate chain."""
 ENVELOPE_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 19)
 """A transfer envelope: a batch, and its record map."""
+CALL_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 16)
+"""A call to a view, or its reply: a record of the largest size, and what is said of it."""
 
 _HEADER: Final = struct.Struct(">IBBHI")
 assert _HEADER.size == FRAME_HEADER_BYTES
@@ -54,6 +56,9 @@ class FrameType(IntEnum):
     TRANSFER = 0x30
     RECEIPT = 0x31
 
+    CALL = 0x40
+    REPLY = 0x41
+
 
 _BYTES_MAX: Final[dict[int, int]] = {
     FrameType.HANDSHAKE: HANDSHAKE_BYTES_MAX,
@@ -69,6 +74,8 @@ _BYTES_MAX: Final[dict[int, int]] = {
     FrameType.GAP: 24,
     FrameType.TRANSFER: ENVELOPE_BYTES_MAX,
     FrameType.RECEIPT: 1 << 14,
+    FrameType.CALL: CALL_BYTES_MAX,
+    FrameType.REPLY: CALL_BYTES_MAX,
 }
 assert set(_BYTES_MAX) == set(FrameType)
 

@@ -69,6 +69,7 @@ class Broker:
         self.budgets.delivery.limit_bytes = int(limits.delivery_budget)
         self.budgets.catch_up.limit_bytes = int(limits.catch_up_budget)
         self.budgets.ring.limit_bytes = int(limits.ring_budget)
+        self.budgets.exchange.limit_bytes = int(limits.exchange_budget)
         self.sessions: set[LiveSession] = set()
         self.leaving = False
         self._waiting: set[LiveSession] = set()

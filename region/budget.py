@@ -52,5 +52,8 @@ class Budgets:
     ring: Budget = field(default_factory=lambda: Budget("ring", 1024 * MEBIBYTE))
     """Newest records of all shards in memory; taken when a stream is opened."""
 
+    exchange: Budget = field(default_factory=lambda: Budget("exchange", 64 * MEBIBYTE))
+    """Calls to queues, caches, consumers and transactions that are not answered yet."""
+
     def all(self) -> tuple[Budget, ...]:
-        return (self.publish, self.ingest, self.delivery, self.catch_up, self.ring)
+        return (self.publish, self.ingest, self.delivery, self.catch_up, self.ring, self.exchange)

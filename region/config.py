@@ -28,6 +28,8 @@ CATCH_UP_BUDGET_BYTES_MIN: Final = 1 << 20
 """One read."""
 RING_BUDGET_BYTES_MIN: Final = 1 << 20
 """The smallest ring of one shard."""
+EXCHANGE_BUDGET_BYTES_MIN: Final = 4 << 20
+"""A few calls of the largest size."""
 
 
 Words = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -69,6 +71,7 @@ class LimitsConfig(Part, frozen=True):
     delivery_budget: Size = Size(256 << 20)
     catch_up_budget: Size = Size(64 << 20)
     ring_budget: Size = Size(1 << 30)
+    exchange_budget: Size = Size(64 << 20)
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -77,6 +80,7 @@ class LimitsConfig(Part, frozen=True):
             ("delivery_budget", DELIVERY_BUDGET_BYTES_MIN),
             ("catch_up_budget", CATCH_UP_BUDGET_BYTES_MIN),
             ("ring_budget", RING_BUDGET_BYTES_MIN),
+            ("exchange_budget", EXCHANGE_BUDGET_BYTES_MIN),
         ):
             if getattr(self, name) < least:
                 raise RequestError(

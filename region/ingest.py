@@ -272,6 +272,8 @@ class IngestStream:
                 f"{held} bytes of a frame came where {limit} were granted.", code=Code.CREDIT_EXCEEDED
             )
 
+    def pump(self) -> None: ...
+
     def rights_changed(self) -> None:
         """Grants are asked for with every envelope; an idle stream learns of a revocation here."""
         if not self._is_open or self._ended:

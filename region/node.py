@@ -23,7 +23,7 @@ from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
 from felix.health import HealthServer
 from felix.identity import Identity
-from felix.messages import Goodbye
+from felix.messages import Goodbye, OpenIngest
 from felix.names import SpiffeId, StreamName
 from felix.transport.port import Listener, ServerTls, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
@@ -161,12 +161,13 @@ class Node:
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
         receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
         export = ExportDesk(broker, governance, keyring)
+        ingest = IngestDesk(broker, governance, import_key, receipt_key)
         self.services = Services(
             broker,
             governance,
             export,
-            IngestDesk(broker, governance, import_key, receipt_key),
             Requests(broker, governance, export, catalog, mirror),
+            {OpenIngest: ingest.open},
         )
 
         mirror.on_change(self._mirror_changed)

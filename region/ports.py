@@ -1,7 +1,7 @@
 """What the parts of a broker ask of a session, and a session of its parts; so that they need not know each other.
 
 Layers, each importing only what stands before it: streams, budget, metrics → broker → governance → export → delivery,
-publishing, ingest → requests → session → node. A session is the top; what is below sees it through these ports.
+publishing, ingest, exchange → views → requests → session → node. A session is the top; what is below sees it through these ports.
 """
 
 from __future__ import annotations
@@ -94,11 +94,21 @@ class Ingesting(Protocol):
     def end_role(self, role: Role) -> None: ...
 
 
+class Exchanging(Ingesting, Protocol):
+    """What an exchange asks of its session."""
+
+    def may_send(self) -> bool:
+        """True while the connection and the broker's delivery budget take more."""
+
+
 class Role(Protocol):
     """What one client-opened stream is."""
 
     def data(self, data: bytes, end: bool) -> None:
         """The stream's next bytes."""
+
+    def pump(self) -> None:
+        """The connection takes more: send what waits."""
 
     def rights_changed(self) -> None:
         """What the client may do has changed; end what is no longer allowed."""

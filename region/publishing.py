@@ -135,6 +135,8 @@ class PublishStream:
         elif window.announcement_due:
             session.send_publish_credit()
 
+    def pump(self) -> None: ...
+
     def rights_changed(self) -> None:
         session = self._session
         if self.name is None or self._stream is None:

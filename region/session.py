@@ -14,6 +14,7 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,7 +27,7 @@ from felix.messages import (
     Done,
     Goodbye,
     Limits,
-    OpenIngest,
+    Message,
     OpenPublisher,
     Request,
     Subscribe,
@@ -42,9 +43,9 @@ from felix.transport.port import Connection
 from policy.access import Verb
 from region.broker import Broker
 from region.delivery import Subscription, resolve_starts, subscription_refusal
+from region.exchange import OpenRole, Undecided
 from region.export import ExportDesk
 from region.governance import Governance
-from region.ingest import IngestDesk
 from region.ports import Role
 from region.publishing import PublishStream
 from region.requests import Requests
@@ -82,8 +83,9 @@ class Services:
     broker: Broker
     governance: Governance
     export: ExportDesk
-    ingest: IngestDesk
     requests: Requests
+    exchanges: Mapping[type[Message], OpenRole]
+    """Roles of bidirectional streams, by the request that opens them."""
 
 
 class ClientSession:
@@ -205,12 +207,15 @@ class ClientSession:
         if refusal is not None and bidirectional:
             raise refusal
         role: Role = (
-            self.services.ingest.open(self, stream_id)
+            Undecided(self, stream_id, self.services.exchanges, self._become)
             if bidirectional
             else PublishStream(self.broker, self, refusal)
         )
         self._roles[stream_id] = role
         return role
+
+    def _become(self, stream_id: int, role: Role) -> None:
+        self._roles[stream_id] = role
 
     def _control_data(self, data: bytes, end: bool) -> None:
         for event in self._control.receive(data, int(time.time() * 1000)):
@@ -330,7 +335,7 @@ class ClientSession:
     # -- requests --------------------------------------------------------------------------------------
 
     def _request(self, correlation: int, request: Request) -> None:
-        if isinstance(request, OpenPublisher | OpenIngest):
+        if isinstance(request, OpenPublisher) or type(request) in self.services.exchanges:
             raise ProtocolError(
                 f"{type(request).__name__} is the first frame of a stream of its own.", code=Code.STATE
             )
@@ -450,6 +455,9 @@ class ClientSession:
         """Send what every subscription may now."""
         for subscription in list(self.subscriptions.values()):
             subscription.pump()
+        for role in list(self._roles.values()):
+            if role is not None:
+                role.pump()
 
     # -- endings ---------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, Protocol
 
 from felix.batch import Batch, BatchHeader
@@ -25,7 +25,7 @@ from region.log.durability import Durability as LogDurability
 from region.log.durability import Kind
 from region.log.retention import Retention as LogRetention
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
-from region.metadata.records import RING_BYTES_MIN, Stream, StreamConfig
+from region.metadata.records import RING_BYTES_MIN, SHARDS_MAX, Stream, StreamConfig
 
 log = logging.getLogger("felix.region.streams")
 
@@ -35,6 +35,10 @@ _START: Final = os.urandom(16)
 HOT_BYTES: Final = 8 << 20
 """Of a durable shard's newest records in memory: subscribers that keep up never read the disk. Once half of the
 ring budget is taken, a shard gets RING_BYTES_MIN."""
+
+
+COMPANION_RING_BYTES: Final = 128 << 10
+"""Of a companion log in memory. It is read once, when it is opened."""
 
 
 class ShardSeal(Protocol):
@@ -67,7 +71,7 @@ def shard_settings(config: StreamConfig, ring_bytes: int) -> ShardSettings:
 class HostedStream:
     """One incarnation of a stream. `shards` are in order of their number; one that is damaged is its error."""
 
-    __slots__ = ("deleted", "incarnation", "name", "record", "ring_taken", "shards")
+    __slots__ = ("closing", "companions", "deleted", "incarnation", "name", "record", "ring_taken", "shards")
 
     def __init__(
         self, name: StreamName, record: Stream, shards: list[ShardLog | FelixError], ring_taken: int
@@ -78,6 +82,10 @@ class HostedStream:
         self.shards = shards
         self.ring_taken = ring_taken
         self.deleted = False
+        self.companions: list[int] = []
+        """Numbers of the companion logs that are open (StreamTable.open_companion)."""
+        self.closing: list[Callable[[], Awaitable[None]]] = []
+        """Called before the shards are closed, newest first: what the views of this incarnation must put in order."""
 
     def _incarnation(self) -> bytes:
         """What clients know the stream's records by. What an ephemeral stream held before is gone, and its offsets
@@ -242,6 +250,37 @@ class StreamTable:
             log.warning("%s shard %d: %s", name, number, shard.report)
         return shard
 
+    async def open_companion(self, stream: HostedStream, number: int) -> ShardLog | None:
+        """A log beside the stream's shards, for what a view has to remember: same folder, keys, durability and deletion.
+
+        `number` is above every shard's, and open once; None where the stream is ephemeral, whose views are too. Raises
+        UnavailableError(LIMIT_MEMORY), RequestError(NOT_FOUND) where the incarnation is being closed, and what opening a
+        log raises.
+        """
+        assert number > SHARDS_MAX
+        if stream.deleted:
+            raise RequestError(f"The stream {stream.name} was deleted.", code=Code.NOT_FOUND)
+        if stream.ephemeral:
+            return None
+        if not self._ring_budget.take(COMPANION_RING_BYTES):
+            raise UnavailableError(
+                f"A view of {stream.name} needs {COMPANION_RING_BYTES} bytes of the broker's ring budget, which is used up.",
+                code=Code.LIMIT_MEMORY,
+                hint="Delete streams, or raise limits.ring_budget.",
+            )
+        stream.ring_taken += COMPANION_RING_BYTES
+        stream.companions.append(number)
+        settings = ShardSettings(
+            shard_settings(stream.record.config, COMPANION_RING_BYTES).durability,
+            ring_bytes_max=COMPANION_RING_BYTES,
+        )
+        seal = self._make_seal(stream.name, stream.incarnation, number)
+        hooks = ShardHooks(seal.seal, seal.open_batch, seal.commitment)
+        companion = await self._directory.open_shard(stream.name, stream.incarnation, number, settings, hooks)
+        if not companion.epochs.current:
+            await companion.begin_epoch(1)
+        return companion
+
     async def sweep(self, now_ms: int) -> None:
         """Apply every stream's retention."""
         for stream in self:
@@ -265,7 +304,12 @@ class StreamTable:
         stream.deleted = True
         del self._streams[stream.name]
         self._changed()
-        for number in range(len(stream.shards)):
+        while stream.closing:
+            try:
+                await stream.closing.pop()()
+            except FelixError as error:
+                log.error("a view of %s does not close in order: %s", stream.name, error)
+        for number in (*range(len(stream.shards)), *stream.companions):
             await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
         self._ring_budget.give(stream.ring_taken)
 

@@ -607,6 +607,15 @@ class DiskLog:
             self._delete_first(count)
         return count
 
+    def trim(self, offset: int, now_ms: int) -> int:
+        """Delete the segments that end at or below `offset`, the active one rolled before where it begins below; how many."""
+        if self._segments[-1].base_offset < offset:
+            self.roll(now_ms)
+        count = sum(one.next_offset <= offset for one in self._segments[:-1])
+        if count:
+            self._delete_first(count)
+        return count
+
     def _delete_first(self, count: int) -> None:
         gone, self._segments = self._segments[:count], self._segments[count:]
         # The new start is on disk before any file goes: what a crash leaves below it is known to be leftover.

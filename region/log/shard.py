@@ -913,6 +913,24 @@ class ShardLog:
         self._segments_seen = disk.segment_count
         return count
 
+    async def trim(self, offset: int) -> int:
+        """Let go of what is below `offset`, in whole segments: for a log whose owner no longer needs it (a journal below
+        its snapshot). The segments deleted; for an ephemeral shard 0.
+
+        Raises OffsetOutOfRangeError above the high watermark; UnavailableError as a sweep does, DISK_FULL included.
+        """
+        if offset > self._high_watermark:
+            raise OffsetOutOfRangeError(offset, self.log_start_offset, self._high_watermark)
+        disk = self._disk
+        if disk is None:
+            return 0
+        count = await self._change(disk.trim, offset, self._hooks.clock_ms())
+        self._log_start = disk.start_offset
+        self._epochs.trim(self._log_start)
+        self.counters.segments_deleted += count
+        self._segments_seen = disk.segment_count
+        return count
+
     async def _change(self, work: Callable[..., _T], *arguments: object) -> _T:
         """Change the folder in a commit thread, as its only writer."""
 

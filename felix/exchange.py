@@ -1,0 +1,316 @@
+"""Exchange: the client's end of a bidirectional stream to one view (queue, cache, consumer, transaction) of a region.
+
+Calls are pipelined: many may be under way, and their replies come in any order. When the link is lost the exchange is opened
+again on the next one, by itself; what was under way fails with UnavailableError(DISCONNECTED), which says that nobody knows
+whether it was carried out, unless the caller said that asking twice does no harm: then it is asked again.
+
+Invariants: at most `calls_max` calls are under way; an event is given to the listener in the order it came, between `opened` and
+`lost`; after `close` nothing is called any more. On the event loop. Only felix/ itself may use this module.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from felix.backoff import Backoff
+from felix.connection import Link, RegionConnection, protocol_breach
+from felix.errors import Code, FelixError, UnavailableError
+from felix.frames import Credit, Frame, FrameDecoder, FrameType
+from felix.messages import Answer, Message, Request, decode_answer, decode_error, encode_message
+
+CALLS_MAX: Final = 256
+"""Calls of one exchange under way at once, well below what a broker refuses."""
+CORRELATION_MAX: Final = (1 << 32) - 1
+
+_INBOUND: Final = frozenset(
+    {FrameType.ANSWER, FrameType.REPLY, FrameType.ERROR, FrameType.BATCH, FrameType.GAP}
+)
+
+
+class Listener(Protocol):
+    """Who hears of what was not called for."""
+
+    def opened(self, answer: Answer) -> None:
+        """The exchange stands, or stands again."""
+
+    def lost(self, error: FelixError) -> None:
+        """It does not any more; it will be opened again, unless `ended` follows."""
+
+    def ended(self, error: FelixError) -> None:
+        """It will not be opened again: the broker refuses it, or the connection is closed for good."""
+
+    def event(self, event: Any) -> None:
+        """A decoded REPLY that no call asked for."""
+
+    def frame(self, frame: Frame) -> None:
+        """A BATCH or GAP frame; copy what is kept of its body."""
+
+
+class Exchange:
+    """One exchange, kept open over reconnects. `open`, then `call`, then `close`."""
+
+    def __init__(
+        self,
+        connection: RegionConnection,
+        request: Callable[[], Request],
+        decode_reply: Callable[[memoryview], Any],
+        listener: Listener | None = None,
+        *,
+        calls_max: int = CALLS_MAX,
+    ) -> None:
+        """`request` gives what opens the exchange, anew for every link."""
+        self._connection = connection
+        self._request = request
+        self._decode_reply = decode_reply
+        self._listener = listener
+        self._room = asyncio.Semaphore(calls_max)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._last_correlation = 0
+        self._link: Link | None = None
+        self._stream_id = -1
+        self._decoder = FrameDecoder(_INBOUND)
+        self._opening = 0
+        self._standing = asyncio.Event()
+        self._is_open = False
+        self._answer: Answer | None = None
+        self._dead: FelixError | None = None
+        self._reopen: asyncio.TimerHandle | None = None
+        self._backoff = Backoff(connection.policy, connection.random)
+
+    # -- life -----------------------------------------------------------------------------------------
+
+    async def open(self, *, timeout_s: float | None = None) -> Answer:
+        """Open it, and return what the broker answered. Raises what the broker refuses it with, UnavailableError(TIMEOUT)."""
+        self._connection.attach(self)
+        await self._until_open(self._limit_s(timeout_s))
+        assert self._answer is not None
+        return self._answer
+
+    def close(self) -> None:
+        """End it; calls under way fail. Idempotent."""
+        self._listener = None
+        self._end(UnavailableError("The exchange was closed by this client.", code=Code.DISCONNECTED))
+
+    @property
+    def is_over(self) -> bool:
+        """True once it will not be opened again."""
+        return self._dead is not None
+
+    @property
+    def is_open(self) -> bool:
+        """True while calls go out at once."""
+        return self._is_open
+
+    # -- calls ----------------------------------------------------------------------------------------
+
+    async def call(self, message: Message, *, again: bool, timeout_s: float | None = None) -> Any:
+        """One call and its reply, decoded. `again`: asking twice does no harm, so a lost or refused-for-now one is.
+
+        Raises what the broker refuses it with; UnavailableError: TIMEOUT, or DISCONNECTED where it is not known whether it was
+        carried out.
+        """
+        limit_s = self._limit_s(timeout_s)
+        backoff: Backoff | None = None
+        try:
+            async with asyncio.timeout(limit_s), self._room:
+                while True:
+                    if not self._is_open:
+                        await self._wait_open()
+                    try:
+                        return await self._ask(message)
+                    except UnavailableError as error:
+                        if not again or self._dead is not None:
+                            raise
+                        backoff = backoff or Backoff(self._connection.policy, self._connection.random)
+                        await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
+        except TimeoutError:
+            raise UnavailableError(
+                f"{type(message).__name__} was not answered by region {self._connection.profile.region} within {limit_s:g} s.",
+                code=Code.TIMEOUT,
+                hint="Is the region up? `felix region status` tells.",
+            ) from None
+
+    async def _ask(self, message: Message) -> Any:
+        link = self._link
+        assert link is not None
+        number = self._last_correlation
+        while True:
+            number = number + 1 if number < CORRELATION_MAX else 1
+            if number not in self._calls:
+                break
+        self._last_correlation = number
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        link.connection.send(self._stream_id, encode_message(FrameType.CALL, message, number))
+        try:
+            return await future
+        finally:
+            self._calls.pop(number, None)
+
+    def tell(self, message: Message) -> None:
+        """A call whose reply nobody waits for. Dropped where the exchange is not open."""
+        if self._is_open and self._link is not None:
+            self._last_correlation = self._last_correlation % CORRELATION_MAX + 1
+            if self._last_correlation not in self._calls:
+                frame = encode_message(FrameType.CALL, message, self._last_correlation)
+                self._link.connection.send(self._stream_id, frame)
+
+    def extend_credit(self, limit_bytes: int) -> None:
+        """Let the broker deliver this much in all since the exchange was opened on this link."""
+        if self._is_open and self._link is not None:
+            self._link.connection.send(self._stream_id, Credit(0, limit_bytes).encode())
+
+    def _limit_s(self, timeout_s: float | None) -> float:
+        return self._connection.request_timeout_s if timeout_s is None else timeout_s
+
+    async def _until_open(self, limit_s: float) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._wait_open()
+        except TimeoutError:
+            raise UnavailableError(
+                f"{type(self._request()).__name__} was not answered by region {self._connection.profile.region} within "
+                f"{limit_s:g} s.",
+                code=Code.TIMEOUT,
+                hint="Is the region up? `felix region status` tells.",
+            ) from None
+
+    async def _wait_open(self) -> None:
+        while not self._is_open:
+            if self._dead is not None:
+                raise self._dead
+            self._standing.clear()
+            await self._standing.wait()
+
+    # -- felix.connection.Attachment ------------------------------------------------------------------
+
+    def link_up(self, link: Link) -> None:
+        if self._dead is not None:
+            return
+        self._decoder = FrameDecoder(_INBOUND)
+        try:
+            self._stream_id = link.open_exchange(self)
+        except UnavailableError as error:
+            self._again(error)
+            return
+        self._link = link
+        self._opening = 1
+        link.connection.send(
+            self._stream_id, encode_message(FrameType.REQUEST, self._request(), self._opening)
+        )
+
+    def link_down(self, error: FelixError) -> None:
+        self._lose(error)
+
+    def link_dead(self, error: FelixError) -> None:
+        self._end(error)
+
+    # -- felix.connection.ExchangeSink ----------------------------------------------------------------
+
+    def exchange_data(self, data: bytes, end: bool) -> None:
+        for frame in self._decoder.feed(data):
+            if self._link is None:
+                return
+            self._receive(frame)
+        if end and self._link is not None:
+            self._lose(UnavailableError("The broker ended the exchange.", code=Code.DISCONNECTED))
+            self._again(None)
+
+    def exchange_end(self, error: FelixError | None) -> None:
+        if error is None:
+            # The stream alone was reset; a lost link is told with `link_down`.
+            self._lose(UnavailableError("The broker reset the exchange.", code=Code.DISCONNECTED))
+            self._again(None)
+
+    def _receive(self, frame: Frame) -> None:
+        listener = self._listener
+        match frame.type:
+            case FrameType.REPLY if frame.correlation:
+                future = self._calls.get(frame.correlation)
+                if future is not None and not future.done():
+                    future.set_result(self._decode_reply(frame.body))
+            case FrameType.REPLY:
+                if listener is not None:
+                    listener.event(self._decode_reply(frame.body))
+            case FrameType.ERROR:
+                self._refused(frame.correlation, decode_error(frame.body))
+            case FrameType.ANSWER:
+                if not self._opening or frame.correlation != self._opening:
+                    raise protocol_breach("An exchange was answered twice.")
+                self._opening = 0
+                self._answer = decode_answer(frame.body)
+                self._is_open = True
+                self._backoff.reset()
+                if listener is not None:
+                    listener.opened(self._answer)
+                self._standing.set()
+            case _:
+                if listener is not None:
+                    listener.frame(frame)
+
+    def _refused(self, correlation: int, error: FelixError) -> None:
+        future = self._calls.get(correlation)
+        if future is not None:
+            if not future.done():
+                future.set_exception(error)
+        elif not correlation or correlation == self._opening:
+            # The exchange as a whole: worth another try only where the broker says that it will pass.
+            stream_id, link = self._stream_id, self._link
+            self._lose(error)
+            if link is not None:
+                link.close_exchange(stream_id)
+            if isinstance(error, UnavailableError):
+                self._again(error)
+            else:
+                self._end(error)
+
+    # -- endings --------------------------------------------------------------------------------------
+
+    def _lose(self, error: FelixError) -> None:
+        if self._link is None:
+            return
+        was_open, self._is_open = self._is_open, False
+        self._link = None
+        self._opening = 0
+        calls, self._calls = self._calls, {}
+        unknown = UnavailableError(
+            f"The exchange was lost before the call was answered: {error.sentence}",
+            code=Code.DISCONNECTED,
+            hint="Whether it was carried out is not known; look before asking again.",
+        )
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(unknown)
+        if was_open and self._listener is not None:
+            self._listener.lost(error)
+
+    def _again(self, error: UnavailableError | None) -> None:
+        """Open it again on the link that stands, after a while."""
+        if self._dead is not None or self._reopen is not None:
+            return
+        delay_s = self._backoff.next_ms(error.retry_after_ms if error else None) / 1000
+        self._reopen = asyncio.get_running_loop().call_later(delay_s, self._open_again)
+
+    def _open_again(self) -> None:
+        self._reopen = None
+        link = self._connection.link
+        if self._link is None and link is not None:
+            self.link_up(link)
+
+    def _end(self, error: FelixError) -> None:
+        if self._dead is not None:
+            return
+        self._dead = error
+        stream_id, link = self._stream_id, self._link
+        self._lose(error)
+        if link is not None:
+            link.close_exchange(stream_id)
+        self._connection.detach(self)
+        if self._reopen is not None:
+            self._reopen.cancel()
+            self._reopen = None
+        self._standing.set()
+        if self._listener is not None:
+            self._listener.ended(error)

@@ -1,0 +1,1 @@
+"""What the views of a stream (queues, subscriptions, transactions) have in common."""
