@@ -200,6 +200,13 @@ def publish(
     key_field: Annotated[str, typer.Option(help="The JSON field that becomes the record's key.")] = "",
     acks: Annotated[str, typer.Option(help="all or none.")] = "all",
     compress: Annotated[bool, typer.Option(help="Compress batches with zstd.")] = False,
+    expect_offset: Annotated[
+        int | None,
+        typer.Option(help="All lines as one batch, and only where the log of its shard ends at this offset."),
+    ] = None,
+    shard: Annotated[
+        int | None, typer.Option(help="With --expect-offset: which shard. Else the keys say it.")
+    ] = None,
     region: RegionOption = "",
     identity: IdentityOption = "",
     json: JsonOption = False,
@@ -207,13 +214,22 @@ def publish(
     """Publish records, one a line, and wait until all are acknowledged."""
     if acks not in ("all", "none"):
         raise RequestError(f"acks is {acks!r}.", hint="Use all or none.")
+    if shard is not None and expect_offset is None:
+        raise RequestError("--shard goes with --expect-offset.", hint="Else keys choose the shard, or turns.")
+    if expect_offset is not None and acks == "none":
+        raise RequestError("A condition needs an answer.", hint="Leave --acks none away.")
     try:
         source = file.open("rb") if file else sys.stdin.buffer
     except OSError as error:
         raise RequestError(f"{file} cannot be read: {error.strerror}.", code=Code.NOT_FOUND) from error
     with source:
         began = time.monotonic()
-        records, size = run(_publish(region, identity, name, source, key_field, acks == "all", compress))
+        if expect_offset is None:
+            work = _publish(region, identity, name, source, key_field, acks == "all", compress)
+        else:
+            lines = lines_with_keys(source, key_field)
+            work = _publish_if(region, identity, name, lines, compress, shard, expect_offset)
+        records, size = run(work)
         seconds = time.monotonic() - began
     if json:
         print_json({"stream": name, "records": records, "bytes": size, "seconds": seconds})
@@ -270,6 +286,26 @@ async def _publish(
                 raise
             await publisher.flush()
     return records, size
+
+
+async def _publish_if(
+    region: str,
+    identity: str,
+    name: str,
+    lines: Iterator[tuple[bytes, bytes | None]],
+    compress: bool,
+    shard: int | None,
+    expected_offset: int,
+) -> tuple[int, int]:
+    records = [felix.NewRecord(payload, key) for payload, key in lines]
+    async with (
+        connect(region, identity) as client,
+        client.stream(name).publisher(compress=compress) as publisher,
+    ):
+        if not records:
+            raise RequestError("There is no line to publish.")
+        await publisher.publish_batch(records, shard, expected_offset=expected_offset)
+    return len(records), sum(len(record.payload) for record in records)
 
 
 # -- subscribe -----------------------------------------------------------------------------------------

@@ -376,19 +376,31 @@ class Stream:
         return f"Stream({str(self.name)!r})"
 
     async def publish(
-        self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
+        self,
+        payload: Payload,
+        *,
+        key: bytes | None = None,
+        headers: Headers | None = None,
+        shard: int | None = None,
+        expected_offset: int | None = None,
     ) -> int:
         """Publish one record and return its offset once the stream's durability holds for it.
 
+        `shard` overrides what the key says. With `expected_offset` it is appended only where the log of its shard ends
+        there; else OffsetMismatchError says where it ends, in `log_end`.
         Many at once share batches: `await asyncio.gather(*(stream.publish(p) for p in payloads))`. For streams of records,
         use `publisher`. Raises RequestError (no right, too large), UnavailableError after two minutes of trying.
         """
         publisher = await self._client._publisher(self.name)
         tracer = self._client._tracer()
         if tracer is None:
-            return await publisher.publish(payload, key, headers)
+            return await publisher.publish(
+                payload, key, headers, shard=shard, expected_offset=expected_offset
+            )
         with tracer.publishing(str(self.name), self._client.session.region):
-            return await publisher.publish(payload, key, headers)
+            return await publisher.publish(
+                payload, key, headers, shard=shard, expected_offset=expected_offset
+            )
 
     async def publish_nowait(
         self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
@@ -402,9 +414,13 @@ class Stream:
         """Publish many records and return their offsets in the order given, once all are acknowledged."""
         return await (await self._client._publisher(self.name)).publish_many(payloads, keys)
 
-    async def publish_batch(self, records: Sequence[NewRecord], *, shard: int | None = None) -> Receipt:
-        """Publish records as one batch in one shard, wholly or not at all."""
-        return await (await self._client._publisher(self.name)).publish_batch(records, shard)
+    async def publish_batch(
+        self, records: Sequence[NewRecord], *, shard: int | None = None, expected_offset: int | None = None
+    ) -> Receipt:
+        """Publish records as one batch in one shard, wholly or not at all; with `expected_offset`, only where the log of
+        the shard ends there."""
+        publisher = await self._client._publisher(self.name)
+        return await publisher.publish_batch(records, shard, expected_offset=expected_offset)
 
     def publisher(
         self,

@@ -50,6 +50,7 @@ class Code(IntEnum):
     CONFIG_INVALID = 309
     UNSUPPORTED = 310
     CONFLICT = 311
+    OFFSET_MISMATCH = 312
 
     # 4xx  not now; try again
     UNAVAILABLE = 400
@@ -129,6 +130,19 @@ class RequestError(FelixError):
     default_code = Code.INVALID
 
 
+class OffsetMismatchError(RequestError):
+    """The log of a shard does not end where a conditional publish expects it; nothing was appended.
+
+    `log_end` is where it ended when the broker looked; -1 where the broker did not say.
+    """
+
+    default_code = Code.OFFSET_MISMATCH
+
+    def __init__(self, sentence: str, *, hint: str = "", log_end: int = -1) -> None:
+        super().__init__(sentence, hint=hint)
+        self.log_end = log_end
+
+
 class UnavailableError(FelixError):
     """Nothing is wrong with the request; it can be tried again after `retry_after_ms`."""
 
@@ -153,8 +167,12 @@ class TamperError(CorruptionError):
     default_code = Code.TAMPERED
 
 
-def error_for(code: int, sentence: str, hint: str = "", retry_after_ms: int | None = None) -> FelixError:
+def error_for(
+    code: int, sentence: str, hint: str = "", retry_after_ms: int | None = None, log_end: int = -1
+) -> FelixError:
     """The error that a peer's numeric answer stands for. Unknown numbers fall back on their hundred."""
+    if code == Code.OFFSET_MISMATCH:
+        return OffsetMismatchError(sentence, hint=hint, log_end=log_end)
     try:
         known = Code(code)
     except ValueError:

@@ -27,6 +27,8 @@ CONTROL_BYTES_MAX: Final = 1 << 18
 """A control message: 256 KiB holds a page of any listing, a signed policy, a certificate chain."""
 HANDSHAKE_BYTES_MAX: Final = 1 << 16
 """Everything a peer may send before its identity is proved, in all: 64 KiB holds any certificate chain."""
+CONDITION_BYTES: Final = 8
+"""What stands before the batch of a CONDITIONAL frame: the offset that its shard's log must end at."""
 ENVELOPE_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 19)
 """A transfer envelope: a batch, and its record map."""
 CALL_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 16)
@@ -52,6 +54,7 @@ class FrameType(IntEnum):
     BATCH = 0x20
     APPENDED = 0x21
     GAP = 0x22
+    CONDITIONAL = 0x23
 
     TRANSFER = 0x30
     RECEIPT = 0x31
@@ -72,6 +75,7 @@ _BYTES_MAX: Final[dict[int, int]] = {
     FrameType.BATCH: BATCH_BYTES_MAX,
     FrameType.APPENDED: 24,
     FrameType.GAP: 24,
+    FrameType.CONDITIONAL: BATCH_BYTES_MAX + CONDITION_BYTES,
     FrameType.TRANSFER: ENVELOPE_BYTES_MAX,
     FrameType.RECEIPT: 1 << 14,
     FrameType.CALL: CALL_BYTES_MAX,
@@ -173,6 +177,8 @@ class FrameDecoder:
             )
 
 
+_CONDITION: Final = struct.Struct(">Q")
+assert _CONDITION.size == CONDITION_BYTES
 _CREDIT: Final = struct.Struct(">IQ")
 _APPENDED: Final = struct.Struct(">QqQ")
 _GAP: Final = struct.Struct(">IIQQ")
@@ -200,6 +206,21 @@ class AppendedBody(NamedTuple):
 
     def encode(self, correlation: int) -> bytes:
         return encode_frame(FrameType.APPENDED, _APPENDED.pack(*self), correlation)
+
+
+def encode_condition(expected_offset: int) -> bytes:
+    """What precedes the batch of a CONDITIONAL frame."""
+    return _CONDITION.pack(expected_offset)
+
+
+def decode_condition(body: memoryview) -> tuple[int, memoryview]:
+    """The expected offset of a CONDITIONAL frame, and its batch. Raises ProtocolError(FRAME_MALFORMED)."""
+    if len(body) < CONDITION_BYTES:
+        raise ProtocolError(
+            f"A CONDITIONAL frame of {len(body)} bytes; its condition alone has {CONDITION_BYTES}.",
+            code=Code.FRAME_MALFORMED,
+        )
+    return int(_CONDITION.unpack_from(body)[0]), body[CONDITION_BYTES:]
 
 
 class GapBody(NamedTuple):

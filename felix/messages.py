@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
-from felix.errors import Code, FelixError, ProtocolError, error_for
+from felix.errors import Code, FelixError, OffsetMismatchError, ProtocolError, error_for
 from felix.frames import FrameType, encode_frame
 from felix.settings import NO_VIEWS, Views
 
@@ -88,12 +88,13 @@ Handshake = ClientHello | Challenge | Prove | Welcome
 
 
 class ErrorBody(Message, frozen=True, tag="error"):
-    """An answer of refusal; with correlation 0 it ends the session."""
+    """An answer of refusal; with correlation 0 it ends the session. `log_end` only with OFFSET_MISMATCH."""
 
     code: int
     sentence: Text
     hint: Text = ""
     retry_after_ms: int | None = None
+    log_end: int = -1
 
 
 class Goodbye(Message, frozen=True, tag="goodbye"):
@@ -505,11 +506,12 @@ def decode_goodbye(body: memoryview) -> Goodbye:
 
 def encode_error(error: FelixError, correlation: int = 0) -> bytes:
     """An ERROR frame that says what `error` says."""
-    body = ErrorBody(int(error.code), error.sentence[:4000], error.hint[:4000], error.retry_after_ms)
+    log_end = error.log_end if isinstance(error, OffsetMismatchError) else -1
+    body = ErrorBody(int(error.code), error.sentence[:4000], error.hint[:4000], error.retry_after_ms, log_end)
     return encode_message(FrameType.ERROR, body, correlation)
 
 
 def decode_error(body: memoryview) -> FelixError:
     """The error that a peer's ERROR frame stands for. Raises ProtocolError(FRAME_MALFORMED)."""
     found: ErrorBody = _decode(_error_decoder, body, "error")
-    return error_for(found.code, found.sentence, found.hint, found.retry_after_ms)
+    return error_for(found.code, found.sentence, found.hint, found.retry_after_ms, found.log_end)

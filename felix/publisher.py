@@ -44,7 +44,7 @@ from felix.batch import (
 )
 from felix.connection import Link, RegionConnection
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from felix.frames import FRAME_HEADER_BYTES, AppendedBody, FrameType, frame_header
+from felix.frames import FRAME_HEADER_BYTES, AppendedBody, FrameType, encode_condition, frame_header
 from felix.messages import Answer, OpenPublisher, PublisherOpened
 from felix.names import StreamName, shard_for_key
 
@@ -123,7 +123,7 @@ class _Parcel:
     """A closed batch on its way."""
 
     __slots__ = (
-        "backoff", "body", "correlation", "deadline", "done", "header", "held_bytes", "lane", "link", "receipt",
+        "backoff", "body", "condition", "correlation", "deadline", "done", "header", "held_bytes", "lane", "link", "receipt",
         "renumbered", "sent", "sent_ever", "sinks",
     )  # fmt: skip
 
@@ -131,6 +131,7 @@ class _Parcel:
         self.lane = lane
         self.header: BatchHeader = batch.header
         self.body = batch.body
+        self.condition = b""
         self.held_bytes = held_bytes
         self.deadline = deadline
         self.sinks: list[_Sink] | None = None
@@ -145,7 +146,7 @@ class _Parcel:
 
     @property
     def frame_bytes(self) -> int:
-        return FRAME_HEADER_BYTES + HEADER_BYTES + len(self.body)
+        return FRAME_HEADER_BYTES + len(self.condition) + HEADER_BYTES + len(self.body)
 
     # What the link calls (connection.Pending):
 
@@ -366,20 +367,39 @@ class Publisher:
             await asyncio.sleep(0)
 
     async def publish(
-        self, payload: Payload, key: bytes | None = None, headers: Headers | None = None
+        self,
+        payload: Payload,
+        key: bytes | None = None,
+        headers: Headers | None = None,
+        *,
+        shard: int | None = None,
+        expected_offset: int | None = None,
     ) -> int:
         """Publish one record and return its offset once it is in the log as the stream promises.
 
+        `shard` overrides what the key says. With `expected_offset` it is a batch of its own, appended only where the
+        log of its shard ends there: OffsetMismatchError, which says where it ends, otherwise.
         Raises RequestError, or UnavailableError once it was tried for `deadline_ms`.
         """
+        if expected_offset is not None:
+            record = self._own_record(payload, key, headers)
+            return (await self.publish_batch([record], shard, expected_offset=expected_offset)).base_offset
         self._require_acks()
         if self._failed is not None or not self._lanes:
             await self._check()
         while self._held_bytes >= self._buffer_bytes:
             await self._wait_for_room()
         future: asyncio.Future[int] = self._loop.create_future()
-        self._add(payload, key, headers, _Sink(0, future))
+        self._add(payload, key, headers, _Sink(0, future), shard)
         return await future
+
+    def _own_record(self, payload: Payload, key: bytes | None, headers: Headers | None) -> NewRecord:
+        """One record, checked as `_add` checks it."""
+        if key and (type(key) is not bytes or len(key) > KEY_BYTES_MAX):
+            raise _key_refused(key)
+        if self._tracer is not None:
+            headers = self._tracer.inject(headers)
+        return NewRecord(payload_bytes(payload), key, headers)
 
     def publish_nowait(
         self, payload: Payload, key: bytes | None = None, headers: Headers | None = None
@@ -455,12 +475,18 @@ class Publisher:
             many.future.set_result(many.offsets)
         return await many.future
 
-    async def publish_batch(self, records: Sequence[NewRecord], shard: int | None = None) -> Receipt:
+    async def publish_batch(
+        self, records: Sequence[NewRecord], shard: int | None = None, *, expected_offset: int | None = None
+    ) -> Receipt:
         """Publish these records as one batch, in one shard, wholly or not at all.
 
-        Without `shard`, the keys say it and must agree; without keys, the next shard in turn has it.
-        Raises RequestError(BATCH_TOO_LARGE, INVALID) where they do not make one batch.
+        Without `shard`, the keys say it and must agree; without keys, the next shard in turn has it. With
+        `expected_offset`, only where the log of the shard ends there; a batch that was appended and is sent again after a
+        lost answer gets its first offset all the same.
+        Raises RequestError(BATCH_TOO_LARGE, INVALID) where they do not make one batch, OffsetMismatchError.
         """
+        if expected_offset is not None and not 0 <= expected_offset < 1 << 63:
+            raise RequestError(f"There is no offset {expected_offset}; offsets begin at 0.")
         self._require_acks()
         if self._failed is not None or not self._lanes:
             await self._check()
@@ -469,6 +495,8 @@ class Publisher:
         lane = self._lanes[self._shard_of(records, shard)]
         self._close_batch(lane)
         parcel = self._encode(lane, list(records))
+        if expected_offset is not None:
+            parcel.condition = encode_condition(expected_offset)
         parcel.receipt = self._loop.create_future()
         self._held_bytes += parcel.held_bytes
         self.pump()
@@ -521,13 +549,24 @@ class Publisher:
                 return keyed.pop()
             shard = self._unkeyed
             self._unkeyed = (shard + 1) % shards
+        return self._checked_shard(shard)
+
+    def _checked_shard(self, shard: int) -> int:
+        shards = len(self._lanes)
         if not 0 <= shard < shards:
             raise RequestError(f"There is no shard {shard}; {self.stream} has {shards}, from 0.")
         return shard
 
     # -- batching -------------------------------------------------------------------------------------
 
-    def _add(self, payload: Payload, key: bytes | None, headers: Headers | None, sink: _Sink | None) -> None:
+    def _add(
+        self,
+        payload: Payload,
+        key: bytes | None,
+        headers: Headers | None,
+        sink: _Sink | None,
+        shard: int | None = None,
+    ) -> None:
         if type(payload) is not bytes:
             payload = payload_bytes(payload)
         size = len(payload) + RECORD_OVERHEAD_BYTES
@@ -538,6 +577,8 @@ class Publisher:
             size += len(key)
         else:
             lane = self._lanes[self._unkeyed]
+        if shard is not None:
+            lane = self._lanes[self._checked_shard(shard)]
         if self._tracer is not None:
             headers = self._tracer.inject(headers)
         if headers:
@@ -551,7 +592,7 @@ class Publisher:
         records = lane.records
         if records and lane.open_bytes + size > self._batch_bytes:
             self._close_full(lane)
-            if not key:
+            if not key and shard is None:
                 lane = self._lanes[self._unkeyed]
             records = lane.records
         if sink is not None:
@@ -680,8 +721,11 @@ class Publisher:
             correlation = parcel.correlation = link.register(parcel)
             parcel.link = link
         parcel.sent = parcel.sent_ever = True
-        head = frame_header(FrameType.BATCH, HEADER_BYTES + len(parcel.body), correlation)
-        link.send_batch(self._stream_id, b"".join((head, parcel.header.encode(), parcel.body)))
+        kind = FrameType.CONDITIONAL if parcel.condition else FrameType.BATCH
+        head = frame_header(kind, parcel.frame_bytes - FRAME_HEADER_BYTES, correlation)
+        link.send_batch(
+            self._stream_id, b"".join((head, parcel.condition, parcel.header.encode(), parcel.body))
+        )
         if self.acks == "none":
             self._settle(parcel)
 

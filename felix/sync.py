@@ -217,9 +217,21 @@ class SyncStream:
     def name(self) -> StreamName:
         return self._stream.name
 
-    def publish(self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None) -> int:
+    def publish(
+        self,
+        payload: Payload,
+        *,
+        key: bytes | None = None,
+        headers: Headers | None = None,
+        shard: int | None = None,
+        expected_offset: int | None = None,
+    ) -> int:
         """Publish one record; its offset. One round trip each: for many, `publish_many` or `publisher`."""
-        return self._background.call(self._stream.publish(payload, key=key, headers=headers))
+        return self._background.call(
+            self._stream.publish(
+                payload, key=key, headers=headers, shard=shard, expected_offset=expected_offset
+            )
+        )
 
     def publish_many(
         self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
@@ -227,9 +239,13 @@ class SyncStream:
         """Publish many records; their offsets in the order given."""
         return self._background.call(self._stream.publish_many(payloads, keys))
 
-    def publish_batch(self, records: Sequence[NewRecord], *, shard: int | None = None) -> Receipt:
+    def publish_batch(
+        self, records: Sequence[NewRecord], *, shard: int | None = None, expected_offset: int | None = None
+    ) -> Receipt:
         """Publish records as one batch, wholly or not at all."""
-        return self._background.call(self._stream.publish_batch(records, shard=shard))
+        return self._background.call(
+            self._stream.publish_batch(records, shard=shard, expected_offset=expected_offset)
+        )
 
     def publisher(
         self,

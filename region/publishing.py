@@ -11,7 +11,15 @@ from functools import partial
 
 from felix.batch import FLAG_SEALED, decode_batch
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
-from felix.frames import CONTROL_BYTES_MAX, FRAME_HEADER_BYTES, AppendedBody, Frame, FrameDecoder, FrameType
+from felix.frames import (
+    CONTROL_BYTES_MAX,
+    FRAME_HEADER_BYTES,
+    AppendedBody,
+    Frame,
+    FrameDecoder,
+    FrameType,
+    decode_condition,
+)
 from felix.messages import OpenPublisher, PublisherOpened, decode_request
 from felix.names import StreamName
 from policy.access import Verb
@@ -43,7 +51,7 @@ class PublishStream:
         self._refusal = refusal
         self._partial = 0
         self._refused = False
-        self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.BATCH}))
+        self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.BATCH, FrameType.CONDITIONAL}))
         self._stream: HostedStream | None = None
         self._acks = True
         self.name: StreamName | None = None
@@ -52,10 +60,10 @@ class PublishStream:
         for frame in self._decoder.feed(data):
             if self._refused:
                 return  # what was sent without waiting for the answer
-            if frame.type is FrameType.BATCH:
-                self._batch(frame)
-            else:
+            if frame.type is FrameType.REQUEST:
                 self._open(frame)
+            else:
+                self._batch(frame)
         self._hold_partial()
         if end:
             self._decoder.finish()
@@ -103,12 +111,15 @@ class PublishStream:
         session = self._session
         size = FRAME_HEADER_BYTES + len(frame.body)
         session.publish_window.receive(size)
+        expected_offset, body = None, frame.body
+        if frame.type is FrameType.CONDITIONAL:
+            expected_offset, body = decode_condition(body)
         if self._stream is None:
             # Its right was taken away, or the stream is gone: batches that were on their way are answered one by one.
             self._finish(frame.correlation, size, _closed())
             return
         try:
-            batch = decode_batch(frame.body)
+            batch = decode_batch(body)
             if batch.header.flags & FLAG_SEALED:
                 raise RequestError(
                     "A producer's batch is not sealed; the broker seals.", code=Code.BATCH_MALFORMED
@@ -116,7 +127,11 @@ class PublishStream:
             log = self._stream.shard(batch.header.shard)
             done = partial(self._finish, frame.correlation, size)
             tracing = self._broker.tracing
-            log.append_nowait(batch, done if tracing is None else tracing.around(str(self.name), batch, done))
+            log.append_nowait(
+                batch,
+                done if tracing is None else tracing.around(str(self.name), batch, done),
+                expected_offset=expected_offset,
+            )
         except FelixError as error:
             self._finish(frame.correlation, size, error)
 

@@ -38,7 +38,14 @@ from felix.batch import (
     BatchHeader,
     body_checksum,
 )
-from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from felix.errors import (
+    Code,
+    CorruptionError,
+    FelixError,
+    OffsetMismatchError,
+    RequestError,
+    UnavailableError,
+)
 from keys.envelope import SEAL_BYTES
 from region.log.counters import ShardCounters
 from region.log.disk import (
@@ -339,14 +346,21 @@ class ShardLog:
     # Appending.
 
     def append_nowait(
-        self, batch: Batch | None, done: Done, *, annotation: bytes = b"", slot: int = 0
+        self,
+        batch: Batch | None,
+        done: Done,
+        *,
+        annotation: bytes = b"",
+        slot: int = 0,
+        expected_offset: int | None = None,
     ) -> None:
         """Append a plain batch, an annotation for `slot`, or both in one; `done` is called once, on the loop.
 
         Header fields that are the broker's (shard, base offset, append time, leader epoch) are set here.
-        The annotation of a repeated batch is not kept: the first copy's is.
+        The annotation of a repeated batch is not kept: the first copy's is. With `expected_offset` a batch that is
+        not a repeated one is appended only where the log ends there, pending batches counted.
         `done` may be called before this returns (refusals, ephemeral shards). What it is called with:
-        Appended, or RequestError (SEQUENCE_GAP, PRODUCER_FENCED, BATCH_TOO_LARGE, INVALID), UnavailableError
+        Appended, or RequestError (SEQUENCE_GAP, PRODUCER_FENCED, OFFSET_MISMATCH, BATCH_TOO_LARGE, INVALID), UnavailableError
         (LIMIT_MEMORY, DISK_FULL, SHARD_STOPPED …).
         """
         refused = self._refusal(batch, annotation, slot)
@@ -378,6 +392,10 @@ class ShardLog:
             if decision.verdict is not Verdict.ACCEPT:
                 done(refusal(header.producer_id, header.base_sequence, decision))
                 return
+        if expected_offset is not None and expected_offset != self._next_offset:
+            done(self._mismatch(expected_offset))
+            return
+        if header.producer_id:
             self._producers.record(
                 header.producer_id,
                 Remembered(
@@ -402,7 +420,22 @@ class ShardLog:
             _Pending(Batch(header, batch.body), answer, done, size, header.leader_epoch, slot, annotation)
         )
 
-    async def append(self, batch: Batch | None, *, annotation: bytes = b"", slot: int = 0) -> Appended:
+    def _mismatch(self, expected_offset: int) -> OffsetMismatchError:
+        return OffsetMismatchError(
+            f"The log of shard {self.identity.shard} of {self.identity.stream} ends at offset {self._next_offset}, not at "
+            f"{expected_offset}; nothing was appended.",
+            hint="Read what came in between, decide again, and expect the new end.",
+            log_end=self._next_offset,
+        )
+
+    async def append(
+        self,
+        batch: Batch | None,
+        *,
+        annotation: bytes = b"",
+        slot: int = 0,
+        expected_offset: int | None = None,
+    ) -> Appended:
         """`append_nowait`, awaited. Raises what that is answered with."""
         future: asyncio.Future[Appended] = self._loop.create_future()
 
@@ -414,7 +447,7 @@ class ShardLog:
             else:
                 future.set_result(result)
 
-        self.append_nowait(batch, done, annotation=annotation, slot=slot)
+        self.append_nowait(batch, done, annotation=annotation, slot=slot, expected_offset=expected_offset)
         return await future
 
     def _refusal(self, batch: Batch | None, annotation: bytes, slot: int) -> FelixError | None:

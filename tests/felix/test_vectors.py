@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from felix.batch import NewRecord, decode_batch, decode_records, encode_batch
-from felix.frames import FrameDecoder, FrameType, decode_appended, decode_credit, decode_gap
+from felix.frames import FrameDecoder, FrameType, decode_appended, decode_condition, decode_credit, decode_gap
 from felix.messages import ClientHello, Subscribe, decode_handshake, decode_request
 from felix.names import shard_for_key
 
@@ -51,6 +51,8 @@ def test_frames() -> None:
     assert frames["appended"].correlation == 258
     assert decode_appended(frames["appended"].body) == (4242, 1_767_225_600_000, 8_388_608)
     assert decode_gap(frames["gap"].body) == (1, 1, 10, 20)
+    expected, batch = decode_condition(frames["conditional"].body)
+    assert (expected, batch.hex()) == (4242, VECTORS["batches"][0]["hex"])
     assert decode_handshake(frames["client_hello"].body) == ClientHello([1], "us-east", "felix-python")
     request = decode_request(frames["subscribe"].body)
     assert isinstance(request, Subscribe)

@@ -25,7 +25,14 @@ from log.building import (
 )
 
 from felix.batch import BATCH_BYTES_MAX, Batch, BatchHeader, body_checksum
-from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from felix.errors import (
+    Code,
+    CorruptionError,
+    FelixError,
+    OffsetMismatchError,
+    RequestError,
+    UnavailableError,
+)
 from felix.names import StreamName
 from keys.envelope import BatchSealer, DataKey, open_batch
 from keys.key_id import KeyKind, new_key_id
@@ -607,3 +614,42 @@ def test_no_event_leads_out_of_the_end_states() -> None:
             assert following in (State.FAILED, State.STOPPED)
         if event is Event.FAILURE:
             assert following in (State.FAILED, State.STOPPED)
+
+
+async def test_a_condition_holds_only_where_the_log_ends_there_pending_batches_counted(
+    tmp_path: Path,
+) -> None:
+    async with serving(tmp_path) as shard:
+        first = asyncio.ensure_future(shard.append(batch_of(b"a", b"b")))
+        await asyncio.sleep(0)
+        with pytest.raises(OffsetMismatchError) as mismatch:
+            await shard.append(batch_of(b"x"), expected_offset=0)
+        assert mismatch.value.log_end == 2, "a and b are on their way"
+        assert (await shard.append(batch_of(b"c"), expected_offset=2)).base_offset == 2
+        assert (await first).base_offset == 0
+        assert await read_all(shard) == [b"a", b"b", b"c"]
+
+
+async def test_of_many_who_expect_the_same_end_one_appends(tmp_path: Path) -> None:
+    async with serving(tmp_path) as shard:
+        answers = await asyncio.gather(
+            *(shard.append(batch_of(b"%d" % n), expected_offset=0) for n in range(20)), return_exceptions=True
+        )
+        assert [answer for answer in answers if isinstance(answer, Appended)] == [answers[0]]
+        assert {error.log_end for error in answers[1:] if isinstance(error, OffsetMismatchError)} == {1}
+
+
+async def test_a_conditional_batch_that_is_repeated_gets_its_offset_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
+    batch = batch_of(b"once", producer=7)
+    async with serving(tmp_path) as shard:
+        assert (await shard.append(batch, expected_offset=0)).base_offset == 0
+        assert (await shard.append(batch, expected_offset=0)).duplicate
+    async with serving(tmp_path) as shard:
+        again = await shard.append(batch, expected_offset=0)
+        assert (again.base_offset, again.duplicate) == (0, True)
+        with pytest.raises(OffsetMismatchError):
+            await shard.append(batch_of(b"next", producer=7, sequence=1), expected_offset=0)
+        accepted = await shard.append(batch_of(b"next", producer=7, sequence=1), expected_offset=1)
+        assert accepted.base_offset == 1, "a refused condition leaves no mark on the producer's sequence"

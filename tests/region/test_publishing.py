@@ -1,0 +1,109 @@
+"""Publishing with a condition or a message id, through the SDK against a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from region_peer import batch_frame, client, raw_peer, take, until
+
+import felix
+import felix.sync
+from felix.errors import Code, OffsetMismatchError, RequestError
+from felix.frames import FrameType, encode_frame
+from felix.messages import OpenPublisher
+from region.folder import RegionFolder
+from region.node import Node
+
+ORDERS = "acme/payments/orders"
+
+pytestmark = pytest.mark.timeout(60)
+
+
+async def test_compare_and_set_over_the_wire(operator: felix.RegionClient) -> None:
+    await operator.create_stream(ORDERS, shards=2)
+    orders = operator.stream(ORDERS)
+    assert await orders.publish(b"first", shard=1, expected_offset=0) == 0
+    with pytest.raises(OffsetMismatchError, match="ends at offset 1, not at 0") as mismatch:
+        await orders.publish(b"late", shard=1, expected_offset=0)
+    assert mismatch.value.log_end == 1
+    assert await orders.publish(b"second", shard=1, expected_offset=mismatch.value.log_end) == 1
+    receipt = await orders.publish_batch(
+        [felix.NewRecord(b"c"), felix.NewRecord(b"d")], shard=1, expected_offset=2
+    )
+    assert receipt.base_offset == 2
+    assert await orders.publish(b"other shard", shard=0, expected_offset=0) == 0
+    found = await take(orders.subscribe("earliest", shards=[1]), 4)
+    assert [bytes(record.payload) for record in found] == [b"first", b"second", b"c", b"d"]
+
+
+async def test_what_follows_a_refused_condition_goes_on_in_order(operator: felix.RegionClient) -> None:
+    await operator.create_stream(ORDERS)
+    async with operator.stream(ORDERS).publisher() as publisher:
+        sent = [publisher.publish_nowait(b"%d" % n) for n in range(3)]
+        refused = asyncio.ensure_future(publisher.publish(b"no", expected_offset=99))
+        await asyncio.sleep(0)
+        sent += [publisher.publish_nowait(b"%d" % n) for n in range(3, 6)]
+        with pytest.raises(OffsetMismatchError):
+            await refused
+        assert await asyncio.gather(*sent) == list(range(6))
+    found = await take(operator.stream(ORDERS).subscribe("earliest"), 6)
+    assert [bytes(record.payload) for record in found] == [b"%d" % n for n in range(6)]
+
+
+async def test_writers_that_race_lose_no_update(node: Node, operator: felix.RegionClient) -> None:
+    await operator.create_stream(ORDERS)
+
+    async def count(region: felix.RegionClient) -> int:
+        tries = 0
+        for n in range(10):
+            expected = 0
+            while True:
+                tries += 1
+                try:
+                    await region.stream(ORDERS).publish(b"%d" % n, expected_offset=expected)
+                    break
+                except OffsetMismatchError as error:
+                    expected = error.log_end
+        return tries
+
+    async with client(node.folder) as one, client(node.folder) as two:
+        await asyncio.gather(count(one), count(two))
+    state = await operator.describe_stream(ORDERS)
+    assert state.state[0].high_watermark == 20
+
+
+async def test_an_impossible_condition_is_refused_here(operator: felix.RegionClient) -> None:
+    await operator.create_stream(ORDERS)
+    with pytest.raises(RequestError, match="no offset -1"):
+        await operator.stream(ORDERS).publish(b"x", expected_offset=-1)
+    with pytest.raises(RequestError, match="no shard 1"):
+        await operator.stream(ORDERS).publish(b"x", shard=1)
+    async with operator.stream(ORDERS).publisher(acks="none") as publisher:
+        with pytest.raises(RequestError, match="acks='none'"):
+            await publisher.publish(b"x", expected_offset=0)
+
+
+async def test_a_condition_that_is_cut_off_ends_the_session(node: Node, operator: felix.RegionClient) -> None:
+    await operator.create_stream(ORDERS)
+    async with raw_peer(node.folder, node.address) as peer:
+        stream_id = peer.open_stream()
+        await peer.ask(OpenPublisher(ORDERS), 1, stream_id)
+        whole = batch_frame([b"x"])[12:]
+        peer.send(encode_frame(FrameType.CONDITIONAL, bytes(7) + b"\x01" + whole, 2), stream_id)
+        await until(lambda: peer.errors(2))
+        assert peer.errors(2)[0].code is Code.OFFSET_MISMATCH
+        peer.send(encode_frame(FrameType.CONDITIONAL, bytes(7), 3), stream_id)
+        assert (await peer.ending()).code is Code.FRAME_MALFORMED
+
+
+async def test_the_synchronous_face_has_conditions(folder: RegionFolder, node: Node) -> None:
+    def work() -> None:
+        profile = felix.load_profile("us-east", home=folder.root.parent)
+        with felix.sync.connect(profile=profile) as region:
+            region.create_stream(ORDERS)
+            assert region.stream(ORDERS).publish(b"a", expected_offset=0) == 0
+            with pytest.raises(OffsetMismatchError):
+                region.stream(ORDERS).publish(b"b", expected_offset=0)
+
+    await asyncio.to_thread(work)
