@@ -63,13 +63,7 @@ class Broker:
         self.started_ms = clock_ms()
         self.metrics = BrokerMetrics()
         self.budgets = budgets
-        limits = config.limits
-        self.budgets.publish.limit_bytes = int(limits.publish_budget)
-        self.budgets.ingest.limit_bytes = int(limits.ingest_budget)
-        self.budgets.delivery.limit_bytes = int(limits.delivery_budget)
-        self.budgets.catch_up.limit_bytes = int(limits.catch_up_budget)
-        self.budgets.ring.limit_bytes = int(limits.ring_budget)
-        self.budgets.exchange.limit_bytes = int(limits.exchange_budget)
+        self.budgets.limit(config.limits.budgets)
         self.sessions: set[LiveSession] = set()
         self.leaving = False
         self._waiting: set[LiveSession] = set()

@@ -6,6 +6,7 @@ Invariant: 0 ≤ used ≤ limit, always. Used on the event loop alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -51,9 +52,23 @@ class Budgets:
 
     ring: Budget = field(default_factory=lambda: Budget("ring", 1024 * MEBIBYTE))
     """Newest records of all shards in memory; taken when a stream is opened."""
+    cache: Budget = field(default_factory=lambda: Budget("cache", 512 * MEBIBYTE))
+    """Keys and values that caches hold in memory."""
+    queue: Budget = field(default_factory=lambda: Budget("queue", 128 * MEBIBYTE))
+    """Records that queues have read ahead for their workers."""
+    transactions: Budget = field(default_factory=lambda: Budget("transactions", 64 * MEBIBYTE))
+    """Batches and acknowledgements of open transactions, until they are committed or dropped."""
 
     exchange: Budget = field(default_factory=lambda: Budget("exchange", 64 * MEBIBYTE))
     """Calls to queues, caches, consumers and transactions that are not answered yet."""
 
     def all(self) -> tuple[Budget, ...]:
-        return (self.publish, self.ingest, self.delivery, self.catch_up, self.ring, self.exchange)
+        return (
+            self.publish, self.ingest, self.delivery, self.catch_up, self.ring, self.cache, self.queue, self.transactions,
+            self.exchange,
+        )  # fmt: skip
+
+    def limit(self, limits: Mapping[str, int]) -> None:
+        """Set the limits, by the budgets' names; every budget is named."""
+        for budget in self.all():
+            budget.limit_bytes = limits[budget.name]

@@ -30,6 +30,8 @@ RING_BUDGET_BYTES_MIN: Final = 1 << 20
 """The smallest ring of one shard."""
 EXCHANGE_BUDGET_BYTES_MIN: Final = 4 << 20
 """A few calls of the largest size."""
+VIEW_BUDGET_BYTES_MIN: Final = 1 << 20
+"""One batch of the largest size: the least that a queue's window, a cache or a transaction can work with."""
 
 
 Words = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -72,6 +74,18 @@ class LimitsConfig(Part, frozen=True):
     catch_up_budget: Size = Size(64 << 20)
     ring_budget: Size = Size(1 << 30)
     exchange_budget: Size = Size(64 << 20)
+    cache_budget: Size = Size(512 << 20)
+    queue_budget: Size = Size(128 << 20)
+    transactions_budget: Size = Size(64 << 20)
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Bytes of each of the broker's budgets, by its name (region.budget)."""
+        return {
+            name.removesuffix("_budget"): int(getattr(self, name))
+            for name in self.__struct_fields__
+            if name.endswith("_budget")
+        }
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -81,6 +95,9 @@ class LimitsConfig(Part, frozen=True):
             ("catch_up_budget", CATCH_UP_BUDGET_BYTES_MIN),
             ("ring_budget", RING_BUDGET_BYTES_MIN),
             ("exchange_budget", EXCHANGE_BUDGET_BYTES_MIN),
+            ("cache_budget", VIEW_BUDGET_BYTES_MIN),
+            ("queue_budget", VIEW_BUDGET_BYTES_MIN),
+            ("transactions_budget", VIEW_BUDGET_BYTES_MIN),
         ):
             if getattr(self, name) < least:
                 raise RequestError(
