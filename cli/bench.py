@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cli import bench_beside
 from cli.benchmark.accounting import PAYLOAD_BYTES_MIN
 from cli.benchmark.crossing import ENGINES, CrossingPlan, CrossingReport, measure_crossing
 from cli.benchmark.figures import LatencySpread, Spread
@@ -42,8 +43,10 @@ CROSSING_BATCH_MAX: Final = 2_000
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Rates and latencies on this machine, beside a raw QUIC relay of the same engine.",
+    help="Rates and latencies on this machine, beside a raw QUIC relay of the same engine, or beside other systems.",
 )
+app.command("fanout")(bench_beside.fanout)
+
 _out = Console(highlight=False)
 _err = Console(stderr=True, highlight=False)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -104,6 +105,13 @@ async def next_message(pipe: Pipe) -> Any:
         return pipe.recv()
     except (EOFError, ConnectionResetError):
         return None
+
+
+def send_whole(pipe: Pipe, message: Any) -> None:
+    """Send what may be longer than the pipe holds. Blocks until the other end, which must be reading, has taken it."""
+    # The loop's readers have made it non-blocking, and do so again.
+    os.set_blocking(pipe.fileno(), True)
+    pipe.send(message)
 
 
 async def until_parent_is_done(pipe: Pipe) -> None:

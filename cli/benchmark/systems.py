@@ -1,0 +1,86 @@
+"""The systems that are measured beside one another, and what a measurement asks of each: ports that Felix, Redis and
+NATS implement in modules of their own (felix_system, redis_system, nats_system).
+
+A module of a peer is imported only where its client is installed, and only in the process that needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from cli.benchmark.peers import NATS, REDIS, REDIS_SYNCED
+
+Payloads = Sequence[bytes | memoryview]
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the systems are: the home folder of Felix's region, and ports on this machine."""
+
+    home: Path
+    engine: str
+    ports: dict[str, int]
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A system as it is measured: which server it needs ("" for Felix), in which module it is, and how safe a record is
+    once it is acknowledged."""
+
+    server: str
+    module: str
+    promise: str
+
+
+SYSTEMS: Final = {
+    "felix-fsync": Kept("", "felix_system", "synced, sealed"),
+    "felix-ephemeral": Kept("", "felix_system", "in memory"),
+    "nats": Kept(NATS, "nats_system", "not kept, not acknowledged"),
+    "jetstream": Kept(NATS, "nats_system", "in a file, synced every 2 min"),
+    "redis": Kept(REDIS, "redis_system", "in memory"),
+    "redis-aof": Kept(REDIS_SYNCED, "redis_system", "synced"),
+}
+FELIX: Final = tuple(name for name, kept in SYSTEMS.items() if not kept.server)
+
+
+class FanoutWriter(Protocol):
+    """Publishes into one stream."""
+
+    async def open(self) -> None:
+        """Connect, and make the stream."""
+
+    async def publish(self, payloads: list[bytes]) -> None:
+        """Publish all, in order, after what was passed before; returns once all are acknowledged, where the system
+        acknowledges."""
+
+    async def close(self) -> None:
+        """Remove the stream, and disconnect."""
+
+
+class FanoutReader(Protocol):
+    """Reads one stream over a connection of its own."""
+
+    async def open(self, take: Callable[[Payloads], None]) -> None:
+        """Connect and subscribe; from now on `take` is called with what arrives, in order."""
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+
+def fanout_writer(system: str, place: Place, stream: str) -> FanoutWriter:
+    """The publisher's end of a stream of the system; `stream` is [a-z0-9-]."""
+    writer: FanoutWriter = _module(system).fanout_writer(system, place, stream)
+    return writer
+
+
+def fanout_reader(system: str, place: Place, stream: str) -> FanoutReader:
+    """A subscriber's end."""
+    reader: FanoutReader = _module(system).fanout_reader(system, place, stream)
+    return reader
+
+
+def _module(system: str) -> Any:
+    return import_module(f"cli.benchmark.{SYSTEMS[system].module}")

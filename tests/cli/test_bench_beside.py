@@ -1,0 +1,92 @@
+"""`felix bench fanout`: each system reconciles in a tiny run, what is not installed is left out with a word, and
+no rate is printed for what was lost."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from cli import bench, bench_beside
+from cli.benchmark import peers
+from cli.benchmark.accounting import Account
+from cli.benchmark.fanout import FanoutPlan, FanoutReport, measure_fanout
+from cli.benchmark.systems import SYSTEMS
+from felix.errors import RequestError
+
+TINY = FanoutPlan(
+    subscribers=(1, 3), payload_bytes=(64,), chunk=8, repeats=2, load_s=2.0, paced_s=0.1, records_max=400
+)
+
+
+@pytest.fixture(scope="module")
+def report() -> FanoutReport:
+    return measure_fanout(TINY)
+
+
+def test_every_subscriber_of_every_system_has_everything(report: FanoutReport) -> None:
+    assert report.is_lossless
+    measured = {result.case.system for result in report.results}
+    assert measured == {name for name, kept in SYSTEMS.items() if not kept.server or not missing(kept.server)}
+    for result in report.results:
+        assert result.account.published == result.account.received
+        assert result.account.received >= TINY.repeats * result.case.subscribers * 400
+        assert result.delivered_per_second.median > 0
+        assert result.paced is not None
+        assert set(result.felix) == {"felix-fsync", "felix-ephemeral"} - {result.case.system}
+
+
+def missing(server: str) -> str:
+    return peers.reason_missing(server)
+
+
+def test_what_is_not_installed_is_left_out_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.shutil, "which", lambda name: None)
+    assert "apt-get install nats-server" in peers.reason_missing(peers.NATS)
+    monkeypatch.setattr(peers.shutil, "which", lambda name: name)
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert "felix-mesh[peers]" in peers.reason_missing(peers.REDIS)
+
+
+def test_felix_alone_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers.shutil, "which", lambda name: None)
+    tiny = msgspec.structs.replace(TINY, subscribers=(1,), repeats=1)
+    monkeypatch.setattr(bench_beside, "QUICK_FANOUT", tiny)
+    answer = CliRunner().invoke(bench.app, ["fanout", "--quick", "--json", "--size", "64"])
+    assert answer.exit_code == 0
+    assert "redis is left out: redis-server is not installed (apt-get install redis-server)" in answer.stderr
+    document = json.loads(answer.stdout)
+    assert [result["case"]["system"] for result in document["results"]] == ["felix-fsync", "felix-ephemeral"]
+
+
+def test_people_see_a_table(report: FanoutReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_beside, "measure_fanout", lambda *_: report)
+    answer = CliRunner().invoke(bench.app, ["fanout", "--quick"], env={"COLUMNS": "200"})
+    assert answer.exit_code == 0
+    assert "in order and unchanged" in answer.stdout
+
+
+def test_no_rate_is_printed_for_what_was_lost(report: FanoutReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    lossy = msgspec.structs.replace(report.results[0], account=Account(published=9, received=8, lost=1))
+    found = msgspec.structs.replace(report, results=[lossy, *report.results[1:]])
+    monkeypatch.setattr(bench_beside, "measure_fanout", lambda *_: found)
+    answer = CliRunner().invoke(bench.app, ["fanout"])
+    assert answer.exit_code == 6
+    assert "records/s" not in answer.stdout
+    assert "lost 1" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--system", "carrier-pigeon"], "no system 'carrier-pigeon'"),
+        (["--subscribers", "0"], "0 subscribers cannot be measured"),
+        (["--size", "8"], "cannot be measured"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(options: list[str], sentence: str) -> None:
+    answer = CliRunner().invoke(bench.app, ["fanout", *options])
+    assert isinstance(answer.exception, RequestError)
+    assert sentence in str(answer.exception)
