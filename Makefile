@@ -11,7 +11,7 @@ WORKERS ?= 2
 .PHONY: demo test soak check format bench clean help
 
 help: ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -20,11 +20,14 @@ $(STAMP): pyproject.toml
 	  echo "This Python cannot make a virtual environment. On Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
 	@test -x $(BIN)/python || { echo "making $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
 	@echo "installing Felix and what it needs into $(VENV) (a minute or two, once) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[spark,demo,dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[spark,demo,dev,peers]'
 	@touch $@
 
 demo: $(STAMP) ## two regions, one bridge, one report, on real input (RECORDS=20000 for a quick one)
 	@$(BIN)/felix demo --records $(RECORDS)
+
+demo-%: $(STAMP) ## a demo of its own, one of examples/demos: make demo-slow-consumer, demo-restart, ...
+	@PYTHONPATH=. $(BIN)/python examples/demos/$(subst -,_,$*).py
 
 test: $(STAMP) ## all tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -41,8 +44,9 @@ check: $(STAMP) ## format, lint, types, imports
 format: $(STAMP) ## format and mend what the linter can mend
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## throughput and latency on this machine, beside a raw QUIC relay; across a border, audited
-	@$(BIN)/felix bench publish && $(BIN)/felix bench deliver && $(BIN)/felix bench bridge
+bench: $(STAMP) ## throughput and latency on this machine, beside a raw QUIC relay; across a border, audited; beside Redis and NATS
+	@$(BIN)/felix bench publish && $(BIN)/felix bench deliver && $(BIN)/felix bench bridge \
+	  && $(BIN)/felix bench fanout
 
 clean: ## remove what make made
 	rm -rf $(VENV) demo-state bench-results .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,49 @@
+"""The programs under examples/demos/ run, small, and reconcile; one that does not reconcile says so with its exit code."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEMOS = ROOT / "examples" / "demos"
+SHARED = "own_region.py"
+SMALL = {
+    "slow_consumer.py": ["2000"],
+    "rights_live.py": ["50"],
+    "two_tenants.py": ["50"],
+    "restart.py": ["1"],
+}
+RUN_S = 240
+
+
+def python(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(DEMOS))), "COLUMNS": "120"}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=RUN_S
+    )
+
+
+@pytest.mark.parametrize("program", SMALL)
+def test_demo_reconciles(program: str, tmp_path: Path) -> None:
+    done = python(str(DEMOS / program), *SMALL[program])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Every figure reconciles." in done.stdout
+
+
+def test_a_figure_that_does_not_reconcile_is_the_exit_code() -> None:
+    done = python("-c", "import own_region as o; s = o.Summary('t'); s.must('records', 9, 10); exit(s.end())")
+    assert done.returncode == 6
+    assert "1 figures do not reconcile" in done.stdout
+
+
+def test_each_demo_is_in_the_index_with_its_page() -> None:
+    programs = {path.name for path in DEMOS.glob("*.py")} - {SHARED}
+    listed = dict(re.findall(r"^\| `([\w.]+)` \| \[([\w.-]+)\]", (DEMOS / "README.md").read_text(), re.M))
+    assert set(listed) == programs == set(SMALL)
+    for program, page in listed.items():
+        assert page == program.replace("_", "-").replace(".py", ".md")
+        assert f"make demo-{page.removesuffix('.md')}" in (DEMOS / page).read_text()
