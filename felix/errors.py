@@ -51,6 +51,7 @@ class Code(IntEnum):
     UNSUPPORTED = 310
     CONFLICT = 311
     OFFSET_MISMATCH = 312
+    CONSUMER_FENCED = 313
 
     # 4xx  not now; try again
     UNAVAILABLE = 400

@@ -14,7 +14,7 @@ import msgspec
 
 from felix.errors import Code, FelixError, OffsetMismatchError, ProtocolError, error_for
 from felix.frames import FrameType, encode_frame
-from felix.settings import NO_VIEWS, Views
+from felix.settings import NO_VIEWS, SubscriptionSettings, Views
 
 PROTOCOL_VERSIONS: Final = (1,)
 PAGE_MAX: Final = 500
@@ -442,6 +442,111 @@ class PutCosignature(Message, frozen=True, tag="put_cosignature"):
     cosigned: bytes
 
 
+class CreateSubscription(Message, frozen=True, tag="create_subscription"):
+    """A durable subscription of a stream, by name."""
+
+    stream: Name
+    name: Name
+    settings: SubscriptionSettings = SubscriptionSettings()
+
+
+class DescribeSubscription(Message, frozen=True, tag="describe_subscription"):
+    stream: Name
+    name: Name
+
+
+class ListSubscriptions(Message, frozen=True, tag="list_subscriptions"):
+    """Durable subscriptions of one stream, or with an empty `stream` of all that the asker may see. `after` is
+    `stream name`, as the last entry of the page before."""
+
+    stream: Name = ""
+    after: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    limit: Page = 100
+
+
+class SeekSubscription(Message, frozen=True, tag="seek_subscription"):
+    """Move the committed offset, per shard or of all; what is out is fenced. `offsets` of `start` overrides per shard."""
+
+    stream: Name
+    name: Name
+    start: Start
+    shards: list[int] = []
+
+
+class DeleteSubscription(Message, frozen=True, tag="delete_subscription"):
+    stream: Name
+    name: Name
+
+
+class SubscriptionShard(Message, frozen=True, tag="subscription_shard"):
+    """One shard of a durable subscription. `consumer` is who has it, empty for nobody. `acknowledged` counts what is so
+    above `committed`; `lag_bytes` is an estimate; -1 where unknown."""
+
+    shard: int
+    committed: int
+    high_watermark: int
+    consumer: Text = ""
+    acknowledged: int = 0
+    unacked: int = 0
+    waiting: int = 0
+    lag_records: int = 0
+    lag_bytes: int = -1
+    lag_ms: int = -1
+
+
+class ConsumerState(Message, frozen=True, tag="consumer"):
+    """One consumer of a durable subscription: `state` is active, standby or stalled."""
+
+    member: int
+    name: Name
+    identity: Name
+    state: Name
+    shards: list[int] = []
+
+
+class SubscriptionState(Message, frozen=True, tag="subscription"):
+    """Counters are since the broker started."""
+
+    stream: Name
+    name: Name
+    settings: SubscriptionSettings
+    creator: Name
+    created_ms: int
+    incarnation: bytes
+    shards: list[SubscriptionShard] = []
+    consumers: list[ConsumerState] = []
+    redelivered: int = 0
+    dead: int = 0
+    skipped: int = 0
+
+
+class SubscriptionPage(Message, frozen=True, tag="subscription_page"):
+    subscriptions: list[SubscriptionState]
+    more: bool = False
+
+
+class OpenConsumer(Message, frozen=True, tag="open_consumer"):
+    """First frame of a consumer's exchange. With `settings` the subscription is made where there is none, and else must have
+    these. `consumer` is a name for people. `incarnation` is what the consumer has read of before, empty for none."""
+
+    stream: Name
+    name: Name
+    credit_bytes: Natural
+    settings: SubscriptionSettings | None = None
+    consumer: Name = ""
+    incarnation: bytes = b""
+
+
+class ConsumerOpened(Message, frozen=True, tag="consumer_opened"):
+    """`member` is this consumer's number. Shards are given with events (felix.consumer_messages)."""
+
+    member: int
+    incarnation: bytes
+    shards: int
+    settings: SubscriptionSettings
+    created: bool = False
+
+
 class Done(Message, frozen=True, tag="done"):
     """Carried out; `note` says what a person should know of it."""
 
@@ -452,10 +557,12 @@ Request = (
     CreateStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
     | PutRights | ListRights | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
     | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
+    | CreateSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
 )  # fmt: skip
 Answer = (
     StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | DocumentPage | KeyPage | RegionState
     | LinkPage | DataKeySealed | LinkSecretSealed | IngestOpened | Witnessed | CheckpointAnswer | Done
+    | SubscriptionState | SubscriptionPage | ConsumerOpened
 )  # fmt: skip
 
 _encoder: Final = msgspec.msgpack.Encoder()

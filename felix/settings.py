@@ -115,13 +115,15 @@ class CacheSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 class SubscriptionSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     """A durable subscription. `start` (earliest or latest) counts where it has no position yet. What is delivered and
     not acknowledged after `ack_timeout_ms` is delivered again; at most `unacked_max` records per shard are out at a
-    time. Without a consumer for `inactive_ttl_ms` it is deleted (0: never)."""
+    time. Without a consumer for `inactive_ttl_ms` it is deleted (0: never). `exclusive`: one consumer has all shards, the
+    others stand by."""
 
     start: str = "latest"
     ack_timeout_ms: int = 30_000
     retries: Retries = Retries(attempts_max=0)
     unacked_max: int = 100_000
     inactive_ttl_ms: int = 0
+    exclusive: bool = False
 
     def check(self) -> None:
         if self.start not in ("earliest", "latest"):

@@ -7,13 +7,13 @@ from typing import get_args
 import msgspec
 import pytest
 
-from felix import batch, messages
+from felix import batch, consumer_messages, messages
 from felix.frames import _BYTES_MAX, FrameType, GapReason
 
 PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 STRUCTS = [
     held
-    for held in vars(messages).values()
+    for held in {**vars(messages), **vars(consumer_messages)}.values()
     if isinstance(held, type) and issubclass(held, messages.Message) and held is not messages.Message
 ]
 FOLDED = {"subscribe": "Subscribing", "start": "Subscribing", "open_ingest": "Ingest"}
