@@ -1,0 +1,467 @@
+"""Dead letters: records of one shard on their way into another stream, each exactly once; and the way back (redrive).
+
+A view says which records (`send`, `give_back`). What is to be moved is journaled as a *move* before the first record goes, each
+record is then appended as a batch of its own under a producer id that is derived from where it comes from and a sequence that
+stands in the move: a repeat after a crash is a duplicate to the target's log. Once all of a move is durable there, `landed` is
+journaled, and the view counts its records as done. Moves of a shard go one after the other, so their records keep their order.
+
+How a view uses it: it keeps a journal, and gives `append` (its Journal.append, with whatever it puts around an entry). It hands
+entries that it finds in its journal to `apply`, in order, puts `entries` into its snapshots, calls `start` after a replay and
+`reset` before one. `landed` and what `apply` returns are the same news, live and replayed.
+
+Invariants:
+- nothing is appended to the target before the move is durable in the journal;
+- a move has at most MOVE_RECORDS_MAX records, fewer than a log remembers batches of a producer;
+- where the target no longer knows the producer (silent for a week, made anew), the move begins another epoch, durably, first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+from felix.batch import HEADERS_MAX, Batch, NewRecord, Record, decode_batch, decode_records, encode_batch
+from felix.errors import Code, CorruptionError, FelixError, RequestError
+from felix.frames import FRAME_HEADER_BYTES
+from felix.names import StreamName
+from felix.settings import QueueSettings, Retries, Views
+from keys.envelope import SEALABLE_BYTES_MAX
+from region.broker import Broker
+from region.log.disk import OffsetOutOfRangeError
+from region.log.producers import BATCHES_REMEMBERED
+from region.log.ring import Entry
+from region.log.shard import Appended, ShardLog
+from region.metadata.records import StreamConfig
+from region.streams import HostedStream
+from region.views.journal import Done, JournalKind
+
+log = logging.getLogger("felix.region.dead_letter")
+
+MOVE_RECORDS_MAX: Final = 24
+"""One batch each, and a log remembers 32 of a producer: every record of a repeated move is recognised."""
+assert MOVE_RECORDS_MAX < BATCHES_REMEMBERED
+REASON_CHARS_MAX: Final = 1_000
+RETRY_S_MIN: Final = 0.05
+RETRY_S_MAX: Final = 10.0
+"""How long a move waits that its target refused: a full disk, a broker that is short of memory."""
+_READ_BYTES: Final = 1 << 20
+
+DELIVER_AT: Final = "felix.deliver-at"
+"""Not before this time: ms since the Unix epoch, as decimal text."""
+DELAY: Final = "felix.delay"
+"""Not before so many ms after the broker's time of the append, as decimal text."""
+DEAD_REASON: Final = "felix.dead.reason"
+DEAD_STREAM: Final = "felix.dead.stream"
+DEAD_SHARD: Final = "felix.dead.shard"
+DEAD_OFFSET: Final = "felix.dead.offset"
+DEAD_ATTEMPTS: Final = "felix.dead.attempts"
+DEAD_GONE: Final = "felix.dead.gone"
+"""The record itself was gone, or does not fit with these headers: its payload is empty here."""
+_OWN: Final = frozenset(
+    (DELIVER_AT, DELAY, DEAD_REASON, DEAD_STREAM, DEAD_SHARD, DEAD_OFFSET, DEAD_ATTEMPTS, DEAD_GONE)
+)
+
+_MOVE: Final = 0
+_RENUMBERED: Final = 1
+_LANDED: Final = 2
+_GIVEN_UP: Final = 3
+
+
+def dead_letter_name(name: StreamName, retries: Retries) -> StreamName:
+    """Where dead letters of a stream go. Raises RequestError(NAME_INVALID)."""
+    if retries.dead_letter:
+        return StreamName.parse(retries.dead_letter)
+    return StreamName(name.tenant, name.namespace, f"{name.name}.dead")
+
+
+def dead_letter_config(source: StreamConfig) -> StreamConfig:
+    """What a dead-letter stream is made with: a queue that gives nothing up, as durable as the source."""
+    return StreamConfig(
+        durability=source.durability,
+        ring_bytes=source.ring_bytes,
+        views=Views(queue=QueueSettings(retries=Retries(attempts_max=0))),
+    )
+
+
+class Move(msgspec.Struct, frozen=True, array_like=True):
+    """Records that go to `shard` of `stream` (modulo its shards) under `sequence`.. of `epoch`; `back`: a redrive."""
+
+    stream: str
+    shard: int
+    epoch: int
+    sequence: int
+    offsets: list[int]
+    attempts: list[int]
+    reason: str
+    back: bool = False
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    """In the journal: what happened, and with _MOVE and _RENUMBERED to which move."""
+
+    kind: int
+    move: Move | None = None
+
+
+class _Lane(msgspec.Struct, frozen=True, array_like=True):
+    """In a snapshot: how far the sequence to one target has come."""
+
+    stream: str
+    shard: int
+    epoch: int
+    sequence: int
+
+
+_decoder: Final = msgspec.msgpack.Decoder(_Entry | None)
+_lane_decoder: Final = msgspec.msgpack.Decoder(_Lane)
+_LANE_MARK: Final = b"\xc1"
+"""Never the first byte of a MessagePack value."""
+
+
+class Outbox:
+    """The pure part: which moves are under way, and how far each target's sequence has come."""
+
+    __slots__ = ("_lanes", "pending")
+
+    def __init__(self) -> None:
+        self.pending: deque[Move] = deque()
+        self._lanes: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def plan(
+        self,
+        stream: str,
+        shard: int,
+        offsets: Sequence[int],
+        attempts: Sequence[int],
+        reason: str,
+        *,
+        back: bool,
+    ) -> Move:
+        """The next move to a target. Changes nothing; `apply` takes it in."""
+        assert 0 < len(offsets) == len(attempts) <= MOVE_RECORDS_MAX
+        epoch, sequence = self._lanes.get((stream, shard), (0, 0))
+        return Move(
+            stream,
+            shard,
+            epoch,
+            sequence,
+            list(offsets),
+            list(attempts),
+            reason[:REASON_CHARS_MAX],
+            back,
+        )
+
+    def renumbered(self) -> list[Move]:
+        """The pending moves to the first one's target, under its next epoch: the target does not know this one."""
+        first = self.pending[0]
+        sequence = 0
+        found = []
+        for move in self.pending:
+            if (move.stream, move.shard) == (first.stream, first.shard):
+                found.append(msgspec.structs.replace(move, epoch=first.epoch + 1, sequence=sequence))
+                sequence += len(move.offsets)
+        return found
+
+    def apply(self, kind: int, move: Move | None) -> Move | None:
+        """Take in what happened; the first move, where it is over. Raises CorruptionError where that cannot have happened."""
+        if kind in (_LANDED, _GIVEN_UP):
+            if not self.pending:
+                raise CorruptionError("A journal says that a record arrived which was never sent.")
+            return self.pending.popleft()
+        if move is None or not 0 < len(move.offsets) == len(move.attempts):
+            raise CorruptionError("A journal names a move without records.")
+        if kind == _RENUMBERED:
+            for at, held in enumerate(self.pending):
+                if held.offsets == move.offsets:
+                    self.pending[at] = move
+                    break
+        else:
+            self.pending.append(move)
+        self._lanes[move.stream, move.shard] = (move.epoch, move.sequence + len(move.offsets))
+        return None
+
+    def entries(self) -> list[bytes]:
+        """Everything, for a snapshot."""
+        found = [
+            _LANE_MARK + msgspec.msgpack.encode(_Lane(*lane, *state)) for lane, state in self._lanes.items()
+        ]
+        found += (msgspec.msgpack.encode(_Entry(_MOVE, move)) for move in self.pending)
+        return found
+
+    def take(self, entry: bytes) -> tuple[int, Move | None]:
+        """Take in an entry as it stands in the journal: what happened, and the move that is over thereby."""
+        try:
+            if entry[:1] == _LANE_MARK:
+                lane = _lane_decoder.decode(entry[1:])
+                self._lanes[lane.stream, lane.shard] = (lane.epoch, lane.sequence)
+                return _MOVE, None
+            found = _decoder.decode(entry)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise CorruptionError(f"A dead letter's journal entry cannot be read: {error}.") from error
+        if found is None:
+            raise CorruptionError("A dead letter's journal entry is empty.")
+        return found.kind, self.apply(found.kind, found.move)
+
+
+class DeadLetters:
+    """Carries one shard's moves. One per view and shard; on the event loop."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        source: HostedStream,
+        shard: ShardLog,
+        kind: JournalKind,
+        append: Callable[[bytes, Done], None],
+        landed: Callable[[Move], None],
+        given_up: Callable[[Move], None],
+    ) -> None:
+        """`landed`: a move is in its target, durably, and journaled as such. `given_up`: a redrive whose target is gone; its
+        records are the view's again."""
+        self._broker = broker
+        self._source = source
+        self._shard = shard
+        self._kind = kind
+        self._append = append
+        self._landed = landed
+        self._given_up = given_up
+        self._outbox = Outbox()
+        self._task: asyncio.Task[None] | None = None
+        self._unsettled = 0
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._generation = 0
+        self.moved = 0
+        """Dead letters that have landed since this broker opened the view."""
+
+    # -- what is under way -----------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> Iterable[Move]:
+        """Moves that have not landed, oldest first."""
+        return self._outbox.pending
+
+    def send(self, offsets: Sequence[int], attempts: Sequence[int], reason: str) -> None:
+        """Move these records to the stream's dead letters, in this order. `landed` comes once per move."""
+        retries = self._retries()
+        name = str(dead_letter_name(self._source.name, retries))
+        number = self._shard.identity.shard
+        for at in range(0, len(offsets), MOVE_RECORDS_MAX):
+            some = slice(at, at + MOVE_RECORDS_MAX)
+            self._begin(self._outbox.plan(name, number, offsets[some], attempts[some], reason, back=False))
+
+    def give_back(self, stream: StreamName, shard: int, offsets: Sequence[int]) -> None:
+        """Move dead letters back to `shard` of the stream that they came from, in this order; attempts begin anew."""
+        for at in range(0, len(offsets), MOVE_RECORDS_MAX):
+            some = offsets[at : at + MOVE_RECORDS_MAX]
+            self._begin(self._outbox.plan(str(stream), shard, some, [0] * len(some), "", back=True))
+
+    def _retries(self) -> Retries:
+        queue = self._source.record.config.views.queue
+        return queue.retries if queue is not None else Retries()
+
+    def _begin(self, move: Move) -> None:
+        self._record(_MOVE, move)
+        self.start()
+
+    def _record(self, kind: int, move: Move | None) -> Move | None:
+        over = self._outbox.apply(kind, move)
+        self._unsettled += 1
+        self._settled.clear()
+        generation = self._generation
+
+        def done(error: FelixError | None) -> None:
+            # A refusal makes the view replay: `reset` follows, and nothing of this counts any more.
+            if error is None and generation == self._generation:
+                self._unsettled -= 1
+                if not self._unsettled:
+                    self._settled.set()
+
+        self._append(msgspec.msgpack.encode(_Entry(kind, move)), done)
+        return over
+
+    # -- the journal -----------------------------------------------------------------------------------
+
+    def apply(self, entry: bytes) -> tuple[Move | None, bool]:
+        """An entry of the journal, at replay: the move that is over by it, if one is, and whether it landed. Raises
+        CorruptionError."""
+        kind, over = self._outbox.take(entry)
+        return over, kind == _LANDED
+
+    def entries(self) -> list[bytes]:
+        """The state, for a snapshot."""
+        return self._outbox.entries()
+
+    def reset(self) -> None:
+        """Forget everything: the journal is about to be replayed."""
+        self.stop()
+        self._outbox = Outbox()
+        self._generation += 1
+        self._unsettled = 0
+        self._settled.set()
+
+    def start(self) -> None:
+        """Carry what is pending."""
+        if self._task is None and self._outbox.pending:
+            self._task = asyncio.ensure_future(self._carry())
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if self._task is task:
+            self._task = None
+        if not task.cancelled() and task.exception() is not None:
+            log.error("dead letters of %s stay where they are", self._source.name, exc_info=task.exception())
+
+    def stop(self) -> None:
+        """Carry nothing more; what is pending is carried after the next replay."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    # -- carrying --------------------------------------------------------------------------------------
+
+    async def _carry(self) -> None:
+        wait_s = RETRY_S_MIN
+        while self._outbox.pending:
+            move = self._outbox.pending[0]
+            try:
+                await self._settled.wait()
+                await self._land(move)
+            except FelixError as error:
+                if move.back and isinstance(error, RequestError) and error.code is Code.NOT_FOUND:
+                    over = self._record(_GIVEN_UP, None)
+                    assert over is move
+                    self._given_up(move)
+                    continue
+                if error.code is Code.SEQUENCE_GAP:
+                    for renumbered in self._outbox.renumbered():
+                        self._record(_RENUMBERED, renumbered)
+                    continue
+                log.warning("%d records of %s wait to be moved to %s: %s", len(move.offsets), self._source.name,
+                            move.stream, error)  # fmt: skip
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, RETRY_S_MAX)
+                continue
+            wait_s = RETRY_S_MIN
+            self._record(_LANDED, None)
+            if not move.back:
+                self.moved += len(move.offsets)
+            self._landed(move)
+
+    async def _land(self, move: Move) -> None:
+        """Append every record of the move, or find that it stands there. Raises what the target refuses it with."""
+        target = await self._target(move)
+        shard = target.shard(move.shard % len(target.shards))
+        records = await read_records(self._shard, move.offsets)
+        loop = asyncio.get_running_loop()
+        waiting: list[asyncio.Future[None]] = []
+        errors: list[FelixError] = []
+        producer_id = self._producer_id(move)
+        for at, (offset, attempts, record) in enumerate(
+            zip(move.offsets, move.attempts, records, strict=True)
+        ):
+            future: asyncio.Future[None] = loop.create_future()
+
+            def done(result: Appended | FelixError, future: asyncio.Future[None] = future) -> None:
+                if isinstance(result, FelixError):
+                    errors.append(result)
+                if not future.done():
+                    future.set_result(None)
+
+            batch = self._batch(move, offset, attempts, record, producer_id, move.sequence + at)
+            shard.append_nowait(batch, done)
+            waiting.append(future)
+        await asyncio.gather(*waiting)
+        for error in errors:
+            # What follows a record that has no room now leaves a gap, too; the first refusal says why.
+            raise error
+
+    async def _target(self, move: Move) -> HostedStream:
+        name = StreamName.parse(move.stream)
+        if not move.back:
+            return await self._broker.ensure_stream(name, dead_letter_config(self._source.record.config))
+        held = self._broker.streams.get(name)
+        if held is None:
+            raise RequestError(f"{name}, where dead letters are to go back to, is gone.", code=Code.NOT_FOUND)
+        return held
+
+    def _producer_id(self, move: Move) -> int:
+        """Of all moves from here to there; another for another incarnation, shard or kind of view."""
+        source = self._source
+        digest = hashlib.sha256(
+            b"felix/move/1\0"
+            + source.incarnation
+            + bytes([self._kind])
+            + self._shard.identity.shard.to_bytes(4)
+            + move.shard.to_bytes(4)
+            + move.stream.encode()
+        ).digest()
+        return int.from_bytes(digest[:8]) >> 1 or 1
+
+    def _batch(
+        self, move: Move, offset: int, attempts: int, record: Record | None, producer_id: int, sequence: int
+    ) -> Batch:
+        """One record as it stands at the target: whole, else compressed, else without its payload."""
+        own: dict[str, bytes] = {}
+        if not move.back:
+            own = {
+                DEAD_REASON: move.reason.encode(),
+                DEAD_STREAM: str(self._source.name).encode(),
+                DEAD_SHARD: b"%d" % self._shard.identity.shard,
+                DEAD_OFFSET: b"%d" % offset,
+                DEAD_ATTEMPTS: b"%d" % attempts,
+            }
+        key = bytes(record.key) if record is not None and record.key else None
+        stub = NewRecord(b"", key, {**own, DEAD_GONE: b"1"})
+        forms = [(stub, False)]
+        if record is not None:
+            given = [(name, value) for name, value in record.headers.items() if name not in _OWN]
+            whole = NewRecord(bytes(record.payload), key, {**dict(given[: HEADERS_MAX - len(own)]), **own})
+            forms = [(whole, False), (whole, True), (stub, False)]
+        for form, compress in forms:
+            try:
+                batch = encode_batch(
+                    [form],
+                    producer_id=producer_id,
+                    producer_epoch=move.epoch,
+                    base_sequence=sequence,
+                    compress=compress,
+                )
+            except RequestError:
+                continue  # too large so
+            if batch.header.body_length <= SEALABLE_BYTES_MAX:
+                return batch
+        raise AssertionError("a record without payload fits")
+
+
+async def read_records(shard: ShardLog, offsets: Sequence[int]) -> list[Record | None]:
+    """The records at these offsets, with payloads and keys as views; None for one that the log no longer holds. Raises what
+    reading a log raises."""
+    wanted = set(offsets)
+    found: dict[int, Record] = {}
+    for offset in sorted(wanted):
+        if offset in found or not shard.log_start_offset <= offset < shard.high_watermark:
+            continue
+        try:
+            entries = await shard.read(offset, _READ_BYTES)
+        except OffsetOutOfRangeError:
+            continue  # retention was faster
+        for entry in entries:
+            if any(each in wanted for each in range(entry.base_offset, entry.next_offset)):
+                found.update(
+                    (record.offset, record)
+                    for record in decode_records(decode_batch(entry_body(entry)))
+                    if record.offset in wanted
+                )
+    return [found.get(offset) for offset in offsets]
+
+
+def entry_body(entry: Entry) -> memoryview:
+    """The batch of an entry of a stream's own log, without the frame that stands before it (region.streams)."""
+    return memoryview(entry.data)[FRAME_HEADER_BYTES:]
