@@ -5,8 +5,8 @@ verified against the keys of the region that must have signed them, and only the
 there every broker's mirror takes them, and this module judges by them: the grant book is rebuilt on every change,
 and every question is asked of it in memory.
 
-Invariants: nothing is believed because it stands in the store: the book verifies each document again; while a broker
-runs, what it once knew of cannot be taken back there: a revocation stays, a policy gives way only to a newer one, and a
+Invariants: nothing is believed because it stands in the store: the book verifies each document again; what a broker once
+knew of cannot be taken back there, also by way of its restart (region.remembered): a revocation stays, a policy gives way only to a newer one, and a
 region's bundle only to one that its own policy key signed; what cannot be read allows nothing; a refusal
 that concerns residency is handed to the audit log as a DENY leaf before it is answered; without an audit log that can
 be written, nothing is let in or out.
@@ -57,6 +57,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
+from region.remembered import Memory, Remembered
 
 log = logging.getLogger("felix.region.governance")
 
@@ -147,8 +148,11 @@ class Governance:
         witness: Witness,
         own: RegionBundle,
         pinned: Mapping[str, RegionBundle],
+        memory: Memory,
+        remembered: Remembered,
     ) -> None:
-        """`pinned`: other regions' bundles that an operator put into this region's folder."""
+        """`pinned`: other regions' bundles that an operator put into this region's folder. `memory` keeps what
+        must not be taken back; `remembered` is what it kept before."""
         self.broker = broker
         self.trail = trail
         self._catalog = catalog
@@ -158,12 +162,14 @@ class Governance:
         self._own = own
         self._bundles: dict[str, RegionBundle] = {own.region: own}
         self._believed = dict(pinned)
-        self._revocations: dict[str, SignedDocument] = {}
+        self._memory = memory
+        self._revocations: dict[bytes, SignedDocument] = {}
         self._signed_by: Counter[str] = Counter()
         self._cut_off_ms: int | None = None
         self._book = GrantBook()
         self._policy: ResidencyPolicy | None = None
         self._newest_policy: ResidencyPolicy | None = None
+        self._remember(remembered)
         self._denials: dict[SpiffeId, _Denials] = {}
         self._witnessing = asyncio.Lock()
 
@@ -194,7 +200,7 @@ class Governance:
                 try:
                     document = SignedDocument.parse(data)
                     if _is_revocation(document):
-                        self._revocations[name] = document
+                        self._revocations[document.signature] = document
                     documents.append(document)
                 except FelixError as error:
                     log.error("document %s/%s/%s cannot be read: %s", section, side, name, error)
@@ -202,6 +208,27 @@ class Governance:
         self._book = GrantBook((*documents, *self._revocations.values()), self._trusted_policy_keys())
         for problem in self._book.problems:
             log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
+            self._revocations.pop(problem.document.signature, None)
+        for revocation in self._revocations.values():
+            self._memory.keep_revocation(revocation.encode_file())
+
+    def _remember(self, remembered: Remembered) -> None:
+        """What this broker knew before it was started again. Each document is verified as those of the store are."""
+        for data in remembered.revocations:
+            try:
+                document = SignedDocument.parse(data)
+                if _is_revocation(document):
+                    self._revocations[document.signature] = document
+            except FelixError as error:
+                log.error("a revocation that was kept cannot be read: %s", error)
+        if remembered.policy is not None:
+            try:
+                self._newest_policy = self._own_policy(SignedDocument.parse(remembered.policy))
+            except FelixError as error:
+                log.error("the policy that was kept cannot be read: %s", error)
+
+    def _own_policy(self, document: SignedDocument) -> ResidencyPolicy:
+        return open_policy(document, {self._own.region: self._own.policy_keys}, "the policy in force")
 
     def _read_bundles(self) -> dict[str, RegionBundle]:
         """Bundles of the regions that the store trusts; what was believed before gives way only to its own successor."""
@@ -233,9 +260,12 @@ class Governance:
             return None
         try:
             document = SignedDocument.parse(held.document)
-            policy = open_policy(document, {self._own.region: self._own.policy_keys}, "the policy in force")
-            if self._newest_policy is not None:
-                check_successor(self._newest_policy, policy)
+            policy = self._own_policy(document)
+            newest = self._newest_policy
+            if newest is not None and newest.hash != policy.hash:
+                check_successor(newest, policy)
+            if newest is None or newest.hash != policy.hash:
+                self._memory.keep_policy(held.document)
             self._newest_policy = policy
             return policy
         except FelixError as error:

@@ -46,6 +46,7 @@ from region.metadata.genesis import claim_or_verify, sign_genesis
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import MetadataStore
 from region.metrics import BrokerCollector
+from region.remembered import Memory
 from region.requests import Requests
 from region.sealing import KeyringSeal
 from region.session import ClientSession, Services
@@ -154,9 +155,12 @@ class Node:
             clock_ms=now_ms,
         )
         pinned = await asyncio.to_thread(_trusted_files, folder)
+        memory = Memory(data / "governance")
+        self._stack.push_async_callback(asyncio.to_thread, memory.close)
         governance = Governance(
             broker, catalog, mirror, keyring, trail, witness, own,
             {signed.bundle.region: signed.bundle for _, signed in pinned},
+            memory, await asyncio.to_thread(memory.load),
         )  # fmt: skip
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
         receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)

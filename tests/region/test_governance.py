@@ -76,7 +76,8 @@ def refusal(mesh: Mesh, grant: str) -> FelixError:
 # -- what a metadata administrator may try -------------------------------------------------------------
 
 
-async def test_a_revocation_that_is_deleted_from_the_store_stays(mesh: Mesh) -> None:
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
+async def test_a_revocation_that_is_deleted_from_the_store_stays(mesh: Mesh, restart: bool) -> None:
     grant = await granted(mesh)
     await mesh.stand("us-east", grant, StandingAction.REVOKE)
     assert refusal(mesh, grant).code is Code.GRANT_REVOKED
@@ -84,10 +85,14 @@ async def test_a_revocation_that_is_deleted_from_the_store_stays(mesh: Mesh) -> 
     await catalog(mesh).delete_document("revocations", "state", document.id)
     held = mesh.nodes["us-east"].services.requests._mirror
     await until(lambda: not held.documents("revocations", "state"), "the deletion")
+    if restart:
+        await mesh.stop("us-east")
+        await mesh.start("us-east")
     assert refusal(mesh, grant).code is Code.GRANT_REVOKED
 
 
-async def test_an_older_policy_that_is_put_back_allows_nothing(mesh: Mesh) -> None:
+@pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
+async def test_an_older_policy_that_is_put_back_allows_nothing(mesh: Mesh, restart: bool) -> None:
     grant = await granted(mesh)
     policy = parse_policy(POLICIES["us-east"].replace("revision: 1", "revision: 2"), "us-east.yaml")
     await mesh.put("us-east", "policy", sign_policy(policy, mesh.key("us-east")))
@@ -96,6 +101,9 @@ async def test_an_older_policy_that_is_put_back_allows_nothing(mesh: Mesh) -> No
     pointer = await store.store.get(store.keys.policy_pointer())
     assert pointer is not None
     await store.store.transact([], [Put(store.keys.policy_pointer(), encode(PolicyPointer(1)))])
+    if restart:
+        await mesh.stop("us-east")
+        await mesh.start("us-east")
     await until(lambda: governance(mesh).policy is None, "the older policy's refusal")
     assert refusal(mesh, grant).code is Code.RESIDENCY_DENIED
     # The operator puts a newer one in force, and all is well.
