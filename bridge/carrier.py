@@ -101,6 +101,7 @@ _GAP_KINDS: Final = {
     GapReason.RING: GapKind.RETENTION,
     GapReason.TRUNCATED: GapKind.TRUNCATION,
     GapReason.RECREATED: GapKind.INCARNATION,
+    GapReason.COMPACTED: GapKind.COMPACTION,
 }
 
 

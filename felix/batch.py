@@ -60,6 +60,8 @@ FLAG_KEYED: Final = 0x04
 FLAG_HEADERS: Final = 0x08
 _FLAGS_KNOWN: Final = FLAG_ZSTD | FLAG_SEALED | FLAG_KEYED | FLAG_HEADERS
 
+TOMBSTONE_HEADER: Final = "felix.tombstone"
+"""A record with a header of this name says that its key is deleted: compaction keeps it for a while, then it goes."""
 NO_KEY_ID: Final = bytes(16)
 _MAGIC: Final = b"FX"
 _VERSION: Final = 1
@@ -333,6 +335,52 @@ def plain_body(batch: Batch) -> bytes | memoryview:
     if len(body) != header.plain_length:
         raise _malformed(f"{len(body)} bytes uncompressed where the header says {header.plain_length}")
     return body
+
+
+def cut_batch(batch: Batch, first: int, count: int) -> Batch:
+    """`count` consecutive records of an unsealed batch, from its record `first` on, as a batch of their own.
+
+    Base offset and base sequence move on by `first`; append time, epochs and producer stay. Compressed if it was.
+    Raises RequestError(BATCH_MALFORMED), and BATCH_TOO_LARGE where a part of a compressed batch does not fit one.
+    """
+    assert first >= 0 and 0 < count <= batch.header.records - first
+    columns = _columns(batch)
+    pairs = [(columns.payload_ends, columns.payloads)]
+    if columns.headers_ends:
+        pairs.insert(0, (columns.headers_ends, columns.headers))
+    if columns.key_ends:
+        pairs.insert(0, (columns.key_ends, columns.keys))
+    blobs: list[memoryview] = []
+    # The columns stand in another order than their blobs: the payloads' is the first column and the last blob.
+    ends_of: list[bytes] = []
+    for ends, blob in pairs:
+        begin = ends[first - 1] if first else 0
+        ends_of.append(struct.pack(f">{count}I", *(end - begin for end in ends[first : first + count])))
+        blobs.append(blob[begin : ends[first + count - 1]])
+    body = b"".join((ends_of[-1], *ends_of[:-1], *blobs))
+    header = batch.header
+    flags, plain_length = header.flags & ~FLAG_ZSTD, len(body)
+    if header.flags & FLAG_ZSTD:
+        squeezed = zstandard.ZstdCompressor(level=1).compress(body)
+        if len(squeezed) < plain_length:
+            body, flags = squeezed, flags | FLAG_ZSTD
+    if HEADER_BYTES + len(body) > BATCH_BYTES_MAX:
+        raise RequestError(
+            f"A part of a batch has {HEADER_BYTES + len(body)} bytes; {BATCH_BYTES_MAX} are allowed.",
+            code=Code.BATCH_TOO_LARGE,
+        )
+    return Batch(
+        header._replace(
+            flags=flags,
+            base_offset=header.base_offset + first,
+            base_sequence=header.base_sequence + first,
+            records=count,
+            plain_length=plain_length,
+            body_length=len(body),
+            body_checksum=body_checksum(body),
+        ),
+        body,
+    )
 
 
 def _column(body: memoryview, at: int, count: int, what: str) -> tuple[int, ...]:

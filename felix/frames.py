@@ -245,6 +245,8 @@ class GapReason(IntEnum):
     RING = 2
     TRUNCATED = 3
     RECREATED = 4
+    COMPACTED = 5
+    """Nothing is missing: what stood there was superseded by later records of the same keys."""
 
 
 def _unpack(layout: struct.Struct, body: memoryview, what: str) -> tuple[int, ...]:

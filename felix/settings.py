@@ -5,7 +5,7 @@ requests (felix.messages) and in the catalog (region.metadata.records) alike, so
 use the same words. Durations in ms, sizes in bytes. Pure; `check` raises RequestError(CONFIG_INVALID) that names the
 setting, what it was and what is allowed.
 
-Invariants: a stream is at most one of queue and cache; a cache is compacted.
+Invariants: a stream is at most one of queue and cache; a cache is compacted; what is compacted is not offloaded.
 """
 
 from __future__ import annotations
@@ -147,6 +147,11 @@ class Views(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
         for part in (self.queue, self.cache, self.compaction, self.deduplication, self.offload):
             if part is not None:
                 part.check()
+        if self.offload is not None and self.compacted is not None:
+            raise _invalid(
+                "a compacted stream that is offloaded",
+                "Compaction keeps a stream small; offload is for history that is to be kept. Make two streams.",
+            )
         if self.queue is not None and (self.cache is not None or self.compaction is not None):
             raise _invalid(
                 "a queue that is a cache or compacted",

@@ -657,6 +657,9 @@ class Subscription:
                 return
             gap = gap._replace(first_offset=max(stands, gap.first_offset))
             positions[gap.shard] = gap.next_offset
+        if gap.reason is GapReason.COMPACTED:
+            # Not a loss: later records of the same keys took the place of what stood there.
+            return
         self.gap_count += 1
         self.gaps.append(gap)
         if callable(self._on_gap):

@@ -197,6 +197,10 @@ class Subscription:
                 return False
             self._credit.use(size)
             data = entry.data
+            if entry.base_offset > self._cursors[number]:
+                # Only compaction leaves offsets out of a log; the subscriber is told that nothing is missing.
+                hole = GapBody(number, GapReason.COMPACTED, self._cursors[number], entry.base_offset)
+                session.send(self._stream_id, hole.encode())
             session.send(self._stream_id, data if isinstance(data, bytes) else bytes(data))
             self._cursors[number] = entry.next_offset
             self.delivered_bytes += size

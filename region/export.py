@@ -4,12 +4,17 @@ Two checks, in two places, and both must pass: `SealedReader` asks for the grant
 `data_key` asks for it again before a key is handed over. A broker never opens what it hands out here, and never
 learns where it goes.
 
+A compacted stream is not exported. What a bridge announced in its egress log it must be able to send again, byte for
+byte, until the destination has answered; compaction may have changed the batches by then.
+
 Also the board of links: what agents last said about themselves, for `felix bridge status`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
@@ -26,6 +31,7 @@ from region.broker import Broker
 from region.governance import Governance
 from region.log.ring import Entry
 from region.log.shard import ShardLog
+from region.streams import HostedStream
 
 LINKS_MAX: Final = 10_000
 """Link shards on the board, per agent: each reports its own, and none can take the place of another's."""
@@ -36,15 +42,31 @@ BRIDGES_MAX: Final = 1_000
 class SealedReader:
     """One subscription of a bridge, under one export grant."""
 
-    def __init__(self, governance: Governance, bridge: SpiffeId, stream: StreamName, grant_id: str) -> None:
+    def __init__(
+        self,
+        governance: Governance,
+        bridge: SpiffeId,
+        stream: StreamName,
+        grant_id: str,
+        hosted: Callable[[], HostedStream | None],
+    ) -> None:
         self._governance = governance
+        self._hosted = hosted
         self._bridge = bridge
         self._stream = stream
         self._grant_id = grant_id
 
     def check(self) -> Allowed:
         """Raises the refusal, which is then also a DENY leaf."""
-        return self._governance.check_export(self._bridge, self._grant_id, self._stream, "read")
+        allowed = self._governance.check_export(self._bridge, self._grant_id, self._stream, "read")
+        hosted = self._hosted()
+        if hosted is not None and hosted.compacts:
+            raise RequestError(
+                f"{self._stream} is compacted: what was announced as crossing could not be sent again as it was.",
+                code=Code.UNSUPPORTED,
+                hint="Grant a stream that is not compacted, and compact at the destination.",
+            )
+        return allowed
 
     def refusal(self) -> FelixError | None:
         """Why the subscription may not go on, if it may not."""
@@ -76,7 +98,9 @@ class ExportDesk:
 
     def reader(self, bridge: SpiffeId, stream: StreamName, grant_id: str) -> SealedReader:
         """For a subscription that asks for sealed batches. Raises the refusal."""
-        reader = SealedReader(self._governance, bridge, stream, grant_id)
+        reader = SealedReader(
+            self._governance, bridge, stream, grant_id, partial(self._broker.streams.get, stream)
+        )
         reader.check()
         hosted = self._broker.streams.get(stream)
         if hosted is not None and hosted.ephemeral:

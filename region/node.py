@@ -14,6 +14,7 @@ import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Final
 
 from audit.note import Algorithm, NoteSigner
 from audit.origin import log_keys, region_origin, witness_keys, witness_name
@@ -56,6 +57,8 @@ log = logging.getLogger("felix.region.node")
 
 SWEEP_S = 1.0
 """How often retention is applied."""
+COMPACT_CHECK_S: Final = 5.0
+"""How often the broker looks whether a compacted stream's shards are worth a pass."""
 RENEW_CHECK_S = 60.0
 """How often the broker looks whether its certificate is due for renewal."""
 CONNECTIONS_SPARE = 256
@@ -190,6 +193,7 @@ class Node:
 
         await self._listen(authority)
         self._spawn(self._sweep(streams))
+        self._spawn(self._compact(streams))
         self._spawn(self._follow_streams(streams, mirror))
         self._spawn(self._renew(authority))
         self._stack.push_async_callback(self._stop_tasks)
@@ -285,6 +289,15 @@ class Node:
                 # Another stream's trouble, or a mistake of ours: retention goes on with the next turn.
                 log.exception("retention could not be applied")
 
+    async def _compact(self, streams: StreamTable) -> None:
+        while True:
+            await asyncio.sleep(COMPACT_CHECK_S)
+            try:
+                await streams.compact(now_ms())
+            except Exception:
+                # A mistake of ours: the log is as it was, and other streams have their turn.
+                log.exception("streams could not be compacted")
+
     async def _renew(self, authority: RegionAuthority) -> None:
         current = self._issue(authority)
         while True:
@@ -367,6 +380,16 @@ class Node:
                     "appended_bytes": counters.appended_bytes,
                     "syncs": counters.syncs,
                     "sync_seconds": counters.sync_ns / 1e9,
+                    "segments": shard.segment_count,
+                    "segments_deleted": counters.segments_deleted,
+                    "dirty_bytes": shard.dirty_bytes,
+                    "compacted_to": shard.compacted_to,
+                    "compactions": counters.compactions,
+                    "compactions_failed": counters.compactions_failed,
+                    "compaction_read_bytes": counters.compaction_read_bytes,
+                    "compaction_written_bytes": counters.compaction_written_bytes,
+                    "compaction_removed_records": counters.compaction_removed_records,
+                    "compaction_seconds": counters.compaction_ns / 1e9,
                     "stopped": float(shard.failure is not None),
                 }
                 found.append((str(stream.name), number, values))

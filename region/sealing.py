@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from threading import Lock
+from typing import Final
+
 from felix.batch import Batch
 from felix.names import StreamName
 from keys.envelope import open_batch
 from keys.keyring import Keyring, ShardSealer
 
+SEALERS_MAX: Final = 4
+"""Of one shard at once: the present leader epoch's, and those of older ones whose batches compaction seals anew."""
+
 
 class KeyringSeal:
-    """One shard's seal. A data key belongs to one leader epoch, so a new epoch takes a new sealer."""
+    """One shard's seal. A data key belongs to one leader epoch, so each epoch has a sealer of its own.
 
-    __slots__ = ("_incarnation", "_keyring", "_sealer", "_shard", "_stream")
+    Appends and a compaction may seal at the same time; in one epoch they share its sealer, which counts for both.
+    """
+
+    __slots__ = ("_incarnation", "_keyring", "_lock", "_sealer", "_sealers", "_shard", "_stream")
 
     def __init__(self, keyring: Keyring, stream: StreamName, incarnation: bytes, shard: int) -> None:
         self._keyring = keyring
         self._stream = stream
         self._incarnation = incarnation
         self._shard = shard
+        # The one that sealed for the newest epoch, and all that are kept, in order of last use.
         self._sealer: ShardSealer | None = None
+        self._sealers: OrderedDict[int, ShardSealer] = OrderedDict()
+        self._lock = Lock()
 
     def seal(self, batch: Batch) -> Batch:
         """The batch as it stands on disk. Raises what the keyring raises."""
-        sealer = self._sealer
-        if sealer is None or sealer.epoch != batch.header.leader_epoch:
-            sealer = self._keyring.sealer(
-                self._stream, self._incarnation, self._shard, batch.header.leader_epoch
-            )
-            self._sealer = sealer
-        return sealer.seal(batch)
+        return self._of_epoch(batch.header.leader_epoch).seal(batch)
+
+    def _of_epoch(self, epoch: int) -> ShardSealer:
+        with self._lock:
+            sealer = self._sealers.get(epoch)
+            if sealer is None:
+                sealer = self._keyring.sealer(self._stream, self._incarnation, self._shard, epoch)
+                self._sealers[epoch] = sealer
+                if len(self._sealers) > SEALERS_MAX:
+                    self._sealers.popitem(last=False)
+            self._sealers.move_to_end(epoch)
+            if self._sealer is None or epoch > self._sealer.epoch:
+                self._sealer = sealer
+            return sealer
 
     def open_batch(self, batch: Batch) -> Batch:
         """The batch as it was published, whatever key it names. Raises what the keyring raises, TamperError."""

@@ -21,6 +21,7 @@ from felix.messages import Durability, Retention, ShardState, StreamState
 from felix.names import StreamName
 from region.budget import Budget
 from region.log.directory import LogDirectory
+from region.log.disk import SegmentLimits
 from region.log.durability import Durability as LogDurability
 from region.log.durability import Kind
 from region.log.retention import Retention as LogRetention
@@ -37,6 +38,8 @@ HOT_BYTES: Final = 8 << 20
 ring budget is taken, a shard gets RING_BYTES_MIN."""
 
 
+COMPACTED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=32 << 20, segment_age_ms=600_000)
+"""Only closed segments are compacted, so those of a compacted stream are closed sooner."""
 COMPANION_RING_BYTES: Final = 128 << 10
 """Of a companion log in memory. It is read once, when it is opened."""
 
@@ -60,10 +63,12 @@ def delivery_frame(header: BatchHeader) -> bytes:
 
 def shard_settings(config: StreamConfig, ring_bytes: int) -> ShardSettings:
     """What the catalog's settings mean for a shard."""
-    retention = config.retention
+    retention, compaction = config.retention, config.views.compacted
     return ShardSettings(
         LogDurability(Kind(config.durability.kind), config.durability.interval_ms),
         LogRetention(retention.age_ms or None, retention.bytes or None),
+        COMPACTED_SEGMENTS if compaction else SegmentLimits(),
+        compaction=compaction,
         ring_bytes_max=ring_bytes,
     )
 
@@ -96,6 +101,13 @@ class HostedStream:
     @property
     def ephemeral(self) -> bool:
         return self.record.config.durability.kind == "ephemeral"
+
+    @property
+    def compacts(self) -> bool:
+        """Whether records go that later ones of their keys have superseded, or some have gone so already."""
+        return self.record.config.views.compacted is not None or any(
+            shard.compacted_to for shard in self.serving
+        )
 
     def shard(self, number: int) -> ShardLog:
         """Raises RequestError(INVALID) where the stream has no such shard, or why the shard does not serve."""
@@ -289,6 +301,21 @@ class StreamTable:
                     await shard.sweep(now_ms)
                 except FelixError as error:
                     log.error("retention of %s: %s", stream.name, error)
+
+    async def compact(self, now_ms: int) -> None:
+        """Compact the shards that are due, one after the other."""
+        for stream in self:
+            for shard in stream.serving:
+                if stream.deleted or not shard.compaction_due(now_ms):
+                    continue
+                try:
+                    report = await self._directory.compact(shard, now_ms)
+                except FelixError as error:
+                    if error.code is not Code.SHUTTING_DOWN:
+                        log.error("compaction of %s shard %d: %s", stream.name, shard.identity.shard, error)
+                    continue
+                if report is not None:
+                    log.info("%s shard %d was compacted: %s", stream.name, shard.identity.shard, report)
 
     async def remove(self, name: StreamName, incarnation: str) -> None:
         """Close this incarnation and delete its records: it is marked as deleted in the catalog."""

@@ -22,3 +22,9 @@ class ShardCounters:
     refused_memory: int = 0
     refused_disk_full: int = 0
     segments_deleted: int = 0
+    compactions: int = 0
+    compactions_failed: int = 0
+    compaction_read_bytes: int = 0
+    compaction_written_bytes: int = 0
+    compaction_removed_records: int = 0
+    compaction_ns: int = 0

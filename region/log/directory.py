@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 
 from felix.errors import Code, FelixError, RequestError
 from felix.names import StreamName
+from region.log.compaction import CompactionReport
 from region.log.disk import storage_error
 from region.log.durability import Kind
 from region.log.files import Files
@@ -73,6 +74,7 @@ class LogDirectory:
         self._files = files or Files()
         self._commit_pool = ThreadPoolExecutor(COMMIT_THREADS_MAX, thread_name_prefix="log-commit")
         self._read_pool = ThreadPoolExecutor(READ_THREADS_MAX, thread_name_prefix="log-read")
+        self._maintenance_pool = ThreadPoolExecutor(1, thread_name_prefix="log-maintenance")
         self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
         self._opening: set[tuple[StreamName, bytes, int]] = set()
         self._commit_pool.submit(self._finish_deletions)
@@ -157,6 +159,10 @@ class LogDirectory:
         self._files.sync_folder(folder.parent)
         self._files.sync_folder(self._data)
 
+    async def compact(self, shard: ShardLog, now_ms: int) -> CompactionReport | None:
+        """One pass of compaction over one of this folder's shards; raises as `ShardLog.compact` does."""
+        return await shard.compact(now_ms, self._maintenance_pool)
+
     async def close_shard(self, name: StreamName, incarnation: bytes, shard: int) -> None:
         """Close a shard; one that is not open is closed already."""
         log = self._open.pop((name, incarnation, shard), None)
@@ -191,6 +197,7 @@ class LogDirectory:
         results = await asyncio.gather(*(shard.close() for shard in shards), return_exceptions=True)
         self._commit_pool.shutdown()
         self._read_pool.shutdown()
+        self._maintenance_pool.shutdown()
         self._lock.release()
         for result in results:
             if isinstance(result, BaseException):

@@ -1,6 +1,7 @@
 """The log of one shard on disk: segments in a folder, one writer, any number of readers. Blocking: threads only.
 
-The folder holds `<base offset>.seg` with `.idx` beside closed ones, `mark`, `epochs` and `producers`.
+The folder holds `<base offset>.seg` with `.idx` beside closed ones, `mark`, `epochs`, `producers` and, once something
+was compacted, `compaction`. A segment that compaction wrote is `<base offset>.<generation>.seg`.
 
 Invariants:
 - one caller writes at a time (region.log.shard holds a lock around each operation); readers need no lock:
@@ -24,8 +25,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple
 
+import msgspec
+
 from felix.batch import HEADER_BYTES, Batch, BatchHeader, body_checksum
 from felix.errors import Code, RequestError, UnavailableError
+from region.log.compaction import COMPACTION_NAME, CompactionState, DirtySpan, encode_compaction
 from region.log.epochs import EpochHistory
 from region.log.files import Files, create_durably, is_full, read_file, save_checked, write_all
 from region.log.index import INDEX_INTERVAL_BYTES, SparseIndex, decode_index
@@ -160,8 +164,9 @@ class DiskLog:
         self._files = files
         self._limits = limits
         self._commitment = commitment
+        self.compaction = recovered.compaction
         self._segments: tuple[SegmentState, ...] = tuple(recovered.segments)
-        self._indexes: OrderedDict[int, SparseIndex] = OrderedDict()
+        self._indexes: OrderedDict[Path, SparseIndex] = OrderedDict()
         self._indexes_lock = Lock()
         self._synced_to = 0
         self._active = -1
@@ -423,15 +428,19 @@ class DiskLog:
             segment = segments[bisect_right(segments, offset, key=_base_offset) - 1]
             try:
                 descriptor = self._files.open(segment.path, os.O_RDONLY)
+                try:
+                    found = self._read_segment(descriptor, segment, offset, max_bytes, limit)
+                finally:
+                    self._files.close(descriptor)
             except FileNotFoundError:
-                # Retention was faster; the new start of the log says so above.
+                # Retention or compaction was faster; the segments that there are now say so above.
                 if self._segments is segments:
                     raise damaged(segment.path, 0, offset, "the file is gone") from None
                 continue
-            try:
-                return self._read_segment(descriptor, segment, offset, max_bytes, limit)
-            finally:
-                self._files.close(descriptor)
+            if found or segment.next_offset >= limit:
+                return found
+            # What is left of this segment was compacted away: the next entry is in the next one.
+            offset = segment.next_offset
 
     def _read_segment(
         self, descriptor: int, segment: SegmentState, offset: int, max_bytes: int, limit: int
@@ -440,13 +449,15 @@ class DiskLog:
         size = 0
         position = self._index(segment).position_for_offset(offset)
         end_offset = min(limit, segment.next_offset)
+        # With holes, only its length says where a segment ends; a compacted one is never written to again.
+        compacted = segment.header.span is not None
         wanted = INDEX_INTERVAL_BYTES + max_bytes
         reached = -1
         while True:
             window = memoryview(self._files.pread(descriptor, wanted, position))
             index = 0
             try:
-                while reached < end_offset:
+                while reached < end_offset and not (compacted and position + index >= segment.segment_bytes):
                     entry = decode_entry(
                         window,
                         index,
@@ -456,7 +467,10 @@ class DiskLog:
                         verify_body=False,
                     )
                     if reached >= 0 and entry.base_offset != reached:
-                        raise EntryDamagedError(f"offset {entry.base_offset} where {reached} is next")
+                        if not compacted or entry.base_offset < reached:
+                            raise EntryDamagedError(f"offset {entry.base_offset} where {reached} is next")
+                        if entry.base_offset >= end_offset:
+                            return found
                     header = entry.header
                     if header and entry.next_offset > offset:
                         if found and size + header.total_length > max_bytes:
@@ -483,14 +497,22 @@ class DiskLog:
 
     def offset_for_time(self, time_ms: int, limit: int) -> int:
         """Base offset of the first batch below `limit` appended at or after `time_ms`; `limit` where there is none."""
-        for segment in self._segments:
+        while True:
+            segments = self._segments
+            try:
+                return self._offset_for_time(segments, time_ms, limit)
+            except FileNotFoundError as error:
+                if self._segments is segments:
+                    raise damaged(
+                        Path(error.filename), 0, segments[0].base_offset, "the file is gone"
+                    ) from None
+
+    def _offset_for_time(self, segments: Sequence[SegmentState], time_ms: int, limit: int) -> int:
+        for segment in segments:
             if segment.last_time_ms < time_ms:
                 continue
             position = self._index(segment).position_for_time(time_ms)
-            try:
-                descriptor = self._files.open(segment.path, os.O_RDONLY)
-            except FileNotFoundError:
-                continue
+            descriptor = self._files.open(segment.path, os.O_RDONLY)
             try:
                 for entry in self._entries(descriptor, segment, position):
                     if entry.base_offset >= limit:
@@ -518,9 +540,9 @@ class DiskLog:
         if segment.index is not None:
             return segment.index
         with self._indexes_lock:
-            held = self._indexes.get(segment.base_offset)
+            held = self._indexes.get(segment.path)
             if held:
-                self._indexes.move_to_end(segment.base_offset)
+                self._indexes.move_to_end(segment.path)
                 return held
         stored = read_file(self._files, segment.index_path)
         index = stored and decode_index(
@@ -532,19 +554,19 @@ class DiskLog:
         if not index:
             index, _ = self._rescan(segment, segment.segment_bytes)
             write_index(self._files, segment.index_path, index.encode())
-        self._hold_index(segment.base_offset, index)
+        self._hold_index(segment.path, index)
         return index
 
-    def _hold_index(self, base_offset: int, index: SparseIndex) -> None:
+    def _hold_index(self, path: Path, index: SparseIndex) -> None:
         with self._indexes_lock:
-            self._indexes[base_offset] = index
+            self._indexes[path] = index
             while len(self._indexes) > _INDEXES_HELD_MAX:
                 self._indexes.popitem(last=False)
 
     def _remember_index(self, segment: SegmentState) -> None:
         """A closed segment's index moves to the cache."""
         assert segment.index is not None
-        self._hold_index(segment.base_offset, segment.index)
+        self._hold_index(segment.path, segment.index)
         segment.index = None
 
     def _rescan(
@@ -588,6 +610,8 @@ class DiskLog:
             raise damaged(segment.path, index.segment_bytes, index.next_offset, str(error)) from error
         finally:
             self._files.close(descriptor)
+        if segment.header.span:
+            index.end_at(segment.header.span.end_offset)
         return index, annotations
 
     # Deleting.
@@ -626,14 +650,83 @@ class DiskLog:
             self._files.unlink(segment.index_path)
         self._files.sync_folder(self.folder)
 
+    # Compaction. What is to be written where is region.log.compactor's; here, as in all writing, by one at a time.
+
+    @property
+    def segments(self) -> tuple[SegmentState, ...]:
+        """The segments as they are now, oldest first; the last one is written to, the others never change."""
+        return self._segments
+
+    @property
+    def limits(self) -> SegmentLimits:
+        """When a segment is closed."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: SegmentLimits) -> None:
+        self._limits = limits
+
+    def dirty_spans(self, below: int) -> list[DirtySpan]:
+        """The closed segments that lie wholly below offset `below`."""
+        return [
+            DirtySpan(one.next_offset, one.segment_bytes, one.last_time_ms)
+            for one in self._segments[:-1]
+            if one.next_offset <= below
+        ]
+
+    def position_for_offset(self, segment: SegmentState, offset: int) -> int:
+        """Where in a segment to scan from for the batch that holds `offset`, or the first one behind it."""
+        return self._index(segment).position_for_offset(offset)
+
+    def save_compaction(self, state: CompactionState) -> None:
+        """Make what is known of the compaction durable. Raises OSError."""
+        save_checked(self._files, self.folder / COMPACTION_NAME, encode_compaction(state))
+        self.compaction = state
+
+    def replace_segments(self, old: Sequence[SegmentState], new: SegmentState, aside: Path) -> bool:
+        """Let `new`, which is whole and synced under the name `aside`, take the place of consecutive segments.
+
+        False, with nothing changed, where these are no longer all there. `new` has its index in it.
+        """
+        segments = self._segments
+        if old[0] not in segments:
+            return False
+        at = segments.index(old[0])
+        if segments[at : at + len(old)] != tuple(old) or at + len(old) >= len(segments):
+            return False
+        assert new.index is not None and new.base_offset == old[0].base_offset
+        assert new.next_offset == old[-1].next_offset
+        self._files.replace(aside, new.path)
+        with self._fatal("A sync", self.folder):
+            self._files.sync_folder(self.folder)
+        write_index(self._files, new.index_path, new.index.encode())
+        self._remember_index(new)
+        self._segments = (*segments[:at], new, *segments[at + len(old) :])
+        with self._fatal("Deleting what was compacted", self.folder):
+            for segment in old:
+                self._files.unlink(segment.path)
+                self._files.unlink(segment.index_path)
+            self._files.sync_folder(self.folder)
+        return True
+
     def truncate(self, offset: int) -> ProducerTable:
         """Cut every batch that reaches past `offset`, with the annotations from there on; the producers of what stays.
 
-        For a follower whose log parts from its leader's. Raises OffsetOutOfRangeError outside the log.
+        For a follower whose log parts from its leader's. Raises OffsetOutOfRangeError outside the log,
+        RequestError(UNSUPPORTED) where it was compacted: what the cut records superseded is gone.
         """
         if not self.start_offset <= offset < self.end_offset:
             raise OffsetOutOfRangeError(offset, self.start_offset, self.end_offset)
+        compacted_to = max((one.next_offset for one in self._segments if one.header.span), default=0)
+        if offset < compacted_to:
+            raise RequestError(
+                f"The log was compacted up to offset {compacted_to}; it cannot be cut at {offset}.",
+                code=Code.UNSUPPORTED,
+                hint="Build the replica anew from its leader.",
+            )
         self.sync()
+        if offset < self.compaction.clean_to:
+            self.save_compaction(msgspec.structs.replace(self.compaction, clean_to=offset))
         at = bisect_right(self._segments, offset, key=_base_offset) - 1
         target, later = self._segments[at], self._segments[at + 1 :]
         index, annotations = self._rescan(target, target.segment_bytes, offset)

@@ -59,6 +59,11 @@ class Files:
     def size(self, descriptor: int) -> int:
         return os.fstat(descriptor).st_size
 
+    def free_bytes(self, folder: Path) -> int:
+        """Bytes that may still be written where `folder` is."""
+        found = os.statvfs(folder)
+        return found.f_bavail * found.f_frsize
+
     def replace(self, source: Path, target: Path) -> None:
         source.replace(target)
 

@@ -57,7 +57,7 @@ class SparseIndex:
 
     def add(self, base_offset: int, next_offset: int, position: int, end: int, time_ms: int) -> None:
         """Take note of a batch entry at `position`..`end` of the file."""
-        assert base_offset == self.next_offset and position >= self.segment_bytes
+        assert base_offset >= self.next_offset and position >= self.segment_bytes
         last = self.positions[-1] if self.positions else self.start - INDEX_INTERVAL_BYTES
         if position - last >= INDEX_INTERVAL_BYTES:
             self.positions.append(position)
@@ -67,6 +67,11 @@ class SparseIndex:
             self.first_time_ms = time_ms
         self.last_time_ms = max(self.last_time_ms, time_ms)
         self.segment_bytes = end
+        self.next_offset = next_offset
+
+    def end_at(self, next_offset: int) -> None:
+        """The segment stands for offsets up to here: compaction may have left the last of them out."""
+        assert next_offset >= self.next_offset
         self.next_offset = next_offset
 
     def add_position(self, end: int) -> None:

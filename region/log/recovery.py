@@ -26,6 +26,10 @@ acknowledged is cut. One case stays undecidable on one disk: power is lost *and*
 damaged *and* the mark of that very sync (no more than `MARK_SYNC_IDLE_S` old) was not yet on disk; it is
 treated as a torn tail, and reported.
 
+Segments that compaction wrote (region.log.compaction) may leave offsets out. Their headers say what they stand for and
+what they hold, and are held to it. Segments that lie within the span of one of a later generation are what a crash left
+of the ones it replaced: they are deleted, since it was whole on disk before it got its name.
+
 Called once per shard, when it opens, in a thread; nothing else uses the folder then.
 """
 
@@ -42,6 +46,7 @@ import msgspec
 
 from felix.batch import HEADER_BYTES
 from felix.errors import CorruptionError
+from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compaction
 from region.log.epochs import EpochHistory, EpochStart
 from region.log.files import TEMPORARY_SUFFIX, Files, is_full, load_checked, read_file, write_all
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
@@ -60,6 +65,7 @@ from region.log.segment import (
     ShardIdentity,
     decode_segment_header,
     find_entries,
+    parse_segment_name,
     scan_window,
 )
 
@@ -104,6 +110,11 @@ class SegmentState:
         return self.header.base_offset
 
     @property
+    def generation(self) -> int:
+        """0, or which compaction wrote it."""
+        return self.header.span.generation if self.header.span else 0
+
+    @property
     def index_path(self) -> Path:
         """Where the segment's index is kept."""
         return self.path.with_suffix(INDEX_SUFFIX)
@@ -118,6 +129,7 @@ class Recovered:
     epochs: EpochHistory = field(default_factory=EpochHistory)
     producers: ProducerTable = field(default_factory=ProducerTable)
     report: RecoveryReport = field(default_factory=RecoveryReport)
+    compaction: CompactionState = field(default_factory=CompactionState)
 
 
 def damaged(path: Path, position: int, offset: int, what: str) -> CorruptionError:
@@ -132,6 +144,14 @@ def scan_file(
     files: Files, descriptor: int, segment: SegmentHeader, start: int, end: int, *, verify_bodies: bool
 ) -> Iterator[SegmentEntry]:
     """Every entry from `start` on, window by window. Raises EntryDamagedError where one is not whole before `end`."""
+    for entry, _ in scan_bytes(files, descriptor, segment, start, end, verify_bodies=verify_bodies):
+        yield entry
+
+
+def scan_bytes(
+    files: Files, descriptor: int, segment: SegmentHeader, start: int, end: int, *, verify_bodies: bool
+) -> Iterator[tuple[SegmentEntry, memoryview]]:
+    """As `scan_file`, with each entry's bytes; of a body that was not verified perhaps only a part."""
     position = start
     while position < end:
         window = files.pread(descriptor, min(WINDOW_BYTES, end - position), position)
@@ -140,12 +160,13 @@ def scan_file(
         entries, stopped = scan_window(
             window, at=position, salt=segment.salt, shard=segment.identity.shard, verify_body=verify_bodies
         )
+        view, begin = memoryview(window), position
         for entry in entries:
             if entry.end > end:
                 raise EntryIncompleteError(
                     f"{end - entry.position} bytes of an entry's {entry.length}", entry.length
                 )
-            yield entry
+            yield entry, view[entry.position - begin : entry.end - begin]
             position = entry.end
         # An entry that only the window cuts off stands whole at the beginning of the next one.
         cut_by_window = (
@@ -207,9 +228,18 @@ def _load_epochs(files: Files, folder: Path) -> EpochHistory | None:
         return None
 
 
+def _load_compaction(files: Files, folder: Path) -> CompactionState | None:
+    payload = load_checked(files, folder / COMPACTION_NAME)
+    return None if payload is None else decode_compaction(payload)
+
+
 def _load_producers(files: Files, folder: Path) -> tuple[ProducerTable, int] | None:
     payload = load_checked(files, folder / PRODUCERS_NAME)
-    if payload is None:
+    return None if payload is None else _decode_producers(payload)
+
+
+def _decode_producers(payload: bytes) -> tuple[ProducerTable, int] | None:
+    if not payload:
         return None
     try:
         return decode_snapshot(payload)
@@ -227,6 +257,15 @@ class _Recovery:
         self.full = full
         epochs = _load_epochs(files, folder)
         producers = _load_producers(files, folder)
+        stored = _load_compaction(files, folder)
+        self.compaction = stored or CompactionState()
+        self.compaction_missing = stored is None
+        if epochs is None and self.compaction.epochs:
+            epochs = EpochHistory(list(self.compaction.epochs))
+        # Of batches that compaction removed, only its own copy or a newer snapshot knows.
+        copy = _decode_producers(self.compaction.producers)
+        if copy and (producers is None or producers[1] < copy[1]):
+            producers = copy
         self.epochs_rebuilt = epochs is None
         self.producers_rebuilt = producers is None
         self.epochs = epochs or EpochHistory()
@@ -242,20 +281,23 @@ class _Recovery:
             header, length = decode_segment_header(self.files.pread(descriptor, HEADER_BYTES_MAX, 0))
             size = self.files.size(descriptor)
         except CorruptionError as error:
-            raise damaged(path, 0, int(path.stem), error.sentence.rstrip(".")) from error
+            raise damaged(path, 0, base_of(path), error.sentence.rstrip(".")) from error
         finally:
             self.files.close(descriptor)
         if header.identity != self.identity:
             raise damaged(
                 path, 0, header.base_offset, f"it belongs to {header.identity}, not to {self.identity}"
             )
-        if header.base_offset != int(path.stem):
-            raise damaged(path, 0, header.base_offset, "its name states another base offset")
+        generation = header.span.generation if header.span else 0
+        if parse_segment_name(path.name) != (header.base_offset, generation):
+            raise damaged(path, 0, header.base_offset, "its name states another base offset or generation")
+        if header.span and header.span.segment_bytes != size:
+            raise damaged(path, 0, header.base_offset, f"{size} bytes of {header.span.segment_bytes}")
         return header, length, size
 
-    def visit(self, index: SparseIndex, path: Path, entry: SegmentEntry) -> None:
+    def visit(self, index: SparseIndex, path: Path, entry: SegmentEntry, *, holes: bool = False) -> None:
         """Check that an entry follows the one before it; replay it."""
-        if entry.base_offset != index.next_offset:
+        if entry.base_offset != index.next_offset and not (holes and entry.base_offset > index.next_offset):
             raise damaged(
                 path,
                 entry.position,
@@ -323,11 +365,13 @@ class _Recovery:
             for entry in scan_file(
                 self.files, descriptor, header, position, index.segment_bytes, verify_bodies=False
             ):
-                if entry.base_offset != offset:
+                if entry.base_offset != offset and not (header.span and entry.base_offset > offset):
                     raise damaged(path, entry.position, offset, f"offset {entry.base_offset} stands here")
                 offset, position = entry.next_offset, entry.end
         except EntryDamagedError as error:
             raise damaged(path, position, offset, str(error)) from error
+        if header.span and offset <= header.span.end_offset:
+            offset = header.span.end_offset
         if offset != index.next_offset:
             raise damaged(path, position, offset, f"the index says that {index.next_offset} is next")
 
@@ -336,10 +380,23 @@ class _Recovery:
     ) -> SparseIndex:
         index = SparseIndex(header.base_offset, start)
         try:
+            batches = records = 0
             for entry in scan_file(self.files, descriptor, header, start, size, verify_bodies=bodies):
-                self.visit(index, path, entry)
+                self.visit(index, path, entry, holes=header.span is not None)
+                batches += entry.header is not None
+                records += entry.header.records if entry.header else 0
         except EntryDamagedError as error:
             raise damaged(path, index.segment_bytes, index.next_offset, str(error)) from error
+        if span := header.span:
+            if (batches, records) != (span.batches, span.records) or index.next_offset > span.end_offset:
+                raise damaged(
+                    path,
+                    size,
+                    index.next_offset,
+                    f"{batches} batches with {records} records where its header says {span.batches} with "
+                    f"{span.records}",
+                )
+            index.end_at(span.end_offset)
         if bodies:
             self.verified_bytes += size
         if read_file(self.files, path.with_suffix(INDEX_SUFFIX)) != (encoded := index.encode()):
@@ -350,6 +407,8 @@ class _Recovery:
     def last(self, path: Path, mark: Mark | None) -> tuple[SegmentState, dict[int, bytes]]:
         """The newest segment: verified to its last byte, a torn tail cut."""
         header, start, size = self.read_header(path)
+        if header.span:
+            raise damaged(path, 0, header.span.end_offset, "no segment follows this compacted one")
         index = SparseIndex(header.base_offset, start)
         annotations: dict[int, bytes] = {}
         evidence = max(start, mark.synced_to if mark and mark.segment == header.base_offset else 0)
@@ -394,12 +453,13 @@ class _Recovery:
         for path in self.folder.glob(f"*{TEMPORARY_SUFFIX}"):
             self.files.unlink(path)
         for path in paths:
-            if len(path.stem) != 20 or not path.stem.isdecimal():
+            if parse_segment_name(path.name) is None:
                 raise damaged(path, 0, 0, "this is not the name of a segment")
+        paths = self._finish_compaction(sorted(paths, key=_place))
         mark = decode_mark(read_file(self.files, self.folder / MARK_NAME) or b"")
         if mark:
             paths = self._finish_deletion(paths, mark)
-            if not paths or int(paths[-1].stem) < mark.segment:
+            if not paths or base_of(paths[-1]) < mark.segment:
                 raise damaged(
                     self.folder,
                     0,
@@ -408,7 +468,7 @@ class _Recovery:
                 )
         if not paths:
             return Recovered([], report=RecoveryReport(epochs_rebuilt=True))
-        segments = [self.closed(path, int(following.stem)) for path, following in pairwise(paths)]
+        segments = [self.closed(path, base_of(following)) for path, following in pairwise(paths)]
         state, annotations = self.last(paths[-1], mark)
         segments.append(state)
         if self.replay_from > state.next_offset:
@@ -419,6 +479,10 @@ class _Recovery:
             return again.run()
         self.producers.settle(state.next_offset)
         self.epochs.clamp(state.next_offset)
+        compacted_to = max((one.next_offset for one in segments if one.header.span), default=0)
+        if self.compaction_missing and compacted_to:
+            # What is compacted is looked at again; how far tombstones are gone is not known, so all of it counts.
+            self.compaction = CompactionState(0, compacted_to)
         file, position, size, offset, reason = self.cut or (None, 0, 0, 0, "")
         report = RecoveryReport(
             segments=len(segments),
@@ -433,23 +497,57 @@ class _Recovery:
             producers_rebuilt=self.producers_rebuilt,
             epochs_rebuilt=self.epochs_rebuilt,
         )
-        return Recovered(segments, annotations, self.epochs, self.producers, report)
+        return Recovered(segments, annotations, self.epochs, self.producers, report, self.compaction)
+
+    def _finish_compaction(self, paths: list[Path]) -> list[Path]:
+        """Delete segments that one of a later generation has taken the place of, and indexes of such."""
+        gone: set[Path] = set()
+        for path in paths:
+            base, generation = _place(path)
+            if not generation:
+                continue
+            span = self.read_header(path)[0].span
+            assert span is not None
+            gone.update(
+                other
+                for other in paths
+                if base <= base_of(other) < span.end_offset and _place(other)[1] < generation
+            )
+        for path in gone:
+            self.files.unlink(path)
+        kept = [path for path in paths if path not in gone]
+        names = {path.stem for path in kept}
+        for path in self.folder.glob(f"*{INDEX_SUFFIX}"):
+            if path.stem not in names:
+                self.files.unlink(path)
+        return kept
 
     def _finish_deletion(self, paths: list[Path], mark: Mark) -> list[Path]:
         """Retention writes the new start before it deletes: what is below it was being deleted."""
-        kept = [path for path in paths if int(path.stem) >= mark.log_start]
-        if kept and int(kept[0].stem) != mark.log_start:
+        kept = [path for path in paths if base_of(path) >= mark.log_start]
+        if kept and base_of(kept[0]) != mark.log_start:
             raise damaged(
                 self.folder,
                 0,
                 mark.log_start,
-                f"the log starts at {mark.log_start}, but the oldest segment begins at {int(kept[0].stem)}",
+                f"the log starts at {mark.log_start}, but the oldest segment begins at {base_of(kept[0])}",
             )
         if kept:
             for path in paths[: len(paths) - len(kept)]:
                 self.files.unlink(path)
                 self.files.unlink(path.with_suffix(INDEX_SUFFIX))
         return kept
+
+
+def base_of(path: Path) -> int:
+    """The base offset that a segment's name states."""
+    return _place(path)[0]
+
+
+def _place(path: Path) -> tuple[int, int]:
+    parsed = parse_segment_name(path.name)
+    assert parsed is not None
+    return parsed
 
 
 def write_index(files: Files, path: Path, encoded: bytes) -> None:

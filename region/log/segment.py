@@ -5,11 +5,15 @@ A segment is one header and then entries, back to back. Integers are big-endian,
 Segment header::
 
     0  magic "FELIXSEG"   8     32 salt                  8
-    8  version            2     40 incarnation          16
+    8  version (1, 2)     2     40 incarnation          16
     10 header length      2     56 region length         1
     12 shard              4     57 stream length         1
     16 base_offset        8     58 commitment length     2
-    24 created_ms         8     60 region, stream, key commitment, then checksum (8) of all before it
+    24 created_ms         8     60 region, stream, key commitment, span (version 2), then checksum (8) of all
+                                   before it
+
+Version 2 is a segment that compaction wrote (region.log.compaction). Its entries may leave offsets out, so its span
+says what the file has to hold: end offset 8, segment bytes 8, batches 8, records 8, generation 4.
 
 Entry: a header of 48 bytes, then the annotation, then the batch (felix.batch, sealed where the stream is)::
 
@@ -47,10 +51,12 @@ COMMITMENT_BYTES_MAX: Final = 256
 """A key commitment is a hash or two."""
 ENTRY_BYTES_MAX: Final = ENTRY_HEADER_BYTES + ANNOTATION_BYTES_MAX + BATCH_BYTES_MAX
 HEADER_PREFIX_BYTES: Final = 60
-HEADER_BYTES_MAX: Final = HEADER_PREFIX_BYTES + 255 + 255 + COMMITMENT_BYTES_MAX + 8
+HEADER_BYTES_MAX: Final = HEADER_PREFIX_BYTES + 255 + 255 + COMMITMENT_BYTES_MAX + 36 + 8
 
 _MAGIC: Final = b"FELIXSEG"
 _VERSION: Final = 1
+_VERSION_COMPACTED: Final = 2
+_SPAN: Final = struct.Struct(">QQQQI")
 _PREFIX: Final = struct.Struct(">8sHHIQqQ16sBBH")
 _ENTRY_MAGIC: Final = b"FE"
 _ENTRY: Final = struct.Struct(">2sBBHHIIQQQ")
@@ -76,29 +82,45 @@ class ShardIdentity(NamedTuple):
     shard: int
 
 
+class Span(NamedTuple):
+    """What a compacted segment stands for, offsets up to `end_offset`, and what it holds of them.
+
+    `generation` is above that of every segment that it took the place of.
+    """
+
+    end_offset: int
+    segment_bytes: int
+    batches: int
+    records: int
+    generation: int
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What stands at the head of a segment file. Times in ms since the Unix epoch."""
+    """What stands at the head of a segment file. Times in ms since the Unix epoch. `span`: of a compacted one."""
 
     identity: ShardIdentity
     base_offset: int
     created_ms: int
     salt: int
     commitment: bytes
+    span: Span | None = None
 
     def encode(self) -> bytes:
-        """The header's bytes, checksum last."""
+        """The header's bytes, checksum last. Their number does not depend on the span's values."""
         region, stream = self.identity.region.encode(), self.identity.stream.encode()
         assert len(region) < 256 and len(stream) < 256 and len(self.identity.incarnation) == 16
         assert len(self.commitment) <= COMMITMENT_BYTES_MAX
-        length = HEADER_PREFIX_BYTES + len(region) + len(stream) + len(self.commitment) + 8
+        span = _SPAN.pack(*self.span) if self.span else b""
+        length = HEADER_PREFIX_BYTES + len(region) + len(stream) + len(self.commitment) + len(span) + 8
+        version = _VERSION_COMPACTED if self.span else _VERSION
         head = b"".join(
             (
                 _PREFIX.pack(
-                    _MAGIC, _VERSION, length, self.identity.shard, self.base_offset, self.created_ms,
+                    _MAGIC, version, length, self.identity.shard, self.base_offset, self.created_ms,
                     self.salt, self.identity.incarnation, len(region), len(stream), len(self.commitment),
                 ),
-                region, stream, self.commitment,
+                region, stream, self.commitment, span,
             )
         )  # fmt: skip
         return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
@@ -124,12 +146,14 @@ def decode_segment_header(data: Buffer) -> tuple[SegmentHeader, int]:
         magic, version, length, shard, base_offset, created_ms, salt, incarnation,
         region_length, stream_length, commitment_length,
     ) = _PREFIX.unpack_from(data, 0)  # fmt: skip
-    if magic != _MAGIC or version != _VERSION:
+    if magic != _MAGIC or version not in (_VERSION, _VERSION_COMPACTED):
         raise CorruptionError(
-            f"Magic {magic!r} version {version} is not {_MAGIC!r} version {_VERSION}.",
+            f"Magic {magic!r} version {version} is not {_MAGIC!r} version {_VERSION} or {_VERSION_COMPACTED}.",
             hint="A newer Felix may have written it.",
         )
-    expected = HEADER_PREFIX_BYTES + region_length + stream_length + commitment_length + 8
+    span_length = _SPAN.size if version == _VERSION_COMPACTED else 0
+    span_at = HEADER_PREFIX_BYTES + region_length + stream_length + commitment_length
+    expected = span_at + span_length + 8
     if length != expected or len(data) < length:
         raise CorruptionError(f"A segment header of {length} bytes where its parts take {expected}.")
     (checksum,) = _CHECKSUM.unpack_from(data, length - 8)
@@ -143,8 +167,11 @@ def decode_segment_header(data: Buffer) -> tuple[SegmentHeader, int]:
     except UnicodeDecodeError as error:
         raise CorruptionError(f"The segment header's names are not UTF-8: {error}.") from error
     identity = ShardIdentity(region, stream, incarnation, shard)
+    span = Span(*_SPAN.unpack_from(data, span_at)) if span_length else None
+    if span and not (base_offset < span.end_offset and span.generation > 0):
+        raise CorruptionError(f"A compacted segment's span {tuple(span)} does not begin at {base_offset}.")
     return SegmentHeader(
-        identity, base_offset, created_ms, salt, bytes(data[commitment_at : length - 8])
+        identity, base_offset, created_ms, salt, bytes(data[commitment_at:span_at]), span
     ), length
 
 
@@ -289,6 +316,19 @@ def find_entries(data: Buffer, *, at: int, salt: int, shard: int, whole: bool) -
     return found
 
 
-def segment_name(base_offset: int) -> str:
-    """The file name of the segment that begins at this offset; names sort as offsets do."""
-    return f"{base_offset:020d}{SEGMENT_SUFFIX}"
+def segment_name(base_offset: int, generation: int = 0) -> str:
+    """The file name of the segment that begins at this offset; names sort as offsets do.
+
+    A segment that compaction wrote has its generation in the name: it never takes the name of one that is still read.
+    """
+    marked = f".{generation}" if generation else ""
+    return f"{base_offset:020d}{marked}{SEGMENT_SUFFIX}"
+
+
+def parse_segment_name(name: str) -> tuple[int, int] | None:
+    """Base offset and generation, or None where it is no segment's name."""
+    offset, _, generation = name.removesuffix(SEGMENT_SUFFIX).partition(".")
+    if not offset.isdecimal() or not (not generation or generation.isdecimal()):
+        return None
+    parsed = int(offset), int(generation or 0)
+    return parsed if name == segment_name(*parsed) else None

@@ -26,6 +26,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from threading import Event as ThreadEvent
 from threading import Lock
 from typing import Final, NamedTuple, TypeVar
 
@@ -46,7 +47,10 @@ from felix.errors import (
     RequestError,
     UnavailableError,
 )
+from felix.settings import Compaction
 from keys.envelope import SEAL_BYTES
+from region.log.compaction import KEYS_BYTES_MAX, CompactionReport, is_due
+from region.log.compactor import CompactionEndedError, Compactor, PassSettings
 from region.log.counters import ShardCounters
 from region.log.disk import (
     ANNOTATION_SLOTS_MAX,
@@ -76,6 +80,13 @@ GROUP_BYTES_MAX: Final = 8 << 20
 """Written before one sync: bounds how long the first of a group waits for the last."""
 MARK_SYNC_IDLE_S: Final = 1.0
 """The mark is brought to the disk this long after appends began; see region.log.recovery for what it proves."""
+
+COMPACTION_SHARE: Final = 0.5
+"""Of a thread's time that compaction takes at most: it sleeps as long as it worked, and appends come first."""
+COMPACTION_TURN_NS: Final = 5_000_000
+"""It works so long at a time: what else waits for the interpreter waits no longer."""
+COMPACTION_AGAIN_MS: Final = 60_000
+"""After a pass that failed (no room, a key that is gone) the next one waits."""
 
 _T = TypeVar("_T")
 
@@ -150,6 +161,7 @@ class ShardSettings:
     durability: Durability = FSYNC
     retention: Retention = field(default_factory=Retention)
     segments: SegmentLimits = field(default_factory=SegmentLimits)
+    compaction: Compaction | None = None
     ring_bytes_max: int = RING_BYTES_MAX
     ring_entries_max: int = RING_ENTRIES_MAX
     pending_bytes_max: int = PENDING_BYTES_MAX
@@ -159,7 +171,8 @@ class ShardSettings:
 
 @dataclass(frozen=True, slots=True)
 class ShardHooks:
-    """What the broker injects: called in threads of the pools, `seal` by one at a time, `open_batch` by many.
+    """What the broker injects: called in threads of the pools, `seal` by a commit and a compaction at once, `open_batch`
+    by many.
 
     A batch to seal carries its final header; a data key is of one leader epoch, so `seal` chooses it by the
     header's. `seal` gives the batch as it stands on disk, `open_batch` undoes it (also for batches of older
@@ -233,6 +246,11 @@ class ShardLog:
         self._mark_timer: asyncio.TimerHandle | None = None
         self._segments_seen = 1
         self._closed = False
+        self._files = Files()
+        # One compaction at a time; what it waits for between two turns ends it when the shard closes.
+        self._maintenance = asyncio.Lock()
+        self._maintenance_end = ThreadEvent()
+        self._compaction_again_ms = 0
         # Truncations begun and ended: a read across one may meet bytes that are being cut.
         self._truncations = 0
         # Shared with the commit thread, under `_lock`.
@@ -266,6 +284,7 @@ class ShardLog:
             return shard
         assert folder is not None
         shard_folder = shard._folder = folder
+        shard._files = files or Files()
 
         def recover() -> tuple[DiskLog, Recovered]:
             return DiskLog.open(
@@ -342,6 +361,25 @@ class ShardLog:
     def segment_count(self) -> int:
         """Segment files."""
         return self._disk.segment_count if self._disk else 0
+
+    @property
+    def compacted_to(self) -> int:
+        """Below this offset each key stands at most once, and offsets may be left out."""
+        return self._disk.compaction.clean_to if self._disk else 0
+
+    @property
+    def tombstones_from(self) -> int:
+        """Below this offset tombstones may be gone: who knows the log's state only up to an offset below it, and goes on
+        from there, may miss that a key was deleted, and must read the whole state anew."""
+        return self._disk.compaction.tombstones_from if self._disk else 0
+
+    @property
+    def dirty_bytes(self) -> int:
+        """Bytes of closed segments that hold what was not compacted yet."""
+        if self._disk is None:
+            return 0
+        spans = self._disk.dirty_spans(self._high_watermark)
+        return sum(one.segment_bytes for one in spans if one.next_offset > self.compacted_to)
 
     # Appending.
 
@@ -964,6 +1002,94 @@ class ShardLog:
         self._segments_seen = disk.segment_count
         return count
 
+    def compaction_due(self, now_ms: int) -> bool:
+        """Whether `compact` would be worth its work; never where the stream is not compacted."""
+        settings, disk = self.settings.compaction, self._disk
+        return (
+            settings is not None
+            and disk is not None
+            and self.state is State.SERVING
+            and now_ms >= self._compaction_again_ms
+            and not self._maintenance.locked()
+            and is_due(
+                disk.dirty_spans(self._high_watermark),
+                disk.compaction.clean_to,
+                now_ms=now_ms,
+                lag_ms=settings.lag_ms,
+            )
+        )
+
+    async def compact(
+        self,
+        now_ms: int,
+        pool: Executor,
+        *,
+        share: float = COMPACTION_SHARE,
+        keys_bytes_max: int = KEYS_BYTES_MAX,
+    ) -> CompactionReport | None:
+        """One pass over the closed segments, in a thread of `pool`; None where there is nothing to compact.
+
+        Reads and appends go on. `share` of the thread's time is worked, the rest slept. Raises UnavailableError: DISK_FULL,
+        with all as it was; SHUTTING_DOWN where the shard closes meanwhile. CorruptionError, which stops the shard, and what
+        opening or sealing a batch raises.
+        """
+        settings, disk = self.settings.compaction, self._disk
+        if settings is None or disk is None:
+            return None
+        async with self._maintenance:
+            if self.state not in (State.SERVING, State.FULL) or self._hold:
+                raise self._hold or self._not_serving()
+            end = self._maintenance_end = ThreadEvent()
+            compactor = Compactor(
+                disk,
+                self._files,
+                PassSettings(
+                    now_ms, settings.lag_ms, settings.tombstone_ms, self._high_watermark, keys_bytes_max
+                ),
+                seal=self._hooks.seal,
+                open_batch=self._hooks.open_batch,
+                writer=self._writer,
+                pace=_Pace(share, end),
+            )
+            snapshot, epochs = self._producers.encode(self._high_watermark), self._epochs.starts
+            try:
+                work = self._loop.run_in_executor(pool, compactor.run, snapshot, epochs)
+                try:
+                    report = await asyncio.shield(work)
+                except asyncio.CancelledError:
+                    # The thread still has the folder: nobody may close it before it is done.
+                    end.set()
+                    await asyncio.wait([work])
+                    raise
+            except CompactionEndedError:
+                raise UnavailableError("The shard is closing.", code=Code.SHUTTING_DOWN) from None
+            except (CorruptionError, StorageFailedError) as error:
+                self._fail(error)
+                raise
+            except OSError as error:
+                self._compaction_failed(now_ms)
+                raise storage_error(error, self._folder) from error
+            except FelixError:
+                self._compaction_failed(now_ms)
+                raise
+            finally:
+                self._segments_seen = disk.segment_count
+        if report:
+            self._count_compaction(report)
+        return report
+
+    def _compaction_failed(self, now_ms: int) -> None:
+        self._compaction_again_ms = now_ms + COMPACTION_AGAIN_MS
+        self.counters.compactions_failed += 1
+
+    def _count_compaction(self, report: CompactionReport) -> None:
+        counters = self.counters
+        counters.compactions += 1
+        counters.compaction_read_bytes += report.bytes_read
+        counters.compaction_written_bytes += report.bytes_written
+        counters.compaction_removed_records += report.records_removed
+        counters.compaction_ns += report.elapsed_ns
+
     async def _change(self, work: Callable[..., _T], *arguments: object) -> _T:
         """Change the folder in a commit thread, as its only writer."""
 
@@ -987,7 +1113,10 @@ class ShardLog:
         if self.state is State.STOPPED:
             return
         self._hold = UnavailableError("The shard is closing.", code=Code.SHUTTING_DOWN)
+        self._maintenance_end.set()
         await self._drained.wait()
+        async with self._maintenance:
+            pass
         if self._closed:
             return
         self._closed = True
@@ -1015,6 +1144,23 @@ class ShardLog:
                 disk.close()
 
         await self._change(finish)
+
+
+class _Pace:
+    """Between two batches: sleep as its share asks, or end the work because the shard closes."""
+
+    def __init__(self, share: float, end: ThreadEvent) -> None:
+        self._rest = 1 / share - 1
+        self._end = end
+        self._begun = time.perf_counter_ns()
+
+    def __call__(self) -> None:
+        worked = time.perf_counter_ns() - self._begun
+        if worked < COMPACTION_TURN_NS:
+            return
+        if self._end.wait(worked * self._rest / 1e9):
+            raise CompactionEndedError
+        self._begun = time.perf_counter_ns()
 
 
 class _Held:

@@ -150,6 +150,13 @@ def check_stream_config(name: StreamName, config: StreamConfig) -> None:
             name, f"a ring of {config.ring_bytes} bytes; {RING_BYTES_MIN} to {RING_BYTES_MAX} are allowed"
         )
     config.views.check()
+    if durability.kind == "ephemeral" and (config.views.compaction or config.views.offload):
+        what = "compacted" if config.views.compaction else "offloaded"
+        raise _invalid(
+            name,
+            f"it is ephemeral, so nothing of it is on disk that could be {what}",
+            "Choose durability fsync or interval.",
+        )
 
 
 def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) -> None:

@@ -20,6 +20,7 @@ from felix.errors import Code
 from felix.messages import LinkState, Retention
 from felix.names import StreamName
 from felix.provenance import PATH_HEADER
+from felix.settings import Compaction, Views
 from policy.grant import StandingAction
 from policy.transform import build_spec
 from region.node import now_ms
@@ -423,3 +424,12 @@ async def test_the_health_page_has_the_link_and_the_reason(mesh: Mesh) -> None:
 
         reason = await until(lambda: asyncio.to_thread(not_ready), "not ready")
         assert "eu-west" in reason
+
+
+async def test_a_compacted_stream_does_not_cross_and_the_link_says_why(mesh: Mesh) -> None:
+    await mesh.create(views=Views(compaction=Compaction()))
+    await mesh.publish([flight(number) for number in range(20)])
+    await mesh.grant()
+    async with mesh.agent() as agent:
+        assert "is compacted" in (await state(agent, "denied")).reason
+        assert await mesh.arrived() == 0

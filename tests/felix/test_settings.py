@@ -48,13 +48,18 @@ def test_defaults_are_allowed_and_travel_unchanged() -> None:
         cache=CacheSettings(),
         compaction=Compaction(),
         deduplication=Deduplication(),
-        offload=Offload("file:///x"),
     )
     whole.check()
+    Views(offload=Offload("file:///x")).check()
     SubscriptionSettings().check()
     Views(queue=QueueSettings()).check()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=Views) == whole
     assert msgspec.json.encode(Views()) == b"{}"
+
+
+def test_what_is_compacted_is_not_offloaded() -> None:
+    with pytest.raises(RequestError, match="compacted stream that is offloaded"):
+        Views(cache=CacheSettings(), offload=Offload("file:///x")).check()
 
 
 def test_a_cache_is_compacted_and_a_plain_stream_is_not() -> None:

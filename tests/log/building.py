@@ -127,6 +127,8 @@ class FailingFiles(Files):
         self.write_error = 0
         self.room: int | None = None
         """Bytes that may still be written to segments before the disk is full."""
+        self.room_left: int | None = None
+        """What the file system says is free, where it is asked."""
         self.syncs = 0
         self.names: dict[int, str] = {}
 
@@ -134,6 +136,9 @@ class FailingFiles(Files):
         descriptor = super().open(path, flags)
         self.names[descriptor] = path.name
         return descriptor
+
+    def free_bytes(self, folder: Path) -> int:
+        return super().free_bytes(folder) if self.room_left is None else self.room_left
 
     def _is_segment(self, descriptor: int) -> bool:
         return ".seg" in self.names[descriptor]
