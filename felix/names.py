@@ -104,6 +104,17 @@ def parse_region(text: str) -> str:
     return text
 
 
+def parse_subscription(text: str) -> str:
+    """A durable subscription's name: as one part of a stream's name. Raises RequestError(NAME_INVALID)."""
+    if not _PART.fullmatch(text):
+        raise _refuse(
+            "subscription name",
+            text,
+            "expected 1 to 63 characters a-z 0-9 . _ - that start with a letter or digit, as in billing",
+        )
+    return text
+
+
 def trust_domain(region: str, mesh: str) -> str:
     """The SPIFFE trust domain of a region: `<region>.<mesh>`."""
     return f"{parse_region(region)}.{parse_region(mesh)}"

@@ -43,12 +43,15 @@ from region.metadata.records import (
     Side,
     Stream,
     StreamConfig,
+    Subscription,
     canonical_rights,
     check_stream_config,
     check_stream_update,
     decode,
     decode_stream,
+    decode_subscription,
     encode,
+    encode_subscription,
 )
 
 _SWAPS_MAX: Final = 16
@@ -163,6 +166,46 @@ class Catalog:
         fields = msgspec.structs.asdict(stream)
         del fields["revision"]
         return msgspec.json.encode(fields)
+
+    # Durable subscriptions
+
+    async def create_subscription(self, subscription: Subscription) -> Subscription:
+        """Raises RequestError(ALREADY_EXISTS). Safe to try again with the same id where the first answer was lost."""
+        key = self.keys.subscription(StreamName.parse(subscription.stream), subscription.name)
+        revision = await self._put(key, encode_subscription(subscription), 0)
+        return msgspec.structs.replace(subscription, revision=revision)
+
+    async def move_subscription(self, subscription: Subscription, incarnation: str) -> Subscription:
+        """From now on it counts the records of another incarnation (hex). Raises RequestError(CONFLICT, NOT_FOUND)."""
+        key = self.keys.subscription(StreamName.parse(subscription.stream), subscription.name)
+
+        def change(entry: Entry | None) -> bytes:
+            held = None if entry is None else decode_subscription(entry.value, key, entry.mod_revision)
+            if held is None or held.id != subscription.id:
+                raise _no_subscription(subscription.stream, subscription.name)
+            return encode_subscription(msgspec.structs.replace(held, incarnation=incarnation))
+
+        value, revision = await self._swap(key, change)
+        return decode_subscription(value, key, revision)
+
+    async def delete_subscription(self, subscription: Subscription) -> None:
+        """Only this one, not another that was made under its name since. Raises RequestError(NOT_FOUND)."""
+        key = self.keys.subscription(StreamName.parse(subscription.stream), subscription.name)
+        for _ in range(_SWAPS_MAX):
+            entry = await self.store.get(key)
+            if (
+                entry is None
+                or decode_subscription(entry.value, key, entry.mod_revision).id != subscription.id
+            ):
+                raise _no_subscription(subscription.stream, subscription.name)
+            if (await self.store.transact([ModRevision(key, entry.mod_revision)], [Delete(key)])).succeeded:
+                return
+        raise _contended(key)
+
+    async def subscriptions(self, stream: str = "") -> list[Subscription]:
+        """Of one stream, or of all."""
+        found = await self.store.load(self.keys.prefix + "subscriptions/" + (f"{stream}/" if stream else ""))
+        return [decode_subscription(entry.value, entry.key, entry.mod_revision) for entry in found.entries]
 
     # Rights
 
@@ -381,6 +424,14 @@ class Catalog:
 def _no_stream(name: StreamName) -> RequestError:
     return RequestError(
         f"There is no stream {name}.", code=Code.NOT_FOUND, hint="List the streams, or create it."
+    )
+
+
+def _no_subscription(stream: str, name: str) -> RequestError:
+    return RequestError(
+        f"There is no subscription {name} of {stream}.",
+        code=Code.NOT_FOUND,
+        hint="List the subscriptions of the stream, or create it.",
     )
 
 

@@ -9,8 +9,8 @@ Invariants:
 - a deletion is never missed: after a watch that cannot be resumed, everything is loaded again and compared,
   and what is gone is reported as gone;
 - while the store is away the mirror keeps what it knows. Losing metadata removes nothing from it;
-- a record that cannot be read grants nothing: rights count as none, a policy as none. A stream keeps its last
-  readable record, because its data is still there. `faults` names each such record.
+- a record that cannot be read grants nothing: rights count as none, a policy as none. A stream and a subscription keep their last
+  readable record, because their data is still there. `faults` names each such record.
 
 Used by the broker; one per process. Callbacks run in the event loop, right after the change is visible, and
 must return quickly. They belong to one loop: no locks.
@@ -40,8 +40,10 @@ from region.metadata.records import (
     Rights,
     Side,
     Stream,
+    Subscription,
     decode,
     decode_stream,
+    decode_subscription,
 )
 
 _log = logging.getLogger(__name__)
@@ -51,11 +53,21 @@ _RETRY_MS_MAX: Final = 5_000
 """Longest pause between tries to reach the store again; etcd's own watch retries more often inside of each."""
 
 Section = Literal[
-    "streams", "deleted", "rights", "grants", "revocations", "denies", "policy", "trusted", "quotas"
+    "streams",
+    "deleted",
+    "subscriptions",
+    "rights",
+    "grants",
+    "revocations",
+    "denies",
+    "policy",
+    "trusted",
+    "quotas",
 ]
 _SECTIONS: Final = (
     "streams",
     "deleted",
+    "subscriptions",
     "rights",
     "grants",
     "revocations",
@@ -87,6 +99,7 @@ class CatalogMirror:
         self._streams: dict[StreamName, Stream] = {}
         self._rights: dict[SpiffeId, tuple[Right, ...]] = {}
         self._deleted: dict[str, DeletedStream] = {}
+        self._subscriptions: dict[str, Subscription] = {}
         self._policy: Policy | None = None
         self._faults: dict[str, str] = {}
         self._callbacks: list[Callable[[MirrorChange], None]] = []
@@ -121,6 +134,11 @@ class CatalogMirror:
     def deleted_streams(self) -> Mapping[str, DeletedStream]:
         """Marks of explicit deletions, by incarnation: only their data may be removed."""
         return MappingProxyType(self._deleted)
+
+    @property
+    def subscriptions(self) -> Mapping[str, Subscription]:
+        """Durable subscriptions, by `tenant/namespace/stream/name`."""
+        return MappingProxyType(self._subscriptions)
 
     @property
     def policy(self) -> Policy | None:
@@ -298,6 +316,11 @@ class CatalogMirror:
                     self._deleted.pop(name, None)
                     if entry is not None:
                         self._deleted[name] = decode(entry.value, DeletedStream, key)
+                case "subscriptions":
+                    if entry is None:
+                        self._subscriptions.pop(name, None)
+                    else:
+                        self._subscriptions[name] = decode_subscription(entry.value, key, entry.mod_revision)
                 case "rights":
                     identity = SpiffeId.parse("spiffe://" + name)
                     self._rights.pop(identity, None)

@@ -17,8 +17,8 @@ from typing import Final, Literal, TypeVar, get_args
 import msgspec
 
 from felix.errors import Code, CorruptionError, RequestError
-from felix.names import SpiffeId, StreamName, parse_region
-from felix.settings import NO_VIEWS, Views
+from felix.names import SpiffeId, StreamName, parse_region, parse_subscription
+from felix.settings import NO_VIEWS, SubscriptionSettings, Views
 from policy.access import RIGHTS_PER_IDENTITY_MAX, parse_rights
 
 SHARDS_MAX: Final = 256
@@ -34,6 +34,7 @@ RING_BYTES_MIN: Final = 1 << 20
 RING_BYTES_MAX: Final = 4 << 30
 RING_BYTES_DEFAULT: Final = 64 << 20
 INCARNATION_BYTES: Final = 16
+SUBSCRIPTION_ID_BYTES: Final = 8
 DurabilityKind = Literal["fsync", "interval", "ephemeral"]
 DocumentKind = Literal["grants", "revocations", "denies"]
 Side = Literal["export", "import", "state"]
@@ -83,6 +84,20 @@ class DeletedStream(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     incarnation: str
     deleted_ms: int
+
+
+class Subscription(msgspec.Struct, frozen=True, kw_only=True):
+    """A durable subscription. `id`: 8 random bytes as hex, made at creation; its progress stands under it. `incarnation`: the
+    stream's whose records it counts. `revision` is not stored; it is the store's."""
+
+    stream: str
+    name: str
+    id: str
+    incarnation: str
+    creator: str
+    created_ms: int
+    settings: SubscriptionSettings
+    revision: int = 0
 
 
 class Rights(msgspec.Struct, frozen=True):
@@ -217,6 +232,10 @@ class Keys:
         """Of an identity's rights: its SPIFFE id without the scheme."""
         return f"{self.prefix}rights/{str(identity).removeprefix('spiffe://')}"
 
+    def subscription(self, stream: StreamName, name: str) -> str:
+        """Of a durable subscription."""
+        return f"{self.prefix}subscriptions/{stream}/{parse_subscription(name)}"
+
     def document(self, kind: DocumentKind, side: Side, document_id: str) -> str:
         """Of a grant, a revocation or a denial."""
         if kind not in get_args(DocumentKind) or side not in get_args(Side):
@@ -243,6 +262,32 @@ class Keys:
         """Of a tenant's limits."""
         StreamName(tenant, "x", "x")  # raises NAME_INVALID for what is no tenant
         return f"{self.prefix}quotas/{tenant}"
+
+
+def encode_subscription(subscription: Subscription) -> bytes:
+    """JSON of a subscription, without what is not stored."""
+    fields = msgspec.structs.asdict(subscription)
+    del fields["revision"]
+    return msgspec.json.encode(fields)
+
+
+def decode_subscription(value: bytes, key: str, revision: int) -> Subscription:
+    """A subscription's record, checked as a stream's is."""
+    subscription = decode(value, Subscription, key)
+    try:
+        if not key.endswith(
+            f"/subscriptions/{StreamName.parse(subscription.stream)}/{parse_subscription(subscription.name)}"
+        ):
+            raise RequestError(f"it calls itself {subscription.name} of {subscription.stream}.")
+        if len(bytes.fromhex(subscription.id)) != SUBSCRIPTION_ID_BYTES:
+            raise RequestError(f"its id is {subscription.id!r}.")
+        subscription.settings.check()
+    except (RequestError, ValueError) as error:
+        raise CorruptionError(
+            f"The metadata record {key} is not valid: {error}",
+            hint="It was changed by something other than Felix; put the record right, or put back a backup.",
+        ) from error
+    return msgspec.structs.replace(subscription, revision=revision)
 
 
 def encode(record: msgspec.Struct) -> bytes:

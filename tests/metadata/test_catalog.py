@@ -9,10 +9,11 @@ import pytest
 
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import SpiffeId, StreamName
+from felix.settings import Retries, SubscriptionSettings
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.port import Compare, Delete, OutcomeUnknownError, Put, TransactResult, Write
-from region.metadata.records import Durability, Policy, Retention, StreamConfig
+from region.metadata.records import Durability, Policy, Retention, StreamConfig, Subscription
 
 ORDERS = StreamName.parse("acme/payments/orders")
 CLIENT = SpiffeId.parse("spiffe://us-east.acme/client/orders-svc")
@@ -247,3 +248,43 @@ async def test_a_lost_answer_neither_doubles_nor_hides_a_change(loss: str) -> No
         await catalog.delete_stream(ORDERS, deleted_ms=1)
     assert len(await catalog.deleted_streams()) == 1
     assert await catalog.policy() == Policy(1, b"one")
+
+
+def billing(number: int = 1, name: str = "billing") -> Subscription:
+    return Subscription(
+        stream=str(ORDERS),
+        name=name,
+        id=bytes([number] * 8).hex(),
+        incarnation="00" * 16,
+        creator=str(CLIENT),
+        created_ms=1_700_000_000_000,
+        settings=SubscriptionSettings("earliest", retries=Retries(attempts_max=3)),
+    )
+
+
+async def test_a_subscription_is_created_once_moved_to_another_incarnation_and_deleted(
+    catalog: Catalog,
+) -> None:
+    made = await catalog.create_subscription(billing())
+    assert await catalog.create_subscription(billing()) == made, "the same again is no other"
+    with pytest.raises(RequestError) as caught:
+        await catalog.create_subscription(billing(2))
+    assert caught.value.code is Code.ALREADY_EXISTS
+    await catalog.create_subscription(billing(3, "audit"))
+    moved = await catalog.move_subscription(made, "11" * 16)
+    assert moved.incarnation == "11" * 16 and moved.settings == made.settings
+    assert [held.name for held in await catalog.subscriptions(str(ORDERS))] == ["audit", "billing"]
+    with pytest.raises(RequestError) as caught:
+        await catalog.delete_subscription(billing(2))
+    assert caught.value.code is Code.NOT_FOUND, "another one under its name stays"
+    await catalog.delete_subscription(moved)
+    assert [held.name for held in await catalog.subscriptions()] == ["audit"]
+    with pytest.raises(RequestError):
+        await catalog.move_subscription(made, "22" * 16)
+
+
+@pytest.mark.parametrize("name", ["", "Billing", "a/b", "x" * 64])
+async def test_a_subscription_has_a_name_that_is_one_part(catalog: Catalog, name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        await catalog.create_subscription(billing(name=name))
+    assert caught.value.code is Code.NAME_INVALID

@@ -11,6 +11,7 @@ from etcd_process import EtcdProcess
 
 from felix.errors import UnavailableError
 from felix.names import SpiffeId, StreamName
+from felix.settings import SubscriptionSettings
 from policy.access import Verb, allowed
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
@@ -18,7 +19,7 @@ from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.memory import MemoryStore
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import Absent, Delete, Put
-from region.metadata.records import Policy, StreamConfig
+from region.metadata.records import Policy, StreamConfig, Subscription
 
 PATIENCE_S = 30
 ORDERS = StreamName.parse("acme/payments/orders")
@@ -217,3 +218,22 @@ async def test_it_follows_an_etcd_that_is_killed_and_comes_back(tmp_path: Path) 
             await mirror.close()
     finally:
         etcd.stop()
+
+
+async def test_durable_subscriptions_come_and_go(region: Region) -> None:
+    made = Subscription(
+        stream=str(ORDERS),
+        name="billing",
+        id="01" * 8,
+        incarnation="00" * 16,
+        creator=str(CLIENT),
+        created_ms=1,
+        settings=SubscriptionSettings(),
+    )
+    await region.mirror.start()
+    made = await region.catalog.create_subscription(made)
+    await region.caught_up()
+    assert region.mirror.subscriptions == {f"{ORDERS}/billing": made}
+    await region.catalog.delete_subscription(made)
+    await region.caught_up()
+    assert not region.mirror.subscriptions

@@ -1,0 +1,470 @@
+"""How far one durable subscription has come in one shard: what is acknowledged, out, to be delivered again, given up.
+
+A pure state machine. A method that changes what must survive a restart returns the entries for the journal; it has applied them
+already. What is out, and where the next delivery begins, does not survive: after a restart, and whenever the shard changes hands,
+delivery begins again at the committed offset, without what is acknowledged above it.
+
+Invariants:
+- all below `committed` is settled, the record at `committed` is not; ranges settled above it are in `settled`;
+- a record is in at most one of: settled, out, waiting, dying, reserved; all but settled ones above the committed offset are
+  below `cursor` while somebody has the shard, or were before it changed hands;
+- a record that is not settled is never dropped: it is ahead of the cursor, out with a deadline, waiting with a due time, or dying;
+- `generation` is 0 while nobody has the shard; else calls with another one are fenced;
+- records out, and waiting below the cursor, are at most `unacked_max` and one batch.
+
+Times in ms. An attempt counts once it has failed: by nack, by its ack timeout, or by the death of its consumer, which counts
+against the oldest record that it had not acknowledged, since the others were only on their way to be worked on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from felix.errors import Code, RequestError
+from felix.ranges import RangeSet
+from felix.settings import SubscriptionSettings
+from region.subscriptions.entries import RANGES_MAX, Entry, Failed, Moved, Settled, pack, unpack
+
+GRAINS: Final = 16
+"""Deadlines and due times that are closer than this part of their delay are treated as one, so that they stay few."""
+REASON_CHARS_MAX: Final = 200
+WAITING_MAX: Final = 1_024
+"""Kinds of waiting records (attempts, due time, reason) told apart; beyond it reasons are no longer kept."""
+DYING_MAX: Final = 256
+"""Records under way to the dead-letter stream at a time, per shard."""
+
+TIMED_OUT: Final = "not acknowledged in time"
+CONSUMER_DIED: Final = "its consumer died"
+
+
+@dataclass(slots=True)
+class _Out:
+    """Records with the owner, delivered for the `attempt`-th time."""
+
+    attempt: int
+    deadline_ms: int
+    ranges: RangeSet
+
+
+class _Kind(NamedTuple):
+    """What waiting records have in common."""
+
+    due_ms: int
+    attempts: int
+    reason: str
+
+
+class Redelivered(NamedTuple):
+    """Records to be delivered now, for the `attempt`-th time."""
+
+    attempt: int
+    ranges: list[tuple[int, int]]
+
+
+class Dying(NamedTuple):
+    """A record that had all its attempts."""
+
+    offset: int
+    attempts: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Progress:
+    """See the module. `subscription`: the id that its entries carry."""
+
+    subscription: bytes
+    settings: SubscriptionSettings
+    committed: int = 0
+    settled: RangeSet = field(default_factory=RangeSet)
+    cursor: int = 0
+    generation: int = 0
+    positioned: bool = False
+    """False until a first position is known."""
+    _out: list[_Out] = field(default_factory=list)
+    _waiting: dict[_Kind, RangeSet] = field(default_factory=dict)
+    _dying: dict[int, Dying] = field(default_factory=dict)
+    _reserved: RangeSet = field(default_factory=RangeSet)
+
+    # -- what is so ------------------------------------------------------------------------------------
+
+    @property
+    def out_count(self) -> int:
+        """Records with the owner."""
+        return sum(out.ranges.count for out in self._out)
+
+    @property
+    def waiting_count(self) -> int:
+        """Records that are to be delivered again, or to the dead-letter stream."""
+        return sum(ranges.count for ranges in self._waiting.values()) + len(self._dying)
+
+    @property
+    def has_room(self) -> bool:
+        """True while more records may be delivered for the first time."""
+        waiting = sum(
+            ranges.count
+            if ranges.next <= self.cursor
+            else sum(following - first for first, following in ranges.within(0, self.cursor))
+            for ranges in self._waiting.values()
+        )
+        return self.out_count + waiting + len(self._dying) < self.settings.unacked_max
+
+    def lag(self, high_watermark: int) -> int:
+        """Records that are not settled."""
+        return max(0, high_watermark - self.committed - self.settled.count)
+
+    def skipped(self) -> RangeSet:
+        """What lies above the committed offset and is not to be handed out by whoever gets the shard now."""
+        found = self.settled.copy()
+        for first, following in self._held():
+            found.add(first, following)
+        return found
+
+    def _held(self) -> Iterator[tuple[int, int]]:
+        """Not settled, and not for the owner now: it waits, dies, or is part of a transaction."""
+        for ranges in self._waiting.values():
+            yield from ranges
+        for offset in self._dying:
+            yield offset, offset + 1
+        yield from self._reserved
+
+    def next_ms(self) -> int | None:
+        """When `expire`, `again` or `give_up` have something to do; None: not by time alone."""
+        times = [out.deadline_ms for out in self._out]
+        times += [
+            kind.due_ms
+            for kind, ranges in self._waiting.items()
+            if (
+                len(self._dying) < DYING_MAX
+                if self._is_dead(kind)
+                else self.generation and ranges.first < self.cursor
+            )
+        ]
+        return min(times, default=None)
+
+    def _is_dead(self, kind: _Kind) -> bool:
+        attempts_max = self.settings.retries.attempts_max
+        return bool(attempts_max) and kind.attempts >= attempts_max
+
+    # -- the owner -------------------------------------------------------------------------------------
+
+    def assign(self, generation: int) -> RangeSet:
+        """The shard is somebody's; delivery begins at the committed offset. Returns what is to be left out of it."""
+        assert not self.generation and not self._out and generation
+        self.generation = generation
+        self.cursor = self.committed
+        return self.skipped()
+
+    def release(self, now_ms: int, *, died: bool) -> list[Entry]:
+        """The shard is nobody's. `died`: without a word, so that the oldest record that was out had an attempt."""
+        outs, self._out = self._out, []
+        self.generation = 0
+        entries: list[Entry] = []
+        if died and outs:
+            oldest = min(outs, key=lambda out: out.ranges.first)
+            first = oldest.ranges.first
+            oldest.ranges.remove(first, first + 1)
+            entries = self._fail([(first, first + 1)], oldest.attempt, now_ms, -1, CONSUMER_DIED)
+        for out in outs:
+            if out.attempt > 1 and out.ranges:
+                # The journal knows these as waiting; only their attempts must not be forgotten here.
+                self._wait(list(out.ranges), _Kind(now_ms, out.attempt - 1, ""))
+        self.cursor = self.committed
+        return entries
+
+    def fence(self, generation: int) -> RequestError | None:
+        """Why a call of this generation is refused."""
+        if generation and generation == self.generation:
+            return None
+        return RequestError(
+            "The shard is no longer this consumer's.",
+            code=Code.CONSUMER_FENCED,
+            hint="Its records are delivered again, to whoever has the shard.",
+        )
+
+    # -- delivery --------------------------------------------------------------------------------------
+
+    def delivered(self, base: int, following: int, now_ms: int) -> None:
+        """A batch [base, following) was sent to the owner for the first time, from the cursor on."""
+        cursor = self.cursor
+        assert self.generation and following > cursor
+        if base > cursor:
+            # Compaction left a hole: what is not in the log needs no acknowledgement. It shows again after a restart.
+            self._settle([(cursor, base)])
+            cursor = base
+        self.cursor = following
+        fresh = RangeSet([(cursor, following)])
+        for held in (self.settled, self._reserved, *self._waiting.values()):
+            for first, after in held.within(cursor, following):
+                fresh.remove(first, after)
+        for offset in self._dying:
+            fresh.remove(offset, offset + 1)
+        if fresh:
+            self._put_out(list(fresh), 1, now_ms)
+
+    def _put_out(self, ranges: list[tuple[int, int]], attempt: int, now_ms: int) -> None:
+        deadline_ms = _grained(now_ms, self.settings.ack_timeout_ms)
+        for out in reversed(self._out):
+            if out.attempt == attempt and out.deadline_ms == deadline_ms:
+                break
+        else:
+            out = _Out(attempt, deadline_ms, RangeSet())
+            self._out.append(out)
+        for first, following in ranges:
+            out.ranges.add(first, following)
+
+    def gone(self, following: int) -> list[Entry]:
+        """The log begins at `following` by now: what lies before is settled, acknowledged or not."""
+        self.cursor = max(self.cursor, following)
+        if following <= self.committed:
+            return []
+        return self._settled_entries([(self.committed, following)])
+
+    def renew(self, offset: int, now_ms: int) -> None:
+        """The ack timeout of what is out from `offset` on begins anew."""
+        for out in [out for out in self._out if out.ranges.next > offset]:
+            later = out.ranges.within(offset, out.ranges.next)
+            out.ranges.remove(offset, out.ranges.next)
+            self._put_out(later, out.attempt, now_ms)
+        self._drop_empty()
+
+    # -- the owner's calls, once not fenced ------------------------------------------------------------
+
+    def check(self, ranges: Iterable[tuple[int, int]]) -> RequestError | None:
+        """Why these records cannot be acknowledged: they were not delivered."""
+        for _, following in ranges:
+            if following > self.cursor:
+                return RequestError(
+                    f"Offset {following - 1} was not delivered to this consumer; delivery has come to {self.cursor}.",
+                    code=Code.OFFSET_OUT_OF_RANGE,
+                )
+        return None
+
+    def ack(self, ranges: Iterable[tuple[int, int]]) -> list[Entry]:
+        """Settle these records. What is settled already, or part of a transaction, is left as it is."""
+        return self._settled_entries(ranges)
+
+    def nack(self, ranges: Iterable[tuple[int, int]], delay_ms: int, reason: str, now_ms: int) -> list[Entry]:
+        """These records, as far as they are out, failed; again after `delay_ms` (-1: as the settings say)."""
+        entries: list[Entry] = []
+        for first, following in ranges:
+            for out in self._out:
+                failed = out.ranges.within(first, following)
+                if failed:
+                    for each in failed:
+                        out.ranges.remove(*each)
+                    entries += self._fail(failed, out.attempt, now_ms, delay_ms, reason[:REASON_CHARS_MAX])
+        self._drop_empty()
+        return entries
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    def expire(self, now_ms: int) -> list[Entry]:
+        """What was not acknowledged in time has failed. Empty where nothing was."""
+        late = [out for out in self._out if out.deadline_ms <= now_ms]
+        self._out = [out for out in self._out if out.deadline_ms > now_ms]
+        entries: list[Entry] = []
+        for out in late:
+            entries += self._fail(list(out.ranges), out.attempt, now_ms, -1, TIMED_OUT)
+        return entries
+
+    def again(self, now_ms: int) -> list[Redelivered]:
+        """What is to be delivered again now to the owner. It is out from here on."""
+        if not self.generation:
+            return []
+        found: list[Redelivered] = []
+        for kind in sorted(kind for kind in self._waiting if kind.due_ms <= now_ms):
+            if self._is_dead(kind):
+                continue
+            ranges = self._waiting[kind]
+            # What the cursor has not come to yet is told when it has: the owner knows a redelivery by that.
+            due = ranges.within(self.committed, self.cursor)
+            for each in due:
+                ranges.remove(*each)
+            if not ranges:
+                del self._waiting[kind]
+            if due:
+                self._put_out(due, kind.attempts + 1, now_ms)
+                found.append(Redelivered(kind.attempts + 1, due))
+        return found
+
+    def give_up(self, now_ms: int) -> list[Dying]:
+        """Records that had all their attempts. Each is dying until `buried` or `spared` says how it went."""
+        found: list[Dying] = []
+        for kind in [kind for kind in self._waiting if kind.due_ms <= now_ms and self._is_dead(kind)]:
+            ranges = self._waiting[kind]
+            while ranges and len(self._dying) < DYING_MAX:
+                offset = ranges.first
+                ranges.remove(offset, offset + 1)
+                dying = self._dying[offset] = Dying(offset, kind.attempts, kind.reason)
+                found.append(dying)
+            if not ranges:
+                del self._waiting[kind]
+        return found
+
+    def buried(self, offset: int) -> list[Entry]:
+        """The record is in the dead-letter stream, or gone from the log."""
+        return self._settled_entries([(offset, offset + 1)]) if self._dying.pop(offset, None) else []
+
+    def spared(self, offset: int, due_ms: int) -> None:
+        """It could not be put there; it is tried again."""
+        dying = self._dying.pop(offset, None)
+        if dying is not None:
+            self._wait([(offset, offset + 1)], _Kind(due_ms, dying.attempts, dying.reason))
+
+    # -- transactions ----------------------------------------------------------------------------------
+
+    def reserve(self, ranges: list[tuple[int, int]]) -> RequestError | None:
+        """Keep these records for a transaction that is about to be written. All of them, or an error and none."""
+        if any(
+            following > self.cursor
+            or first < self.committed
+            or self.settled.within(first, following)
+            or self._reserved.within(first, following)
+            or any(first <= offset < following for offset in self._dying)
+            for first, following in ranges
+        ):
+            return RequestError(
+                "Records that the transaction acknowledges were settled otherwise, or never delivered to it.",
+                code=Code.CONSUMER_FENCED,
+                hint="Abort it: the records were dealt with elsewhere, or come again.",
+            )
+        for first, following in ranges:
+            self._take_back(first, following)
+            self._reserved.add(first, following)
+        return None
+
+    def unreserve(self, ranges: Iterable[tuple[int, int]], now_ms: int) -> None:
+        """The transaction was not written: the records are delivered again."""
+        for first, following in ranges:
+            for each in self._reserved.within(first, following):
+                self._reserved.remove(*each)
+                self._wait([each], _Kind(now_ms, 0, ""))
+
+    # -- positions -------------------------------------------------------------------------------------
+
+    def move(self, offset: int) -> list[Entry]:
+        """All below `offset` counts as settled and nothing from it on. The shard is nobody's afterwards."""
+        self._move(offset)
+        return [Moved(self.subscription, offset)]
+
+    def _move(self, offset: int) -> None:
+        self.committed = self.cursor = offset
+        self.settled = RangeSet()
+        self.generation = 0
+        self.positioned = True
+        self._out.clear()
+        self._waiting.clear()
+        self._dying.clear()
+        self._reserved = RangeSet()
+
+    # -- the journal -----------------------------------------------------------------------------------
+
+    def replay(self, entry: Entry) -> None:
+        """Apply one entry of an earlier life."""
+        match entry:
+            case Moved(offset=offset):
+                self._move(offset)
+            case Settled(distances=distances):
+                self._settle(unpack(distances))
+            case Failed():
+                self._wait(unpack(entry.distances), _Kind(entry.due_ms, entry.attempts, entry.reason))
+            case _:
+                raise AssertionError(entry)
+        self.cursor = self.committed
+
+    def snapshot(self) -> Iterator[Entry]:
+        """Entries that make up what must survive."""
+        if not self.positioned:
+            return
+        yield Moved(self.subscription, self.committed)
+        yield from self._chunked(self.settled, lambda part: Settled(self.subscription, part))
+        waiting = [(kind, ranges) for kind, ranges in self._waiting.items() if kind.attempts]
+        waiting += [(_Kind(0, out.attempt - 1, ""), out.ranges) for out in self._out if out.attempt > 1]
+        waiting += [
+            (_Kind(0, dying.attempts, dying.reason), RangeSet([(offset, offset + 1)]))
+            for offset, dying in self._dying.items()
+        ]
+        for kind, ranges in waiting:
+            yield from self._chunked(ranges, lambda part, kind=kind: self._failed(kind, part))  # type: ignore[misc]
+
+    def _failed(self, kind: _Kind, distances: list[int]) -> Failed:
+        return Failed(self.subscription, kind.attempts, kind.due_ms, kind.reason, distances)
+
+    @staticmethod
+    def _chunked(ranges: Iterable[tuple[int, int]], make: Callable[[list[int]], Entry]) -> Iterator[Entry]:
+        held = list(ranges)
+        for at in range(0, len(held), RANGES_MAX):
+            yield make(pack(held[at : at + RANGES_MAX]))
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _settled_entries(self, ranges: Iterable[tuple[int, int]]) -> list[Entry]:
+        """Settle what is not settled yet, and say so."""
+        fresh = RangeSet()
+        for first, following in ranges:
+            for each in self.settled.missing(max(first, self.committed), following):
+                fresh.add(*each)
+        if not fresh:
+            return []
+        self._settle(fresh)
+        return list(self._chunked(fresh, lambda part: Settled(self.subscription, part)))
+
+    def _settle(self, ranges: Iterable[tuple[int, int]]) -> None:
+        for first, following in ranges:
+            first = max(first, self.committed)
+            if first >= following:
+                continue
+            self._take_back(first, following)
+            self._reserved.remove(first, following)
+            for offset in [offset for offset in self._dying if first <= offset < following]:
+                del self._dying[offset]
+            self.settled.add(first, following)
+        if self.settled and self.settled.first <= self.committed:
+            first, following = next(iter(self.settled))
+            self.settled.remove(first, following)
+            self.committed = following
+
+    def _take_back(self, first: int, following: int) -> None:
+        """Out of what is out and what waits."""
+        for out in self._out:
+            out.ranges.remove(first, following)
+        for kind in list(self._waiting):
+            ranges = self._waiting[kind]
+            ranges.remove(first, following)
+            if not ranges:
+                del self._waiting[kind]
+        self._drop_empty()
+
+    def _drop_empty(self) -> None:
+        if not all(out.ranges for out in self._out):
+            self._out = [out for out in self._out if out.ranges]
+
+    def _fail(
+        self, ranges: list[tuple[int, int]], attempts: int, now_ms: int, delay_ms: int, reason: str
+    ) -> list[Entry]:
+        """These records had `attempts` in vain; again after `delay_ms` (-1: as the settings say), if at all."""
+        if delay_ms < 0:
+            delay_ms = self.settings.retries.delay_ms(attempts)
+        kind = _Kind(_grained(now_ms, delay_ms), attempts, reason)
+        if self._is_dead(kind):
+            kind = kind._replace(due_ms=now_ms)
+        self._wait(ranges, kind)
+        return list(self._chunked(ranges, lambda part: self._failed(kind, part)))
+
+    def _wait(self, ranges: list[tuple[int, int]], kind: _Kind) -> None:
+        """These records, in nothing else that is for the owner, wait."""
+        if len(self._waiting) >= WAITING_MAX:
+            kind = kind._replace(reason="")
+        for first, following in ranges:
+            for each in self.settled.missing(max(first, self.committed), following):
+                self._take_back(*each)
+                self._waiting.setdefault(kind, RangeSet()).add(*each)
+
+
+def _grained(now_ms: int, delay_ms: int) -> int:
+    """`delay_ms` from now, rounded up to a grain."""
+    grain = max(1, delay_ms // GRAINS)
+    return -(-(now_ms + delay_ms) // grain) * grain
