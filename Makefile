@@ -32,8 +32,8 @@ demo-%: $(STAMP) ## a demo of its own, one of examples/demos: make demo-slow-con
 test: $(STAMP) ## all tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-soak: $(STAMP) ## a broker killed KILLS times under load, and hostile peers by the thousand (minutes)
-	@FELIX_SOAK_KILLS=$(KILLS) FELIX_HOSTILE_CASES=5000 $(BIN)/python -m pytest --timeout 3600 tests/region/test_kill.py \
+soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile peers by the thousand (minutes)
+	@FELIX_SOAK_KILLS=$(KILLS) FELIX_HOSTILE_CASES=5000 $(BIN)/python -m pytest -s --timeout 3600 tests/soak tests/region/test_kill.py \
 	  tests/region/test_hostile.py
 
 check: $(STAMP) ## format, lint, types, imports
