@@ -19,6 +19,8 @@ from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
 from felix.batch import Record
 from felix.errors import Code, RequestError
 from felix.messages import StreamState
+from felix.publisher import with_message_id
+from felix.settings import Deduplication, Views
 from felix.subscription import Gap
 from policy.quantity import Duration, Size
 
@@ -34,14 +36,33 @@ def create(
     durability: Annotated[str, typer.Option(help="fsync, interval:50ms or ephemeral.")] = "fsync",
     retention: Annotated[str, typer.Option(help="Age, size per shard, or both: 7d,10GB. Default: all.")] = "",
     ring: Annotated[str, typer.Option(help="Memory per shard of an ephemeral stream, as in 64MiB.")] = "",
+    deduplicate: Annotated[
+        str,
+        typer.Option(help="Remember message ids for so long, as in 10m: a repeated record is not appended."),
+    ] = "",
+    deduplicate_ids: Annotated[
+        int, typer.Option(help="With --deduplicate: remember at most so many ids per shard.")
+    ] = Deduplication().ids_max,
     region: RegionOption = "",
     identity: IdentityOption = "",
     json: JsonOption = False,
 ) -> None:
     """Create a stream."""
+    views = Views(
+        deduplication=Deduplication(int(Duration.parse(deduplicate)), deduplicate_ids)
+        if deduplicate
+        else None
+    )
     state = run(
         _create(
-            region, identity, name, shards, parse_durability(durability), parse_retention(retention), ring
+            region,
+            identity,
+            name,
+            shards,
+            parse_durability(durability),
+            parse_retention(retention),
+            ring,
+            views,
         )
     )
     if json:
@@ -60,6 +81,7 @@ async def _create(
     durability: felix.Durability,
     retention: felix.Retention,
     ring: str,
+    views: Views,
 ) -> StreamState:
     async with connect(region, identity) as client:
         return await client.create_stream(
@@ -68,6 +90,7 @@ async def _create(
             durability=durability,
             retention=retention,
             ring_bytes=int(Size.parse(ring)) if ring else 0,
+            views=views,
         )
 
 
@@ -146,6 +169,8 @@ def describe(
     kept += [str(Size(retention.size_bytes))] if retention.size_bytes else []
     out.print(f"[bold]{state.stream}[/]  {format_durability(state)}  retention {', '.join(kept) or 'none'}")
     out.print(f"incarnation {state.incarnation.hex()}, created {iso(state.created_ms)}")
+    if (window := state.views.deduplication) is not None:
+        out.print(f"message ids remembered for {Duration(window.window_ms)}, {window.ids_max:,} per shard")
     table(
         "Shards",
         ["shard#", "first offset#", "next offset#", "epoch#", "bytes#", "segments#", "state"],
@@ -198,6 +223,9 @@ def publish(
     name: Name,
     file: Annotated[Path | None, typer.Option(help="One record a line; standard input if left out.")] = None,
     key_field: Annotated[str, typer.Option(help="The JSON field that becomes the record's key.")] = "",
+    message_id: Annotated[
+        str, typer.Option(help="The JSON field that becomes the record's message id, for deduplication.")
+    ] = "",
     acks: Annotated[str, typer.Option(help="all or none.")] = "all",
     compress: Annotated[bool, typer.Option(help="Compress batches with zstd.")] = False,
     expect_offset: Annotated[
@@ -225,9 +253,9 @@ def publish(
     with source:
         began = time.monotonic()
         if expect_offset is None:
-            work = _publish(region, identity, name, source, key_field, acks == "all", compress)
+            work = _publish(region, identity, name, source, key_field, message_id, acks == "all", compress)
         else:
-            lines = lines_with_keys(source, key_field)
+            lines = records_of_lines(source, key_field, message_id)
             work = _publish_if(region, identity, name, lines, compress, shard, expect_offset)
         records, size = run(work)
         seconds = time.monotonic() - began
@@ -239,32 +267,46 @@ def publish(
         )
 
 
-def lines_with_keys(source: IO[bytes], key_field: str) -> Iterator[tuple[bytes, bytes | None]]:
-    """Payload and key of every line that is not empty. Raises RequestError that names the line."""
+def records_of_lines(source: IO[bytes], key_field: str, id_field: str = "") -> Iterator[felix.NewRecord]:
+    """A record of every line that is not empty, with key and message id. Raises RequestError that names the line."""
     decoder = msgspec.json.Decoder(dict[str, Any])
     for number, line in enumerate(source, 1):
         payload = line.rstrip(b"\r\n")
         if not payload:
             continue
-        if not key_field:
-            yield payload, None
+        if not key_field and not id_field:
+            yield felix.NewRecord(payload)
             continue
         try:
-            value = decoder.decode(payload).get(key_field)
+            fields = decoder.decode(payload)
         except msgspec.MsgspecError as error:
             raise RequestError(
                 f"Line {number} is not a JSON object: {error}. Nothing after it was published."
             ) from error
-        if value is None:
-            raise RequestError(
-                f"Line {number} has no field {key_field!r}. Nothing after it was published.",
-                hint="Leave --key-field away, or mend the line.",
-            )
-        yield payload, value.encode() if isinstance(value, str) else msgspec.json.encode(value)
+        key = _field(fields, key_field, number, "--key-field") if key_field else None
+        found = _field(fields, id_field, number, "--message-id") if id_field else None
+        yield felix.NewRecord(payload, key, with_message_id(None, found) if found is not None else None)
+
+
+def _field(fields: dict[str, Any], name: str, line: int, option: str) -> bytes:
+    value = fields.get(name)
+    if value is None:
+        raise RequestError(
+            f"Line {line} has no field {name!r}. Nothing after it was published.",
+            hint=f"Leave {option} away, or mend the line.",
+        )
+    return value.encode() if isinstance(value, str) else msgspec.json.encode(value)
 
 
 async def _publish(
-    region: str, identity: str, name: str, source: IO[bytes], key_field: str, acked: bool, compress: bool
+    region: str,
+    identity: str,
+    name: str,
+    source: IO[bytes],
+    key_field: str,
+    id_field: str,
+    acked: bool,
+    compress: bool,
 ) -> tuple[int, int]:
     records = size = 0
     with progress(counted=False) as bar:
@@ -274,8 +316,8 @@ async def _publish(
             client.stream(name).publisher(acks="all" if acked else "none", compress=compress) as publisher,
         ):
             try:
-                for payload, key in lines_with_keys(source, key_field):
-                    await publisher.send(payload, key)
+                for payload, key, headers in records_of_lines(source, key_field, id_field):
+                    await publisher.send(payload, key, headers)
                     records += 1
                     size += len(payload)
                     if not records % 1000:
@@ -292,12 +334,12 @@ async def _publish_if(
     region: str,
     identity: str,
     name: str,
-    lines: Iterator[tuple[bytes, bytes | None]],
+    lines: Iterator[felix.NewRecord],
     compress: bool,
     shard: int | None,
     expected_offset: int,
 ) -> tuple[int, int]:
-    records = [felix.NewRecord(payload, key) for payload, key in lines]
+    records = list(lines)
     async with (
         connect(region, identity) as client,
         client.stream(name).publisher(compress=compress) as publisher,

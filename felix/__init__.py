@@ -22,12 +22,14 @@ from felix.messages import Durability, Retention, ShardState, StreamState
 from felix.names import SpiffeId, StreamName
 from felix.profile import Profile, felix_home, load_profile
 from felix.publisher import Publisher, Receipt, Refusal
+from felix.settings import Deduplication, Views
 from felix.subscription import Gap, GapError, ReceivedBatch, Subscription
 
 __all__ = [
     "BackoffPolicy",
     "Code",
     "CorruptionError",
+    "Deduplication",
     "Durability",
     "FelixError",
     "Gap",
@@ -54,6 +56,7 @@ __all__ = [
     "StreamState",
     "Subscription",
     "UnavailableError",
+    "Views",
     "connect",
     "felix_home",
     "load_identity",

@@ -53,6 +53,10 @@ RECORDS_MAX: Final = 65_536
 """Records in one batch; an audit leaf and a decoder's index stay bounded."""
 KEY_BYTES_MAX: Final = 4_096
 HEADERS_MAX: Final = 64
+MESSAGE_ID_HEADER: Final = "felix.message-id"
+"""The record header that a stream with deduplication knows a repeated record by."""
+MESSAGE_ID_BYTES_MAX: Final = 64
+"""A UUID as text has 36, a SHA-256 in hex 64."""
 
 FLAG_ZSTD: Final = 0x01
 FLAG_SEALED: Final = 0x02
@@ -451,6 +455,15 @@ def decode_records(batch: Batch) -> Iterator[Record]:
     offsets = range(header.base_offset, header.next_offset)
     payloads = _entries(columns.payloads, columns.payload_ends)
     return map(_record, zip(offsets, repeat(header.append_time_ms), keys, headers, payloads))
+
+
+def decode_record_headers(batch: Batch) -> list[Mapping[str, bytes]]:
+    """Only the headers of every record of an unsealed batch. Raises RequestError(BATCH_MALFORMED)."""
+    columns = _columns(batch)
+    if not columns.headers_ends:
+        return [_NO_HEADERS] * batch.header.records
+    encoded = _entries(columns.headers, columns.headers_ends)
+    return [decode_headers(each) if each else _NO_HEADERS for each in encoded]
 
 
 def decode_payloads(batch: Batch) -> list[memoryview]:

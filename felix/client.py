@@ -66,6 +66,7 @@ from felix.publisher import (
     BUFFER_BYTES_DEFAULT,
     DEADLINE_MS_DEFAULT,
     Acks,
+    MessageId,
     Payload,
     Publisher,
     Receipt,
@@ -383,11 +384,13 @@ class Stream:
         headers: Headers | None = None,
         shard: int | None = None,
         expected_offset: int | None = None,
+        message_id: MessageId | None = None,
     ) -> int:
         """Publish one record and return its offset once the stream's durability holds for it.
 
         `shard` overrides what the key says. With `expected_offset` it is appended only where the log of its shard ends
-        there; else OffsetMismatchError says where it ends, in `log_end`.
+        there; else OffsetMismatchError says where it ends, in `log_end`. `message_id`: where the stream deduplicates, a
+        record whose id it remembers is not appended again, and the offset is that of the first one.
         Many at once share batches: `await asyncio.gather(*(stream.publish(p) for p in payloads))`. For streams of records,
         use `publisher`. Raises RequestError (no right, too large), UnavailableError after two minutes of trying.
         """
@@ -395,18 +398,24 @@ class Stream:
         tracer = self._client._tracer()
         if tracer is None:
             return await publisher.publish(
-                payload, key, headers, shard=shard, expected_offset=expected_offset
+                payload, key, headers, shard=shard, expected_offset=expected_offset, message_id=message_id
             )
         with tracer.publishing(str(self.name), self._client.session.region):
             return await publisher.publish(
-                payload, key, headers, shard=shard, expected_offset=expected_offset
+                payload, key, headers, shard=shard, expected_offset=expected_offset, message_id=message_id
             )
 
     async def publish_nowait(
-        self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
+        self,
+        payload: Payload,
+        *,
+        key: bytes | None = None,
+        headers: Headers | None = None,
+        message_id: MessageId | None = None,
     ) -> asyncio.Future[int]:
         """As `publish`, but returns once the record has joined its batch; the future gives the offset."""
-        return (await self._client._publisher(self.name)).publish_nowait(payload, key, headers)
+        publisher = await self._client._publisher(self.name)
+        return publisher.publish_nowait(payload, key, headers, message_id=message_id)
 
     async def publish_many(
         self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None

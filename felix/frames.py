@@ -19,7 +19,7 @@ import struct
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-from felix.batch import BATCH_BYTES_MAX
+from felix.batch import BATCH_BYTES_MAX, RECORDS_MAX
 from felix.errors import Code, ProtocolError
 
 FRAME_HEADER_BYTES: Final = 12
@@ -29,6 +29,8 @@ HANDSHAKE_BYTES_MAX: Final = 1 << 16
 """Everything a peer may send before its identity is proved, in all: 64 KiB holds any certificate chain."""
 CONDITION_BYTES: Final = 8
 """What stands before the batch of a CONDITIONAL frame: the offset that its shard's log must end at."""
+OFFSETS_BYTES_MAX: Final = 16 + 8 * RECORDS_MAX
+"""An acknowledgement that names the offset of every record."""
 ENVELOPE_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 19)
 """A transfer envelope: a batch, and its record map."""
 CALL_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 16)
@@ -55,6 +57,7 @@ class FrameType(IntEnum):
     APPENDED = 0x21
     GAP = 0x22
     CONDITIONAL = 0x23
+    OFFSETS = 0x24
 
     TRANSFER = 0x30
     RECEIPT = 0x31
@@ -76,6 +79,7 @@ _BYTES_MAX: Final[dict[int, int]] = {
     FrameType.APPENDED: 24,
     FrameType.GAP: 24,
     FrameType.CONDITIONAL: BATCH_BYTES_MAX + CONDITION_BYTES,
+    FrameType.OFFSETS: OFFSETS_BYTES_MAX,
     FrameType.TRANSFER: ENVELOPE_BYTES_MAX,
     FrameType.RECEIPT: 1 << 14,
     FrameType.CALL: CALL_BYTES_MAX,
@@ -181,6 +185,7 @@ _CONDITION: Final = struct.Struct(">Q")
 assert _CONDITION.size == CONDITION_BYTES
 _CREDIT: Final = struct.Struct(">IQ")
 _APPENDED: Final = struct.Struct(">QqQ")
+_OFFSETS: Final = struct.Struct(">qQ")
 _GAP: Final = struct.Struct(">IIQQ")
 
 
@@ -198,14 +203,22 @@ class Credit(NamedTuple):
 
 
 class AppendedBody(NamedTuple):
-    """Acknowledgement of one batch: offset of its first record, the broker's time, credit returned so far."""
+    """Acknowledgement of one batch: offset of its first record, the broker's time, credit returned so far.
+
+    `offsets`, one per record, where they do not follow each other (deduplication); the frame is then OFFSETS.
+    """
 
     base_offset: int
     append_time_ms: int
     credit_limit_bytes: int
+    offsets: tuple[int, ...] = ()
 
     def encode(self, correlation: int) -> bytes:
-        return encode_frame(FrameType.APPENDED, _APPENDED.pack(*self), correlation)
+        if self.offsets:
+            head = _OFFSETS.pack(self.append_time_ms, self.credit_limit_bytes)
+            column = struct.pack(f">{len(self.offsets)}Q", *self.offsets)
+            return encode_frame(FrameType.OFFSETS, head + column, correlation)
+        return encode_frame(FrameType.APPENDED, _APPENDED.pack(*self[:3]), correlation)
 
 
 def encode_condition(expected_offset: int) -> bytes:
@@ -264,7 +277,18 @@ def decode_credit(body: memoryview) -> Credit:
 
 def decode_appended(body: memoryview) -> AppendedBody:
     """Raises ProtocolError(FRAME_MALFORMED)."""
-    return AppendedBody(*_unpack(_APPENDED, body, "APPENDED"))
+    base_offset, append_time_ms, credit_limit_bytes = _unpack(_APPENDED, body, "APPENDED")
+    return AppendedBody(base_offset, append_time_ms, credit_limit_bytes)
+
+
+def decode_offsets(body: memoryview) -> AppendedBody:
+    """Of an OFFSETS frame. Raises ProtocolError(FRAME_MALFORMED)."""
+    count, rest = divmod(len(body) - _OFFSETS.size, 8)
+    if count < 1 or rest:
+        raise ProtocolError(f"An OFFSETS frame of {len(body)} bytes.", code=Code.FRAME_MALFORMED)
+    append_time_ms, credit_limit_bytes = _OFFSETS.unpack_from(body)
+    offsets = struct.unpack_from(f">{count}Q", body, _OFFSETS.size)
+    return AppendedBody(offsets[0], append_time_ms, credit_limit_bytes, offsets)
 
 
 def decode_gap(body: memoryview) -> GapBody:

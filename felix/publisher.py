@@ -32,6 +32,8 @@ from felix.batch import (
     BATCH_BYTES_MAX,
     HEADER_BYTES,
     KEY_BYTES_MAX,
+    MESSAGE_ID_BYTES_MAX,
+    MESSAGE_ID_HEADER,
     RECORDS_MAX,
     Batch,
     BatchHeader,
@@ -42,7 +44,7 @@ from felix.batch import (
     encode_batch,
     encode_headers,
 )
-from felix.connection import Link, RegionConnection
+from felix.connection import Link, RegionConnection, protocol_breach
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES, AppendedBody, FrameType, encode_condition, frame_header
 from felix.messages import Answer, OpenPublisher, PublisherOpened
@@ -70,15 +72,20 @@ _STREAM_ENDED: Final = (Code.NOT_FOUND_OR_FORBIDDEN, Code.NOT_FOUND, Code.FORBID
 
 Payload = bytes | bytearray | memoryview
 Acks = Literal["all", "none"]
+MessageId = bytes | str
 
 
 class Receipt(NamedTuple):
-    """Where a batch stands in the log: offsets base_offset .. base_offset + records, the broker's time in ms."""
+    """Where a batch stands in the log: offsets base_offset .. base_offset + records, the broker's time in ms.
+
+    `offsets`, one per record, where some were there already (message ids), so that they do not follow each other.
+    """
 
     shard: int
     base_offset: int
     records: int
     append_time_ms: int
+    offsets: tuple[int, ...] = ()
 
 
 class Refusal(NamedTuple):
@@ -350,7 +357,14 @@ class Publisher:
 
     # -- records in -----------------------------------------------------------------------------------
 
-    async def send(self, payload: Payload, key: bytes | None = None, headers: Headers | None = None) -> None:
+    async def send(
+        self,
+        payload: Payload,
+        key: bytes | None = None,
+        headers: Headers | None = None,
+        *,
+        message_id: MessageId | None = None,
+    ) -> None:
         """Put one record into its batch; returns at once while there is room, else waits for it.
 
         Raises RequestError where the record itself cannot be (too large, key or headers invalid), and the error of
@@ -360,6 +374,8 @@ class Publisher:
             await self._check()
         if self._held_bytes >= self._buffer_bytes:
             await self._wait_for_room()
+        if message_id is not None:
+            headers = with_message_id(headers, message_id)
         self._add(payload, key, headers, None)
         if self._yield_due:
             # So that a producer that never waits does not keep the loop from sending what it made.
@@ -374,13 +390,17 @@ class Publisher:
         *,
         shard: int | None = None,
         expected_offset: int | None = None,
+        message_id: MessageId | None = None,
     ) -> int:
         """Publish one record and return its offset once it is in the log as the stream promises.
 
-        `shard` overrides what the key says. With `expected_offset` it is a batch of its own, appended only where the
+        `shard` overrides what the key says. `message_id`: where the stream deduplicates, a record whose id it remembers is
+        not appended again; the offset is then that of the first one. With `expected_offset` it is a batch of its own, appended only where the
         log of its shard ends there: OffsetMismatchError, which says where it ends, otherwise.
         Raises RequestError, or UnavailableError once it was tried for `deadline_ms`.
         """
+        if message_id is not None:
+            headers = with_message_id(headers, message_id)
         if expected_offset is not None:
             record = self._own_record(payload, key, headers)
             return (await self.publish_batch([record], shard, expected_offset=expected_offset)).base_offset
@@ -402,7 +422,12 @@ class Publisher:
         return NewRecord(payload_bytes(payload), key, headers)
 
     def publish_nowait(
-        self, payload: Payload, key: bytes | None = None, headers: Headers | None = None
+        self,
+        payload: Payload,
+        key: bytes | None = None,
+        headers: Headers | None = None,
+        *,
+        message_id: MessageId | None = None,
     ) -> asyncio.Future[int]:
         """Put one record into its batch; the future gives its offset.
 
@@ -421,6 +446,8 @@ class Publisher:
                 code=Code.LIMIT_MEMORY,
                 hint="Await an earlier record first, or use `send`, which waits.",
             )
+        if message_id is not None:
+            headers = with_message_id(headers, message_id)
         future: asyncio.Future[int] = self._loop.create_future()
         self._add(payload, key, headers, _Sink(0, future))
         return future
@@ -539,7 +566,8 @@ class Publisher:
         if not records:
             raise RequestError("A batch without records.")
         if shard is None:
-            keyed = {shard_for_key(record.key, shards) for record in records if record.key}
+            routes = (record.key or _message_id(record.headers) for record in records)
+            keyed = {shard_for_key(route, shards) for route in routes if route}
             if len(keyed) > 1:
                 raise RequestError(
                     f"These records belong into {len(keyed)} shards by their keys, and a batch into one.",
@@ -570,15 +598,20 @@ class Publisher:
         if type(payload) is not bytes:
             payload = payload_bytes(payload)
         size = len(payload) + RECORD_OVERHEAD_BYTES
+        unkeyed = False
         if key:
             if type(key) is not bytes or len(key) > KEY_BYTES_MAX:
                 raise _key_refused(key)
             lane = self._lanes[shard_for_key(key, len(self._lanes))]
             size += len(key)
+        elif headers and (route := headers.get(MESSAGE_ID_HEADER)):
+            # A repetition must reach the shard that remembers the first one.
+            lane = self._lanes[shard_for_key(route, len(self._lanes))]
         else:
             lane = self._lanes[self._unkeyed]
+            unkeyed = True
         if shard is not None:
-            lane = self._lanes[self._checked_shard(shard)]
+            lane, unkeyed = self._lanes[self._checked_shard(shard)], False
         if self._tracer is not None:
             headers = self._tracer.inject(headers)
         if headers:
@@ -592,7 +625,7 @@ class Publisher:
         records = lane.records
         if records and lane.open_bytes + size > self._batch_bytes:
             self._close_full(lane)
-            if not key and shard is None:
+            if unkeyed:
                 lane = self._lanes[self._unkeyed]
             records = lane.records
         if sink is not None:
@@ -735,19 +768,24 @@ class Publisher:
         if parcel.done:
             return
         base = appended.base_offset
+        offsets: Sequence[int] = appended.offsets or range(base, base + parcel.header.records)
+        if len(offsets) != parcel.header.records:
+            raise protocol_breach("An acknowledgement names another number of records than the batch has.")
         if parcel.sinks is not None:
             for at, future, many, place in parcel.sinks:
                 if future is not None:
                     if not future.done():
-                        future.set_result(base + at)
+                        future.set_result(offsets[at])
                 elif many is not None:
-                    many.offsets[place] = base + at
+                    many.offsets[place] = offsets[at]
                     many.left -= 1
                     if not many.left and not many.future.done():
                         many.future.set_result(many.offsets)
         if parcel.receipt is not None and not parcel.receipt.done():
             parcel.receipt.set_result(
-                Receipt(parcel.lane.shard, base, parcel.header.records, appended.append_time_ms)
+                Receipt(
+                    parcel.lane.shard, base, parcel.header.records, appended.append_time_ms, appended.offsets
+                )
             )
         self._settle(parcel)
         self._after_hole(parcel.lane)
@@ -1030,6 +1068,20 @@ class Publisher:
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
+
+
+def with_message_id(headers: Headers | None, message_id: MessageId) -> Headers:
+    """The headers with the message id among them. Raises RequestError where it is empty or too long."""
+    raw = message_id.encode() if isinstance(message_id, str) else message_id
+    if not isinstance(raw, bytes) or not 0 < len(raw) <= MESSAGE_ID_BYTES_MAX:
+        raise RequestError(
+            f"A message id is text or bytes, 1 to {MESSAGE_ID_BYTES_MAX} bytes long, not {message_id!r:.80}."
+        )
+    return {**(headers or {}), MESSAGE_ID_HEADER: raw}
+
+
+def _message_id(headers: Headers | None) -> bytes | None:
+    return headers.get(MESSAGE_ID_HEADER) if headers else None
 
 
 def paired(

@@ -25,6 +25,7 @@ from felix.frames import (
     FrameType,
     decode_appended,
     decode_credit,
+    decode_offsets,
     encode_frame,
 )
 from felix.identity import NONCE_BYTES, Peer, Proof
@@ -71,7 +72,7 @@ _TO_BROKER: Final = frozenset(
 _TO_CLIENT: Final = frozenset(
     {
         FrameType.HANDSHAKE, FrameType.ERROR, FrameType.GOODBYE, FrameType.ANSWER, FrameType.CREDIT,
-        FrameType.APPENDED, FrameType.PING, FrameType.PONG,
+        FrameType.APPENDED, FrameType.OFFSETS, FrameType.PING, FrameType.PONG,
     }
 )  # fmt: skip
 
@@ -358,6 +359,9 @@ class ClientSession(_Control):
                 case FrameType.APPENDED:
                     self._require_established(frame)
                     events.append(Acknowledged(frame.correlation, decode_appended(frame.body)))
+                case FrameType.OFFSETS:
+                    self._require_established(frame)
+                    events.append(Acknowledged(frame.correlation, decode_offsets(frame.body)))
                 case FrameType.ANSWER:
                     self._require_established(frame)
                     events.append(Answered(frame.correlation, decode_answer(frame.body)))

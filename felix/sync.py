@@ -38,6 +38,7 @@ from felix.publisher import (
     BUFFER_BYTES_DEFAULT,
     DEADLINE_MS_DEFAULT,
     Acks,
+    MessageId,
     Payload,
     Receipt,
     Refusal,
@@ -225,11 +226,17 @@ class SyncStream:
         headers: Headers | None = None,
         shard: int | None = None,
         expected_offset: int | None = None,
+        message_id: MessageId | None = None,
     ) -> int:
         """Publish one record; its offset. One round trip each: for many, `publish_many` or `publisher`."""
         return self._background.call(
             self._stream.publish(
-                payload, key=key, headers=headers, shard=shard, expected_offset=expected_offset
+                payload,
+                key=key,
+                headers=headers,
+                shard=shard,
+                expected_offset=expected_offset,
+                message_id=message_id,
             )
         )
 
@@ -345,8 +352,17 @@ class SyncPublisher:
             self._records.clear()
             self._background.loop.call_soon_threadsafe(self._inner.abort)
 
-    def send(self, payload: Payload, key: bytes | None = None, headers: Headers | None = None) -> None:
+    def send(
+        self,
+        payload: Payload,
+        key: bytes | None = None,
+        headers: Headers | None = None,
+        *,
+        message_id: MessageId | None = None,
+    ) -> None:
         """Gather one record; hands over, and waits for room, when a batch is full. Raises as `Publisher.send`, then."""
+        if message_id is not None:
+            headers = publisher.with_message_id(headers, message_id)
         taken = publisher.payload_bytes(payload)
         self._records.append((taken, key, headers))
         self._gathered_bytes += len(taken)

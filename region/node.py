@@ -392,6 +392,11 @@ class Node:
                     "compaction_seconds": counters.compaction_ns / 1e9,
                     "stopped": float(shard.failure is not None),
                 }
+                deduplication = shard.settings.deduplication
+                if deduplication is not None:
+                    values["message_ids"] = shard.message_ids
+                    values["message_ids_limit"] = deduplication.ids_max
+                    values["repeated_ids"] = counters.repeated_ids
                 found.append((str(stream.name), number, values))
         return found
 

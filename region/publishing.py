@@ -145,7 +145,7 @@ class PublishStream:
             session.refuse(correlation, result)
             session.send_publish_credit()
         elif self._acks:
-            body = AppendedBody(result.base_offset, result.append_time_ms, window.announce())
+            body = AppendedBody(result.base_offset, result.append_time_ms, window.announce(), result.offsets)
             session.send_control(body.encode(correlation))
         elif window.announcement_due:
             session.send_publish_credit()

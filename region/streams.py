@@ -70,6 +70,7 @@ def shard_settings(config: StreamConfig, ring_bytes: int) -> ShardSettings:
         COMPACTED_SEGMENTS if compaction else SegmentLimits(),
         compaction=compaction,
         ring_bytes_max=ring_bytes,
+        deduplication=config.views.deduplication,
     )
 
 

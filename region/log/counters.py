@@ -13,6 +13,7 @@ class ShardCounters:
     records: int = 0
     appended_bytes: int = 0
     duplicates: int = 0
+    repeated_ids: int = 0
     groups: int = 0
     syncs: int = 0
     sync_ns: int = 0

@@ -90,8 +90,13 @@ class ProducerTable:
     def __iter__(self) -> Iterator[tuple[int, tuple[Remembered, ...]]]:
         return ((producer, tuple(batches)) for producer, batches in self._producers.items())
 
-    def decide(self, producer_id: int, epoch: int, base_sequence: int, records: int) -> Decision:
-        """What to do with this batch. Changes nothing."""
+    def decide(
+        self, producer_id: int, epoch: int, base_sequence: int, records: int, *, shortened: bool = False
+    ) -> Decision:
+        """What to do with this batch. Changes nothing.
+
+        `shortened`: the shard leaves out repeated records, and what it kept of a batch has the end of its sequence.
+        """
         if not producer_id:
             return _ACCEPT
         batches = self._producers.get(producer_id)
@@ -107,10 +112,8 @@ class ProducerTable:
         if base_sequence > last.next_sequence:
             return Decision(Verdict.GAP, None, last.next_sequence, epoch)
         for batch in batches:
-            if (batch.epoch, batch.base_sequence, batch.next_sequence) == (
-                epoch,
-                base_sequence,
-                base_sequence + records,
+            if (batch.epoch, batch.next_sequence) == (epoch, base_sequence + records) and (
+                batch.base_sequence == base_sequence or (shortened and batch.base_sequence > base_sequence)
             ):
                 return Decision(Verdict.DUPLICATE, batch, last.next_sequence, epoch)
         return Decision(Verdict.FORGOTTEN, None, last.next_sequence, epoch)

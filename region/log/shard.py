@@ -32,6 +32,7 @@ from typing import Final, NamedTuple, TypeVar
 
 from felix.batch import (
     BATCH_BYTES_MAX,
+    FLAG_HEADERS,
     FLAG_SEALED,
     HEADER_BYTES,
     NO_KEY_ID,
@@ -47,7 +48,7 @@ from felix.errors import (
     RequestError,
     UnavailableError,
 )
-from felix.settings import Compaction
+from felix.settings import Compaction, Deduplication
 from keys.envelope import SEAL_BYTES
 from region.log.compaction import KEYS_BYTES_MAX, CompactionReport, is_due
 from region.log.compactor import CompactionEndedError, Compactor, PassSettings
@@ -68,6 +69,7 @@ from region.log.disk import (
 from region.log.durability import FSYNC, Durability, Kind
 from region.log.epochs import EpochHistory
 from region.log.files import Files, is_full
+from region.log.message_ids import Identified, MessageIds, identified, message_ids, repeated_offsets, sift
 from region.log.producers import ProducerTable, Remembered, Verdict, refusal
 from region.log.recovery import Recovered, RecoveryReport
 from region.log.retention import Retention
@@ -78,6 +80,8 @@ PENDING_BYTES_MAX: Final = 32 << 20
 """Appended and not yet durable, per shard: several groups ahead of a slow disk, and no more."""
 GROUP_BYTES_MAX: Final = 8 << 20
 """Written before one sync: bounds how long the first of a group waits for the last."""
+IDS_READ_BYTES: Final = 4 << 20
+"""Read at a time where the window of message ids is read from the log."""
 MARK_SYNC_IDLE_S: Final = 1.0
 """The mark is brought to the disk this long after appends began; see region.log.recovery for what it proves."""
 
@@ -130,11 +134,15 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
 
 
 class Appended(NamedTuple):
-    """Where a batch stands. For a repeated one, where its first copy does."""
+    """Where a batch stands. For a repeated one, where its first copy does.
+
+    `offsets`, one per record, where deduplication left some out, so that they do not follow each other.
+    """
 
     base_offset: int
     append_time_ms: int
     duplicate: bool = False
+    offsets: tuple[int, ...] = ()
 
 
 Done = Callable[[Appended | FelixError], None]
@@ -165,6 +173,7 @@ class ShardSettings:
     ring_bytes_max: int = RING_BYTES_MAX
     ring_entries_max: int = RING_ENTRIES_MAX
     pending_bytes_max: int = PENDING_BYTES_MAX
+    deduplication: Deduplication | None = None
     first_offset: int = 0
     """Where an ephemeral shard begins to count; a durable one goes on from its log."""
 
@@ -229,6 +238,7 @@ class ShardLog:
         self._ring = self._new_ring(settings.first_offset)
         self._disk: DiskLog | None = None
         self._producers = ProducerTable(settled=settings.first_offset)
+        self._ids = MessageIds(settings.deduplication) if settings.deduplication else None
         self._epochs = EpochHistory()
         self._next_offset = settings.first_offset
         self._high_watermark = settings.first_offset
@@ -303,7 +313,35 @@ class ShardLog:
             raise storage_error(error, shard_folder) from error
         shard._adopt(disk, recovered)
         shard._move(Event.OPENED)
+        if shard._ids is not None:
+            await shard._read_ids(shard._ids)
         return shard
+
+    async def _read_ids(self, window: MessageIds) -> None:
+        """Read the window of message ids from the records: they are the truth."""
+        now_ms = max(self._last_time_ms, self._hooks.clock_ms())
+        offset = await self.offset_for_time(now_ms - window.window_ms)
+
+        def collect(batches: Sequence[SealedBatch]) -> list[Identified]:
+            found: list[Identified] = []
+            for batch in batches:
+                if batch.header.flags & FLAG_HEADERS:
+                    try:
+                        plain = self._hooks.open_batch(Batch(batch.header, batch.data[HEADER_BYTES:]))
+                    except FelixError as error:
+                        # Destroyed on purpose: nobody reads these records again, nor their ids.
+                        if error.code is not Code.KEY_DESTROYED:
+                            raise
+                        continue
+                    found += identified(plain)
+            return found
+
+        while offset < self._high_watermark:
+            batches = await self._read_disk(offset, IDS_READ_BYTES)
+            found = await self._loop.run_in_executor(self._read_pool, collect, batches)
+            window.record(found)
+            window.settle(now_ms)
+            offset = batches[-1].header.next_offset
 
     def _new_ring(self, next_offset: int) -> Ring:
         return Ring(
@@ -346,6 +384,11 @@ class ShardLog:
     def epochs(self) -> EpochHistory:
         """The leader-epoch history; change it with `begin_epoch` only."""
         return self._epochs
+
+    @property
+    def message_ids(self) -> int:
+        """Message ids remembered; 0 where the stream does not ask for it."""
+        return 0 if self._ids is None else len(self._ids)
 
     @property
     def ring_bytes(self) -> int:
@@ -412,24 +455,51 @@ class ShardLog:
                 _Pending(None, answer, done, len(annotation), self._epochs.current, slot, annotation)
             )
             return
+        ids = sifted = None
+        if self._ids is not None:
+            try:
+                ids = message_ids(batch)
+                # What comes over a border was promised there record by record; it is appended as it is.
+                if ids is not None and not annotation:
+                    sifted = sift(batch, ids, self._ids, self._next_offset, now_ms)
+            except RequestError as error:
+                done(error)
+                return
         header = batch.header
         if header.producer_id:
             decision = self._producers.decide(
-                header.producer_id, header.producer_epoch, header.base_sequence, header.records
+                header.producer_id,
+                header.producer_epoch,
+                header.base_sequence,
+                header.records,
+                shortened=self._ids is not None,
             )
             if decision.verdict is Verdict.DUPLICATE:
                 assert decision.first is not None
                 self.counters.duplicates += 1
-                answer = Appended(decision.first.base_offset, decision.first.append_time_ms, duplicate=True)
-                if answer.base_offset < self._high_watermark:
-                    done(answer)
-                else:
-                    # The first copy is not durable yet; this one is answered after it, and fails with it.
-                    self._enqueue(_Pending(None, answer, done, 0, 0, 0, b""))
+                self._answer_repeated(self._repeated(header, decision.first, ids, now_ms), done)
                 return
-            if decision.verdict is not Verdict.ACCEPT:
+            # What is all in the log already is answered whatever its sequence: the log has no trace of a repetition.
+            settled = sifted is not None and sifted.batch is None and decision.verdict is not Verdict.FENCED
+            if decision.verdict is not Verdict.ACCEPT and not settled:
                 done(refusal(header.producer_id, header.base_sequence, decision))
                 return
+            if settled and decision.verdict is Verdict.ACCEPT:
+                # Nothing of it will be in the log: it ends where the producer's next batch begins.
+                end = header.base_sequence + header.records
+                self._producers.record(
+                    header.producer_id,
+                    Remembered(header.producer_epoch, end, end, self._next_offset, now_ms),
+                )
+        if sifted is not None and sifted.batch is not batch:
+            self.counters.repeated_ids += header.records - (
+                sifted.batch.header.records if sifted.batch else 0
+            )
+            if sifted.batch is None:
+                self._answer_repeated(Appended(sifted.offsets[0], now_ms, True, sifted.offsets), done)
+                return
+            batch, header = sifted.batch, sifted.batch.header
+            answer = Appended(self._next_offset, now_ms, offsets=sifted.offsets)
         if expected_offset is not None and expected_offset != self._next_offset:
             done(self._mismatch(expected_offset))
             return
@@ -444,6 +514,16 @@ class ShardLog:
                     now_ms,
                 ),
             )
+        if self._ids is not None and ids is not None:
+            self._ids.record(
+                sifted.fresh
+                if sifted is not None
+                else (
+                    Identified(found, offset, now_ms)
+                    for offset, found in enumerate(ids, self._next_offset)
+                    if found is not None
+                )
+            )
         header = header._replace(
             shard=self.identity.shard,
             base_offset=self._next_offset,
@@ -457,6 +537,22 @@ class ShardLog:
         self._enqueue(
             _Pending(Batch(header, batch.body), answer, done, size, header.leader_epoch, slot, annotation)
         )
+
+    def _repeated(
+        self, header: BatchHeader, first: Remembered, ids: list[bytes | None] | None, now_ms: int
+    ) -> Appended:
+        """Where the first copy of a batch stands, or what was kept of it."""
+        if self._ids is None or ids is None or first.next_sequence - first.base_sequence == header.records:
+            return Appended(first.base_offset, first.append_time_ms, duplicate=True)
+        offsets = repeated_offsets(ids, self._ids, first, now_ms)
+        return Appended(offsets[0], first.append_time_ms, True, offsets)
+
+    def _answer_repeated(self, answer: Appended, done: Done) -> None:
+        if max(answer.offsets, default=answer.base_offset) < self._high_watermark:
+            done(answer)
+        else:
+            # The first copy is not durable yet; this one is answered after it, and fails with it.
+            self._enqueue(_Pending(None, answer, done, 0, 0, 0, b""))
 
     def _mismatch(self, expected_offset: int) -> OffsetMismatchError:
         return OffsetMismatchError(
@@ -572,8 +668,20 @@ class ShardLog:
     def _forget(self, item: _Pending) -> None:
         """Take back the offset of an item that was never queued."""
         if item.batch:
-            self._next_offset = item.answer.base_offset
-            self._producers.rollback(item.answer.base_offset)
+            self._take_back(item.batch.header.base_offset)
+
+    def _take_back(self, offset: int) -> None:
+        """What was appended from `offset` on is not in the log after all."""
+        self._next_offset = offset
+        self._producers.rollback(offset)
+        if self._ids is not None:
+            self._ids.rollback(offset)
+
+    def _settle(self) -> None:
+        """All below the high watermark is as durable as it will be."""
+        self._producers.settle(self._high_watermark)
+        if self._ids is not None:
+            self._ids.settle(self._last_time_ms)
 
     def _append_ephemeral(self, item: _Pending) -> None:
         if item.annotation:
@@ -582,7 +690,7 @@ class ShardLog:
             self._count(item.batch.header)
             self._ring.append(self._plain_entry(item.batch))
             self._high_watermark = self._next_offset
-            self._producers.settle(self._next_offset)
+            self._settle()
             if not self._tail_scheduled:
                 self._tail_scheduled = True
                 self._loop.call_soon(self._wake_tail)
@@ -694,7 +802,7 @@ class ShardLog:
                 self._count(item.batch.header)
                 self._ring.append(item.entry)
                 self._high_watermark = item.entry.next_offset
-        self._producers.settle(self._high_watermark)
+        self._settle()
         self.counters.groups += 1
         if sync_ns:
             self.counters.syncs += 1
@@ -780,8 +888,7 @@ class ShardLog:
 
     def _refuse(self, group: Sequence[_Pending], error: FelixError, *, no_room: bool, failed: bool) -> None:
         """Nothing of `group` is in the log: give its offsets back and answer."""
-        self._next_offset = self._high_watermark
-        self._producers.rollback(self._next_offset)
+        self._take_back(self._high_watermark)
         for item in group:
             self._in_flight -= 1
             self.pending_bytes -= item.size
@@ -940,8 +1047,8 @@ class ShardLog:
             self._check_readable(offset)
             if self._disk is None:
                 self._ring.truncate(offset)
-                self._next_offset = self._high_watermark = self._ring.next_offset
-                self._producers.rollback(self._next_offset)
+                self._high_watermark = self._ring.next_offset
+                self._take_back(self._high_watermark)
                 return
             self._high_watermark = offset
             self._ring.truncate(offset)
@@ -951,6 +1058,8 @@ class ShardLog:
             finally:
                 self._truncations += 1
             self._next_offset = self._high_watermark = self._disk.end_offset
+            if self._ids is not None:
+                self._ids.rollback(self._next_offset)
             self.annotations = dict(self._disk.annotations)
             self._segments_seen = self._disk.segment_count
             self._ring.truncate(self._next_offset)

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from felix.batch import NewRecord, decode_batch, decode_records, encode_batch
-from felix.frames import FrameDecoder, FrameType, decode_appended, decode_condition, decode_credit, decode_gap
+from felix.frames import (
+    FrameDecoder,
+    FrameType,
+    decode_appended,
+    decode_condition,
+    decode_credit,
+    decode_gap,
+    decode_offsets,
+)
 from felix.messages import ClientHello, Subscribe, decode_handshake, decode_request
 from felix.names import shard_for_key
 
@@ -49,8 +57,11 @@ def test_frames() -> None:
     assert frames["ping"].type is FrameType.PING
     assert decode_credit(frames["credit"].body) == (3, 1_048_588)
     assert frames["appended"].correlation == 258
-    assert decode_appended(frames["appended"].body) == (4242, 1_767_225_600_000, 8_388_608)
+    assert decode_appended(frames["appended"].body) == (4242, 1_767_225_600_000, 8_388_608, ())
     assert decode_gap(frames["gap"].body) == (1, 1, 10, 20)
+    each = decode_offsets(frames["offsets"].body)
+    assert each == (4242, 1_767_225_600_000, 8_388_608, (4242, 17, 4243))
+    assert each.encode(10).hex() == VECTORS["frames"]["offsets"]
     expected, batch = decode_condition(frames["conditional"].body)
     assert (expected, batch.hex()) == (4242, VECTORS["batches"][0]["hex"])
     assert decode_handshake(frames["client_hello"].body) == ClientHello([1], "us-east", "felix-python")

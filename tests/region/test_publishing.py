@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
+from region_home import running
 from region_peer import batch_frame, client, raw_peer, take, until
 
 import felix
@@ -107,3 +109,67 @@ async def test_the_synchronous_face_has_conditions(folder: RegionFolder, node: N
                 region.stream(ORDERS).publish(b"b", expected_offset=0)
 
     await asyncio.to_thread(work)
+
+
+DEDUPLICATING = felix.Views(deduplication=felix.Deduplication(window_ms=600_000))
+
+
+async def test_message_ids_over_the_wire_and_over_a_restart(folder: RegionFolder, tmp_path: Path) -> None:
+    data = str(tmp_path / "data")
+    async with running(folder, data=data) as node, client(folder) as region:
+        state = await region.create_stream(ORDERS, shards=4, views=DEDUPLICATING)
+        assert state.views == DEDUPLICATING
+        orders = region.stream(ORDERS)
+        first = {n: await orders.publish(b"%d" % n, message_id=f"order-{n}") for n in range(20)}
+        ((_, _, gauges), *_) = node._shard_gauges()
+        assert gauges["message_ids"] > 0
+    async with running(folder, data=data) as node, client(folder) as region:
+        orders = region.stream(ORDERS)
+        again = await asyncio.gather(
+            *(orders.publish(b"again", message_id=f"order-{n}".encode()) for n in range(20))
+        )
+        assert dict(enumerate(again)) == first
+        async with orders.publisher() as publisher:
+            mixed = [publisher.publish_nowait(b"m", message_id=f"order-{n}") for n in range(30)]
+            mixed += [publisher.publish_nowait(b"plain") for _ in range(3)]
+            assert (await asyncio.gather(*mixed))[:20] == [first[n] for n in range(20)]
+        state = await region.describe_stream(ORDERS)
+        assert sum(shard.high_watermark for shard in state.state) == 33
+
+
+async def test_a_receipt_names_each_offset_where_some_were_there(operator: felix.RegionClient) -> None:
+    await operator.create_stream(ORDERS, views=DEDUPLICATING)
+    orders = operator.stream(ORDERS)
+    await orders.publish(b"a", key=b"k", message_id="1")
+    records = [
+        felix.NewRecord(b"b", b"k", {"felix.message-id": b"2"}),
+        felix.NewRecord(b"a", b"k", {"felix.message-id": b"1"}),
+        felix.NewRecord(b"c", b"k"),
+    ]
+    receipt = await orders.publish_batch(records)
+    assert receipt.offsets == (1, 0, 2)
+    with pytest.raises(RequestError, match="1 to 64 bytes"):
+        await orders.publish(b"x", message_id="")
+
+
+async def test_lost_answers_and_ids_leave_each_record_once(node: Node, operator: felix.RegionClient) -> None:
+    """The connection breaks under batches that mix new ids, repeated ones and records without any."""
+    await operator.create_stream(ORDERS, views=DEDUPLICATING)
+    async with client(node.folder) as region, region.stream(ORDERS).publisher(batch_records=7) as publisher:
+        sent = []
+        for n in range(600):
+            found = None if n % 5 == 0 else f"id-{n % 200}"
+            sent.append(publisher.publish_nowait(b"%d" % n, message_id=found))
+            if n % 60 == 0:
+                await asyncio.sleep(0.005)
+                link = region.connection.link
+                if link is not None:
+                    link.connection.close()
+                await until(lambda: region.is_connected)
+        offsets = await asyncio.gather(*sent)
+        assert region.reconnects >= 5
+    distinct = {("id", n % 200) if n % 5 else ("plain", n): offsets[n] for n in range(600)}
+    for n in range(600):
+        assert offsets[n] == distinct[("id", n % 200) if n % 5 else ("plain", n)]
+    state = await operator.describe_stream(ORDERS)
+    assert state.state[0].high_watermark == len(distinct) == len(set(distinct.values()))
