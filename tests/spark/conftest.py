@@ -1,4 +1,4 @@
-"""One Spark session and one report of five days for the whole folder: starting either takes seconds."""
+"""One Spark session, one report of five days and one region for the whole folder: starting each takes seconds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from crossing_logs import Made, five_days, trust, write_world
+from spark_region import SparkRegion, spark_region
 
 from audit.spark.java import JavaError, find_java
 from audit.spark.report import run_report
@@ -35,3 +36,17 @@ def spark() -> Iterator[Any]:
 def five(spark: Any, logs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Made:
     out = tmp_path_factory.mktemp("report") / "out"
     return Made(logs, run_report(logs, out, trust=trust(), session=spark))
+
+
+@pytest.fixture(scope="session")
+def region(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkRegion]:
+    with spark_region(tmp_path_factory.mktemp("home")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def thousand(region: SparkRegion) -> str:
+    """A stream of the numbers 0 to 999 in two shards, in many small batches."""
+    name = region.stream()
+    region.publish(name, 0, 1000, batch_records=37)
+    return name
