@@ -20,12 +20,16 @@ from felix.batch import Record
 from felix.errors import Code, RequestError
 from felix.messages import StreamState
 from felix.publisher import with_message_id
-from felix.settings import Deduplication, Views
+from felix.settings import Compaction, Deduplication, Views
 from felix.subscription import Gap
 from policy.quantity import Duration, Size
 
 app = typer.Typer(help="Streams of a region.", no_args_is_help=True)
 
+RETENTION_HELP = (
+    "Age, size per shard, or both: 7d,10GB; with acked, only what all durable subscriptions have acknowledged goes: "
+    "1h,acked. Default: all stays."
+)
 Name = Annotated[str, typer.Argument(help="tenant/namespace/name, as in acme/ops/departures.")]
 
 
@@ -34,7 +38,10 @@ def create(
     name: Name,
     shards: Annotated[int, typer.Option(help="1 to 256; fixed for the stream's life.")] = 1,
     durability: Annotated[str, typer.Option(help="fsync, interval:50ms or ephemeral.")] = "fsync",
-    retention: Annotated[str, typer.Option(help="Age, size per shard, or both: 7d,10GB. Default: all.")] = "",
+    retention: Annotated[str, typer.Option(help=RETENTION_HELP)] = "",
+    compact: Annotated[bool, typer.Option("--compact", help="Keep the last record of every key.")] = False,
+    tombstones: Annotated[str, typer.Option(help="With --compact: how long deletions stay, as in 24h.")] = "",
+    lag: Annotated[str, typer.Option(help="With --compact: keep all that is younger, as in 10m.")] = "",
     ring: Annotated[str, typer.Option(help="Memory per shard of an ephemeral stream, as in 64MiB.")] = "",
     deduplicate: Annotated[
         str,
@@ -49,9 +56,10 @@ def create(
 ) -> None:
     """Create a stream."""
     views = Views(
+        compaction=parse_compaction(compact, tombstones, lag),
         deduplication=Deduplication(int(Duration.parse(deduplicate)), deduplicate_ids)
         if deduplicate
-        else None
+        else None,
     )
     state = run(
         _create(
@@ -105,14 +113,81 @@ def parse_durability(text: str) -> felix.Durability:
 
 
 def parse_retention(text: str) -> felix.Retention:
-    """`7d`, `10GB`, `7d,10GB`. Raises RequestError(INVALID)."""
+    """`7d`, `10GB`, `7d,10GB`, `7d,acked`. Raises RequestError(INVALID)."""
     age = size = 0
+    acked = False
     for part in filter(None, (piece.strip() for piece in text.split(","))):
-        if part.upper().endswith("B"):
+        if part == "acked":
+            acked = True
+        elif part.upper().endswith("B"):
             size = int(Size.parse(part))
         else:
             age = int(Duration.parse(part))
-    return felix.Retention(age, size)
+    return felix.Retention(age, size, acked)
+
+
+def parse_compaction(wanted: bool, tombstones: str, lag: str) -> Compaction | None:
+    """None where none is wanted. Raises RequestError(INVALID)."""
+    if not wanted:
+        if tombstones or lag:
+            raise RequestError("--tombstones and --lag say how to compact.", hint="Give --compact as well.")
+        return None
+    plain = Compaction()
+    return Compaction(
+        int(Duration.parse(tombstones)) if tombstones else plain.tombstone_ms,
+        int(Duration.parse(lag)) if lag else plain.lag_ms,
+    )
+
+
+@app.command()
+def alter(
+    name: Name,
+    retention: Annotated[str, typer.Option(help=f"{RETENTION_HELP} none: without bound.")] = "",
+    compact: Annotated[
+        bool | None, typer.Option("--compact/--no-compact", help="Keep the last record of every key, or all.")
+    ] = None,
+    tombstones: Annotated[str, typer.Option(help="With --compact: how long deletions stay, as in 24h.")] = "",
+    lag: Annotated[str, typer.Option(help="With --compact: keep all that is younger, as in 10m.")] = "",
+    deduplicate: Annotated[
+        str, typer.Option(help="Remember message ids for so long, as in 10m; none: do not.")
+    ] = "",
+    deduplicate_ids: Annotated[
+        int, typer.Option(help="With --deduplicate: remember at most so many ids per shard.")
+    ] = Deduplication().ids_max,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Change a stream's settings while it serves; what is not named stays as it is.
+
+    What compaction has removed does not come back when it is switched off.
+    """
+    remove = [] if compact is not False else ["compaction"]
+    deduplication = None
+    if deduplicate == "none":
+        remove.append("deduplication")
+    elif deduplicate:
+        deduplication = Deduplication(int(Duration.parse(deduplicate)), deduplicate_ids)
+    changes: dict[str, Any] = {
+        "retention": parse_retention("" if retention == "none" else retention) if retention else None,
+        "compaction": parse_compaction(compact is True, tombstones, lag),
+        "deduplication": deduplication,
+        "remove": remove,
+    }
+    if not any(changes.values()):
+        raise RequestError(
+            "Nothing is to be changed.", hint="Name a setting; felix stream alter --help lists them."
+        )
+    state = run(_alter(region, identity, name, changes))
+    if json:
+        print_json(state)
+    else:
+        out.print(f"{state.stream} is changed: retention {format_retention(state)}{format_views(state)}")
+
+
+async def _alter(region: str, identity: str, name: str, changes: dict[str, Any]) -> StreamState:
+    async with connect(region, identity) as client:
+        return await client.alter_stream(name, **changes)
 
 
 @app.command("list")
@@ -155,6 +230,27 @@ def format_durability(state: StreamState) -> str:
     return f"interval:{durability.interval_ms}ms" if durability.kind == "interval" else durability.kind
 
 
+def format_retention(state: StreamState) -> str:
+    """As it was given to `create`; none where nothing bounds it."""
+    retention = state.retention
+    kept = [str(Duration(retention.age_ms))] if retention.age_ms else []
+    kept += [str(Size(retention.size_bytes))] if retention.size_bytes else []
+    kept += ["acked"] if retention.acked else []
+    return ",".join(kept) or "none"
+
+
+def format_views(state: StreamState) -> str:
+    """What the stream is besides a log, each part behind two spaces; empty for a plain one."""
+    views, parts = state.views, []
+    if (compaction := views.compacted) is not None:
+        lag = f", lag {Duration(compaction.lag_ms)}" if compaction.lag_ms else ""
+        parts.append(f"compacted (tombstones {Duration(compaction.tombstone_ms)}{lag})")
+    if (deduplication := views.deduplication) is not None:
+        window = Duration(deduplication.window_ms)
+        parts.append(f"message ids remembered for {window}, {deduplication.ids_max:,} per shard")
+    return "".join(f"  {part}" for part in parts)
+
+
 @app.command()
 def describe(
     name: Name, region: RegionOption = "", identity: IdentityOption = "", json: JsonOption = False
@@ -164,13 +260,10 @@ def describe(
     if json:
         print_json(state)
         return
-    retention = state.retention
-    kept = [str(Duration(retention.age_ms))] if retention.age_ms else []
-    kept += [str(Size(retention.size_bytes))] if retention.size_bytes else []
-    out.print(f"[bold]{state.stream}[/]  {format_durability(state)}  retention {', '.join(kept) or 'none'}")
+    out.print(
+        f"[bold]{state.stream}[/]  {format_durability(state)}  retention {format_retention(state)}{format_views(state)}"
+    )
     out.print(f"incarnation {state.incarnation.hex()}, created {iso(state.created_ms)}")
-    if (window := state.views.deduplication) is not None:
-        out.print(f"message ids remembered for {Duration(window.window_ms)}, {window.ids_max:,} per shard")
     table(
         "Shards",
         ["shard#", "first offset#", "next offset#", "epoch#", "bytes#", "segments#", "state"],

@@ -34,6 +34,7 @@ from felix.errors import Code, FelixError, ProtocolError, RequestError
 from felix.identity import Identity
 from felix.messages import (
     PAGE_MAX,
+    AlterStream,
     Answer,
     CreateStream,
     DeleteStream,
@@ -72,7 +73,7 @@ from felix.publisher import (
     Receipt,
     Refusal,
 )
-from felix.settings import NO_VIEWS, Views
+from felix.settings import NO_VIEWS, Compaction, Deduplication, Offload, Views
 from felix.subscription import CREDIT_BYTES_DEFAULT, OnGap, StartAt, Subscription
 from felix.tracing import Tracing, tracing, tracing_wanted
 from felix.transport.port import Engine, TransportLimits
@@ -257,6 +258,31 @@ class RegionClient:
             retention or Retention(),
             ring_bytes,
             views,
+        )
+        return await self._typed(wanted, StreamState)
+
+    async def alter_stream(
+        self,
+        name: str | StreamName,
+        *,
+        retention: Retention | None = None,
+        compaction: Compaction | None = None,
+        deduplication: Deduplication | None = None,
+        offload: Offload | None = None,
+        remove: Sequence[str] = (),
+        incarnation: bytes = b"",
+    ) -> StreamState:
+        """Change settings of a stream while it serves; what is None stays. `remove` names what is taken away: compaction,
+        deduplication, offload. Raises RequestError: NOT_FOUND_OR_FORBIDDEN, CONFIG_INVALID, CONFLICT for another incarnation.
+        """
+        wanted = AlterStream(
+            str(StreamName.parse(str(name))),
+            incarnation,
+            retention,
+            compaction,
+            deduplication,
+            offload,
+            list(remove),
         )
         return await self._typed(wanted, StreamState)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from felix.errors import Code, FelixError, OffsetMismatchError, ProtocolError, error_for
 from felix.frames import FrameType, encode_frame
-from felix.settings import NO_VIEWS, SubscriptionSettings, Views
+from felix.settings import NO_VIEWS, Compaction, Deduplication, Offload, SubscriptionSettings, Views
 
 PROTOCOL_VERSIONS: Final = (1,)
 PAGE_MAX: Final = 500
@@ -115,10 +115,12 @@ class Durability(Message, frozen=True, tag="durability"):
 
 
 class Retention(Message, frozen=True, tag="retention"):
-    """By age and by bytes per shard; 0 means without bound."""
+    """By age and by bytes per shard; 0 means without bound. `acked`: only what every durable subscription has
+    acknowledged goes, once it is over one of the two."""
 
     age_ms: int = 0
     size_bytes: int = 0
+    acked: bool = False
 
 
 class CreateStream(Message, frozen=True, tag="create_stream"):
@@ -128,6 +130,19 @@ class CreateStream(Message, frozen=True, tag="create_stream"):
     retention: Retention = Retention()
     ring_bytes: int = 0
     views: Views = NO_VIEWS
+
+
+class AlterStream(Message, frozen=True, tag="alter_stream"):
+    """Changes settings of a stream while it serves. What is None stays; `remove` names capabilities to take away:
+    compaction, deduplication, offload. `incarnation`, where given, must be the stream's. Answered with its state."""
+
+    stream: Name
+    incarnation: bytes = b""
+    retention: Retention | None = None
+    compaction: Compaction | None = None
+    deduplication: Deduplication | None = None
+    offload: Offload | None = None
+    remove: list[Name] = []
 
 
 class DeleteStream(Message, frozen=True, tag="delete_stream"):
@@ -554,7 +569,7 @@ class Done(Message, frozen=True, tag="done"):
 
 
 Request = (
-    CreateStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
+    CreateStream | AlterStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
     | PutRights | ListRights | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
     | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
     | CreateSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer

@@ -43,7 +43,7 @@ from felix.publisher import (
     Receipt,
     Refusal,
 )
-from felix.settings import NO_VIEWS, Views
+from felix.settings import NO_VIEWS, Compaction, Deduplication, Offload, Views
 from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, ReceivedBatch, StartAt
 from felix.transport.port import Engine
 
@@ -184,6 +184,29 @@ class SyncRegion:
                 retention=retention,
                 ring_bytes=ring_bytes,
                 views=views,
+            )
+        )
+
+    def alter_stream(
+        self,
+        name: str | StreamName,
+        *,
+        retention: Retention | None = None,
+        compaction: Compaction | None = None,
+        deduplication: Deduplication | None = None,
+        offload: Offload | None = None,
+        remove: Sequence[str] = (),
+        incarnation: bytes = b"",
+    ) -> StreamState:
+        return self._background.call(
+            self._region.alter_stream(
+                name,
+                retention=retention,
+                compaction=compaction,
+                deduplication=deduplication,
+                offload=offload,
+                remove=remove,
+                incarnation=incarnation,
             )
         )
 

@@ -26,6 +26,9 @@ INGEST_BUDGET_BYTES_MIN: Final = 8 << 20
 DELIVERY_BUDGET_BYTES_MIN: Final = 4 << 20
 CATCH_UP_BUDGET_BYTES_MIN: Final = 1 << 20
 """One read."""
+SWEEP_MS_MIN: Final = 10
+SWEEP_MS_MAX: Final = 3_600_000
+"""A sweep without work costs a look at each shard; one that never comes is a disk that fills."""
 RING_BUDGET_BYTES_MIN: Final = 1 << 20
 """The smallest ring of one shard."""
 EXCHANGE_BUDGET_BYTES_MIN: Final = 4 << 20
@@ -105,6 +108,18 @@ class LimitsConfig(Part, frozen=True):
                 )
 
 
+class StorageConfig(Part, frozen=True):
+    """How often retention is applied: a record goes at the latest an eighth of its stream's age and this after its time."""
+
+    sweep_every: Duration = Duration(1_000)
+
+    def __post_init__(self) -> None:
+        if not SWEEP_MS_MIN <= self.sweep_every <= SWEEP_MS_MAX:
+            raise RequestError(
+                f"sweep_every is {Duration(self.sweep_every)}; {Duration(SWEEP_MS_MIN)} to {Duration(SWEEP_MS_MAX)} are allowed."
+            )
+
+
 class RegionConfig(Part, frozen=True):
     """One broker of one region. `entity` is the legal entity that runs it, `operators` have every right."""
 
@@ -121,6 +136,7 @@ class RegionConfig(Part, frozen=True):
     metadata: MetadataConfig = MetadataConfig()
     audit: AuditConfig = AuditConfig()
     tracing: TracingConfig = TracingConfig()
+    storage: StorageConfig = StorageConfig()
     limits: LimitsConfig = LimitsConfig()
 
 

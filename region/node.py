@@ -55,8 +55,6 @@ from region.streams import StreamTable
 
 log = logging.getLogger("felix.region.node")
 
-SWEEP_S = 1.0
-"""How often retention is applied."""
 COMPACT_CHECK_S: Final = 5.0
 """How often the broker looks whether a compacted stream's shards are worth a pass."""
 RENEW_CHECK_S = 60.0
@@ -281,7 +279,7 @@ class Node:
 
     async def _sweep(self, streams: StreamTable) -> None:
         while True:
-            await asyncio.sleep(SWEEP_S)
+            await asyncio.sleep(self.config.storage.sweep_every / 1000)
             self.broker.settle_delivery()
             try:
                 await streams.sweep(now_ms())

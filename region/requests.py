@@ -15,6 +15,7 @@ import msgspec
 from felix.errors import Code, ProtocolError, RequestError, UnavailableError
 from felix.frames import CONTROL_BYTES_MAX
 from felix.messages import (
+    AlterStream,
     Answer,
     CheckpointAnswer,
     Cosign,
@@ -42,6 +43,7 @@ from felix.messages import (
     RegionState,
     ReportLinks,
     Request,
+    Retention,
     RightsPage,
     RotateKeys,
     StreamPage,
@@ -103,11 +105,38 @@ class Requests:
         config = records.StreamConfig(
             shards=request.shards,
             durability=records.Durability(durability.kind, durability.interval_ms),  # type: ignore[arg-type]
-            retention=records.Retention(retention.age_ms, retention.size_bytes),
+            retention=_retention(retention),
             ring_bytes=request.ring_bytes or records.RING_BYTES_DEFAULT,
             views=request.views,
         )
         return (await self._broker.create_stream(name, config)).describe(detail=True)
+
+    async def alter_stream(self, identity: SpiffeId, request: AlterStream) -> StreamState:
+        name = StreamName.parse(request.stream)
+        self._broker.require(identity, Verb.ADMIN, name)
+        hosted = self._broker.stream(name, Verb.ADMIN)
+        if request.incarnation not in (b"", hosted.incarnation):
+            raise RequestError(
+                f"{name} is another incarnation than the one to be changed.", code=Code.CONFLICT
+            )
+        changes: dict[str, Any] = {
+            part: value for part in _ALTERABLE if (value := getattr(request, part)) is not None
+        }
+        for part in request.remove:
+            if part not in _ALTERABLE or part in changes:
+                raise RequestError(
+                    f"{part[:40]!r} cannot be taken away" + (" and set at once." if part in changes else "."),
+                    hint=f"What can be taken away is {', '.join(_ALTERABLE)}.",
+                )
+            changes[part] = None
+
+        def change(config: records.StreamConfig) -> records.StreamConfig:
+            retention = config.retention if request.retention is None else _retention(request.retention)
+            views = msgspec.structs.replace(config.views, **changes)
+            return msgspec.structs.replace(config, retention=retention, views=views)
+
+        record = await self._catalog.alter_stream(name, hosted.record.incarnation, change)
+        return (await self._broker.streams.open(record)).describe(detail=True)
 
     async def delete_stream(self, identity: SpiffeId, request: DeleteStream) -> Done:
         name = StreamName.parse(request.stream)
@@ -278,8 +307,16 @@ def _fitting(entries: Iterable[T]) -> list[T]:
     return page
 
 
+_ALTERABLE: Final = ("compaction", "deduplication", "offload")
+
+
+def _retention(asked: Retention) -> records.Retention:
+    return records.Retention(asked.age_ms, asked.size_bytes, asked.acked)
+
+
 _HANDLERS: dict[type, Handler] = {
     CreateStream: Requests.create_stream,
+    AlterStream: Requests.alter_stream,
     DeleteStream: Requests.delete_stream,
     DescribeStream: Requests.describe_stream,
     ListStreams: Requests.list_streams,

@@ -14,6 +14,8 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, Protocol
 
+import msgspec
+
 from felix.batch import Batch, BatchHeader
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
@@ -64,9 +66,15 @@ def delivery_frame(header: BatchHeader) -> bytes:
 def shard_settings(config: StreamConfig, ring_bytes: int) -> ShardSettings:
     """What the catalog's settings mean for a shard."""
     retention, compaction = config.retention, config.views.compacted
+    deduplication = config.views.deduplication
+    if compaction is not None and deduplication is not None:
+        # Which ids were seen is read from the records: they stay as long as their ids are asked for.
+        compaction = msgspec.structs.replace(
+            compaction, lag_ms=max(compaction.lag_ms, deduplication.window_ms)
+        )
     return ShardSettings(
         LogDurability(Kind(config.durability.kind), config.durability.interval_ms),
-        LogRetention(retention.age_ms or None, retention.bytes or None),
+        LogRetention(retention.age_ms or None, retention.bytes or None, retention.acked),
         COMPACTED_SEGMENTS if compaction else SegmentLimits(),
         compaction=compaction,
         ring_bytes_max=ring_bytes,
@@ -124,6 +132,12 @@ class HostedStream:
             )
         return found
 
+    def alter(self, record: Stream) -> None:
+        """Take over changed settings while the shards serve."""
+        self.record = record
+        for shard in self.serving:
+            shard.alter(shard_settings(record.config, shard.settings.ring_bytes_max))
+
     @property
     def serving(self) -> list[ShardLog]:
         """The shards that are open."""
@@ -137,7 +151,7 @@ class HostedStream:
             self.incarnation,
             len(self.shards),
             Durability(config.durability.kind, config.durability.interval_ms),
-            Retention(config.retention.age_ms, config.retention.bytes),
+            Retention(config.retention.age_ms, config.retention.bytes, config.retention.acked),
             config.ring_bytes,
             self.record.created_ms,
             [_shard_state(number, shard) for number, shard in enumerate(self.shards)] if detail else [],
@@ -202,7 +216,8 @@ class StreamTable:
             held = self._streams.get(name)
             if held is not None:
                 if held.record.incarnation == record.incarnation:
-                    held.record = record
+                    if record.revision >= held.record.revision:
+                        held.alter(record)
                     return held
                 if held.record.revision > record.revision:
                     return held  # the record is older than what is served

@@ -339,13 +339,14 @@ class DiskLog:
     def _roll_due(self, active: SegmentState, now_ms: int) -> bool:
         # A segment without a batch stays: the next one would have its base offset, and so its name.
         return active.next_offset > active.base_offset and (
-            active.segment_bytes >= self._limits.segment_bytes_max or self._aged(active, now_ms)
+            active.segment_bytes >= self._limits.segment_bytes_max
+            or self._aged(active, now_ms, self._limits.segment_age_ms)
         )
 
-    def _aged(self, active: SegmentState, now_ms: int) -> bool:
+    def _aged(self, active: SegmentState, now_ms: int, age_ms: int) -> bool:
         index = active.index
-        assert index is not None
-        return index.first_time_ms >= 0 and index.first_time_ms + self._limits.segment_age_ms <= now_ms
+        # Without an index it is being closed at this moment.
+        return index is not None and 0 <= index.first_time_ms <= now_ms - age_ms
 
     def roll(self, now_ms: int) -> None:
         """Close the active segment and begin the next. Raises as `write` does."""
@@ -616,19 +617,36 @@ class DiskLog:
 
     # Deleting.
 
-    def delete_old(self, retention: Retention, now_ms: int, *, below: int) -> int:
+    def retention_due(
+        self, retention: Retention, now_ms: int, *, below: int, hold: int | None = None
+    ) -> bool:
+        """Whether `delete_old` would do anything. Does not block: it may be asked on the loop."""
+        return self._outlived(retention, now_ms) or self._plan(retention, now_ms, below, hold) > 0
+
+    def delete_old(self, retention: Retention, now_ms: int, *, below: int, hold: int | None = None) -> int:
         """Delete the segments that `retention` lets go, all of them wholly below offset `below`; how many."""
-        if self._aged(self._segments[-1], now_ms):
+        if self._outlived(retention, now_ms):
             self.roll(now_ms)
+        count = self._plan(retention, now_ms, below, hold)
+        if count:
+            self._delete_first(count)
+        return count
+
+    def _outlived(self, retention: Retention, now_ms: int) -> bool:
+        """Whether the active segment is to be closed by its age, so that what is in it can go, or be compacted."""
+        age_ms = self._limits.segment_age_ms
+        if retention.segment_age_ms is not None:
+            age_ms = min(age_ms, retention.segment_age_ms)
+        return self._aged(self._segments[-1], now_ms, age_ms)
+
+    def _plan(self, retention: Retention, now_ms: int, below: int, hold: int | None) -> int:
         spans = [
             SegmentSpan(one.base_offset, one.next_offset, one.segment_bytes, one.last_time_ms)
             for one in self._segments
         ]
-        count = plan_deletion(spans, retention, now_ms)
+        count = plan_deletion(spans, retention, now_ms, hold=hold)
         while count and spans[count - 1].next_offset > below:
             count -= 1
-        if count:
-            self._delete_first(count)
         return count
 
     def trim(self, offset: int, now_ms: int) -> int:

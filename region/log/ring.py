@@ -92,9 +92,11 @@ class Ring:
             del self._entries[: self._head], self._ends[: self._head]
             self._head = 0
 
-    def evict_before(self, time_ms: int) -> None:
-        """Let go of entries appended before `time_ms`."""
+    def evict_before(self, time_ms: int, hold: int | None = None) -> None:
+        """Let go of entries appended before `time_ms`; with `hold` of none that reaches past that offset."""
         while len(self) and self._oldest().append_time_ms < time_ms:
+            if hold is not None and self._oldest().next_offset > hold:
+                break
             self._evict()
 
     def read(self, offset: int, max_bytes: int) -> list[Entry] | None:

@@ -23,7 +23,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from threading import Event as ThreadEvent
@@ -255,6 +255,8 @@ class ShardLog:
         self._sync_timer: asyncio.TimerHandle | None = None
         self._mark_timer: asyncio.TimerHandle | None = None
         self._segments_seen = 1
+        # With `acked` retention nothing goes before the subscriptions have said what they need.
+        self._held_from: int | None = 0
         self._closed = False
         self._files = Files()
         # One compaction at a time; what it waits for between two turns ends it when the shard closes.
@@ -1068,6 +1070,31 @@ class ShardLog:
             await self._change(self._disk.save_epochs, history)
             self._epochs = history
 
+    def hold_from(self, offset: int | None) -> None:
+        """Under `acked` retention keep everything from `offset` on: the lowest committed offset of the shard's durable
+        subscriptions; None where it has none, so that time and size alone decide. Until it is called once, all is kept."""
+        self._held_from = offset
+
+    def alter(self, settings: ShardSettings) -> None:
+        """Take over retention, segments, compaction and deduplication of `settings`, from now on; all else stays as it was
+        opened. A window of message ids that begins here does not know what was appended before."""
+        self.settings = replace(
+            self.settings,
+            retention=settings.retention,
+            segments=settings.segments,
+            compaction=settings.compaction,
+            deduplication=settings.deduplication,
+        )
+        if settings.deduplication is None:
+            self._ids = None
+        elif self._ids is None:
+            self._ids = MessageIds(settings.deduplication)
+        else:
+            self._ids.window_ms = settings.deduplication.window_ms
+            self._ids.ids_max = settings.deduplication.ids_max
+        if self._disk is not None:
+            self._disk.limits = settings.segments
+
     async def sweep(self, now_ms: int) -> int:
         """Apply retention; the segments deleted (for an ephemeral shard, 0: its batches go one by one)."""
         if self.state not in (State.SERVING, State.FULL):
@@ -1077,11 +1104,15 @@ class ShardLog:
         disk = self._disk
         if disk is None:
             if retention.age_ms is not None:
-                self._ring.evict_before(now_ms - retention.age_ms)
+                self._ring.evict_before(
+                    now_ms - retention.age_ms, self._held_from if retention.acked else None
+                )
             return 0
-        below = self._high_watermark
+        below, hold = self._high_watermark, self._held_from
+        if not disk.retention_due(retention, now_ms, below=below, hold=hold):
+            return 0
         try:
-            count = await self._change(lambda: disk.delete_old(retention, now_ms, below=below))
+            count = await self._change(lambda: disk.delete_old(retention, now_ms, below=below, hold=hold))
         except UnavailableError as error:
             if error.code is Code.DISK_FULL:
                 # The roll before deletion found no room; the next sweep tries again.

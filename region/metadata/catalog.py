@@ -124,6 +124,28 @@ class Catalog:
         value, revision = await self._swap(key, change)
         return decode_stream(value, key, revision)
 
+    async def alter_stream(
+        self, name: StreamName, incarnation: str, change: Callable[[StreamConfig], StreamConfig]
+    ) -> Stream:
+        """Change the settings as they are when they are changed: of two that alter different ones, both count.
+
+        `incarnation` is hex. Raises as `update_stream`, and RequestError(CONFLICT) for another incarnation.
+        """
+        key = self.keys.stream(name)
+
+        def altered(entry: Entry | None) -> bytes:
+            if entry is None:
+                raise _no_stream(name)
+            old = decode_stream(entry.value, key, entry.mod_revision)
+            if old.incarnation != incarnation:
+                raise RequestError(f"The stream {name} was created anew meanwhile.", code=Code.CONFLICT)
+            config = change(old.config)
+            check_stream_update(name, old.config, config)
+            return self._encode_stream(msgspec.structs.replace(old, config=config))
+
+        value, revision = await self._swap(key, altered)
+        return decode_stream(value, key, revision)
+
     async def delete_stream(
         self, name: StreamName, *, incarnation: str = "", deleted_ms: int
     ) -> DeletedStream:

@@ -25,8 +25,8 @@ SHARDS_MAX: Final = 256
 """Shards of one stream; each has files, a lease of attention and a place in every rebalance."""
 INTERVAL_MS_MAX: Final = 60_000
 """An `interval` stream may lose so much at a crash; who wants to lose more wants `ephemeral`."""
-RETENTION_AGE_MS_MIN: Final = 1_000
-"""Retention works on whole segments and sweeps about once a second."""
+RETENTION_AGE_MS_MIN: Final = 10
+"""Retention works on whole segments, whenever the broker sweeps; what lives shorter is no record."""
 RETENTION_BYTES_MIN: Final = 1 << 20
 """One batch of the largest size per shard; less could delete what was acknowledged a moment ago."""
 RING_BYTES_MIN: Final = 1 << 20
@@ -51,10 +51,12 @@ class Durability(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Records go when they are older than `age_ms`, or when a shard is larger than `bytes`; 0 is no bound."""
+    """Records go when they are older than `age_ms`, or when a shard is larger than `bytes`; 0 is no bound. With `acked` only
+    once every durable subscription has acknowledged them, too."""
 
     age_ms: int = 0
     bytes: int = 0
+    acked: bool = False
 
 
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,6 +161,12 @@ def check_stream_config(name: StreamName, config: StreamConfig) -> None:
         raise _invalid(
             name,
             f"retention of {retention.bytes} bytes per shard; at least {RETENTION_BYTES_MIN}, or 0 for no bound",
+        )
+    if retention.acked and not (retention.age_ms or retention.bytes):
+        raise _invalid(
+            name,
+            "retention acked without an age or a size: what nobody subscribes to would go at once, or never",
+            "Give it an age as well, as in 1h,acked.",
         )
     if not RING_BYTES_MIN <= config.ring_bytes <= RING_BYTES_MAX:
         raise _invalid(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
+from log.building import batch_of, serving
 
-from region.log.retention import Retention, SegmentSpan, plan_deletion
+from region.log.disk import SegmentLimits
+from region.log.durability import EPHEMERAL
+from region.log.retention import AGE_PARTS, Retention, SegmentSpan, plan_deletion
+from region.log.shard import ShardHooks, ShardSettings
 
 SPANS = [SegmentSpan(100 * at, 100 * at + 100, 1_000, 10 * at) for at in range(5)]
 
@@ -45,3 +51,79 @@ def test_promises(
     for span in spans[:count]:
         young = age_ms is None or span.last_time_ms + age_ms >= now_ms
         assert not young or (bytes_kept is not None and kept >= bytes_kept)
+
+
+def test_what_is_not_acknowledged_stays_whatever_its_age_and_size() -> None:
+    aged, large = Retention(age_ms=0, acked=True), Retention(bytes_kept=0, acked=True)
+    for retention in (aged, large):
+        assert plan_deletion(SPANS, retention, 10**9, hold=0) == 0
+        assert plan_deletion(SPANS, retention, 10**9, hold=299) == 2
+        assert plan_deletion(SPANS, retention, 10**9, hold=300) == 3
+        assert plan_deletion(SPANS, retention, 10**9, hold=None) == 4, "without subscriptions, time decides"
+    assert plan_deletion(SPANS, Retention(age_ms=100, acked=True), 111, hold=10**9) == 2, (
+        "its time must be up, too"
+    )
+    assert plan_deletion(SPANS, Retention(age_ms=0), 10**9, hold=0) == 4, (
+        "who did not ask for it does not wait"
+    )
+
+
+async def test_a_shard_keeps_everything_until_it_is_told_what_is_acknowledged(tmp_path: Path) -> None:
+    settings = ShardSettings(
+        retention=Retention(age_ms=100, acked=True), segments=SegmentLimits(segment_bytes_max=500)
+    )
+    clock = [1_000]
+    async with serving(tmp_path, settings, ShardHooks(clock_ms=lambda: clock[0])) as shard:
+        for _ in range(20):
+            await shard.append(batch_of(b"x" * 200))
+        clock[0] = 100_000
+        assert await shard.sweep(100_000) == 0
+        shard.hold_from(7)
+        await shard.sweep(100_000)
+        assert 0 < shard.log_start_offset <= 7
+        shard.hold_from(None)
+        await shard.sweep(100_000)
+        assert shard.log_start_offset == shard.high_watermark == 20
+
+
+async def test_an_ephemeral_shard_waits_for_acknowledgements_too() -> None:
+    settings = ShardSettings(EPHEMERAL, retention=Retention(age_ms=100, acked=True))
+    async with serving(None, settings, ShardHooks(clock_ms=lambda: 1_000)) as shard:
+        for _ in range(10):
+            await shard.append(batch_of(b"x"))
+        await shard.sweep(100_000)
+        assert shard.log_start_offset == 0
+        shard.hold_from(4)
+        await shard.sweep(100_000)
+        assert shard.log_start_offset == 4
+
+
+async def test_records_of_a_quiet_stream_go_soon_after_their_age(tmp_path: Path) -> None:
+    clock = [1_000]
+    settings = ShardSettings(retention=Retention(age_ms=1_000))
+    async with serving(tmp_path, settings, ShardHooks(clock_ms=lambda: clock[0])) as shard:
+        for at in range(40):
+            clock[0] = 1_000 + 50 * at
+            await shard.append(batch_of(b"%d" % at))
+            await shard.sweep(clock[0])
+            oldest = clock[0] - 1_000 - 1_000 // AGE_PARTS - 50
+            assert 1_000 + 50 * shard.log_start_offset >= oldest, "at its age and an eighth, and one sweep"
+            assert shard.log_start_offset <= max(0, (clock[0] - 2_000) // 50 + 1), "and not before its age"
+        assert shard.segment_count <= AGE_PARTS + 2
+        clock[0] += 1_200
+        await shard.sweep(clock[0])
+        assert shard.log_start_offset == shard.high_watermark == 40
+        assert shard.segment_count == 1
+        syncs = shard.counters.segments_deleted
+        await shard.sweep(clock[0] + 10**6)
+        assert shard.counters.segments_deleted == syncs, "nothing is left to go"
+
+
+async def test_what_is_altered_counts_from_now_on(tmp_path: Path) -> None:
+    async with serving(tmp_path, ShardSettings(), ShardHooks(clock_ms=lambda: 1_000)) as shard:
+        for at in range(10):
+            await shard.append(batch_of(b"%d" % at))
+        assert await shard.sweep(10**6) == 0
+        shard.alter(ShardSettings(retention=Retention(age_ms=10)))
+        assert await shard.sweep(10**6) == 1
+        assert shard.log_start_offset == 10

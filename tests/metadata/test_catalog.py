@@ -116,7 +116,8 @@ async def test_the_record_can_be_read_by_people(catalog: Catalog) -> None:
         ({"durability": Durability("interval", 60_001)}, "interval of 60001 ms"),
         ({"durability": Durability("fsync", 5)}, "fsync has no interval"),
         ({"durability": Durability("sometimes")}, "'sometimes'; it is fsync, interval or ephemeral"),  # type: ignore[arg-type]
-        ({"retention": Retention(age_ms=999)}, "retention of 999 ms; at least 1000"),
+        ({"retention": Retention(age_ms=9)}, "retention of 9 ms; at least 10"),
+        ({"retention": Retention(acked=True)}, "retention acked without an age or a size"),
         ({"retention": Retention(age_ms=-1)}, "retention of -1 ms"),
         ({"retention": Retention(bytes=1)}, "retention of 1 bytes per shard; at least 1048576"),
         ({"ring_bytes": 1}, "a ring of 1 bytes"),
