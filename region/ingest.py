@@ -448,6 +448,8 @@ class IngestStream:
             partial(self._appended, way),
             annotation=self._position.encode(),
             slot=self._slot,
+            # What comes over a border was promised there record by record: none is left out.
+            as_it_is=True,
         )
 
     def _landed_on(self) -> _Landing:

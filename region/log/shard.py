@@ -242,6 +242,11 @@ class ShardLog:
         self._epochs = EpochHistory()
         self._next_offset = settings.first_offset
         self._high_watermark = settings.first_offset
+        # The end of what is as durable as the stream asks: above the high watermark while visibility is held.
+        self._durable_end = settings.first_offset
+        self._visibility_holds = 0
+        self._invisible: list[Entry] = []
+        self._invisible_bytes = 0
         self._log_start = settings.first_offset
         self._last_time_ms = 0
         self._tail_callbacks: list[Callable[[], None]] = []
@@ -356,7 +361,7 @@ class ShardLog:
         self.annotations = dict(disk.annotations)
         self._epochs = recovered.epochs
         self._producers = recovered.producers
-        self._next_offset = self._high_watermark = disk.end_offset
+        self._next_offset = self._high_watermark = self._durable_end = disk.end_offset
         self._log_start = disk.start_offset
         self._last_time_ms = max(0, disk.last_time_ms)
         self._segments_seen = disk.segment_count
@@ -436,12 +441,14 @@ class ShardLog:
         annotation: bytes = b"",
         slot: int = 0,
         expected_offset: int | None = None,
+        as_it_is: bool = False,
     ) -> None:
         """Append a plain batch, an annotation for `slot`, or both in one; `done` is called once, on the loop.
 
         Header fields that are the broker's (shard, base offset, append time, leader epoch) are set here.
         The annotation of a repeated batch is not kept: the first copy's is. With `expected_offset` a batch that is
-        not a repeated one is appended only where the log ends there, pending batches counted.
+        not a repeated one is appended only where the log ends there, pending batches counted. `as_it_is`: no record is left
+        out for its message id.
         `done` may be called before this returns (refusals, ephemeral shards). What it is called with:
         Appended, or RequestError (SEQUENCE_GAP, PRODUCER_FENCED, OFFSET_MISMATCH, BATCH_TOO_LARGE, INVALID), UnavailableError
         (LIMIT_MEMORY, DISK_FULL, SHARD_STOPPED …).
@@ -461,8 +468,7 @@ class ShardLog:
         if self._ids is not None:
             try:
                 ids = message_ids(batch)
-                # What comes over a border was promised there record by record; it is appended as it is.
-                if ids is not None and not annotation:
+                if ids is not None and not as_it_is:
                     sifted = sift(batch, ids, self._ids, self._next_offset, now_ms)
             except RequestError as error:
                 done(error)
@@ -498,6 +504,12 @@ class ShardLog:
                 sifted.batch.header.records if sifted.batch else 0
             )
             if sifted.batch is None:
+                if annotation:
+                    # It stands in the log by itself, where the log ends.
+                    answer = Appended(self._next_offset, now_ms, True, sifted.offsets)
+                    epoch = self._epochs.current
+                    self._enqueue(_Pending(None, answer, done, len(annotation), epoch, slot, annotation))
+                    return
                 self._answer_repeated(Appended(sifted.offsets[0], now_ms, True, sifted.offsets), done)
                 return
             batch, header = sifted.batch, sifted.batch.header
@@ -550,7 +562,7 @@ class ShardLog:
         return Appended(offsets[0], first.append_time_ms, True, offsets)
 
     def _answer_repeated(self, answer: Appended, done: Done) -> None:
-        if max(answer.offsets, default=answer.base_offset) < self._high_watermark:
+        if max(answer.offsets, default=answer.base_offset) < self._durable_end:
             done(answer)
         else:
             # The first copy is not durable yet; this one is answered after it, and fails with it.
@@ -621,10 +633,11 @@ class ShardLog:
                     code=Code.BATCH_TOO_LARGE,
                     hint="Publish smaller batches.",
                 )
-        if self.pending_bytes + size > self.settings.pending_bytes_max:
+        waiting = self.pending_bytes + self._invisible_bytes
+        if waiting + size > self.settings.pending_bytes_max:
             self.counters.refused_memory += 1
             return UnavailableError(
-                f"{self.pending_bytes} bytes of this shard wait for the disk; "
+                f"{waiting} bytes of this shard wait for the disk; "
                 f"{self.settings.pending_bytes_max} are allowed.",
                 code=Code.LIMIT_MEMORY,
                 retry_after_ms=50,
@@ -680,8 +693,8 @@ class ShardLog:
             self._ids.rollback(offset)
 
     def _settle(self) -> None:
-        """All below the high watermark is as durable as it will be."""
-        self._producers.settle(self._high_watermark)
+        """All below the durable end is as durable as it will be."""
+        self._producers.settle(self._durable_end)
         if self._ids is not None:
             self._ids.settle(self._last_time_ms)
 
@@ -690,12 +703,11 @@ class ShardLog:
             self.annotations[item.slot] = item.annotation
         if item.batch:
             self._count(item.batch.header)
-            self._ring.append(self._plain_entry(item.batch))
-            self._high_watermark = self._next_offset
+            self._accept(self._plain_entry(item.batch))
             self._settle()
-            if not self._tail_scheduled:
-                self._tail_scheduled = True
-                self._loop.call_soon(self._wake_tail)
+            if not self._visibility_holds:
+                self._show()
+                self._wake_tail_soon()
         item.done(item.answer)
 
     def _count(self, header: BatchHeader) -> None:
@@ -783,6 +795,44 @@ class ShardLog:
         disk.sync()
         return time.perf_counter_ns() - begun
 
+    def _accept(self, entry: Entry) -> None:
+        """An entry is durable; `_show` lets it be read."""
+        self._invisible.append(entry)
+        self._invisible_bytes += len(entry.data)
+        self._durable_end = entry.next_offset
+
+    def _show(self) -> None:
+        for entry in self._invisible:
+            self._ring.append(entry)
+        self._invisible.clear()
+        self._invisible_bytes = 0
+        self._high_watermark = self._durable_end
+
+    def hold_visibility(self) -> None:
+        """From now on appends become durable and are answered, and nobody reads them, until `release_visibility`.
+
+        Holds are counted. What is held counts as pending, so a hold that lasts is felt as LIMIT_MEMORY.
+        """
+        self._visibility_holds += 1
+
+    def release_visibility(self) -> None:
+        """With the last hold, what became durable meanwhile can be read at once; followers of the tail hear of it with the
+        loop's next turn, so that several shards released in one turn show together."""
+        assert self._visibility_holds
+        self._visibility_holds -= 1
+        if not self._visibility_holds and self._durable_end > self._high_watermark:
+            self._show()
+            self._wake_tail_soon()
+
+    def stop(self, error: FelixError) -> None:
+        """Stop serving for good, because something that was promised of this shard cannot be kept: as a failed write does."""
+        self._fail(error)
+
+    def _wake_tail_soon(self) -> None:
+        if not self._tail_scheduled:
+            self._tail_scheduled = True
+            self._loop.call_soon(self._wake_tail)
+
     def _tell(self, callback: Callable[[], None]) -> None:
         try:
             self._loop.call_soon_threadsafe(callback)
@@ -802,8 +852,9 @@ class ShardLog:
                 self.annotations[item.slot] = item.annotation
             if item.batch and item.entry:
                 self._count(item.batch.header)
-                self._ring.append(item.entry)
-                self._high_watermark = item.entry.next_offset
+                self._accept(item.entry)
+        if not self._visibility_holds:
+            self._show()
         self._settle()
         self.counters.groups += 1
         if sync_ns:
@@ -890,7 +941,7 @@ class ShardLog:
 
     def _refuse(self, group: Sequence[_Pending], error: FelixError, *, no_room: bool, failed: bool) -> None:
         """Nothing of `group` is in the log: give its offsets back and answer."""
-        self._take_back(self._high_watermark)
+        self._take_back(self._durable_end)
         for item in group:
             self._in_flight -= 1
             self.pending_bytes -= item.size
@@ -1049,7 +1100,7 @@ class ShardLog:
             self._check_readable(offset)
             if self._disk is None:
                 self._ring.truncate(offset)
-                self._high_watermark = self._ring.next_offset
+                self._high_watermark = self._durable_end = self._ring.next_offset
                 self._take_back(self._high_watermark)
                 return
             self._high_watermark = offset
@@ -1059,7 +1110,7 @@ class ShardLog:
                 self._producers = await self._change(self._disk.truncate, offset)
             finally:
                 self._truncations += 1
-            self._next_offset = self._high_watermark = self._disk.end_offset
+            self._next_offset = self._high_watermark = self._durable_end = self._disk.end_offset
             if self._ids is not None:
                 self._ids.rollback(self._next_offset)
             self.annotations = dict(self._disk.annotations)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from log.building import IDENTITY, SMALL, FailingFiles, serving
 
 from felix.batch import MESSAGE_ID_HEADER, Batch, NewRecord, decode_batch, decode_records, encode_batch
-from felix.errors import Code, OffsetMismatchError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, OffsetMismatchError, RequestError, UnavailableError
 from felix.settings import Deduplication
 from region.log.durability import EPHEMERAL
 from region.log.message_ids import Identified, MessageIds, sift
@@ -142,10 +142,27 @@ async def test_an_ephemeral_shard_remembers_while_it_lives() -> None:
         assert (await shard.append(batch_of(("a", "1"), ("b", None)))).offsets == (0, 1)
 
 
+async def append_as_it_is(shard: ShardLog, annotation: bytes) -> Appended:
+    future: asyncio.Future[Appended | FelixError] = asyncio.get_running_loop().create_future()
+    shard.append_nowait(batch_of(("a", "1")), future.set_result, annotation=annotation, slot=1, as_it_is=True)
+    answer = await future
+    assert isinstance(answer, Appended)
+    return answer
+
+
+async def test_an_annotation_is_kept_where_every_record_is_left_out(tmp_path: Path) -> None:
+    async with serving(tmp_path, DEDUPLICATING) as shard:
+        await shard.append(batch_of(("a", "1")), annotation=b"@1", slot=1)
+        repeated = await shard.append(batch_of(("a", "1")), annotation=b"@2", slot=1)
+        assert (repeated.offsets, shard.annotations[1], shard.log_end_offset) == ((0,), b"@2", 1)
+    async with serving(tmp_path, DEDUPLICATING) as shard:
+        assert (shard.annotations[1], shard.log_end_offset) == (b"@2", 1)
+
+
 async def test_what_comes_over_a_border_is_appended_as_it_is_and_remembered(tmp_path: Path) -> None:
     async with serving(tmp_path, DEDUPLICATING) as shard:
-        await shard.append(batch_of(("a", "1")), annotation=b"link@1", slot=1)
-        assert (await shard.append(batch_of(("a", "1")), annotation=b"link@2", slot=1)).base_offset == 1
+        await append_as_it_is(shard, b"@1")
+        assert (await append_as_it_is(shard, b"@2")).base_offset == 1
         assert (await shard.append(batch_of(("a", "1")))).offsets == (1,)
 
 

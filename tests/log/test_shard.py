@@ -653,3 +653,48 @@ async def test_a_conditional_batch_that_is_repeated_gets_its_offset_also_after_a
             await shard.append(batch_of(b"next", producer=7, sequence=1), expected_offset=0)
         accepted = await shard.append(batch_of(b"next", producer=7, sequence=1), expected_offset=1)
         assert accepted.base_offset == 1, "a refused condition leaves no mark on the producer's sequence"
+
+
+async def test_held_visibility_answers_appends_and_shows_them_in_one_turn(tmp_path: Path) -> None:
+    async with serving(tmp_path) as shard:
+        await shard.append(batch_of(b"before"))
+        tails: list[int] = []
+        shard.subscribe_tail(lambda: tails.append(shard.high_watermark))
+        shard.hold_visibility()
+        shard.hold_visibility()
+        assert (await shard.append(batch_of(b"hidden", producer=3))).base_offset == 1
+        assert (await shard.append(batch_of(b"hidden", producer=3))).duplicate
+        assert (shard.high_watermark, shard.log_end_offset, tails) == (1, 2, [])
+        assert await read_all(shard) == [b"before"]
+        shard.release_visibility()
+        assert shard.high_watermark == 1, "another hold is left"
+        shard.release_visibility()
+        assert shard.high_watermark == 2
+        await asyncio.sleep(0)
+        assert tails == [2]
+        assert await read_all(shard) == [b"before", b"hidden"]
+
+
+async def test_a_refused_group_takes_back_nothing_that_is_durable_and_hidden(tmp_path: Path) -> None:
+    files = FailingFiles()
+    async with serving(tmp_path, files=files) as shard:
+        shard.hold_visibility()
+        await shard.append(batch_of(b"durable"))
+        files.room = 0
+        with pytest.raises(UnavailableError):
+            await shard.append(batch_of(b"refused"))
+        files.room = None
+        assert shard.log_end_offset == 1
+        shard.release_visibility()
+        assert await read_all(shard) == [b"durable"]
+
+
+async def test_a_hold_that_lasts_is_bounded_by_what_may_be_pending(tmp_path: Path) -> None:
+    async with serving(tmp_path, ShardSettings(pending_bytes_max=2_000)) as shard:
+        shard.hold_visibility()
+        with pytest.raises(UnavailableError) as refused:
+            for _ in range(100):
+                await shard.append(batch_of(b"x" * 100))
+        assert refused.value.code is Code.LIMIT_MEMORY
+        shard.release_visibility()
+        await shard.append(batch_of(b"room again"))
