@@ -64,6 +64,22 @@ def _own_name(name: StreamName, incarnation: bytes) -> str | None:
     return folder_name(name, incarnation) if len(incarnation) == 16 else None
 
 
+def stored_streams(data: Path) -> list[StoredStream]:
+    """The streams that have a folder in `data`, in the order of their names. Blocking."""
+    found = []
+    for folder in sorted(data.iterdir()):
+        parsed = parse_folder_name(folder.name)
+        if parsed and folder.is_dir():
+            shards = sorted(int(shard.name) for shard in folder.iterdir() if shard.name.isdecimal())
+            found.append(StoredStream(*parsed, tuple(shards)))
+    return found
+
+
+def shard_folder(data: Path, name: StreamName, incarnation: bytes, shard: int) -> Path:
+    """Where a shard, or a journal beside it, is kept."""
+    return data / folder_name(name, incarnation) / f"{shard:05d}"
+
+
 class LogDirectory:
     """The logs of one broker. Construct on the event loop; `close` stops every shard and lets go of the folder."""
 
@@ -86,17 +102,11 @@ class LogDirectory:
 
     def stored(self) -> list[StoredStream]:
         """The streams that have a folder here, in the order of their names. Blocking."""
-        found = []
-        for folder in sorted(self._data.iterdir()):
-            parsed = parse_folder_name(folder.name)
-            if parsed and folder.is_dir():
-                shards = sorted(int(shard.name) for shard in folder.iterdir() if shard.name.isdecimal())
-                found.append(StoredStream(*parsed, tuple(shards)))
-        return found
+        return stored_streams(self._data)
 
     def shard_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path:
         """Where a shard is kept."""
-        return self._data / folder_name(name, incarnation) / f"{shard:05d}"
+        return shard_folder(self._data, name, incarnation, shard)
 
     async def open_shard(
         self,

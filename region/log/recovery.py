@@ -220,8 +220,11 @@ def encode_epochs(history: EpochHistory) -> bytes:
 
 def _load_epochs(files: Files, folder: Path) -> EpochHistory | None:
     payload = load_checked(files, folder / EPOCHS_NAME)
-    if payload is None:
-        return None
+    return None if payload is None else decode_epochs(payload)
+
+
+def decode_epochs(payload: bytes) -> EpochHistory | None:
+    """The history, or None where the payload is not one."""
     try:
         return EpochHistory(msgspec.json.decode(payload, type=list[EpochStart]))
     except msgspec.DecodeError:

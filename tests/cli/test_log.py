@@ -1,4 +1,4 @@
-"""`felix log inspect` over a segment that a broker wrote: structure, no contents, damage named."""
+"""`felix log` over what a broker wrote: structure, no contents, damage named; a whole region verified."""
 
 import json
 from pathlib import Path
@@ -53,3 +53,30 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["log", "inspect", str(tmp_path / "some.txt")])
     assert answer.exit_code != 0
     assert "no segment file" in str(answer.exception)
+
+
+async def test_a_region_is_verified_down_to_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = await segment_of(tmp_path, monkeypatch)
+    answer = CliRunner().invoke(app, ["log", "verify", "--open", "--json"])
+    assert answer.exit_code == 0, answer.output
+    shown = json.loads(answer.stdout)
+    assert shown["whole"] and [(one["records"], one["opened"]) for one in shown["shards"]] == [(5, 5)]
+    assert CliRunner().invoke(app, ["log", "verify", "--stream", "acme/ops/inspected"]).exit_code == 0
+    nowhere = CliRunner().invoke(app, ["log", "verify", "--stream", "acme/ops/nowhere"])
+    assert "no records of" in str(nowhere.exception)
+    data = bytearray(segment.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.write_bytes(data)
+    damaged = CliRunner().invoke(app, ["log", "verify", "--json"])
+    assert damaged.exit_code == 5
+    (finding,) = json.loads(damaged.stdout)["shards"][0]["findings"]
+    assert finding["file"] == str(segment) and finding["position"] <= len(data) // 2
+
+
+async def test_a_running_broker_is_not_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    async with running(make_region(tmp_path, "us-east")):
+        answer = CliRunner().invoke(app, ["log", "verify"])
+        assert "in use by another process" in str(answer.exception)

@@ -7,10 +7,20 @@ import errno
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
-from felix.batch import Batch, NewRecord, body_checksum, decode_batch, decode_records, encode_batch
+from felix.batch import (
+    TOMBSTONE_HEADER,
+    Batch,
+    NewRecord,
+    body_checksum,
+    decode_batch,
+    decode_records,
+    encode_batch,
+)
+from region.log.compaction import CompactionReport
+from region.log.compactor import Compactor, PassSettings
 from region.log.disk import DiskLog, Frame, SegmentLimits
 from region.log.files import Files
 from region.log.ring import Entry
@@ -84,6 +94,48 @@ def write_batches(log: DiskLog, batches: Sequence[Batch], *, time_ms: int = 1_00
         frames.append(Frame(ready, offset, 0))
         offset = ready.header.next_offset
     log.write(frames, time_ms)
+
+
+def keyed(
+    *records: tuple[bytes | None, bytes | None], producer: int = 0, sequence: int = 0, compress: bool = False
+) -> Batch:
+    """Key and payload of each; a payload of None is a tombstone."""
+    return encode_batch(
+        [
+            NewRecord(payload or b"", key, {TOMBSTONE_HEADER: b""} if payload is None else None)
+            for key, payload in records
+        ],
+        shard=IDENTITY.shard,
+        producer_id=producer,
+        base_sequence=sequence,
+        compress=compress,
+    )
+
+
+def compact(
+    log: DiskLog,
+    *,
+    now_ms: int = 1_000_000,
+    lag_ms: int = 0,
+    tombstone_ms: int = 1_000,
+    keys_bytes_max: int = 1 << 20,
+    files: Files | None = None,
+) -> CompactionReport | None:
+    return Compactor(
+        log,
+        files or Files(),
+        PassSettings(now_ms, lag_ms, tombstone_ms, log.end_offset, keys_bytes_max),
+        seal=masked,
+        open_batch=masked,
+        writer=nullcontext(),
+        pace=lambda: None,
+    ).run(b"", ())
+
+
+def append(log: DiskLog, batch: Batch, time_ms: int = 1_000) -> None:
+    ready = masked(placed(batch, log.end_offset, time_ms))
+    log.write([Frame(ready, ready.header.base_offset, 0)], time_ms)
+    log.sync()
 
 
 def stored(log: DiskLog) -> list[bytes]:

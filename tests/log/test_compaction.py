@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,10 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from log.building import (
-    IDENTITY,
     FailingFiles,
+    append,
     batch_of,
+    compact,
     first_segment,
+    keyed,
     masked,
     open_disk,
     placed,
@@ -30,20 +31,18 @@ from log.building import (
     write_batches,
 )
 
-from felix.batch import TOMBSTONE_HEADER, Batch, NewRecord, Record, decode_batch, decode_records, encode_batch
+from felix.batch import TOMBSTONE_HEADER, Batch, Record, decode_batch, decode_records
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.settings import Compaction
 from region.log.compaction import (
     COMPACTION_NAME,
     DIRTY_AGE_MS,
     DIRTY_SEGMENTS_MAX,
-    CompactionReport,
     DirtySpan,
     KeyMap,
     is_due,
     judge,
 )
-from region.log.compactor import Compactor, PassSettings
 from region.log.disk import DiskLog, Frame, SegmentLimits
 from region.log.files import Files
 from region.log.recovery import PRODUCERS_NAME
@@ -62,48 +61,6 @@ class Written(NamedTuple):
     payload: bytes
     is_tombstone: bool
     time_ms: int
-
-
-def keyed(
-    *records: tuple[bytes | None, bytes | None], producer: int = 0, sequence: int = 0, compress: bool = False
-) -> Batch:
-    """Key and payload of each; a payload of None is a tombstone."""
-    return encode_batch(
-        [
-            NewRecord(payload or b"", key, {TOMBSTONE_HEADER: b""} if payload is None else None)
-            for key, payload in records
-        ],
-        shard=IDENTITY.shard,
-        producer_id=producer,
-        base_sequence=sequence,
-        compress=compress,
-    )
-
-
-def compact(
-    log: DiskLog,
-    *,
-    now_ms: int = 1_000_000,
-    lag_ms: int = 0,
-    tombstone_ms: int = 1_000,
-    keys_bytes_max: int = 1 << 20,
-    files: Files | None = None,
-) -> CompactionReport | None:
-    return Compactor(
-        log,
-        files or Files(),
-        PassSettings(now_ms, lag_ms, tombstone_ms, log.end_offset, keys_bytes_max),
-        seal=masked,
-        open_batch=masked,
-        writer=nullcontext(),
-        pace=lambda: None,
-    ).run(b"", ())
-
-
-def append(log: DiskLog, batch: Batch, time_ms: int = 1_000) -> None:
-    ready = masked(placed(batch, log.end_offset, time_ms))
-    log.write([Frame(ready, ready.header.base_offset, 0)], time_ms)
-    log.sync()
 
 
 def held(log: DiskLog, offset: int | None = None, max_bytes: int = 4_096) -> list[Record]:
