@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from cli import audit, bench, bridge, demo, doctor, identity, keys, log, policy, region, stream
+from cli import audit, bench, bridge, demo, doctor, identity, keys, log, policy, quota, region, stream
 from cli.output import err
 from felix.errors import Code, FelixError
 
@@ -34,6 +34,7 @@ app = typer.Typer(
 app.add_typer(region.app, name="region")
 app.add_typer(stream.app, name="stream")
 app.add_typer(identity.app, name="identity")
+app.add_typer(quota.app, name="quota")
 app.add_typer(bridge.app, name="bridge")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")

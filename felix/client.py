@@ -37,6 +37,7 @@ from felix.messages import (
     AlterStream,
     Answer,
     CreateStream,
+    DeleteQuota,
     DeleteStream,
     DescribeRegion,
     DescribeStream,
@@ -48,9 +49,13 @@ from felix.messages import (
     LinkState,
     ListKeys,
     ListLinks,
+    ListQuotas,
     ListRights,
     ListStreams,
+    PutQuota,
     PutRights,
+    QuotaPage,
+    QuotaState,
     RegionState,
     Request,
     Retention,
@@ -58,6 +63,7 @@ from felix.messages import (
     RotateKeys,
     StreamPage,
     StreamState,
+    Throttled,
 )
 from felix.names import StreamName
 from felix.profile import Profile, load_profile
@@ -73,6 +79,7 @@ from felix.publisher import (
     Receipt,
     Refusal,
 )
+from felix.quota import QuotaLimits
 from felix.settings import NO_VIEWS, Compaction, Deduplication, Offload, Views
 from felix.subscription import CREDIT_BYTES_DEFAULT, OnGap, StartAt, Subscription
 from felix.tracing import Tracing, tracing, tracing_wanted
@@ -226,6 +233,12 @@ class RegionClient:
         return self._connection is not None and self._connection.link is not None
 
     @property
+    def throttled(self) -> Throttled | None:
+        """The quota that slows this session down now, as the broker says; None where none does."""
+        link = self.connection.link
+        return link.throttled if link is not None else None
+
+    @property
     def reconnects(self) -> int:
         """How often the session was made anew."""
         return self.connection.reconnects
@@ -310,6 +323,27 @@ class RegionClient:
     async def describe(self) -> RegionState:
         """Gauges of the broker that answers."""
         return await self._typed(DescribeRegion(), RegionState)
+
+    async def put_quota(
+        self, scope: str, name: str, limits: QuotaLimits, unset: Sequence[str] = ()
+    ) -> QuotaState:
+        """Set the limits that `limits` names, of a `tenant` or an `identity` (by its SPIFFE id), and take away those in
+        `unset`; they count at once."""
+        return await self._typed(PutQuota(scope, name, limits, list(unset)), QuotaState)
+
+    async def delete_quota(self, scope: str, name: str) -> str:
+        """Back to the region's defaults; answers what a person should know of it."""
+        return (await self._typed(DeleteQuota(scope, name), Done)).note
+
+    async def list_quotas(self, scope: str = "", name: str = "") -> list[QuotaState]:
+        """Limits and use of tenants and identities at the broker that answers, tenants first. An identity that is no
+        operator's may ask for its own alone."""
+        found: list[QuotaState] = []
+        while True:
+            page = await self._typed(ListQuotas(scope, name, len(found), PAGE_MAX), QuotaPage)
+            found += page.quotas
+            if not page.more or not page.quotas:
+                return found
 
     async def put_rights(self, identity: str, rights: Sequence[str]) -> None:
         """Replace the rights of an identity, as `publish acme/ops/*`; an empty list takes all away, at once."""

@@ -43,13 +43,16 @@ from felix.messages import (
     ListDocuments,
     ListKeys,
     ListLinks,
+    ListQuotas,
     ListRights,
     ListStreams,
+    PutQuota,
     PutRights,
     ReportLinks,
     Request,
     Subscribe,
     Subscribed,
+    Throttled,
     Unsubscribe,
     Welcome,
     WitnessedSize,
@@ -71,6 +74,8 @@ from felix.session import (
 from felix.transport.port import ClientTls, Connection, Engine, TransportLimits, engine_named
 
 SOFTWARE: Final = "felix-python/0.1"
+THROTTLED_GRACE_S: Final = 2.0
+"""The broker says about once a second what slows a session down; after so much silence it is believed to be over."""
 CONNECT_TIMEOUT_S: Final = 10.0
 """Until the first session stands: covers a broker that is just starting, short enough for a person to wait."""
 ATTEMPT_TIMEOUT_S: Final = 5.0
@@ -85,7 +90,7 @@ CORRELATION_MAX: Final = (1 << 32) - 1
 
 _SAFE: Final = (
     DescribeStream, ListStreams, ListRights, ListDocuments, ListKeys, DescribeRegion, ListLinks, GetDataKey,
-    WitnessedSize, GetCheckpoint, PutRights, ReportLinks,
+    WitnessedSize, GetCheckpoint, PutRights, ReportLinks, ListQuotas, PutQuota,
 )  # fmt: skip
 """Requests that may be carried out twice without harm, so that a lost answer is asked for again."""
 _EVENT_TYPES: Final = frozenset({FrameType.ANSWER, FrameType.BATCH, FrameType.GAP, FrameType.ERROR})
@@ -233,6 +238,8 @@ class Link:
         self.window_bytes = 0
         """Publish credit of a session with nothing on its way: no frame may be longer."""
         self.limits: Limits | None = None
+        self._throttle: Throttled | None = None
+        self._throttled_until = 0.0
         self.on_over: Callable[[Link, FelixError], None] | None = None
 
     # -- what the transport calls ---------------------------------------------------------------------
@@ -334,6 +341,8 @@ class Link:
                     waiting = self._pending.pop(correlation, None)
                     if waiting is not None:
                         waiting.acknowledged(appended)
+                case Answered(0, Throttled() as notice):
+                    self._throttled(notice)
                 case Answered(correlation, answer):
                     waiting = self._pending.pop(correlation, None)
                     if waiting is not None:
@@ -361,6 +370,20 @@ class Link:
             self._resume()
         if end:
             raise UnavailableError("The broker ended the session.", code=Code.DISCONNECTED)
+
+    @property
+    def throttled(self) -> Throttled | None:
+        """The quota that slows this session down now, as the broker last said; None where none does."""
+        return self._throttle if self._loop.time() < self._throttled_until else None
+
+    def _throttled(self, notice: Throttled) -> None:
+        if self.throttled is None:
+            _log.warning(
+                "%s slows this session down: %s %s may %d per second",
+                notice.limit, notice.scope, notice.name, notice.per_second,
+            )  # fmt: skip
+        self._throttle = notice
+        self._throttled_until = self._loop.time() + notice.wait_ms / 1000 + THROTTLED_GRACE_S
 
     def _welcome(self, welcome: Welcome) -> None:
         self.limits = welcome.limits

@@ -65,6 +65,9 @@ class Code(IntEnum):
     SHUTTING_DOWN = 408
     TIMEOUT = 409
     DISCONNECTED = 410
+    LIMIT_STREAMS = 411
+    LIMIT_STORED = 412
+    LIMIT_OPEN = 413
 
     # 5xx  residency: policy, grants, bridges
     RESIDENCY_DENIED = 500

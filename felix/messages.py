@@ -14,6 +14,7 @@ import msgspec
 
 from felix.errors import Code, FelixError, OffsetMismatchError, ProtocolError, error_for
 from felix.frames import FrameType, encode_frame
+from felix.quota import QuotaLimits
 from felix.settings import NO_VIEWS, Compaction, Deduplication, Offload, SubscriptionSettings, Views
 
 PROTOCOL_VERSIONS: Final = (1,)
@@ -254,6 +255,60 @@ class ListRights(Message, frozen=True, tag="list_rights"):
 class RightsPage(Message, frozen=True, tag="rights_page"):
     rights: dict[str, list[str]]
     more: bool = False
+
+
+class PutQuota(Message, frozen=True, tag="put_quota"):
+    """Sets the limits that `limits` names, of a tenant or an identity (`scope`), and takes away those in `unset`; they count
+    at once. An identity's name is its SPIFFE id."""
+
+    scope: Name
+    name: Name
+    limits: QuotaLimits
+    unset: list[Name] = []
+
+
+class DeleteQuota(Message, frozen=True, tag="delete_quota"):
+    """The region's defaults count from now on."""
+
+    scope: Name
+    name: Name
+
+
+class ListQuotas(Message, frozen=True, tag="list_quotas"):
+    """Who has limits, or has used this broker lately; tenants first. `scope` and `name` narrow the list."""
+
+    scope: Name = ""
+    name: Name = ""
+    skip: Natural = 0
+    limit: Page = 100
+
+
+class QuotaState(Message, frozen=True, tag="quota"):
+    """Limits and use of one tenant or identity at one broker: its own `limits`, what counts (`in_force`, 0 without bound), what
+    is `used` (rates per second, as last measured), how long it was slowed down and how often refused, since the start."""
+
+    scope: Name
+    name: Name
+    limits: QuotaLimits
+    in_force: QuotaLimits
+    used: dict[str, float] = {}
+    throttled_ms: dict[str, int] = {}
+    refused: dict[str, int] = {}
+
+
+class QuotaPage(Message, frozen=True, tag="quota_page"):
+    quotas: list[QuotaState]
+    more: bool = False
+
+
+class Throttled(Message, frozen=True, tag="throttled"):
+    """From the broker, under correlation 0: whose `limit` (of so many `per_second`) makes this session wait, and how long."""
+
+    scope: Name
+    name: Name
+    limit: Name
+    per_second: int
+    wait_ms: int
 
 
 class PutDocument(Message, frozen=True, tag="put_document"):
@@ -570,12 +625,12 @@ class Done(Message, frozen=True, tag="done"):
 
 Request = (
     CreateStream | AlterStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
-    | PutRights | ListRights | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
+    | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
     | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
     | CreateSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
 )  # fmt: skip
 Answer = (
-    StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | DocumentPage | KeyPage | RegionState
+    StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | DocumentPage | KeyPage | RegionState
     | LinkPage | DataKeySealed | LinkSecretSealed | IngestOpened | Witnessed | CheckpointAnswer | Done
     | SubscriptionState | SubscriptionPage | ConsumerOpened
 )  # fmt: skip

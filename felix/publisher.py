@@ -274,6 +274,7 @@ class Publisher:
         self._watch = 0
         self._opening: asyncio.Task[None] | None = None
         self._opened: asyncio.Future[None] = self._loop.create_future()
+        self._open_refusal: UnavailableError | None = None
         self._started = False
         self._closed = False
         self._failed: FelixError | None = None
@@ -312,6 +313,9 @@ class Publisher:
                 await asyncio.shield(self._opened)
         except TimeoutError:
             self.abort()
+            if self._open_refusal is not None:
+                # It was tried all the time: what the broker said last says more than that it took long.
+                raise self._open_refusal from None
             raise UnavailableError(
                 f"No publish stream into {self.stream} could be opened within {self._region.request_timeout_s:g} s.",
                 code=Code.TIMEOUT,
@@ -905,6 +909,12 @@ class Publisher:
                 if not parcel.sent:
                     lane.unsent.popleft()
                 why = "it was sent and not answered" if parcel.sent_ever else "it could not be sent"
+                throttle = self._link.throttled if self._link is not None else None
+                if throttle is not None:
+                    why += (
+                        f", while {throttle.scope} {throttle.name} is at its {throttle.limit} of "
+                        f"{throttle.per_second} per second"
+                    )
                 self._give_up(
                     parcel,
                     UnavailableError(
@@ -983,6 +993,7 @@ class Publisher:
             except UnavailableError as error:
                 if link.is_over:
                     return
+                self._open_refusal = error
                 if stream_id >= 0:
                     link.connection.reset_stream(stream_id, 0)
                 if not self._opened.done() and error.retry_after_ms is None:

@@ -213,6 +213,8 @@ class Feed:
         self._opening: asyncio.Task[None] | None = None
         self._ended: FelixError | None = None
         self.opened: asyncio.Future[None] = self._loop.create_future()
+        self.refusal: UnavailableError | None = None
+        """What the broker last put this subscription off with."""
         # Where the consumer stands, per shard; with the incarnation that these offsets count in.
         self.positions: dict[int, int] = dict(start.offsets)
         self.incarnation = incarnation
@@ -362,7 +364,7 @@ class Feed:
             except UnavailableError as error:
                 if link.is_over:
                     return
-                after = error
+                after = self.refusal = error
                 if not self.opened.done() and error.retry_after_ms is None:
                     self.end(error)
                     return
@@ -532,7 +534,11 @@ class Subscription:
             async with asyncio.timeout(self._region.request_timeout_s):
                 await asyncio.shield(self._feed.opened)
         except TimeoutError:
+            refusal = self._feed.refusal
             self._feed.close()
+            if refusal is not None:
+                # It was tried all the time: what the broker said last says more than that it took long.
+                raise refusal from None
             raise UnavailableError(
                 f"No subscription of {self.stream} could be had within {self._region.request_timeout_s:g} s.",
                 code=Code.TIMEOUT,

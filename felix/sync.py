@@ -29,7 +29,7 @@ from felix.batch import Headers, NewRecord, Record
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SessionInfo
 from felix.errors import Code, RequestError
 from felix.identity import Identity
-from felix.messages import Answer, Durability, RegionState, Request, Retention, StreamState
+from felix.messages import Answer, Durability, RegionState, Request, Retention, StreamState, Throttled
 from felix.names import StreamName
 from felix.profile import Profile
 from felix.publisher import (
@@ -161,6 +161,11 @@ class SyncRegion:
     @property
     def is_connected(self) -> bool:
         return self._region.is_connected
+
+    @property
+    def throttled(self) -> Throttled | None:
+        """The quota that slows this session down now, as the broker says; None where none does."""
+        return self._region.throttled
 
     def stream(self, name: str | StreamName) -> SyncStream:
         """A stream by its name. Raises RequestError(NAME_INVALID)."""

@@ -13,12 +13,13 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from felix.errors import Code, RequestError, UnavailableError
 from felix.identity import Peer, Proof, TrustBundle, verify_peer
 from felix.names import SpiffeId, StreamName
+from felix.quota import QuotaLimits, Scope
 from felix.transport.port import TransportLimits
 from policy.access import Rights, Verb, not_found_or_forbidden
 from region.budget import Budgets
@@ -27,6 +28,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.records import StreamConfig, check_stream_config
 from region.metrics import BrokerMetrics
 from region.ports import LiveSession
+from region.quota import Quotas
 from region.streams import HostedStream, StreamTable
 from region.tracing import AppendTracing
 
@@ -64,6 +66,12 @@ class Broker:
         self.metrics = BrokerMetrics()
         self.budgets = budgets
         self.budgets.limit(config.limits.budgets)
+        self.quotas = Quotas(
+            time.monotonic,
+            config.quotas.tenant.limits,
+            config.quotas.identity.limits,
+            [str(SpiffeId(self.region, self.mesh, "operator", name)) for name in config.operators],
+        )
         self.sessions: set[LiveSession] = set()
         self.leaving = False
         self._waiting: set[LiveSession] = set()
@@ -121,6 +129,20 @@ class Broker:
             if session.identity is not None:
                 session.rights_changed()
 
+    def set_quotas(self, own: Mapping[tuple[Scope, str], QuotaLimits]) -> None:
+        """Limits have changed; they count at once."""
+        self.quotas.set_limits(dict(own))
+        for session in list(self.sessions):
+            if session.identity is not None:
+                session.quotas_changed()
+
+    def sees(self, identity: SpiffeId, name: StreamName) -> bool:
+        """True where some right lets the identity know of the stream."""
+        return any(
+            self.allows(identity, verb, name)
+            for verb in (Verb.SUBSCRIBE, Verb.PUBLISH, Verb.ADMIN, Verb.BRIDGE_READ)
+        )
+
     def rights_of(self, identity: SpiffeId) -> list[str]:
         """The identity's rights as text, sorted."""
         rights = (*self._rights.of(identity), *self._operator_rights.of(identity))
@@ -160,14 +182,21 @@ class Broker:
 
     async def create_stream(self, name: StreamName, config: StreamConfig) -> HostedStream:
         """Write a new stream into the catalog and open it. Raises RequestError(ALREADY_EXISTS, CONFIG_INVALID),
-        UnavailableError(LIMIT_MEMORY)."""
+        UnavailableError(LIMIT_MEMORY, LIMIT_STREAMS)."""
         # Asked before anything is written: the catalog must not name a stream that cannot be opened.
         check_stream_config(name, config)
         self.streams.check_room(name, config)
-        record = await self.catalog.create_stream(
-            name, config, incarnation=os.urandom(16), created_ms=self.clock_ms()
+        self.quotas.check_stream(
+            name.tenant, sum(stream.name.tenant == name.tenant for stream in self.streams)
         )
-        return await self.streams.open(record)
+        self.quotas.creating(name.tenant, 1)
+        try:
+            record = await self.catalog.create_stream(
+                name, config, incarnation=os.urandom(16), created_ms=self.clock_ms()
+            )
+            return await self.streams.open(record)
+        finally:
+            self.quotas.creating(name.tenant, -1)
 
     async def ensure_stream(self, name: StreamName, config: StreamConfig) -> HostedStream:
         """The stream, made where it does not exist; of several that ask at once, one makes it."""
@@ -200,6 +229,11 @@ class Broker:
         """Charge the delivery budget with what really waits now: idle connections have drained since they sent."""
         for session in list(self.sessions):
             session.settle_delivery()
+
+    def sweep(self) -> None:
+        """Once a second: what waits, what is stored, how fast it goes."""
+        self.settle_delivery()
+        self.quotas.sweep(self.streams.stored_bytes())
 
     # -- figures ---------------------------------------------------------------------------------------
 

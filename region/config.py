@@ -14,9 +14,10 @@ import msgspec
 from felix.address import Address
 from felix.errors import Code, RequestError
 from felix.names import parse_region
+from felix.quota import QuotaLimits
 from felix.telemetry import TracingConfig
 from policy.documents import Parsed, decode_document
-from policy.quantity import Duration, Size
+from policy.quantity import Duration, Rate, Size
 
 DEFAULT_PORT: Final = 7443
 PUBLISH_BUDGET_BYTES_MIN: Final = 4 << 20
@@ -39,6 +40,7 @@ VIEW_BUDGET_BYTES_MIN: Final = 1 << 20
 
 Words = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Label = Annotated[str, Parsed(parse_region)]
+Amount = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -120,6 +122,40 @@ class StorageConfig(Part, frozen=True):
             )
 
 
+class IdentityQuota(Part, frozen=True):
+    """What each identity may use that has no quota of its own; null is without bound (felix.quota)."""
+
+    publish_bytes: Rate | None = None
+    publish_records: Amount | None = None
+    delivery_bytes: Rate | None = None
+    delivery_records: Amount | None = None
+    requests: Amount | None = None
+    sessions: Amount | None = None
+    subscriptions: Amount | None = None
+    transactions: Amount | None = None
+    leases: Amount | None = None
+
+    @property
+    def limits(self) -> QuotaLimits:
+        """The same, as requests and the catalog write it."""
+        named = {name: getattr(self, name) for name in self.__struct_fields__}
+        return QuotaLimits(**{name: int(value) for name, value in named.items() if value is not None})
+
+
+class TenantQuota(IdentityQuota, frozen=True):
+    """The same of each tenant, with what only tenants have."""
+
+    streams: Amount | None = None
+    stored_bytes: Size | None = None
+
+
+class QuotasConfig(Part, frozen=True):
+    """Quotas of those who have none of their own (`felix quota set`)."""
+
+    tenant: TenantQuota = TenantQuota()
+    identity: IdentityQuota = IdentityQuota()
+
+
 class RegionConfig(Part, frozen=True):
     """One broker of one region. `entity` is the legal entity that runs it, `operators` have every right."""
 
@@ -138,6 +174,7 @@ class RegionConfig(Part, frozen=True):
     tracing: TracingConfig = TracingConfig()
     storage: StorageConfig = StorageConfig()
     limits: LimitsConfig = LimitsConfig()
+    quotas: QuotasConfig = QuotasConfig()
 
 
 def load_config(path: Path) -> RegionConfig:

@@ -25,6 +25,7 @@ from region.broker import Broker
 from region.export import SealedReader
 from region.log.ring import Entry
 from region.ports import Outlet
+from region.quota import Meter, Throttle
 from region.streams import HostedStream
 
 log = logging.getLogger("felix.region.delivery")
@@ -88,8 +89,8 @@ class Subscription:
     """A cursor per shard, and the event stream it feeds."""
 
     __slots__ = (
-        "_broker", "_catching_up", "_credit", "_cursors", "_ended", "_order", "_reader", "_session", "_stream", "_stream_id",
-        "_unlisten", "_wanted_bytes", "delivered_bytes", "number", "stalled",
+        "_broker", "_catching_up", "_credit", "_cursors", "_ended", "_meter", "_order", "_paced", "_reader", "_session", "_stream",
+        "_stream_id", "_unlisten", "_wanted_bytes", "delivered_bytes", "delivered_records", "number", "stalled",
     )  # fmt: skip
 
     def __init__(
@@ -102,10 +103,15 @@ class Subscription:
         starts: dict[int, int],
         credit_bytes: int,
         reader: SealedReader | None,
+        meter: Meter,
     ) -> None:
+        """`meter` holds one subscription for this one, which gives it back when it closes."""
         self.number = number
         self.stalled = False
         self.delivered_bytes = 0
+        self.delivered_records = 0
+        self._meter = meter
+        self._paced: asyncio.TimerHandle | None = None
         self._broker = broker
         self._session = session
         self._stream_id = stream_id
@@ -184,7 +190,21 @@ class Subscription:
         self.stalled = left <= FRAME_HEADER_BYTES or self._wanted_bytes > 0
         if self.stalled or not self._session.may_send():
             return 0
+        throttle = self._meter.delivery_throttle()
+        if throttle is not None:
+            self._wait(throttle)
+            return 0
         return left
+
+    def _wait(self, throttle: Throttle) -> None:
+        """A rate is used up: go on once time has paid for what was sent."""
+        self._session.throttled(throttle)
+        if self._paced is None:
+            self._paced = asyncio.get_running_loop().call_later(throttle.wait_s, self._go_on)
+
+    def _go_on(self) -> None:
+        self._paced = None
+        self.pump()
 
     def _send(self, number: int, entries: list[Entry]) -> bool:
         """False where the credit did not reach for all of them."""
@@ -204,7 +224,12 @@ class Subscription:
             session.send(self._stream_id, data if isinstance(data, bytes) else bytes(data))
             self._cursors[number] = entry.next_offset
             self.delivered_bytes += size
-            self._broker.metrics.delivered(entry.next_offset - entry.base_offset, size)
+            records = entry.next_offset - entry.base_offset
+            self.delivered_records += records
+            self._stream.delivered_bytes += size
+            self._stream.delivered_records += records
+            self._meter.delivered(size, records)
+            self._broker.metrics.delivered(records, size)
         return True
 
     def _gap(self, number: int, next_offset: int) -> None:
@@ -226,6 +251,8 @@ class Subscription:
                 await asyncio.sleep(CATCH_UP_WAIT_S)
             taken = READ_BYTES_MAX
             room = self._room()
+            if not room:
+                return  # whatever it waits for pumps
             cursor = self._cursors[number]
             if self._reader is not None:
                 entries = await self._reader.read(shard, cursor, room)
@@ -278,7 +305,11 @@ class Subscription:
 
     def close(self) -> None:
         """Release everything; idempotent."""
+        if not self._ended:
+            self._meter.release("subscriptions")
         self._ended = True
+        if self._paced is not None:
+            self._paced.cancel()
         for unlisten in self._unlisten:
             unlisten()
         self._unlisten.clear()

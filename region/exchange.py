@@ -28,6 +28,7 @@ from felix.messages import Message, Request, decode_request, encode_error, encod
 from felix.names import SpiffeId
 from region.broker import Broker
 from region.ports import Exchanging, Role
+from region.quota import Meter
 
 log = logging.getLogger("felix.region.exchange")
 
@@ -131,6 +132,7 @@ class Exchange:
         self._asked = False
         self._is_open = False
         self._over = False
+        self.meter: Meter | None = None
         self._handler = make_handler(self)
 
     @property
@@ -159,11 +161,19 @@ class Exchange:
                 raise ProtocolError("An exchange is opened once.", code=Code.STATE)
             else:
                 self._asked = True
-                self._handler.open(frame.correlation, decode_request(frame.body))
+                self._begin(frame.correlation, decode_request(frame.body))
         self._hold_partial()
         if end and not self._over:
             self._decoder.finish()
             self.end()
+
+    def _begin(self, correlation: int, request: Request) -> None:
+        try:
+            self.meter = self.session.meter_for(getattr(request, "stream", ""))
+        except (RequestError, UnavailableError) as error:
+            self.fail(error, correlation)
+            return
+        self._handler.open(correlation, request)
 
     def _call(self, frame: Frame) -> None:
         if not self._is_open:
@@ -172,8 +182,11 @@ class Exchange:
         if not correlation or correlation in self._sizes:
             raise ProtocolError(f"Correlation id {correlation} is in use or none.", code=Code.FRAME_MALFORMED)
         call = self._decode_call(frame.body)
-        refusal: FelixError | None = None
-        if len(self._sizes) >= CALLS_MAX:
+        assert self.meter is not None
+        refusal: FelixError | None = self.meter.requested()
+        if refusal is not None:
+            pass
+        elif len(self._sizes) >= CALLS_MAX:
             refusal = UnavailableError(
                 f"{CALLS_MAX} calls of this exchange are under way, the most that are allowed.",
                 code=Code.LIMIT_RATE,

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from felix.errors import FelixError
 from felix.frames import GapReason
+from felix.quota import RATES
+from region.quota import Quotas
+
+TENANTS_MAX: Final = 100
+"""Tenants that metrics name; the rest are summed up as `other`, so that names which clients choose make no end of series."""
+OTHER: Final = "other tenants"
 
 
 class BrokerMetrics:
@@ -57,10 +64,12 @@ class BrokerCollector(Collector):
         metrics: BrokerMetrics,
         gauges: Callable[[], dict[str, float]],
         shards: Callable[[], Iterable[tuple[str, int, dict[str, float]]]],
+        quotas: Quotas,
     ) -> None:
         self._metrics = metrics
         self._gauges = gauges
         self._shards = shards
+        self._quotas = quotas
 
     def collect(self) -> Iterator[Metric]:
         metrics = self._metrics
@@ -82,6 +91,7 @@ class BrokerCollector(Collector):
         yield gaps
         for name, gauge in self._gauges().items():
             yield GaugeMetricFamily(f"felix_{name}", name.replace("_", " ") + ".", gauge)
+        yield from self._tenants()
         families: dict[str, GaugeMetricFamily] = {}
         for stream, shard, values in self._shards():
             for name, gauge in values.items():
@@ -92,3 +102,38 @@ class BrokerCollector(Collector):
                     families[name] = family
                 family.add_metric([stream, str(shard)], gauge)
         yield from families.values()
+
+    def _tenants(self) -> Iterator[Metric]:
+        """What tenants did, were slowed down and refused; those with limits of their own are named first."""
+        quotas = self._quotas
+        tenants = [account for account in quotas.accounts() if account.scope == "tenant"]
+        tenants.sort(key=lambda account: not quotas.own_limits("tenant", account.name).named)
+        totals: Counter[tuple[str, str]] = Counter()
+        slowed: dict[tuple[str, str], float] = {}
+        refused: Counter[tuple[str, str]] = Counter()
+        for place, account in enumerate(tenants):
+            name = account.name if place < TENANTS_MAX else OTHER
+            for what in RATES:
+                totals[name, what] += account.totals[what]
+            for what, ms in quotas.throttled_ms(account).items():
+                slowed[name, what] = slowed.get((name, what), 0.0) + ms / 1000
+            for code, count in account.refused.items():
+                refused[name, code] += count
+        used = CounterMetricFamily(
+            "felix_tenant_used", "Bytes, records and requests of a tenant.", labels=["tenant", "limit"]
+        )
+        for key, value in totals.items():
+            used.add_metric(key, value)
+        yield used
+        throttled = CounterMetricFamily(
+            "felix_tenant_throttled_seconds", "Time in which a rate was used up.", labels=["tenant", "limit"]
+        )
+        for key, seconds in slowed.items():
+            throttled.add_metric(key, seconds)
+        yield throttled
+        refusals = CounterMetricFamily(
+            "felix_tenant_refused", "Refusals by a quota, by code.", labels=["tenant", "code"]
+        )
+        for key, value in refused.items():
+            refusals.add_metric(key, value)
+        yield refusals

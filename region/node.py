@@ -57,6 +57,8 @@ log = logging.getLogger("felix.region.node")
 
 COMPACT_CHECK_S: Final = 5.0
 """How often the broker looks whether a compacted stream's shards are worth a pass."""
+MEASURE_S = 1.0
+"""How often the broker looks what is used and stored; rates are over this long."""
 RENEW_CHECK_S = 60.0
 """How often the broker looks whether its certificate is due for renewal."""
 CONNECTIONS_SPARE = 256
@@ -178,6 +180,10 @@ class Node:
         mirror.on_change(self._mirror_changed)
         governance.follow()
         self._take_rights(mirror)
+        broker.set_quotas(mirror.quotas)
+        mirror.on_change(
+            lambda change: broker.set_quotas(mirror.quotas) if change.section == "quotas" else None
+        )
         mirror.on_change(lambda change: self._take_rights(mirror) if change.section == "rights" else None)
         for deleted in mirror.deleted_streams.values():
             await streams.remove(StreamName.parse(deleted.name), deleted.incarnation)
@@ -190,6 +196,7 @@ class Node:
                 log.error("stream %s cannot be opened: %s", record.name, error)
 
         await self._listen(authority)
+        self._spawn(self._measure())
         self._spawn(self._sweep(streams))
         self._spawn(self._compact(streams))
         self._spawn(self._follow_streams(streams, mirror))
@@ -256,7 +263,9 @@ class Node:
         )
         self._stack.push_async_callback(self._leave)
         if config.health is not None:
-            collector = BrokerCollector(self.broker.metrics, self._gauges, self._shard_gauges)
+            collector = BrokerCollector(
+                self.broker.metrics, self._gauges, self._shard_gauges, self.broker.quotas
+            )
             self.health = HealthServer(config.health.host, config.health.port, collector, lambda: self._ready)
             self._stack.push_async_callback(asyncio.to_thread, self.health.close)
 
@@ -277,10 +286,18 @@ class Node:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
+    async def _measure(self) -> None:
+        while True:
+            await asyncio.sleep(MEASURE_S)
+            try:
+                self.broker.sweep()
+            except Exception:
+                # A mistake of ours: quotas go by what they last knew, and are measured again.
+                log.exception("what is in use could not be measured")
+
     async def _sweep(self, streams: StreamTable) -> None:
         while True:
             await asyncio.sleep(self.config.storage.sweep_every / 1000)
-            self.broker.settle_delivery()
             try:
                 await streams.sweep(now_ms())
             except Exception:

@@ -13,6 +13,7 @@ from felix.identity import Peer
 from felix.messages import Answer, Goodbye
 from felix.names import SpiffeId
 from felix.session import CreditWindow
+from region.quota import Meter, Throttle
 
 
 class LiveSession(Protocol):
@@ -33,6 +34,9 @@ class LiveSession(Protocol):
     def pump(self) -> None:
         """Send what every subscription may now."""
 
+    def quotas_changed(self) -> None:
+        """Limits changed: whoever waits for a rate looks again."""
+
     def leave(self, goodbye: Goodbye) -> None:
         """Tell the client that the broker is about to stop."""
 
@@ -50,6 +54,9 @@ class Outlet(Protocol):
         """True while the connection and the broker's delivery budget take more."""
 
     def settle_delivery(self) -> int: ...
+
+    def throttled(self, throttle: Throttle) -> None:
+        """Tell the client why it is slow."""
 
     def drop_subscription(self, number: int) -> None:
         """The subscription has ended by itself."""
@@ -70,8 +77,18 @@ class Publishing(Protocol):
 
     def send_publish_credit(self) -> None: ...
 
-    def reserve_publishing(self) -> None:
-        """Take the publish window out of the broker's budget, with the first publisher. Raises UnavailableError."""
+    def meter_of(self, tenant: str) -> Meter:
+        """What a use of this tenant's streams is charged to. Raises UnavailableError(LIMIT_SESSIONS)."""
+
+    def finish_batch(self, size: int, due_s: float) -> None:
+        """A batch is dealt with: its credit goes back, now (0) or at this time of the loop's clock."""
+
+    def throttled(self, throttle: Throttle) -> None:
+        """Tell the client why it is slow."""
+
+    def reserve_publishing(self, *, wide: bool) -> None:
+        """Take the publish window out of the broker's budget, with the first publisher; the large one only where it is asked
+        for. Raises UnavailableError."""
 
     def publisher_closed(self, role: Role, partial: int) -> None:
         """A publisher is gone, and `partial` bytes of a batch with it; with the last one the window goes back."""
@@ -96,6 +113,10 @@ class Ingesting(Protocol):
 
 class Exchanging(Ingesting, Protocol):
     """What an exchange asks of its session."""
+
+    def meter_for(self, stream: str) -> Meter:
+        """What a use of this stream is charged to: its tenant and the session's identity; the identity alone where there is
+        no such stream, or no right to it. Raises UnavailableError(LIMIT_SESSIONS)."""
 
     def may_send(self) -> bool:
         """True while the connection and the broker's delivery budget take more."""

@@ -7,7 +7,9 @@ hold is bounded by its window.
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
+from typing import Final
 
 from felix.batch import FLAG_SEALED, decode_batch
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
@@ -26,7 +28,12 @@ from policy.access import Verb
 from region.broker import Broker
 from region.log.shard import Appended
 from region.ports import Publishing
+from region.quota import Meter
 from region.streams import HostedStream
+
+PUBLISH_WINDOW_BYTES: Final = 8 << 20
+"""Publish credit of one session: covers a fast path's delay. Taken from the broker's budget with the first publisher, so
+that sessions which only read cost none. A tenant whose rate pays less in a second keeps to the smaller one."""
 
 
 class PublishStream:
@@ -36,6 +43,7 @@ class PublishStream:
         "_acks",
         "_broker",
         "_decoder",
+        "_meter",
         "_partial",
         "_refusal",
         "_refused",
@@ -54,6 +62,7 @@ class PublishStream:
         self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.BATCH, FrameType.CONDITIONAL}))
         self._stream: HostedStream | None = None
         self._acks = True
+        self._meter: Meter | None = None
         self.name: StreamName | None = None
 
     def data(self, data: bytes, end: bool) -> None:
@@ -94,7 +103,8 @@ class PublishStream:
             assert session.identity is not None
             self._broker.require(session.identity, Verb.PUBLISH, name)
             stream = self._broker.stream(name, Verb.PUBLISH)
-            session.reserve_publishing()
+            self._meter = meter = session.meter_of(name.tenant)
+            session.reserve_publishing(wide=meter.publish_rate >= PUBLISH_WINDOW_BYTES)
         except (RequestError, UnavailableError) as error:
             session.refuse(frame.correlation, error)
             session.end_role(self)
@@ -116,8 +126,10 @@ class PublishStream:
             expected_offset, body = decode_condition(body)
         if self._stream is None:
             # Its right was taken away, or the stream is gone: batches that were on their way are answered one by one.
-            self._finish(frame.correlation, size, _closed())
+            self._finish(frame.correlation, size, 0, 0.0, _closed())
             return
+        meter = self._meter
+        assert meter is not None
         try:
             batch = decode_batch(body)
             if batch.header.flags & FLAG_SEALED:
@@ -125,7 +137,16 @@ class PublishStream:
                     "A producer's batch is not sealed; the broker seals.", code=Code.BATCH_MALFORMED
                 )
             log = self._stream.shard(batch.header.shard)
-            done = partial(self._finish, frame.correlation, size)
+            refusal = meter.refusal(size)
+            if refusal is not None:
+                raise refusal
+            records = batch.header.records
+            throttle = meter.published(size, records)
+            due_s = 0.0
+            if throttle is not None:
+                due_s = asyncio.get_running_loop().time() + throttle.wait_s
+                session.throttled(throttle)
+            done = partial(self._finish, frame.correlation, size, records, due_s)
             tracing = self._broker.tracing
             log.append_nowait(
                 batch,
@@ -133,12 +154,18 @@ class PublishStream:
                 expected_offset=expected_offset,
             )
         except FelixError as error:
-            self._finish(frame.correlation, size, error)
+            self._finish(frame.correlation, size, 0, 0.0, error)
 
-    def _finish(self, correlation: int, size: int, result: Appended | FelixError) -> None:
+    def _finish(
+        self, correlation: int, size: int, records: int, due_s: float, result: Appended | FelixError
+    ) -> None:
+        """`records`: as many as were charged; `due_s`: when the credit goes back, where a rate is used up."""
         session = self._session
         window = session.publish_window
-        window.finish(size)
+        if records and self._meter is not None and isinstance(result, FelixError):
+            self._meter.not_published(size, records)
+            due_s = 0.0
+        session.finish_batch(size, due_s)
         if session.ended:
             return
         if isinstance(result, FelixError):

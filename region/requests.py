@@ -21,6 +21,7 @@ from felix.messages import (
     Cosign,
     CreateStream,
     DataKeySealed,
+    DeleteQuota,
     DeleteStream,
     DescribeRegion,
     DescribeStream,
@@ -35,11 +36,15 @@ from felix.messages import (
     ListDocuments,
     ListKeys,
     ListLinks,
+    ListQuotas,
     ListRights,
     ListStreams,
     PutCosignature,
     PutDocument,
+    PutQuota,
     PutRights,
+    QuotaPage,
+    QuotaState,
     RegionState,
     ReportLinks,
     Request,
@@ -52,6 +57,7 @@ from felix.messages import (
     WitnessedSize,
 )
 from felix.names import SpiffeId, StreamName
+from felix.quota import NO_LIMITS, QuotaLimits
 from policy.access import Verb, parse_rights
 from region.broker import Broker
 from region.export import ExportDesk
@@ -170,10 +176,7 @@ class Requests:
         return StreamPage(page, len(names) > request.limit or len(page) < len(found))
 
     def _sees(self, identity: SpiffeId, name: StreamName) -> bool:
-        return any(
-            self._broker.allows(identity, verb, name)
-            for verb in (Verb.SUBSCRIBE, Verb.PUBLISH, Verb.ADMIN, Verb.BRIDGE_READ)
-        )
+        return self._broker.sees(identity, name)
 
     def _require_any(self, identity: SpiffeId, name: StreamName) -> None:
         if not self._sees(identity, name):
@@ -220,6 +223,83 @@ class Requests:
         names = sorted(str(identity) for identity in table if str(identity) > request.after)
         page = _fitting((name, list(table[SpiffeId.parse(name)])) for name in names[: request.limit])
         return RightsPage(dict(page), len(names) > len(page))
+
+    # -- quotas ----------------------------------------------------------------------------------------
+
+    async def put_quota(self, identity: SpiffeId, request: PutQuota) -> QuotaState:
+        self._broker.require_operator(identity, "change quotas")
+        holder = self._quota_holder(request.scope, request.name)
+        request.limits.check(request.scope)
+        written = await self._catalog.change_quota(holder, request.limits, request.unset)
+        await self._quota_in_force(request.scope, request.name, written)
+        return self._quota_state(request.scope, request.name)
+
+    async def delete_quota(self, identity: SpiffeId, request: DeleteQuota) -> Done:
+        self._broker.require_operator(identity, "change quotas")
+        if not await self._catalog.delete_quota(self._quota_holder(request.scope, request.name)):
+            return Done(f"The {request.scope} {request.name} had no quota of its own.")
+        await self._quota_in_force(request.scope, request.name, NO_LIMITS)
+        return Done()
+
+    def _quota_holder(self, scope: str, name: str) -> str | SpiffeId:
+        """Raises RequestError where it is neither a tenant nor an identity of this region."""
+        if scope == "tenant":
+            return name
+        if scope != "identity":
+            raise RequestError(f"A quota is of a tenant or of an identity, not of a {scope[:40]!r}.")
+        found = SpiffeId.parse(name)
+        if found.region != self._broker.region:
+            raise RequestError(
+                f"{found} is of region {found.region!r}; quotas are given to identities of {self._broker.region!r}.",
+                code=Code.WRONG_REGION,
+            )
+        return found
+
+    async def _quota_in_force(self, scope: str, name: str, written: QuotaLimits) -> None:
+        try:
+            async with asyncio.timeout(IN_FORCE_S):
+                # Another change may have come since: what counts is that this broker is not behind.
+                revision = self._mirror.revision
+                while self._broker.quotas.own_limits(scope, name) != written:  # type: ignore[arg-type]
+                    if self._mirror.revision > revision + 1:
+                        return
+                    await asyncio.sleep(IN_FORCE_LOOK_S)
+        except TimeoutError:
+            raise UnavailableError(
+                f"The quota of {name} is written, and this broker has not taken it over in {IN_FORCE_S:.0f} s.",
+                hint="It takes effect by itself once the metadata store answers again.",
+            ) from None
+
+    async def list_quotas(self, identity: SpiffeId, request: ListQuotas) -> QuotaPage:
+        """Everything is an operator's to see; an identity may ask for its own."""
+        if (request.scope, request.name) != ("identity", str(identity)):
+            self._broker.require_operator(identity, "list the quotas of others")
+        quotas = self._broker.quotas
+        if request.scope and request.name:
+            self._quota_holder(request.scope, request.name)
+            return QuotaPage([self._quota_state(request.scope, request.name)])
+        names = [
+            (scope, name)
+            for scope, name in quotas.known()
+            if request.scope in ("", scope) and request.name in ("", name)
+        ]
+        page = _fitting(
+            self._quota_state(scope, name)
+            for scope, name in names[request.skip : request.skip + request.limit]
+        )
+        return QuotaPage(page, len(names) > request.skip + len(page))
+
+    def _quota_state(self, scope: str, name: str) -> QuotaState:
+        quotas = self._broker.quotas
+        own, counts = quotas.own_limits(scope, name), quotas.limits(scope, name)  # type: ignore[arg-type]
+        account = quotas.find(scope, name)  # type: ignore[arg-type]
+        if account is None:
+            return QuotaState(scope, name, own, counts)
+        used, throttled = account.used(), quotas.throttled_ms(account)
+        if scope == "tenant":
+            streams = sum(stream.name.tenant == name for stream in self._broker.streams)
+            used |= {"streams": streams} if streams else {}
+        return QuotaState(scope, name, own, counts, used, throttled, dict(account.refused))
 
     # -- signed documents, audit -----------------------------------------------------------------------
 
@@ -329,6 +409,9 @@ _HANDLERS: dict[type, Handler] = {
     GetCheckpoint: Requests.get_checkpoint,
     PutCosignature: Requests.put_cosignature,
     ListKeys: Requests.list_keys,
+    PutQuota: Requests.put_quota,
+    DeleteQuota: Requests.delete_quota,
+    ListQuotas: Requests.list_quotas,
     RotateKeys: Requests.rotate_keys,
     DescribeRegion: Requests.describe_region,
     ReportLinks: Requests.report_links,

@@ -11,6 +11,7 @@ the session with a code and a sentence, never silently; nothing is left behind w
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import os
 import time
@@ -32,6 +33,7 @@ from felix.messages import (
     Request,
     Subscribe,
     Subscribed,
+    Throttled,
     Unsubscribe,
     Welcome,
     encode_error,
@@ -47,7 +49,8 @@ from region.exchange import OpenRole, Undecided
 from region.export import ExportDesk
 from region.governance import Governance
 from region.ports import Role
-from region.publishing import PublishStream
+from region.publishing import PUBLISH_WINDOW_BYTES, PublishStream
+from region.quota import Meter, Throttle
 from region.requests import Requests
 
 log = logging.getLogger("felix.region.session")
@@ -60,14 +63,16 @@ SUBSCRIPTIONS_MAX: Final = 64
 """Below the transport's own limit of streams per connection, so that the refusal is ours and has a sentence."""
 STREAMS_MAX: Final = 96
 """Client-opened streams of one session, for the same reason."""
-PUBLISH_WINDOW_BYTES: Final = 8 << 20
-"""Publish credit of one session: covers a fast path's delay. Taken from the broker's budget with the first
-publisher, so that sessions which only read cost none."""
 PUBLISH_WINDOW_BYTES_MIN: Final = 2 * (FRAME_HEADER_BYTES + BATCH_BYTES_MAX)
 """What a session is told at first, and keeps where half of the budget is handed out: two of the largest batches."""
 BACKLOG_BYTES_MAX: Final = 32 << 20
 """Bytes that wait for one peer. Delivery stops long before; what is beyond are answers and acknowledgements that
 the peer asks for and does not read, and its session ends."""
+
+THROTTLED_S_MIN: Final = 0.01
+"""A client is told of waits from here on; shorter ones are in every network."""
+THROTTLED_EVERY_S: Final = 1.0
+"""And no more often than this."""
 
 TIMER_S_MAX: Final = 86_400.0
 """Timers are set for a day at most: event loops do not take arbitrarily long ones."""
@@ -107,6 +112,12 @@ class ClientSession:
         self._publish_partial = 0
         self._delivery_charged = 0
         self._next_subscription = 1
+        self._standing: Meter | None = None
+        self._meters: dict[str, Meter] = {}
+        self._withheld: list[tuple[float, int]] = []
+        self._release: asyncio.TimerHandle | None = None
+        self._publish_idle = True
+        self._told_throttled_s = 0.0
         self._timeout: asyncio.TimerHandle | None = None
         self._control = ServerSession(
             region=broker.region,
@@ -168,8 +179,9 @@ class ClientSession:
 
     def closed(self, code: int, reason: str) -> None:
         self.ended = True
-        if self._timeout is not None:
-            self._timeout.cancel()
+        for timer in (self._timeout, self._release):
+            if timer is not None:
+                timer.cancel()
         for task in self._tasks:
             task.cancel()
         for role in self._roles.values():
@@ -179,6 +191,10 @@ class ClientSession:
         for subscription in list(self.subscriptions.values()):
             subscription.close()
         self.subscriptions.clear()
+        for meter in self._meters.values():
+            meter.close()
+        if self._standing is not None:
+            self._standing.close()
         budgets = self.broker.budgets
         budgets.publish.give(self._publish_taken)
         budgets.delivery.give(self._delivery_charged)
@@ -234,6 +250,7 @@ class ClientSession:
     def _welcome(self, peer: Peer) -> None:
         broker, identity = self.broker, peer.spiffe_id
         broker.admit(self, peer)
+        self._standing = broker.quotas.enter(str(identity))
         self.publish_window = CreditWindow(PUBLISH_WINDOW_BYTES_MIN)
         self.identity, self.peer = identity, peer
         if self._timeout is not None:
@@ -290,12 +307,13 @@ class ClientSession:
         """Tell the client how far it may publish now."""
         self.send_control(grant_frame(0, self.publish_window.announce()))
 
-    def reserve_publishing(self) -> None:
+    def reserve_publishing(self, *, wide: bool) -> None:
         """Take this session's publish window out of the broker's budget, once. Raises UnavailableError(LIMIT_MEMORY)."""
+        self._publish_idle = False
         if self._publish_taken:
             return
         budget = self.broker.budgets.publish
-        plenty = budget.used_bytes + PUBLISH_WINDOW_BYTES <= budget.limit_bytes // 2
+        plenty = wide and budget.used_bytes + PUBLISH_WINDOW_BYTES <= budget.limit_bytes // 2
         # Credit that was told cannot be taken back: a window that was once large stays so.
         window = max(PUBLISH_WINDOW_BYTES if plenty else 0, self.publish_window.window_bytes)
         if not budget.take(window):
@@ -314,9 +332,79 @@ class ClientSession:
         """A publish stream is over; with the last one, the window goes back into the budget."""
         self._publish_partial -= partial
         others = any(isinstance(each, PublishStream) and each is not role for each in self._roles.values())
-        if not others and not self.publish_window.held_bytes:
+        if not others:
+            self._publish_idle = True
+            self._return_window()
+
+    def _return_window(self) -> None:
+        """Nobody publishes any more, and nothing is held."""
+        if self._publish_idle and not self.publish_window.held_bytes:
             self.broker.budgets.publish.give(self._publish_taken)
             self._publish_taken = 0
+
+    def finish_batch(self, size: int, due_s: float) -> None:
+        """A batch is dealt with: its credit goes back, now (0) or at this time of the loop's clock."""
+        if due_s and not self.ended:
+            heapq.heappush(self._withheld, (due_s, size))
+            self._arm_release()
+        else:
+            self.publish_window.finish(size)
+        if self._publish_idle:
+            self._return_window()
+
+    def _arm_release(self) -> None:
+        if self._release is None and self._withheld:
+            self._release = asyncio.get_running_loop().call_at(self._withheld[0][0], self._release_due)
+
+    def _release_due(self) -> None:
+        """Give credit back that a used-up rate has withheld."""
+        self._release = None
+        now, window = asyncio.get_running_loop().time(), self.publish_window
+        released = False
+        while self._withheld and self._withheld[0][0] <= now:
+            window.finish(heapq.heappop(self._withheld)[1])
+            released = True
+        if released:
+            self.send_publish_credit()
+        if self._publish_idle:
+            self._return_window()
+        self._arm_release()
+
+    def quotas_changed(self) -> None:
+        """Limits changed: what waits for a rate goes on, and waits anew where it must."""
+        if self._release is not None:
+            self._release.cancel()
+            self._withheld = [(0.0, size) for _, size in self._withheld]
+            self._release_due()
+        self.pump()
+
+    def throttled(self, throttle: Throttle) -> None:
+        """Tell the client why it is slow, now and then."""
+        now = asyncio.get_running_loop().time()
+        if throttle.wait_s < THROTTLED_S_MIN or now < self._told_throttled_s + THROTTLED_EVERY_S:
+            return
+        self._told_throttled_s = now
+        account, limit = throttle.account, throttle.limit
+        rate = account.limits.of(limit) or 0
+        self.answer(0, Throttled(account.scope, account.name, limit, rate, int(throttle.wait_s * 1000)))
+
+    def meter_of(self, tenant: str) -> Meter:
+        """What a use of this tenant's streams is charged to; made with the first use, which makes this session one of the
+        tenant's. Raises UnavailableError(LIMIT_SESSIONS)."""
+        meter = self._meters.get(tenant)
+        if meter is None:
+            assert self._standing is not None
+            meter = self._meters[tenant] = self.broker.quotas.use(self._standing, tenant)
+        return meter
+
+    def meter_for(self, stream: str) -> Meter:
+        """As `meter_of`, by the stream's name; the identity's own meter where it has no stream of that name."""
+        assert self._standing is not None
+        assert self.identity is not None
+        name = StreamName.parse(stream) if stream else None
+        if name is None or self.broker.streams.get(name) is None or not self.broker.sees(self.identity, name):
+            return self._standing
+        return self.meter_of(name.tenant)
 
     def hold_partial(self, change: int) -> None:
         """Bytes of incomplete batches, which count against the credit before they are whole.
@@ -354,6 +442,11 @@ class ClientSession:
                     retry_after_ms=50,
                 ),
             )
+            return
+        assert self._standing is not None
+        refusal = self._standing.requested()
+        if refusal is not None:
+            self.refuse(correlation, refusal)
             return
         task = asyncio.ensure_future(self._answer(correlation, request))
         self._tasks.add(task)
@@ -413,10 +506,12 @@ class ClientSession:
             raise refusal
         number = self._next_subscription
         self._next_subscription += 1
+        meter = self.meter_of(name.tenant)
+        meter.hold("subscriptions")
         subscribed = Subscribed(number, str(name), stream.incarnation, starts)
         event_stream = self.connection.open_stream(bidirectional=False)
         subscription = Subscription(
-            broker, self, number, event_stream, stream, starts, request.credit_bytes, reader
+            broker, self, number, event_stream, stream, starts, request.credit_bytes, reader, meter
         )
         self.subscriptions[number] = subscription
         self.answer(correlation, subscribed)

@@ -20,6 +20,7 @@ import msgspec
 
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import SpiffeId, StreamName
+from felix.quota import NO_LIMITS, QuotaLimits
 from region.metadata.port import (
     Absent,
     Compare,
@@ -366,17 +367,26 @@ class Catalog:
         """False where there was none."""
         return await self._remove(self.keys.trusted(region))
 
-    async def put_quota(self, tenant: str, quota: bytes) -> None:
-        """Set a tenant's limits."""
-        await self._swap(self.keys.quota(tenant), lambda _: quota)
+    async def change_quota(
+        self, holder: str | SpiffeId, by: QuotaLimits, unset: Sequence[str] = ()
+    ) -> QuotaLimits:
+        """Set the limits that `by` names, of a tenant or an identity, and take away those in `unset`; answers what it has
+        now. Raises RequestError(CONFIG_INVALID)."""
+        key = self.keys.quota(holder)
+        scope = "identity" if isinstance(holder, SpiffeId) else "tenant"
 
-    async def quotas(self) -> dict[str, bytes]:
-        """Limits by tenant."""
-        return await self._opaque("quotas/")
+        def change(entry: Entry | None) -> bytes:
+            old = NO_LIMITS if entry is None else decode(entry.value, QuotaLimits, key)
+            new = old.changed(by, list(unset))
+            new.check(scope)
+            return encode(new)
 
-    async def delete_quota(self, tenant: str) -> bool:
+        value, _ = await self._swap(key, change)
+        return decode(value, QuotaLimits, key)
+
+    async def delete_quota(self, holder: str | SpiffeId) -> bool:
         """False where there was none."""
-        return await self._remove(self.keys.quota(tenant))
+        return await self._remove(self.keys.quota(holder))
 
     # Compare and swap
 

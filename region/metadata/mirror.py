@@ -9,8 +9,8 @@ Invariants:
 - a deletion is never missed: after a watch that cannot be resumed, everything is loaded again and compared,
   and what is gone is reported as gone;
 - while the store is away the mirror keeps what it knows. Losing metadata removes nothing from it;
-- a record that cannot be read grants nothing: rights count as none, a policy as none. A stream and a subscription keep their last
-  readable record, because their data is still there. `faults` names each such record.
+- a record that cannot be read grants nothing: rights count as none, a policy as none. A stream, a subscription and a quota keep
+  their last readable record: the data of the one is still there, and no limit is more than any. `faults` names each.
 
 Used by the broker; one per process. Callbacks run in the event loop, right after the change is visible, and
 must return quickly. They belong to one loop: no locks.
@@ -28,6 +28,7 @@ from typing import Final, Literal
 
 from felix.errors import FelixError, UnavailableError
 from felix.names import SpiffeId, StreamName
+from felix.quota import QuotaLimits, Scope
 from policy.access import Right, parse_rights
 from region.metadata.lease import cancel_and_wait
 from region.metadata.port import Change, CompactedError, Entry, Event, MetadataStore
@@ -100,6 +101,7 @@ class CatalogMirror:
         self._rights: dict[SpiffeId, tuple[Right, ...]] = {}
         self._deleted: dict[str, DeletedStream] = {}
         self._subscriptions: dict[str, Subscription] = {}
+        self._quotas: dict[tuple[Scope, str], QuotaLimits] = {}
         self._policy: Policy | None = None
         self._faults: dict[str, str] = {}
         self._callbacks: list[Callable[[MirrorChange], None]] = []
@@ -171,10 +173,10 @@ class CatalogMirror:
         """Bundles of other regions' authorities, by region."""
         return self._under("trusted/")
 
-    def quota(self, tenant: str) -> bytes | None:
-        """A tenant's limits, or None."""
-        entry = self._raw.get(self._keys.quota(tenant))
-        return None if entry is None else entry.value
+    @property
+    def quotas(self) -> Mapping[tuple[Scope, str], QuotaLimits]:
+        """Limits of tenants, by name, and of identities, by SPIFFE id, that have some of their own."""
+        return MappingProxyType(self._quotas)
 
     def _under(self, section: str) -> dict[str, bytes]:
         prefix = self._keys.prefix + section
@@ -329,6 +331,15 @@ class CatalogMirror:
                         self._rights[identity] = tuple(
                             right for text in texts for right in parse_rights(text)
                         )
+                case "quotas":
+                    scope: Scope = "identity" if "/" in name else "tenant"
+                    holder = (scope, f"spiffe://{name}" if scope == "identity" else name)
+                    if entry is None:
+                        self._quotas.pop(holder, None)
+                    else:
+                        limits = decode(entry.value, QuotaLimits, key)
+                        limits.check(scope)
+                        self._quotas[holder] = limits
                 case _:
                     pass
         except FelixError as error:

@@ -266,10 +266,12 @@ class Keys:
         """Of another region's bundle of authorities."""
         return f"{self.prefix}trusted/{parse_region(region)}"
 
-    def quota(self, tenant: str) -> str:
-        """Of a tenant's limits."""
-        StreamName(tenant, "x", "x")  # raises NAME_INVALID for what is no tenant
-        return f"{self.prefix}quotas/{tenant}"
+    def quota(self, holder: str | SpiffeId) -> str:
+        """Of the limits of a tenant or an identity; a tenant's name has no slash, an identity's has."""
+        if isinstance(holder, SpiffeId):
+            return f"{self.prefix}quotas/{str(holder).removeprefix('spiffe://')}"
+        StreamName(holder, "x", "x")  # raises NAME_INVALID for what is no tenant
+        return f"{self.prefix}quotas/{holder}"
 
 
 def encode_subscription(subscription: Subscription) -> bytes:

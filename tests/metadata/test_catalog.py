@@ -9,6 +9,7 @@ import pytest
 
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import SpiffeId, StreamName
+from felix.quota import QuotaLimits
 from felix.settings import Retries, SubscriptionSettings
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
@@ -215,11 +216,18 @@ async def test_bundles_and_quotas(catalog: Catalog) -> None:
     revision = await catalog.put_trusted("eu-west", b"bundle")
     await catalog.put_trusted("eu-west", b"renewed", revision=revision)
     assert await catalog.trusted() == {"eu-west": b"renewed"}
-    await catalog.put_quota("acme", b"{}")
-    assert await catalog.quotas() == {"acme": b"{}"}
-    assert await catalog.delete_trusted("eu-west") and await catalog.delete_quota("acme")
-    with pytest.raises(RequestError):
-        await catalog.put_quota("a/b", b"")
+    assert await catalog.delete_trusted("eu-west")
+    identity = SpiffeId.parse("spiffe://us-east.acme/client/orders-svc")
+    assert await catalog.change_quota("acme", QuotaLimits(sessions=3, streams=2)) == QuotaLimits(
+        sessions=3, streams=2
+    )
+    assert await catalog.change_quota("acme", QuotaLimits(sessions=4), ["streams"]) == QuotaLimits(sessions=4)
+    assert await catalog.change_quota(identity, QuotaLimits(requests=9)) == QuotaLimits(requests=9)
+    for holder, limits in (("a/b", QuotaLimits()), (identity, QuotaLimits(streams=1))):
+        with pytest.raises(RequestError):
+            await catalog.change_quota(holder, limits)
+    assert await catalog.delete_quota("acme") and not await catalog.delete_quota("acme")
+    assert await catalog.delete_quota(identity)
 
 
 @pytest.mark.parametrize("loss", ["before", "after"])

@@ -11,6 +11,7 @@ from etcd_process import EtcdProcess
 
 from felix.errors import UnavailableError
 from felix.names import SpiffeId, StreamName
+from felix.quota import QuotaLimits
 from felix.settings import SubscriptionSettings
 from policy.access import Verb, allowed
 from region.metadata.catalog import Catalog
@@ -73,12 +74,14 @@ async def test_it_knows_what_was_there_and_what_comes(region: Region) -> None:
     await region.catalog.put_document("grants", "export", "g-1", b"grant")
     await region.catalog.put_policy(1, b"policy")
     await region.catalog.put_trusted("eu-west", b"bundle")
-    await region.catalog.put_quota("acme", b"quota")
+    await region.catalog.change_quota("acme", QuotaLimits(sessions=3))
     await region.caught_up()
     assert mirror.document("grants", "export", "g-1") == b"grant"
     assert mirror.documents("grants", "export") == {"g-1": b"grant"}
     assert mirror.policy == Policy(1, b"policy")
-    assert mirror.trusted() == {"eu-west": b"bundle"} and mirror.quota("acme") == b"quota"
+    assert mirror.trusted() == {"eu-west": b"bundle"} and mirror.quotas == {
+        ("tenant", "acme"): QuotaLimits(sessions=3)
+    }
     await region.catalog.change_rights(CLIENT, remove=["publish acme/payments/*"])
     await region.catalog.delete_stream(ORDERS, deleted_ms=2)
     await region.caught_up()
