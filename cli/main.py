@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from cli import audit, bench, bridge, demo, doctor, identity, keys, log, policy, quota, region, stream
+from cli import audit, bench, bridge, demo, doctor, identity, keys, log, policy, quota, region, stream, top
 from cli.output import err
 from felix.errors import Code, FelixError
 
@@ -41,6 +41,7 @@ app.add_typer(keys.app, name="keys")
 app.add_typer(log.app, name="log")
 app.add_typer(audit.app, name="audit")
 app.add_typer(bench.app, name="bench")
+app.command("top")(top.top)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 

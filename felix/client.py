@@ -41,6 +41,7 @@ from felix.messages import (
     DeleteStream,
     DescribeRegion,
     DescribeStream,
+    DescribeTraffic,
     Done,
     Durability,
     KeyPage,
@@ -56,6 +57,7 @@ from felix.messages import (
     PutRights,
     QuotaPage,
     QuotaState,
+    ReaderTraffic,
     RegionState,
     Request,
     Retention,
@@ -63,7 +65,9 @@ from felix.messages import (
     RotateKeys,
     StreamPage,
     StreamState,
+    StreamTraffic,
     Throttled,
+    TrafficPage,
 )
 from felix.names import StreamName
 from felix.profile import Profile, load_profile
@@ -343,6 +347,24 @@ class RegionClient:
             page = await self._typed(ListQuotas(scope, name, len(found), PAGE_MAX), QuotaPage)
             found += page.quotas
             if not page.more or not page.quotas:
+                return found
+
+    async def stream_traffic(self, prefix: str = "") -> tuple[int, list[StreamTraffic]]:
+        """What went through each stream at the broker that answers, since its start, and when that was counted (ms)."""
+        found: list[StreamTraffic] = []
+        while True:
+            page = await self._typed(DescribeTraffic("streams", prefix, len(found), PAGE_MAX), TrafficPage)
+            found += page.streams
+            if not page.more or not page.streams:
+                return page.time_ms, found
+
+    async def reader_traffic(self, prefix: str = "") -> list[ReaderTraffic]:
+        """Who reads at the broker that answers, what they were sent, how far behind they are and what they wait for."""
+        found: list[ReaderTraffic] = []
+        while True:
+            page = await self._typed(DescribeTraffic("readers", prefix, len(found), PAGE_MAX), TrafficPage)
+            found += page.readers
+            if not page.more or not page.readers:
                 return found
 
     async def put_rights(self, identity: str, rights: Sequence[str]) -> None:

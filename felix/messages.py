@@ -375,6 +375,55 @@ class RegionState(Message, frozen=True, tag="region"):
     audit_size: int = 0
 
 
+class DescribeTraffic(Message, frozen=True, tag="describe_traffic"):
+    """What goes through this broker: of `what` (streams or readers), those whose stream begins with `prefix`. Counters count since
+    the broker's start; who asks twice has rates."""
+
+    what: Name
+    prefix: Name = ""
+    skip: Natural = 0
+    limit: Page = 100
+
+
+class StreamTraffic(Message, frozen=True, tag="stream_traffic"):
+    """Of one stream, all shards together. `held_bytes`: in memory; `pending_bytes`: appended and not yet durable; `stopped`:
+    shards that do not serve."""
+
+    stream: Name
+    shards: int
+    published_records: int = 0
+    published_bytes: int = 0
+    delivered_records: int = 0
+    delivered_bytes: int = 0
+    stored_bytes: int = 0
+    held_bytes: int = 0
+    pending_bytes: int = 0
+    stopped: int = 0
+
+
+class ReaderTraffic(Message, frozen=True, tag="reader_traffic"):
+    """Of whoever reads a stream: a subscription, or a view's consumers. `name` is its own among those of a `kind`; `lag_records`:
+    readable and not yet sent; `waits`: for credit, quota, connection or memory, empty where it does not wait."""
+
+    kind: Name
+    name: Name
+    stream: Name
+    identity: Name = ""
+    delivered_records: int = 0
+    delivered_bytes: int = 0
+    lag_records: int = 0
+    waits: Name = ""
+
+
+class TrafficPage(Message, frozen=True, tag="traffic_page"):
+    """`time_ms`: when it was counted, by the broker's clock."""
+
+    time_ms: int
+    streams: list[StreamTraffic] = []
+    readers: list[ReaderTraffic] = []
+    more: bool = False
+
+
 class LinkState(Message, frozen=True, tag="link"):
     """One shard of one link, as its agent last said. Lag in records, bytes and ms; -1 where unknown."""
 
@@ -625,12 +674,12 @@ class Done(Message, frozen=True, tag="done"):
 
 Request = (
     CreateStream | AlterStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
-    | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
+    | DescribeTraffic | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
     | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
     | CreateSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
 )  # fmt: skip
 Answer = (
-    StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | DocumentPage | KeyPage | RegionState
+    StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | TrafficPage | DocumentPage | KeyPage | RegionState
     | LinkPage | DataKeySealed | LinkSecretSealed | IngestOpened | Witnessed | CheckpointAnswer | Done
     | SubscriptionState | SubscriptionPage | ConsumerOpened
 )  # fmt: skip

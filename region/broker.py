@@ -13,11 +13,12 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from felix.errors import Code, RequestError, UnavailableError
 from felix.identity import Peer, Proof, TrustBundle, verify_peer
+from felix.messages import ReaderTraffic
 from felix.names import SpiffeId, StreamName
 from felix.quota import QuotaLimits, Scope
 from felix.transport.port import TransportLimits
@@ -73,6 +74,8 @@ class Broker:
             [str(SpiffeId(self.region, self.mesh, "operator", name)) for name in config.operators],
         )
         self.sessions: set[LiveSession] = set()
+        self.readers: list[Callable[[], Iterable[ReaderTraffic]]] = []
+        """Asked who reads beside the sessions' own subscriptions: views add themselves, one entry for each that is read."""
         self.leaving = False
         self._waiting: set[LiveSession] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -234,6 +237,12 @@ class Broker:
         """Once a second: what waits, what is stored, how fast it goes."""
         self.settle_delivery()
         self.quotas.sweep(self.streams.stored_bytes())
+
+    def traffic(self) -> list[ReaderTraffic]:
+        """Everybody who reads, in an order that stays while nobody comes or goes."""
+        found = [each for session in list(self.sessions) for each in session.traffic()]
+        found += [each for readers in self.readers for each in readers()]
+        return sorted(found, key=lambda each: (each.stream, each.kind, each.name))
 
     # -- figures ---------------------------------------------------------------------------------------
 

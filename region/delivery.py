@@ -17,13 +17,14 @@ from typing import Final
 
 from felix.errors import Code, FelixError, RequestError
 from felix.frames import FRAME_HEADER_BYTES, GapBody, GapReason
-from felix.messages import Subscribe, encode_error
+from felix.messages import ReaderTraffic, Subscribe, encode_error
 from felix.names import SpiffeId
 from felix.session import CreditLine
 from policy.access import Verb, not_found_or_forbidden
 from region.broker import Broker
 from region.export import SealedReader
 from region.log.ring import Entry
+from region.log.shard import ShardLog
 from region.ports import Outlet
 from region.quota import Meter, Throttle
 from region.streams import HostedStream
@@ -90,7 +91,7 @@ class Subscription:
 
     __slots__ = (
         "_broker", "_catching_up", "_credit", "_cursors", "_ended", "_meter", "_order", "_paced", "_reader", "_session", "_stream",
-        "_stream_id", "_unlisten", "_wanted_bytes", "delivered_bytes", "delivered_records", "number", "stalled",
+        "_stream_id", "_unlisten", "_waits", "_wanted_bytes", "delivered_bytes", "delivered_records", "number", "stalled",
     )  # fmt: skip
 
     def __init__(
@@ -111,6 +112,7 @@ class Subscription:
         self.delivered_bytes = 0
         self.delivered_records = 0
         self._meter = meter
+        self._waits = ""
         self._paced: asyncio.TimerHandle | None = None
         self._broker = broker
         self._session = session
@@ -189,15 +191,18 @@ class Subscription:
         left = min(self._credit.left_bytes, READ_BYTES_MAX)
         self.stalled = left <= FRAME_HEADER_BYTES or self._wanted_bytes > 0
         if self.stalled or not self._session.may_send():
+            self._waits = "credit" if self.stalled else "connection"
             return 0
         throttle = self._meter.delivery_throttle()
         if throttle is not None:
             self._wait(throttle)
             return 0
+        self._waits = ""
         return left
 
     def _wait(self, throttle: Throttle) -> None:
         """A rate is used up: go on once time has paid for what was sent."""
+        self._waits = "quota"
         self._session.throttled(throttle)
         if self._paced is None:
             self._paced = asyncio.get_running_loop().call_later(throttle.wait_s, self._go_on)
@@ -213,6 +218,7 @@ class Subscription:
             size = len(entry.data)
             if size > self._credit.left_bytes:
                 self.stalled = True
+                self._waits = "credit"
                 self._wanted_bytes = size
                 return False
             self._credit.use(size)
@@ -247,7 +253,8 @@ class Subscription:
         taken = 0
         try:
             # Others give back when they have sent: there is no one event to wait for.
-            while not budget.take(READ_BYTES_MAX):  # noqa: ASYNC110
+            while not budget.take(READ_BYTES_MAX):
+                self._waits = "memory"
                 await asyncio.sleep(CATCH_UP_WAIT_S)
             taken = READ_BYTES_MAX
             room = self._room()
@@ -279,6 +286,29 @@ class Subscription:
                 budget.give(taken)
             self._catching_up = None
         asyncio.get_running_loop().call_soon(self.pump)
+
+    @property
+    def lag_records(self) -> int:
+        """Records that can be read and have not been sent."""
+        return sum(
+            max(0, shard.high_watermark - cursor)
+            for number, cursor in self._cursors.items()
+            if isinstance(shard := self._stream.shards[number], ShardLog)
+        )
+
+    def traffic(self, name: str, identity: str) -> ReaderTraffic:
+        """What went through, and what it waits for; the empty text where it has caught up or goes on by itself."""
+        lag = self.lag_records
+        return ReaderTraffic(
+            "bridge" if self._reader is not None else "subscription",
+            name,
+            str(self._stream.name),
+            identity,
+            self.delivered_records,
+            self.delivered_bytes,
+            lag,
+            self._waits if lag else "",
+        )
 
     # -- endings ---------------------------------------------------------------------------------------
 

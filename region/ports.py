@@ -6,11 +6,12 @@ publishing, ingest, exchange → views → requests → session → node. A sess
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from felix.errors import FelixError
 from felix.identity import Peer
-from felix.messages import Answer, Goodbye
+from felix.messages import Answer, Goodbye, ReaderTraffic
 from felix.names import SpiffeId
 from felix.session import CreditWindow
 from region.quota import Meter, Throttle
@@ -33,6 +34,9 @@ class LiveSession(Protocol):
 
     def pump(self) -> None:
         """Send what every subscription may now."""
+
+    def traffic(self) -> Iterable[ReaderTraffic]:
+        """What every subscription has been sent, and what it waits for."""
 
     def quotas_changed(self) -> None:
         """Limits changed: whoever waits for a rate looks again."""

@@ -25,6 +25,7 @@ from felix.messages import (
     DeleteStream,
     DescribeRegion,
     DescribeStream,
+    DescribeTraffic,
     DocumentPage,
     Done,
     GetCheckpoint,
@@ -45,6 +46,7 @@ from felix.messages import (
     PutRights,
     QuotaPage,
     QuotaState,
+    ReaderTraffic,
     RegionState,
     ReportLinks,
     Request,
@@ -53,6 +55,8 @@ from felix.messages import (
     RotateKeys,
     StreamPage,
     StreamState,
+    StreamTraffic,
+    TrafficPage,
     Witnessed,
     WitnessedSize,
 )
@@ -358,6 +362,25 @@ class Requests:
             broker.region, broker.mesh, broker.broker_id, broker.started_ms, broker.gauges(), origin, size
         )
 
+    async def describe_traffic(self, identity: SpiffeId, request: DescribeTraffic) -> TrafficPage:
+        broker = self._broker
+        broker.require_operator(identity, "see the region's traffic")
+        found: list[StreamTraffic] | list[ReaderTraffic]
+        if request.what == "streams":
+            found = [stream.traffic() for stream in sorted(broker.streams, key=lambda each: each.name)]
+        elif request.what == "readers":
+            found = broker.traffic()
+        else:
+            raise RequestError(f"Traffic is of streams or of readers, not of {request.what[:40]!r}.")
+        chosen = [each for each in found if each.stream.startswith(request.prefix)]
+        page = _fitting(chosen[request.skip : request.skip + request.limit])
+        return TrafficPage(
+            broker.clock_ms(),
+            [each for each in page if isinstance(each, StreamTraffic)],
+            [each for each in page if isinstance(each, ReaderTraffic)],
+            len(chosen) > request.skip + len(page),
+        )
+
     async def report_links(self, identity: SpiffeId, request: ReportLinks) -> Done:
         self._export.report(identity, request.links)
         return Done()
@@ -414,6 +437,7 @@ _HANDLERS: dict[type, Handler] = {
     ListQuotas: Requests.list_quotas,
     RotateKeys: Requests.rotate_keys,
     DescribeRegion: Requests.describe_region,
+    DescribeTraffic: Requests.describe_traffic,
     ReportLinks: Requests.report_links,
     ListLinks: Requests.list_links,
     GetDataKey: Requests.get_data_key,

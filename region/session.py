@@ -30,6 +30,7 @@ from felix.messages import (
     Limits,
     Message,
     OpenPublisher,
+    ReaderTraffic,
     Request,
     Subscribe,
     Subscribed,
@@ -105,6 +106,7 @@ class ClientSession:
         self.publish_window = CreditWindow(0)
         self.subscriptions: dict[int, Subscription] = {}
         self.ended = False
+        self.name = os.urandom(8).hex()
         self._control_stream: int | None = None
         self._roles: dict[int, Role | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -261,7 +263,7 @@ class ClientSession:
         limits = Limits(BATCH_BYTES_MAX, SUBSCRIPTIONS_MAX, STREAMS_MAX, REQUESTS_MAX)
         rights = broker.rights_of(identity)
         credit = self.publish_window.window_bytes
-        self._control.welcome(Welcome(os.urandom(8).hex(), str(identity), credit, limits, rights))
+        self._control.welcome(Welcome(self.name, str(identity), credit, limits, rights))
         log.info("session of %s from %s", identity, self.connection and self.connection.peer_address)
 
     def _handshake_timeout(self) -> None:
@@ -369,6 +371,13 @@ class ClientSession:
         if self._publish_idle:
             self._return_window()
         self._arm_release()
+
+    def traffic(self) -> list[ReaderTraffic]:
+        """What every subscription has been sent, and what it waits for."""
+        return [
+            each.traffic(f"{self.name}/{number}", str(self.identity))
+            for number, each in self.subscriptions.items()
+        ]
 
     def quotas_changed(self) -> None:
         """Limits changed: what waits for a rate goes on, and waits anew where it must."""

@@ -19,7 +19,7 @@ import msgspec
 from felix.batch import Batch, BatchHeader
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
-from felix.messages import Durability, Retention, ShardState, StreamState
+from felix.messages import Durability, Retention, ShardState, StreamState, StreamTraffic
 from felix.names import StreamName
 from region.budget import Budget
 from region.log.directory import LogDirectory
@@ -155,6 +155,23 @@ class HostedStream:
     def serving(self) -> list[ShardLog]:
         """The shards that are open."""
         return [shard for shard in self.shards if isinstance(shard, ShardLog)]
+
+    def traffic(self) -> StreamTraffic:
+        """What went through since the start, and what is held."""
+        shards = self.serving
+        counters = [shard.counters for shard in shards]
+        return StreamTraffic(
+            str(self.name),
+            len(self.shards),
+            sum(each.records for each in counters),
+            sum(each.appended_bytes for each in counters),
+            self.delivered_records,
+            self.delivered_bytes,
+            sum(shard.disk_bytes for shard in shards),
+            sum(shard.ring_bytes for shard in shards),
+            sum(shard.pending_bytes for shard in shards),
+            len(self.shards) - len(shards) + sum(shard.failure is not None for shard in shards),
+        )
 
     def describe(self, *, detail: bool) -> StreamState:
         """As clients see it; with `detail`, the state of every shard."""
