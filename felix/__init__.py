@@ -5,6 +5,7 @@
 
 from felix.backoff import BackoffPolicy
 from felix.batch import NewRecord, Record
+from felix.cache import FOREVER, Cache, Change, Entry, Mirror, Position, Watch
 from felix.client import RegionClient, Stream, connect
 from felix.connection import SessionInfo
 from felix.errors import (
@@ -26,18 +27,24 @@ from felix.settings import Deduplication, Views
 from felix.subscription import Gap, GapError, ReceivedBatch, Subscription
 
 __all__ = [
+    "FOREVER",
     "BackoffPolicy",
+    "Cache",
+    "Change",
     "Code",
     "CorruptionError",
     "Deduplication",
     "Durability",
+    "Entry",
     "FelixError",
     "Gap",
     "GapError",
     "GapReason",
     "Identity",
+    "Mirror",
     "NewRecord",
     "OffsetMismatchError",
+    "Position",
     "Profile",
     "ProtocolError",
     "Publisher",
@@ -57,6 +64,7 @@ __all__ = [
     "Subscription",
     "UnavailableError",
     "Views",
+    "Watch",
     "connect",
     "felix_home",
     "load_identity",

@@ -29,6 +29,7 @@ from typing import Any, Final, Self, TypeVar
 
 from felix.backoff import BackoffPolicy
 from felix.batch import Headers, NewRecord
+from felix.cache import EXCHANGES_DEFAULT, Cache
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, RegionConnection, SessionInfo
 from felix.errors import Code, FelixError, ProtocolError, RequestError
 from felix.identity import Identity
@@ -84,7 +85,7 @@ from felix.publisher import (
     Refusal,
 )
 from felix.quota import QuotaLimits
-from felix.settings import NO_VIEWS, Compaction, Deduplication, Offload, Views
+from felix.settings import NO_VIEWS, CacheSettings, Compaction, Deduplication, Offload, Views
 from felix.subscription import CREDIT_BYTES_DEFAULT, OnGap, StartAt, Subscription
 from felix.tracing import Tracing, tracing, tracing_wanted
 from felix.transport.port import Engine, TransportLimits
@@ -160,6 +161,7 @@ class RegionClient:
         self._random = random
         self._connection: RegionConnection | None = None
         self._publishers: OrderedDict[StreamName, Publisher] = OrderedDict()
+        self._caches: dict[StreamName, Cache] = {}
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -208,6 +210,8 @@ class RegionClient:
         connection = self._connection
         if connection is None:
             return
+        for cache in self._caches.values():
+            cache.close()
         publishers, self._publishers = self._publishers, OrderedDict()
         for publisher in publishers.values():
             # Whoever published awaits the outcome there; here it is only given the time to arrive.
@@ -321,6 +325,33 @@ class RegionClient:
             if not page.more or not page.streams:
                 return
             after = page.streams[-1].stream
+
+    # -- caches ---------------------------------------------------------------------------------------
+
+    def cache(self, name: str | StreamName, *, exchanges: int = EXCHANGES_DEFAULT) -> Cache:
+        """A cache by its name; whether it exists is not asked. The same one for the same name; `exchanges` is of the first.
+
+        Raises RequestError(NAME_INVALID, CONFIG_INVALID).
+        """
+        parsed = StreamName.parse(str(name))
+        held = self._caches.get(parsed)
+        if held is None:
+            held = self._caches[parsed] = Cache(self.connection, parsed, exchanges=exchanges)
+        return held
+
+    async def create_cache(
+        self,
+        name: str | StreamName,
+        settings: CacheSettings | None = None,
+        *,
+        shards: int = 1,
+        durability: Durability | None = None,
+    ) -> Cache:
+        """Create a cache: a compacted stream with the latest value of each key in memory. Errors as `create_stream`."""
+        await self.create_stream(
+            name, shards=shards, durability=durability, views=Views(cache=settings or CacheSettings())
+        )
+        return self.cache(name)
 
     # -- the region -----------------------------------------------------------------------------------
 

@@ -523,6 +523,36 @@ class IngestOpened(Message, frozen=True, tag="ingest_opened"):
     envelopes_max: int
 
 
+class OpenCache(Message, frozen=True, tag="open_cache"):
+    """First frame of an exchange of calls to a cache (felix.cache_messages)."""
+
+    stream: Name
+
+
+class CacheOpened(Message, frozen=True, tag="cache_opened"):
+    """`shards`: a key's is the hash of it. `now_ms` is the broker's clock, which times of expiry are by."""
+
+    incarnation: bytes
+    shards: int
+    now_ms: int
+
+
+class WatchCache(Message, frozen=True, tag="watch_cache"):
+    """First frame of an exchange that follows one `key` of a cache, or all keys that begin with `prefix`.
+
+    `offsets` (with their `incarnation`) resumes: per shard, the first offset not seen yet. `coalesce`: of values of a key that
+    are sent together, the last one is enough. At most `credit_bytes` are sent before more is granted (CREDIT).
+    """
+
+    stream: Name
+    prefix: bytes = b""
+    key: bytes = b""
+    incarnation: bytes = b""
+    offsets: dict[int, Natural] = {}
+    coalesce: bool = False
+    credit_bytes: Natural = 0
+
+
 class Cosign(Message, frozen=True, tag="cosign"):
     """Asks this region to cosign another region's checkpoint (a signed note), given a consistency proof."""
 
@@ -677,9 +707,11 @@ Request = (
     | DescribeTraffic | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
     | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
     | CreateSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
+    | OpenCache | WatchCache
 )  # fmt: skip
 Answer = (
     StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | TrafficPage | DocumentPage | KeyPage | RegionState
+    | CacheOpened
     | LinkPage | DataKeySealed | LinkSecretSealed | IngestOpened | Witnessed | CheckpointAnswer | Done
     | SubscriptionState | SubscriptionPage | ConsumerOpened
 )  # fmt: skip

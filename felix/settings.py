@@ -24,6 +24,8 @@ VISIBILITY_MS_MIN: Final = 100
 ATTEMPTS_MAX: Final = 10_000
 CACHE_BYTES_MIN: Final = 1 << 20
 CACHE_BYTES_DEFAULT: Final = 64 << 20
+CACHE_LAG_MS: Final = 120_000
+"""Records of a cache stay so long whatever follows: they are how a broker knows repeated operations after a restart."""
 IDS_MAX: Final = 1_000_000
 """Message ids remembered per shard; about 100 bytes each."""
 URL_CHARS_MAX: Final = 1_024
@@ -160,8 +162,10 @@ class Views(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
     @property
     def compacted(self) -> Compaction | None:
-        """How the stream is compacted: a cache always is."""
-        return Compaction() if self.compaction is None and self.cache is not None else self.compaction
+        """How the stream is compacted: a cache always is, after CACHE_LAG_MS."""
+        if self.compaction is None and self.cache is not None:
+            return Compaction(lag_ms=CACHE_LAG_MS)
+        return self.compaction
 
 
 NO_VIEWS: Final = Views()

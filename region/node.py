@@ -24,7 +24,7 @@ from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
 from felix.health import HealthServer
 from felix.identity import Identity
-from felix.messages import Goodbye, OpenIngest
+from felix.messages import Goodbye, OpenCache, OpenIngest, WatchCache
 from felix.names import SpiffeId, StreamName
 from felix.transport.port import Listener, ServerTls, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
@@ -34,6 +34,8 @@ from keys.keyring import open_keyring
 from keys.signing import load_signing_key
 from region.broker import Broker
 from region.budget import Budgets
+from region.cache import watch
+from region.cache.desk import CacheDesk
 from region.config import RegionConfig
 from region.export import ExportDesk
 from region.folder import RegionFolder
@@ -80,6 +82,7 @@ class Node:
         self.config = config
         self.broker: Broker
         self.services: Services
+        self.caches: CacheDesk
         self.listener: Listener
         self.health: HealthServer | None = None
         self._stack = AsyncExitStack()
@@ -139,6 +142,7 @@ class Node:
 
         def changed() -> None:
             if hasattr(self, "broker"):
+                self.caches.follow()
                 self.broker.recheck_sessions()
 
         streams = StreamTable(
@@ -157,6 +161,7 @@ class Node:
             transport_limits=TransportLimits(connections_max=config.limits.sessions + CONNECTIONS_SPARE),
             clock_ms=now_ms,
         )
+        self.caches = CacheDesk(broker)
         pinned = await asyncio.to_thread(_trusted_files, folder)
         memory = Memory(data / "governance")
         self._stack.push_async_callback(asyncio.to_thread, memory.close)
@@ -174,7 +179,11 @@ class Node:
             governance,
             export,
             Requests(broker, governance, export, catalog, mirror),
-            {OpenIngest: ingest.open},
+            {
+                OpenIngest: ingest.open,
+                OpenCache: self.caches.open,
+                WatchCache: watch.opener(self.caches),
+            },
         )
 
         mirror.on_change(self._mirror_changed)
@@ -406,6 +415,7 @@ class Node:
                     "compaction_removed_records": counters.compaction_removed_records,
                     "compaction_seconds": counters.compaction_ns / 1e9,
                     "stopped": float(shard.failure is not None),
+                    **self.caches.figures(stream, number),
                 }
                 deduplication = shard.settings.deduplication
                 if deduplication is not None:

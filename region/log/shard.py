@@ -28,7 +28,7 @@ from enum import Enum
 from pathlib import Path
 from threading import Event as ThreadEvent
 from threading import Lock
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from felix.batch import (
     BATCH_BYTES_MAX,
@@ -210,6 +210,19 @@ class _Pending:
     entry: Entry | None = None
 
 
+class AppendObserver(Protocol):
+    """Who has to know every batch from its append on, whoever appended it: a view that decides by what is on its way."""
+
+    def appending(self) -> None:
+        """Something is about to be appended: what the observer wants to stand before it is to be appended now."""
+
+    def appended(self, batch: Batch) -> None:
+        """A plain batch has its offset; it is not durable yet."""
+
+    def rolled_back(self, offset: int, error: FelixError) -> None:
+        """Batches from `offset` on were refused after all; the next one may get the same offsets."""
+
+
 class ShardLog:
     """See the module. Construct with `open`; all methods are called on the loop that opened it."""
 
@@ -229,6 +242,7 @@ class ShardLog:
         self.failure: FelixError | None = None
         self.annotations: dict[int, bytes] = {}
         self.pending_bytes = 0
+        self.observer: AppendObserver | None = None
         self._hooks = hooks
         self._commit_pool = commit_pool
         self._read_pool = read_pool
@@ -453,6 +467,8 @@ class ShardLog:
         Appended, or RequestError (SEQUENCE_GAP, PRODUCER_FENCED, OFFSET_MISMATCH, BATCH_TOO_LARGE, INVALID), UnavailableError
         (LIMIT_MEMORY, DISK_FULL, SHARD_STOPPED …).
         """
+        if self.observer is not None:
+            self.observer.appending()
         refused = self._refusal(batch, annotation, slot)
         if refused:
             done(refused)
@@ -548,9 +564,10 @@ class ShardLog:
         self._last_time_ms = now_ms
         self._next_offset = header.next_offset
         size = header.total_length + len(annotation)
-        self._enqueue(
-            _Pending(Batch(header, batch.body), answer, done, size, header.leader_epoch, slot, annotation)
-        )
+        numbered = Batch(header, batch.body)
+        if self.observer is not None:
+            self.observer.appended(numbered)
+        self._enqueue(_Pending(numbered, answer, done, size, header.leader_epoch, slot, annotation))
 
     def _repeated(
         self, header: BatchHeader, first: Remembered, ids: list[bytes | None] | None, now_ms: int
@@ -670,6 +687,7 @@ class ShardLog:
         if refusing:
             # The commit thread has just refused what this would follow; the loop hears of it next.
             self._forget(item)
+            self._tell_rollback(item.answer.base_offset, refusing)
             item.done(refusing)
             return
         self.pending_bytes += item.size
@@ -951,6 +969,7 @@ class ShardLog:
             self._move(Event.NO_ROOM)
         with self._lock:
             self._refusing = None
+        self._tell_rollback(self._next_offset, error)
         if failed:
             self._fail(error)
         for item in group:
@@ -968,11 +987,17 @@ class ShardLog:
         for item in waiting:
             self._in_flight -= 1
             self.pending_bytes -= item.size
+        if waiting:
+            self._tell_rollback(min(item.answer.base_offset for item in waiting), error)
         for item in waiting:
             self._answer(item, error)
         if not self._in_flight:
             self._drained.set()
         self._wake_tail()
+
+    def _tell_rollback(self, offset: int, error: FelixError) -> None:
+        if self.observer is not None:
+            self.observer.rolled_back(offset, error)
 
     # Reading.
 

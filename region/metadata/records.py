@@ -180,6 +180,12 @@ def check_stream_config(name: StreamName, config: StreamConfig) -> None:
             f"it is ephemeral, so nothing of it is on disk that could be {what}",
             "Choose durability fsync or interval.",
         )
+    if config.views.cache is not None and (retention.age_ms or retention.bytes):
+        raise _invalid(
+            name,
+            "a cache with retention, which would let go of values that nobody has replaced",
+            "Give its values a ttl, and bound it with the cache's bytes.",
+        )
 
 
 def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) -> None:

@@ -64,7 +64,7 @@ def test_what_is_compacted_is_not_offloaded() -> None:
 
 def test_a_cache_is_compacted_and_a_plain_stream_is_not() -> None:
     assert Views().compacted is None
-    assert Views(cache=CacheSettings()).compacted == Compaction()
+    assert Views(cache=CacheSettings()).compacted == Compaction(lag_ms=120_000)
     assert Views(cache=CacheSettings(), compaction=Compaction(lag_ms=5)).compacted == Compaction(lag_ms=5)
 
 

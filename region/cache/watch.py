@@ -1,0 +1,384 @@
+"""A watch: the keys of a cache, or those with a prefix, and every change to them, as a cursor per shard over the log.
+
+It begins with the whole state: it notes where each shard stands, tells the keys page by page as they are when their page comes,
+and then every change from the noted place on. So there is no gap, and nothing is held for it meanwhile; that a page may be ahead
+of the noted place is known by the versions. Or it begins where the watcher says that it stands, as long as the log still tells all
+that happened since; where it does not (tombstones compacted away, a ring that went on), the whole state is told again, after
+a Reset. The same happens to one that falls so far behind.
+
+Invariants: nothing is sent beyond credit; what is not sent is not held; changes are told in the log's order, none left out,
+unless a later one of the same key stands in the same message and the watcher asked for no more; Ready comes once after each
+beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from felix.cache_messages import Changes, Initial, Ready, Reset, no_call
+from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.frames import CALL_BYTES_MAX, FRAME_HEADER_BYTES, FrameType
+from felix.messages import CacheOpened, Request, WatchCache, encode_message
+from felix.names import StreamName
+from felix.session import CreditLine
+from policy.access import Verb, not_found_or_forbidden
+from region.cache.desk import Cache, CacheDesk
+from region.cache.records import RECORD_BYTES, Change
+from region.cache.shard import ENCODED_MAX, CacheShard, Decoded
+from region.exchange import Exchange
+from region.ports import Exchanging, Role
+
+log = logging.getLogger("felix.region.cache")
+
+CREDIT_BYTES_MIN: Final = FRAME_HEADER_BYTES + CALL_BYTES_MAX
+"""A watch with less could not take every change."""
+EVENT_BYTES: Final = 64 << 10
+"""Of one message, one large value aside: what a watcher must hold at least, and shares its encoding by."""
+PAGE_KEYS: Final = 1_024
+PROGRESS_OFFSETS: Final = 4_096
+"""A watcher to whom nothing happens is told how far the log is, so that it could resume there."""
+
+
+class CacheWatch:
+    """One watch, on an exchange of its own (region.exchange.Handler)."""
+
+    def __init__(self, desk: CacheDesk, exchange: Exchange) -> None:
+        self._desk = desk
+        self._exchange = exchange
+        self._cache: Cache | None = None
+        self._shards: dict[int, CacheShard] = {}
+        self._key = self._prefix = b""
+        self._coalesce = False
+        self._credit = CreditLine(0)
+        self._wanted_bytes = 0
+        self._cursors: dict[int, int] = {}
+        self._told: dict[int, int] = {}
+        """Per shard, what the watcher knows that the log has reached."""
+        self._pages: deque[tuple[int, bytes]] = deque()
+        """Shards whose state is still to be told, each with the last key that was."""
+        self._ready_at: dict[int, int] | None = None
+        """Where Ready is due; None while the state is being told, and once it was."""
+        self._order: deque[int] = deque()
+        self._reading: asyncio.Task[None] | None = None
+        self._live = self._telling = False
+        self._unwatch: list[Callable[[], None]] = []
+
+    # -- the handler -----------------------------------------------------------------------------------
+
+    def open(self, correlation: int, request: Request) -> None:
+        assert isinstance(request, WatchCache)
+        exchange = self._exchange
+        try:
+            name = StreamName.parse(request.stream)
+            exchange.broker.require(exchange.identity, Verb.SUBSCRIBE, name)
+            if request.credit_bytes < CREDIT_BYTES_MIN:
+                raise RequestError(
+                    f"A watch with {request.credit_bytes} bytes of credit could not take every change.",
+                    hint=f"Grant at least {CREDIT_BYTES_MIN} bytes.",
+                )
+            if request.key and request.prefix:
+                raise RequestError("A watch is of a key or of a prefix, not of both.")
+            self._cache = cache = self._desk.cache(name, Verb.SUBSCRIBE)
+            self._key, self._prefix = request.key, request.key or request.prefix
+            self._coalesce = request.coalesce
+            self._credit = CreditLine(request.credit_bytes)
+            of_key = cache.of(request.key) if request.key else None
+            for number in range(len(cache.shards)):
+                shard = cache.shard(number)
+                if of_key is None or shard is of_key:
+                    self._shards[number] = shard
+        except (RequestError, UnavailableError) as error:
+            exchange.fail(error, correlation)
+            return
+        exchange.spawn(correlation, self._begin(cache, correlation, request))
+
+    async def _begin(self, cache: Cache, correlation: int, request: WatchCache) -> None:
+        exchange = self._exchange
+        try:
+            await cache.loaded(list(self._shards.values()))
+            for shard in self._shards.values():
+                shard.up_to_date()
+        except UnavailableError as error:
+            exchange.fail(error, correlation)
+            return
+        refusal = self._refusal()
+        if refusal is not None:
+            exchange.fail(refusal, correlation)
+        if exchange.over:
+            return
+        opened = CacheOpened(cache.stream.incarnation, len(cache.shards), exchange.broker.clock_ms())
+        exchange.opened(correlation, opened)
+        cache.watches += 1
+        self._unwatch = [shard.watch(self) for shard in self._shards.values()]
+        self._order = deque(self._shards)
+        offsets = request.offsets if request.incarnation == cache.stream.incarnation else {}
+        if set(offsets) >= set(self._shards) and all(
+            shard.covers(offsets[number]) and offsets[number] <= shard.applied
+            for number, shard in self._shards.items()
+        ):
+            self._cursors = {number: offsets[number] for number in self._shards}
+            self._told = dict(self._cursors)
+            self._ready_at = {number: shard.applied for number, shard in self._shards.items()}
+        else:
+            self._reset()
+        self._live = True
+        self.pump()
+
+    def call(self, correlation: int, call: Any) -> None:
+        raise AssertionError("no call decodes on a watch")
+
+    def credit(self, limit_bytes: int) -> None:
+        self._credit.extend(limit_bytes)
+        if self._wanted_bytes <= self._credit.left_bytes:
+            self._wanted_bytes = 0
+        self.pump()
+
+    def rights_changed(self) -> None:
+        refusal = self._refusal()
+        if refusal is not None:
+            self._exchange.fail(refusal)
+
+    def _refusal(self) -> FelixError | None:
+        cache, exchange = self._cache, self._exchange
+        if cache is None:
+            return None
+        name = cache.stream.name
+        if cache.stream.deleted:
+            return RequestError(f"The cache {name} was deleted.", code=Code.NOT_FOUND)
+        if not exchange.broker.allows(exchange.identity, Verb.SUBSCRIBE, name):
+            return not_found_or_forbidden(Verb.SUBSCRIBE, name)
+        return None
+
+    def closed(self) -> None:
+        self._live = False
+        if self._cache is not None and self._unwatch:
+            self._cache.watches -= 1
+        for unwatch in self._unwatch:
+            unwatch()
+        self._unwatch.clear()
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    # -- telling ---------------------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        """Tell the whole state, as from now."""
+        self._cursors = {number: shard.applied for number, shard in self._shards.items()}
+        self._told = dict(self._cursors)
+        self._pages = deque((number, b"") for number in self._shards)
+        self._ready_at = None
+        # Small, and once per beginning: it need not wait for credit.
+        self._send(encode_message(FrameType.REPLY, Reset(dict(self._cursors))))
+
+    def pump(self) -> None:
+        """Tell what can be told now, from memory; read the rest in a task."""
+        if not self._live or self._reading is not None or self._telling:
+            return
+        self._telling = True
+        try:
+            while self._live and self._step():
+                pass
+        except FelixError as error:
+            self._exchange.fail(error)
+        finally:
+            self._telling = False
+
+    def _step(self) -> bool:
+        """One message; False where nothing is left, or nothing more may be sent."""
+        if not self._may_send():
+            return False
+        if self._pages:
+            return self._tell_page()
+        for _ in range(len(self._order)):
+            number = self._order[0]
+            shard, cursor = self._shards[number], self._cursors[number]
+            if cursor >= shard.applied:
+                self._order.rotate(-1)
+                continue
+            shard.check()
+            if not shard.covers(cursor):
+                self._reset()
+                return True
+            batches = shard.decoded(cursor)
+            if batches is None:
+                self._reading = asyncio.ensure_future(self._read(number))
+                return False
+            if not self._tell_changes(number, cursor, batches):
+                return False
+            self._order.rotate(-1)
+            return True
+        return self._tell_ready()
+
+    def _may_send(self) -> bool:
+        return (
+            not self._wanted_bytes
+            and self._credit.left_bytes > FRAME_HEADER_BYTES
+            and self._exchange.may_send()
+        )
+
+    def _fits(self, frame: bytes) -> bool:
+        """False, and a note of what is wanted, where the credit does not reach."""
+        if len(frame) <= self._credit.left_bytes:
+            return True
+        self._wanted_bytes = len(frame)
+        return False
+
+    def _send(self, frame: bytes) -> None:
+        self._credit.use(min(len(frame), self._credit.left_bytes))
+        self._exchange.deliver(frame)
+
+    def _tell_page(self) -> bool:
+        number, after = self._pages[0]
+        shard = self._shards[number]
+        shard.check()
+        state, now_ms = shard.state, shard.clock_ms()
+        entries: list[tuple[bytes, int, bytes, int]] = []
+        size, last, is_whole = 0, b"", True
+        if self._key:
+            entry = state.peek(self._key, now_ms)
+            if entry is not None:
+                entries.append((self._key, entry.version, entry.value, entry.expires_at_ms))
+        else:
+            seen = 0
+            for key, entry in state.page(self._prefix, after, PAGE_KEYS, now_ms):
+                if entry is not None:
+                    size += len(key) + len(entry.value) + RECORD_BYTES
+                    if size > EVENT_BYTES and entries:
+                        is_whole = False
+                        break
+                    entries.append((key, entry.version, entry.value, entry.expires_at_ms))
+                last = key
+                seen += 1
+            is_whole = is_whole and seen < PAGE_KEYS
+        if entries:
+            frame = encode_message(FrameType.REPLY, Initial(number, entries))
+            if not self._fits(frame):
+                return False
+            self._send(frame)
+        if is_whole:
+            self._pages.popleft()
+        else:
+            self._pages[0] = (number, last)
+        if not self._pages:
+            self._ready_at = {each: shard.applied for each, shard in self._shards.items()}
+        return True
+
+    def _tell_changes(self, number: int, cursor: int, batches: list[Decoded]) -> bool:
+        """Send the changes of as many batches as one message holds; False where the credit does not reach for them."""
+        shard = self._shards[number]
+        count, size = 0, 0
+        for batch in batches:
+            size += batch.size_bytes
+            if count and size > EVENT_BYTES and not self._coalesce:
+                break
+            count += 1
+        batches = batches[:count]
+        next_offset = batches[-1].next_offset
+        memo = (cursor, next_offset, self._key, self._prefix, self._coalesce)
+        frame = shard.encoded.get(memo)
+        if frame is None:
+            wanted = [
+                (version, change)
+                for batch in batches
+                for version, change in batch.changes
+                if version > cursor and self._concerns(change)
+            ]
+            return self._tell_wanted(number, cursor, next_offset, wanted, memo)
+        if not self._fits(frame):
+            return False
+        self._send(frame)
+        self._cursors[number] = self._told[number] = next_offset
+        return True
+
+    def _tell_wanted(
+        self, number: int, cursor: int, next_offset: int, wanted: list[tuple[int, Change]], memo: object
+    ) -> bool:
+        shard = self._shards[number]
+        if self._coalesce:
+            newest = {change.key: version for version, change in wanted}
+            wanted = [(version, change) for version, change in wanted if newest[change.key] == version]
+        if not wanted:
+            self._cursors[number] = next_offset
+            if next_offset - self._told[number] < PROGRESS_OFFSETS:
+                return True
+        at = 0
+        while True:
+            rows: list[tuple[int, bytes, int, bytes, int]] = []
+            size = 0
+            while at < len(wanted) and size < EVENT_BYTES:
+                version, change = wanted[at]
+                part = len(change.key) + len(change.value) + RECORD_BYTES
+                if rows and size + part > EVENT_BYTES:
+                    break
+                size += part
+                rows.append((change.reason, change.key, version, change.value, change.expires_at_ms))
+                at += 1
+            is_last = at == len(wanted)
+            reached = next_offset if is_last else wanted[at - 1][0]
+            frame = encode_message(FrameType.REPLY, Changes(number, reached, rows))
+            if not self._fits(frame):
+                return False
+            if is_last and len(rows) == len(wanted) and len(shard.encoded) < ENCODED_MAX:
+                shard.encoded[memo] = frame
+            self._send(frame)
+            self._cursors[number] = self._told[number] = reached
+            if is_last:
+                return True
+            if not self._may_send():
+                return False
+
+    def _concerns(self, change: Change) -> bool:
+        return change.key == self._key if self._key else change.key.startswith(self._prefix)
+
+    def _tell_ready(self) -> bool:
+        at = self._ready_at
+        if at is None or any(self._cursors[number] < offset for number, offset in at.items()):
+            return False
+        frame = encode_message(FrameType.REPLY, Ready())
+        if not self._fits(frame):
+            return False
+        self._send(frame)
+        self._ready_at = None
+        return True
+
+    async def _read(self, number: int) -> None:
+        """Read what is not in memory for one shard, and tell it."""
+        shard, cursor = self._shards[number], self._cursors[number]
+        try:
+            entries = await shard.read(cursor)
+            if not self._live:
+                return
+            if shard.covers(cursor):
+                batches = shard.decode_entries(entries)
+                if batches and self._may_send():
+                    self._tell_changes(number, cursor, batches)
+        except RequestError as error:
+            if error.code is not Code.OFFSET_OUT_OF_RANGE:
+                self._exchange.fail(error)
+                return
+            # The log went on past the cursor while it was read: the next step begins anew.
+        except FelixError as error:
+            self._exchange.fail(error)
+            return
+        except Exception:
+            log.exception("a watch could not read %s shard %d", shard.name, number)
+            self._exchange.fail(FelixError("The broker could not read its log.", code=Code.INTERNAL))
+            return
+        finally:
+            self._reading = None
+        asyncio.get_running_loop().call_soon(self.pump)
+
+
+def opener(desk: CacheDesk) -> Callable[[Exchanging, int], Role]:
+    """What the node registers for WatchCache."""
+
+    def open_watch(session: Exchanging, stream_id: int) -> Role:
+        return Exchange(desk.broker, session, stream_id, partial(CacheWatch, desk), no_call)
+
+    return open_watch
