@@ -1,7 +1,7 @@
 """The `felix` command. The only place that wires the packages together.
 
 Exit codes: 0 done; 1 failed; 2 wrong use; 3 refused by policy, grant or right; 4 not available now; 5 damage or
-tampering found; 6 numbers that do not reconcile; 10 and 20 of `felix audit report`: the logs differ, a log does not
+tampering found; 6 numbers that do not reconcile; 7 not in the cache; 10 and 20 of `felix audit report`: the logs differ, a log does not
 verify; 130 interrupted. docs/cli.md lists them too.
 """
 
@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from cli import audit, bench, bridge, demo, doctor, identity, keys, log, policy, quota, region, stream, top
+from cli import audit, bench, bridge, cache, demo, doctor, identity, keys, log, policy, quota, region, stream, top
 from cli.output import err
 from felix.errors import Code, FelixError
 
@@ -22,6 +22,7 @@ EXIT_REFUSED: Final = 3
 EXIT_UNAVAILABLE: Final = 4
 EXIT_DAMAGED: Final = 5
 EXIT_UNRECONCILED: Final = 6
+EXIT_NOT_FOUND: Final = cache.EXIT_NOT_FOUND
 EXIT_INTERRUPTED: Final = 130
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 app.add_typer(region.app, name="region")
 app.add_typer(stream.app, name="stream")
+app.add_typer(cache.app, name="cache")
 app.add_typer(identity.app, name="identity")
 app.add_typer(quota.app, name="quota")
 app.add_typer(bridge.app, name="bridge")

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from felix import client, publisher, subscription
+from felix import cache, client, publisher, subscription
 from felix.batch import Headers, NewRecord, Record
+from felix.cache_messages import CacheStats
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SessionInfo
 from felix.errors import Code, RequestError
 from felix.identity import Identity
@@ -43,7 +44,7 @@ from felix.publisher import (
     Receipt,
     Refusal,
 )
-from felix.settings import NO_VIEWS, Compaction, Deduplication, Offload, Views
+from felix.settings import NO_VIEWS, CacheSettings, Compaction, Deduplication, Offload, Views
 from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, ReceivedBatch, StartAt
 from felix.transport.port import Engine
 
@@ -226,6 +227,27 @@ class SyncRegion:
             return [state async for state in self._region.list_streams(prefix)]
 
         return self._background.call(all_of_them())
+
+    def cache(self, name: str | StreamName) -> SyncCache:
+        """A cache by its name. Raises RequestError(NAME_INVALID)."""
+
+        async def make() -> cache.Cache:
+            return self._region.cache(name)
+
+        return SyncCache(self._background, self._background.call(make()))
+
+    def create_cache(
+        self,
+        name: str | StreamName,
+        settings: CacheSettings | None = None,
+        *,
+        shards: int = 1,
+        durability: Durability | None = None,
+    ) -> SyncCache:
+        made = self._background.call(
+            self._region.create_cache(name, settings, shards=shards, durability=durability)
+        )
+        return SyncCache(self._background, made)
 
     def describe(self) -> RegionState:
         return self._background.call(self._region.describe())
@@ -474,3 +496,124 @@ class SyncSubscription:
     def gaps(self) -> list[Gap]:
         """The newest gaps."""
         return list(self._inner.gaps)
+
+
+class SyncCache:
+    """One cache, as `felix.cache.Cache`, blocking."""
+
+    def __init__(self, background: _Background, inner: cache.Cache) -> None:
+        self._background = background
+        self._inner = inner
+
+    @property
+    def name(self) -> StreamName:
+        return self._inner.name
+
+    def get(self, key: cache.Key) -> cache.Entry | None:
+        return self._background.call(self._inner.get(key))
+
+    def put(self, key: cache.Key, value: cache.Value, *, ttl: float | None = None) -> int:
+        return self._background.call(self._inner.put(key, value, ttl=ttl))
+
+    def delete(self, key: cache.Key) -> bool:
+        return self._background.call(self._inner.delete(key))
+
+    def compare_and_set(
+        self, key: cache.Key, value: cache.Value, *, version: int, ttl: float | None = None
+    ) -> int | None:
+        return self._background.call(self._inner.compare_and_set(key, value, version=version, ttl=ttl))
+
+    def increment(self, key: cache.Key, by: int = 1, *, ttl: float | None = None) -> int:
+        return self._background.call(self._inner.increment(key, by, ttl=ttl))
+
+    def exists(self, key: cache.Key) -> bool:
+        return self._background.call(self._inner.exists(key))
+
+    def ttl(self, key: cache.Key) -> float | None:
+        return self._background.call(self._inner.ttl(key))
+
+    def get_many(self, keys: Iterable[cache.Key]) -> dict[bytes, cache.Entry]:
+        return self._background.call(self._inner.get_many(keys))
+
+    def put_many(
+        self,
+        items: Mapping[cache.Key, cache.Value] | Iterable[tuple[cache.Key, cache.Value]],
+        *,
+        ttl: float | None = None,
+    ) -> list[int]:
+        return self._background.call(self._inner.put_many(items, ttl=ttl))
+
+    def delete_many(self, keys: Iterable[cache.Key]) -> int:
+        return self._background.call(self._inner.delete_many(keys))
+
+    def scan(self, prefix: cache.Key = b"") -> list[tuple[bytes, cache.Entry]]:
+        """All of them, in memory."""
+
+        async def all_of_them() -> list[tuple[bytes, cache.Entry]]:
+            return [found async for found in self._inner.scan(prefix)]
+
+        return self._background.call(all_of_them())
+
+    def stats(self) -> CacheStats:
+        return self._background.call(self._inner.stats())
+
+    def watch(
+        self,
+        *,
+        key: cache.Key | None = None,
+        prefix: cache.Key = b"",
+        resume: cache.Position | str | None = None,
+        coalesce: bool = False,
+    ) -> SyncWatch:
+        """An iterator of changes, as `felix.cache.Cache.watch`. Close it, or use it as `with`."""
+
+        async def make() -> cache.Watch:
+            made = self._inner.watch(key=key, prefix=prefix, resume=resume, coalesce=coalesce)
+            await made.open()
+            return made
+
+        return SyncWatch(self._background, self._background.call(make()))
+
+
+class SyncWatch:
+    """An iterator of changes; one message is fetched from the background loop at a time. One thread at a time."""
+
+    def __init__(self, background: _Background, inner: cache.Watch) -> None:
+        self._background = background
+        self._inner = inner
+        self._changes: Iterator[cache.Change] = iter(())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+
+        async def end() -> None:
+            self._inner.close()
+
+        if self._background._thread.is_alive():
+            self._background.call(end())
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> cache.Change:
+        for change in self._changes:
+            return change
+        self._changes = iter(self.changes())
+        return next(self._changes)
+
+    def changes(self, timeout_s: float | None = None) -> list[cache.Change]:
+        """The changes of the next message. Raises TimeoutError where none came within `timeout_s` seconds (None: waits)."""
+
+        async def fetch() -> list[cache.Change]:
+            async with asyncio.timeout(timeout_s):
+                return await self._inner.changes()
+
+        return self._background.call(fetch())

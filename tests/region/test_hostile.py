@@ -71,13 +71,13 @@ REQUESTS = [
     "create_stream", "delete_stream", "describe_stream", "list_streams", "open_publisher", "subscribe",
     "unsubscribe", "put_rights", "list_rights", "put_document", "list_documents", "list_keys", "rotate_keys",
     "describe_region", "report_links", "list_links", "get_data_key", "get_link_secret", "open_ingest", "cosign",
-    "witnessed_size", "get_checkpoint", "put_cosignature",
+    "witnessed_size", "get_checkpoint", "put_cosignature", "open_cache", "watch_cache",
 ]  # fmt: skip
 FIELDS = [
     "stream", "shards", "durability", "retention", "ring_bytes", "incarnation", "prefix", "after", "limit", "acks",
     "start", "credit_bytes", "grant", "subscription", "identity", "rights", "kind", "body", "level", "links", "key",
     "public_key", "from_region", "shard", "epoch", "transfer_key", "signature", "checkpoint", "proof", "origin",
-    "from_size", "cosigned",
+    "from_size", "cosigned", "coalesce", "offsets",
 ]  # fmt: skip
 NAMES = st.sampled_from(
     [CREW, "acme/ops/*", "a/b", "../../etc", "acme/ops/" + "x" * 80, "acme/ops/\U0001f600" * 30]
