@@ -13,7 +13,22 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from cli import audit, bench, bridge, cache, demo, doctor, identity, keys, log, policy, quota, region, stream, top
+from cli import (
+    audit,
+    bench,
+    bridge,
+    cache,
+    demo,
+    doctor,
+    identity,
+    keys,
+    log,
+    policy,
+    quota,
+    region,
+    stream,
+    top,
+)
 from cli.output import err
 from felix.errors import Code, FelixError
 
