@@ -1,5 +1,5 @@
-"""`felix bench fanout`: Felix beside Redis and NATS, on the same payloads in the same run. cli.benchmark.fanout says how it
-is measured. The verbs are registered by cli.bench.
+"""`felix bench fanout`, `queue` and `cache`: Felix beside Redis and NATS, on the same payloads in the same run. The modules
+fanout, queueing and caching of cli.benchmark say how it is measured. The verbs are registered by cli.bench.
 
 What is not installed is left out, with a sentence that says how to get it; that is no failure.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
@@ -18,14 +18,18 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.benchmark.accounting import PAYLOAD_BYTES_MIN, Account
+from cli.benchmark.caching import STAMP_BYTES, CacheAccount, CachePlan, CacheReport, measure_cache
 from cli.benchmark.fanout import FanoutPlan, FanoutReport, FanoutResult, measure_fanout
 from cli.benchmark.figures import LatencySpread, Spread
-from cli.benchmark.systems import FELIX, SYSTEMS
+from cli.benchmark.queueing import QueueAccount, QueuePlan, QueueReport, measure_queue
+from cli.benchmark.systems import CACHES, FELIX, QUEUES, SYSTEMS
 from felix.batch import BATCH_BYTES_MAX
 from felix.errors import Code, RequestError
 
 EXIT_UNRECONCILED: Final = 6
 QUICK_FANOUT: Final = FanoutPlan(subscribers=(1, 4), repeats=1, load_s=0.4, paced_s=0.4, budget_s=45)
+QUICK_QUEUE: Final = QueuePlan(repeats=1, jobs=2_000, paced_jobs=60, budget_s=45)
+QUICK_CACHE: Final = CachePlan(repeats=1, calls=2_000, lone_calls=300, budget_s=45)
 SUBSCRIBERS_MAX: Final = 64
 
 R = TypeVar("R")
@@ -93,7 +97,7 @@ def fanout_plan_of(
     plan = QUICK_FANOUT if quick else FanoutPlan()
     chosen = msgspec.structs.replace(
         plan,
-        systems=known_systems(systems) or plan.systems,
+        systems=known_systems(systems, SYSTEMS) or plan.systems,
         subscribers=tuple(subscribers or plan.subscribers),
         payload_bytes=tuple(sizes or plan.payload_bytes),
         chunk=chunk,
@@ -117,14 +121,95 @@ def fanout_plan_of(
     return chosen
 
 
-def known_systems(systems: Sequence[str] | None) -> tuple[str, ...]:
+def queue(
+    system: Annotated[
+        list[str] | None, typer.Option("--system", help=f"Of {', '.join(QUEUES)}; may be repeated.")
+    ] = None,
+    workers: Annotated[
+        list[int] | None, typer.Option("--workers", help="How many; may be repeated: 1, 8.", min=1, max=64)
+    ] = None,
+    size: Annotated[
+        int, typer.Option("--size", help="Bytes of one payload.", min=PAYLOAD_BYTES_MIN, max=65_536)
+    ] = QueuePlan().payload_bytes,
+    lease: Annotated[
+        int, typer.Option("--lease", help="Jobs leased and acknowledged at a time.", min=1, max=256)
+    ] = QueuePlan().lease,
+    jobs: Annotated[
+        int, typer.Option("--jobs", help="Of each burst; 0: 8,000, or 2,000 with --quick.", min=0)
+    ] = 0,
+    repeats: RepeatsOption = 0,
+    quick: QuickOption = False,
+    folder: FolderOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Put, lease, acknowledge: jobs per second and latency, beside Redis and JetStream where they are installed."""
+    plan = QUICK_QUEUE if quick else QueuePlan()
+    plan = msgspec.structs.replace(
+        plan,
+        systems=known_systems(system, QUEUES) or plan.systems,
+        workers=tuple(workers or plan.workers),
+        payload_bytes=size,
+        lease=lease,
+        jobs=jobs or plan.jobs,
+        repeats=repeats or plan.repeats,
+    )
+    report = _measured(lambda said: measure_queue(plan, folder, said))
+    _say_skipped(report.skipped)
+    if not report.is_lossless:
+        print_losses([(str(result.case), result.account) for result in report.results])
+        raise typer.Exit(EXIT_UNRECONCILED)
+    if json:
+        _print_json(report)
+    else:
+        print_queue(report)
+
+
+def cache(
+    system: Annotated[
+        list[str] | None, typer.Option("--system", help=f"Of {', '.join(CACHES)}; may be repeated.")
+    ] = None,
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option("--concurrency", help="Calls under way; may be repeated: 1, 32.", min=1, max=256),
+    ] = None,
+    size: Annotated[
+        int, typer.Option("--size", help="Bytes of one value.", min=STAMP_BYTES, max=65_536)
+    ] = CachePlan().value_bytes,
+    calls: Annotated[
+        int, typer.Option("--calls", help="Of each operation; 0: 5,000, or 2,000 with --quick.", min=0)
+    ] = 0,
+    repeats: RepeatsOption = 0,
+    quick: QuickOption = False,
+    folder: FolderOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Put and get: calls per second and latency, beside Redis and NATS where they are installed."""
+    plan = QUICK_CACHE if quick else CachePlan()
+    plan = msgspec.structs.replace(
+        plan,
+        systems=known_systems(system, CACHES) or plan.systems,
+        concurrency=tuple(concurrency or plan.concurrency),
+        value_bytes=size,
+        calls=calls or plan.calls,
+        repeats=repeats or plan.repeats,
+    )
+    report = _measured(lambda said: measure_cache(plan, folder, said))
+    _say_skipped(report.skipped)
+    if not report.is_lossless:
+        print_losses([(str(result.case), result.account) for result in report.results])
+        raise typer.Exit(EXIT_UNRECONCILED)
+    if json:
+        _print_json(report)
+    else:
+        print_cache(report)
+
+
+def known_systems(systems: Sequence[str] | None, known: Collection[str]) -> tuple[str, ...]:
     """Raises RequestError(CONFIG_INVALID) where one is not known."""
     for name in systems or ():
-        if name not in SYSTEMS:
+        if name not in known:
             raise RequestError(
-                f"There is no system {name!r}.",
-                code=Code.CONFIG_INVALID,
-                hint=f"One of {', '.join(SYSTEMS)}.",
+                f"There is no system {name!r}.", code=Code.CONFIG_INVALID, hint=f"One of {', '.join(known)}."
             )
     return tuple(systems or ())
 
@@ -144,14 +229,14 @@ def _print_json(report: msgspec.Struct) -> None:
     sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
 
 
-def print_losses(accounts: Sequence[tuple[str, Account]]) -> None:
+def print_losses(accounts: Sequence[tuple[str, Account | QueueAccount | CacheAccount]]) -> None:
     """The books of every case that does not reconcile, on standard error."""
     for case, account in accounts:
         if not account.is_lossless:
             items = msgspec.to_builtins(account).items()
             found = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in items)
             _err.print(f"{case}: not lossless: {found}", style="bold red", markup=False)
-    _err.print("No rate stands for records that did not all come once and in order.", markup=False)
+    _err.print("No rate stands for what was lost, repeated or wrong.", markup=False)
 
 
 def print_fanout(report: FanoutReport) -> None:
@@ -185,10 +270,90 @@ def print_fanout(report: FanoutReport) -> None:
         )
     _out.print(table)
     records = sum(result.account.received for result in report.results)
+    _print_end(f"{records:,} records delivered, to each subscriber once, in order and unchanged", report)
+
+
+def print_queue(report: QueueReport) -> None:
+    """A table for people."""
+    table = _table(
+        "Queues: median of the rounds (lowest – highest)",
+        ("workers", "system", "an acknowledged job is"),
+        (
+            "put/s",
+            "finished/s",
+            "Felix puts",
+            "Felix finishes",
+            "put to hand p50 / p99 ms",
+            "ack p50 / p99 ms",
+        ),
+    )
+    workers = 0
+    for result in sorted(
+        report.results, key=lambda each: (each.case.workers, QUEUES.index(each.case.system))
+    ):
+        if workers not in (0, result.case.workers):
+            table.add_section()
+        workers = result.case.workers
+        table.add_row(
+            str(workers),
+            result.case.system,
+            result.promise,
+            spread(result.put_per_second, 0),
+            spread(result.finished_per_second, 0),
+            ratio(result.felix_put),
+            ratio(result.felix),
+            latency(result.to_hand),
+            latency(result.to_ack),
+        )
+    _out.print(table)
+    jobs = sum(result.account.finished for result in report.results)
+    _print_end(f"{jobs:,} jobs, each finished once and nothing left", report)
+
+
+def print_cache(report: CacheReport) -> None:
+    """A table for people."""
+    table = _table(
+        "Caches: median of the rounds (lowest – highest)",
+        ("at once", "system", "an acknowledged put is"),
+        ("get/s", "put/s", "Felix gets", "Felix puts", "get p50 / p99 ms", "put p50 / p99 ms"),
+    )
+    concurrency = 0
+    for result in sorted(
+        report.results, key=lambda each: (each.case.concurrency, CACHES.index(each.case.system))
+    ):
+        if concurrency not in (0, result.case.concurrency):
+            table.add_section()
+        concurrency = result.case.concurrency
+        table.add_row(
+            str(concurrency),
+            result.case.system,
+            result.promise,
+            spread(result.get_per_second, 0),
+            spread(result.put_per_second, 0),
+            ratio(result.felix_get),
+            ratio(result.felix_put),
+            latency(result.get),
+            latency(result.put),
+        )
+    _out.print(table)
+    got = sum(result.account.got for result in report.results)
+    _print_end(f"{got:,} gets, each of the newest value", report)
+
+
+def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+    for column in words:
+        table.add_column(column)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _print_end(what: str, report: FanoutReport | QueueReport | CacheReport) -> None:
     servers = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     _out.print(
-        f"{records:,} records delivered, to each subscriber once, in order and unchanged, in {report.seconds:.0f} s "
-        f"on {report.machine.cpus} CPUs, Python {report.machine.python}{'; ' + servers if servers else ''}"
+        f"{what}, in {report.seconds:.0f} s on {report.machine.cpus} CPUs, Python {report.machine.python}"
+        f"{'; ' + servers if servers else ''}"
     )
 
 

@@ -94,6 +94,16 @@ def made_at_ns(payload: bytes | memoryview) -> int:
     return int(_STAMP.unpack_from(payload)[1])
 
 
+def sequence_of(payload: bytes | memoryview) -> int:
+    """Which record the payload says it is."""
+    return int(_STAMP.unpack_from(payload)[0])
+
+
+def filling_of(payload: bytes | memoryview) -> bytes | memoryview:
+    """What follows the stamp."""
+    return payload[_STAMP.size :]
+
+
 def checksum_of(batches: Iterable[Made], filling: list[bytes]) -> dict[int, int]:
     """XXH3-64 over all payloads of each shard, in order."""
     hashes: dict[int, xxhash.xxh3_64] = {}

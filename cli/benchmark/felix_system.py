@@ -91,3 +91,34 @@ def fanout_writer(system: str, place: Place, stream: str) -> _Writer:
 def fanout_reader(_system: str, place: Place, stream: str) -> _Reader:
     """See cli.benchmark.systems."""
     return _Reader(place, stream)
+
+
+class _Cache:
+    def __init__(self, place: Place, cache: str) -> None:
+        self._place = place
+        self._name = f"bench/cache/{cache}"
+        self._client: felix.RegionClient | None = None
+        self._cache: felix.Cache | None = None
+
+    async def open(self) -> None:
+        self._client = await connected(self._place)
+        self._cache = await self._client.create_cache(self._name)
+
+    async def put(self, key: str, value: bytes) -> None:
+        assert self._cache is not None
+        await self._cache.put(key, value)
+
+    async def get(self, key: str) -> bytes | None:
+        assert self._cache is not None
+        entry = await self._cache.get(key)
+        return None if entry is None else entry.value
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.delete_stream(self._name)
+            await self._client.close()
+
+
+def cache_client(_system: str, place: Place, cache: str) -> _Cache:
+    """See cli.benchmark.systems."""
+    return _Cache(place, cache)

@@ -1,6 +1,7 @@
 """NATS as a system among others (cli.benchmark.systems): core subjects, and JetStream with a store in files.
 
-JetStream is written with `publish_async` and read by ordered push consumers, its fastest ways in this client.
+JetStream is written with `publish_async` and read by ordered push consumers, its fastest ways in this client; a stream with
+work-queue retention and a pull consumer is its queue, a key-value bucket its cache.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import nats
-from nats.js.api import StorageType
+from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType
+from nats.js.errors import KeyNotFoundError
 
 from cli.benchmark.peers import NATS
 from cli.benchmark.processes import HOST
-from cli.benchmark.systems import Payloads, Place
+from cli.benchmark.systems import Job, Payloads, Place
 
+GROUP: Final = "workers"
+VISIBILITY_S: Final = 30.0
+PULL_S: Final = 1.0
+PENDING_MAX: Final = 10_000
+"""Leased and not acknowledged, of all workers; more than they take at once."""
 UNBOUNDED: Final = -1
 """What waits in a subscriber is bounded by the measurement itself; the client's own limits would drop records."""
 
@@ -46,6 +53,8 @@ class _CoreWriter:
 
 
 class _StreamWriter(_CoreWriter):
+    _retention = RetentionPolicy.LIMITS
+
     def __init__(self, place: Place, stream: str) -> None:
         super().__init__(place, stream)
         self._turn = asyncio.Lock()
@@ -55,7 +64,11 @@ class _StreamWriter(_CoreWriter):
         await super().open()
         self._jetstream = self._connection.jetstream()
         await self._jetstream.add_stream(
-            name=self._subject, subjects=[self._subject], storage=StorageType.FILE, num_replicas=1
+            name=self._subject,
+            subjects=[self._subject],
+            storage=StorageType.FILE,
+            num_replicas=1,
+            retention=self._retention,
         )
 
     async def publish(self, payloads: list[bytes]) -> None:
@@ -104,3 +117,91 @@ def fanout_writer(system: str, place: Place, stream: str) -> _CoreWriter:
 def fanout_reader(system: str, place: Place, stream: str) -> _Reader:
     """See cli.benchmark.systems."""
     return _Reader(place, stream, system == "jetstream")
+
+
+class _QueueWriter(_StreamWriter):
+    _retention = RetentionPolicy.WORK_QUEUE
+
+    async def open(self) -> None:
+        await super().open()
+        await self._jetstream.add_consumer(
+            self._subject,
+            ConsumerConfig(durable_name=GROUP, max_ack_pending=PENDING_MAX, ack_wait=VISIBILITY_S),
+        )
+
+    async def put(self, payloads: list[bytes]) -> None:
+        await self.publish(payloads)
+
+    async def left(self) -> int:
+        """A work queue drops a job once its acknowledgement has come in."""
+        return int((await self._jetstream.stream_info(self._subject)).state.messages)
+
+
+class _QueueWorker:
+    def __init__(self, place: Place, subject: str) -> None:
+        self._place = place
+        self._subject = subject
+        self._connection: Any = None
+        self._pulled: Any = None
+
+    async def open(self) -> None:
+        self._connection = await connected(self._place)
+        jetstream = self._connection.jetstream()
+        self._pulled = await jetstream.pull_subscribe_bind(consumer=GROUP, stream=self._subject)
+
+    async def lease(self, count: int) -> list[Job]:
+        try:
+            messages = await self._pulled.fetch(count, timeout=PULL_S)
+        except TimeoutError:
+            return []
+        return [Job(message.data, message) for message in messages]
+
+    async def ack(self, jobs: list[Job]) -> None:
+        # `ack_sync` waits for the server's word, as the other systems do.
+        await asyncio.gather(*(job.handle.ack_sync(timeout=VISIBILITY_S) for job in jobs))
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+
+class _Cache:
+    def __init__(self, place: Place, bucket: str) -> None:
+        self._place = place
+        self._bucket = bucket
+        self._connection: Any = None
+        self._jetstream: Any = None
+        self._values: Any = None
+
+    async def open(self) -> None:
+        self._connection = await connected(self._place)
+        self._jetstream = self._connection.jetstream()
+        self._values = await self._jetstream.create_key_value(bucket=self._bucket, storage=StorageType.FILE)
+
+    async def put(self, key: str, value: bytes) -> None:
+        await self._values.put(key, value)
+
+    async def get(self, key: str) -> bytes | None:
+        try:
+            value: bytes | None = (await self._values.get(key)).value
+        except KeyNotFoundError:
+            return None
+        return value
+
+    async def close(self) -> None:
+        await self._jetstream.delete_key_value(self._bucket)
+        await self._connection.close()
+
+
+def queue_writer(_system: str, place: Place, queue: str) -> _QueueWriter:
+    """See cli.benchmark.systems."""
+    return _QueueWriter(place, queue)
+
+
+def queue_worker(_system: str, place: Place, queue: str) -> _QueueWorker:
+    """See cli.benchmark.systems."""
+    return _QueueWorker(place, queue)
+
+
+def cache_client(_system: str, place: Place, cache: str) -> _Cache:
+    """See cli.benchmark.systems."""
+    return _Cache(place, cache)

@@ -1,4 +1,5 @@
-"""Redis as a system among others (cli.benchmark.systems): streams, written in pipelines, read by blocking XREAD."""
+"""Redis as a system among others (cli.benchmark.systems): streams, written in pipelines, read by blocking XREAD; a stream
+with a consumer group as a queue; plain keys as a cache."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any, Final
 from redis.asyncio import Redis
 
 from cli.benchmark.processes import HOST
-from cli.benchmark.systems import SYSTEMS, Payloads, Place
+from cli.benchmark.systems import SYSTEMS, Job, Payloads, Place
 
 READ_RECORDS: Final = 256
 """Of one XREAD: several pipelines' worth."""
@@ -17,6 +18,7 @@ BLOCK_MS: Final = 1_000
 PIPELINE_CALLS_MAX: Final = 1_024
 """Payloads that one pipeline carries at most: what was handed over while the last one was on its way."""
 FIELD: Final = b"p"
+GROUP: Final = "workers"
 
 
 def client(system: str, place: Place) -> Any:
@@ -105,3 +107,86 @@ def fanout_writer(system: str, place: Place, stream: str) -> _Writer:
 def fanout_reader(system: str, place: Place, stream: str) -> _Reader:
     """See cli.benchmark.systems."""
     return _Reader(client(system, place), stream)
+
+
+class _QueueWriter:
+    """A stream and a consumer group; a job that is acknowledged is removed, as from a queue."""
+
+    def __init__(self, redis: Any, key: str) -> None:
+        self._redis = redis
+        self._key = key
+        self._writer = _Writer(redis, key)
+
+    async def open(self) -> None:
+        await self._redis.xgroup_create(self._key, GROUP, id="0", mkstream=True)
+
+    async def put(self, payloads: list[bytes]) -> None:
+        await self._writer.publish(payloads)
+
+    async def left(self) -> int:
+        pending = (await self._redis.xpending(self._key, GROUP))["pending"]
+        return max(int(await self._redis.xlen(self._key)), int(pending))
+
+    async def close(self) -> None:
+        await self._writer.close()
+
+
+class _QueueWorker:
+    def __init__(self, redis: Any, key: str) -> None:
+        self._redis = redis
+        self._key = key
+        self._name = f"worker-{id(self)}"
+
+    async def open(self) -> None:
+        await self._redis.ping()
+
+    async def lease(self, count: int) -> list[Job]:
+        answer = await self._redis.xreadgroup(
+            GROUP, self._name, {self._key: ">"}, count=count, block=BLOCK_MS
+        )
+        return [Job(fields[FIELD], entry) for entries in _entries_of(answer) for entry, fields in entries]
+
+    async def ack(self, jobs: list[Job]) -> None:
+        entries = [job.handle for job in jobs]
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.xack(self._key, GROUP, *entries)
+        pipeline.xdel(self._key, *entries)
+        await pipeline.execute()
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+
+class _Cache:
+    def __init__(self, redis: Any, cache: str) -> None:
+        self._redis = redis
+        self._prefix = cache + ":"
+
+    async def open(self) -> None:
+        await self._redis.ping()
+
+    async def put(self, key: str, value: bytes) -> None:
+        await self._redis.set(self._prefix + key, value)
+
+    async def get(self, key: str) -> bytes | None:
+        value: bytes | None = await self._redis.get(self._prefix + key)
+        return value
+
+    async def close(self) -> None:
+        await self._redis.flushdb()
+        await self._redis.aclose()
+
+
+def queue_writer(system: str, place: Place, queue: str) -> _QueueWriter:
+    """See cli.benchmark.systems."""
+    return _QueueWriter(client(system, place), queue)
+
+
+def queue_worker(system: str, place: Place, queue: str) -> _QueueWorker:
+    """See cli.benchmark.systems."""
+    return _QueueWorker(client(system, place), queue)
+
+
+def cache_client(system: str, place: Place, cache: str) -> _Cache:
+    """See cli.benchmark.systems."""
+    return _Cache(client(system, place), cache)

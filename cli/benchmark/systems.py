@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -44,6 +44,11 @@ SYSTEMS: Final = {
     "redis-aof": Kept(REDIS_SYNCED, "redis_system", "synced"),
 }
 FELIX: Final = tuple(name for name, kept in SYSTEMS.items() if not kept.server)
+
+QUEUES: Final = ("felix-fsync", "jetstream", "redis", "redis-aof")
+"""Those that have queues."""
+CACHES: Final = ("felix-fsync", "jetstream", "redis", "redis-aof")
+"""Those that have caches."""
 
 
 class FanoutWriter(Protocol):
@@ -80,6 +85,80 @@ def fanout_reader(system: str, place: Place, stream: str) -> FanoutReader:
     """A subscriber's end."""
     reader: FanoutReader = _module(system).fanout_reader(system, place, stream)
     return reader
+
+
+class Job(NamedTuple):
+    """One job that a worker has leased."""
+
+    payload: bytes | memoryview
+    handle: Any
+    """What the system needs to acknowledge it."""
+
+
+class QueueWriter(Protocol):
+    """Puts jobs into one queue."""
+
+    async def open(self) -> None:
+        """Connect, and make the queue."""
+
+    async def put(self, payloads: list[bytes]) -> None:
+        """Put all; returns once the system has acknowledged them."""
+
+    async def left(self) -> int:
+        """How many jobs are not finished, as the queue itself says."""
+
+    async def close(self) -> None:
+        """Remove the queue, and disconnect."""
+
+
+class QueueWorker(Protocol):
+    """One worker, over a connection of its own."""
+
+    async def open(self) -> None:
+        """Connect."""
+
+    async def lease(self, count: int) -> list[Job]:
+        """Up to `count` jobs; waits for the first, but not for ever: may return none."""
+
+    async def ack(self, jobs: list[Job]) -> None:
+        """They are finished; returns once the system has said so."""
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+
+class CacheClient(Protocol):
+    """One client of a cache; calls of many tasks may be under way at once."""
+
+    async def open(self) -> None:
+        """Connect, and make the cache."""
+
+    async def put(self, key: str, value: bytes) -> None:
+        """Set the value; returns once the system has acknowledged it."""
+
+    async def get(self, key: str) -> bytes | None:
+        """The newest value."""
+
+    async def close(self) -> None:
+        """Remove the cache, and disconnect."""
+
+
+def queue_writer(system: str, place: Place, queue: str) -> QueueWriter:
+    """The end that puts; `queue` is [a-z0-9-]."""
+    writer: QueueWriter = _module(system).queue_writer(system, place, queue)
+    return writer
+
+
+def queue_worker(system: str, place: Place, queue: str) -> QueueWorker:
+    """A worker's end."""
+    worker: QueueWorker = _module(system).queue_worker(system, place, queue)
+    return worker
+
+
+def cache_client(system: str, place: Place, cache: str) -> CacheClient:
+    """A client of a cache; `cache` is [a-z0-9-]."""
+    client: CacheClient = _module(system).cache_client(system, place, cache)
+    return client
 
 
 def _module(system: str) -> Any:

@@ -1,9 +1,10 @@
-"""`felix bench fanout`: each system reconciles in a tiny run, what is not installed is left out with a word, and
+"""`felix bench fanout` and `cache`: each system reconciles in a tiny run, what is not installed is left out with a word, and
 no rate is printed for what was lost."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -12,8 +13,9 @@ from typer.testing import CliRunner
 from cli import bench, bench_beside
 from cli.benchmark import peers
 from cli.benchmark.accounting import Account
+from cli.benchmark.caching import CacheAccount, CachePlan, CacheReport, measure_cache
 from cli.benchmark.fanout import FanoutPlan, FanoutReport, measure_fanout
-from cli.benchmark.systems import SYSTEMS
+from cli.benchmark.systems import CACHES, SYSTEMS
 from felix.errors import RequestError
 
 TINY = FanoutPlan(
@@ -29,7 +31,7 @@ def report() -> FanoutReport:
 def test_every_subscriber_of_every_system_has_everything(report: FanoutReport) -> None:
     assert report.is_lossless
     measured = {result.case.system for result in report.results}
-    assert measured == {name for name, kept in SYSTEMS.items() if not kept.server or not missing(kept.server)}
+    assert measured == installed(SYSTEMS)
     for result in report.results:
         assert result.account.published == result.account.received
         assert result.account.received >= TINY.repeats * result.case.subscribers * 400
@@ -38,8 +40,10 @@ def test_every_subscriber_of_every_system_has_everything(report: FanoutReport) -
         assert set(result.felix) == {"felix-fsync", "felix-ephemeral"} - {result.case.system}
 
 
-def missing(server: str) -> str:
-    return peers.reason_missing(server)
+def installed(systems: Iterable[str]) -> set[str]:
+    return {
+        name for name in systems if not (server := SYSTEMS[name].server) or not peers.reason_missing(server)
+    }
 
 
 def test_what_is_not_installed_is_left_out_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +80,37 @@ def test_no_rate_is_printed_for_what_was_lost(report: FanoutReport, monkeypatch:
     assert answer.exit_code == 6
     assert "records/s" not in answer.stdout
     assert "lost 1" in answer.stderr
+
+
+@pytest.fixture(scope="module")
+def cache_report() -> CacheReport:
+    return measure_cache(CachePlan(concurrency=(1, 8), keys=20, calls=200, lone_calls=50, repeats=2))
+
+
+def test_every_cache_answers_the_newest_value(cache_report: CacheReport) -> None:
+    assert cache_report.is_lossless
+    assert {result.case.system for result in cache_report.results} == installed(CACHES)
+    for result in cache_report.results:
+        calls = 2 * (50 if result.case.concurrency == 1 else 200)
+        assert (result.account.put, result.account.got) == (calls, calls)
+        assert result.get is not None
+        assert (result.felix_get is None) == (result.case.system == "felix-fsync")
+
+
+def test_caches_are_printed_and_wrong_ones_are_not(
+    cache_report: CacheReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_beside, "measure_cache", lambda *_: cache_report)
+    answer = CliRunner().invoke(bench.app, ["cache", "--quick"], env={"COLUMNS": "200"})
+    assert answer.exit_code == 0
+    assert "each of the newest value" in answer.stdout
+    first, *others = cache_report.results
+    stale = msgspec.structs.replace(first, account=CacheAccount(put=5, got=5, stale=1))
+    wrong = msgspec.structs.replace(cache_report, results=[stale, *others])
+    monkeypatch.setattr(bench_beside, "measure_cache", lambda *_: wrong)
+    answer = CliRunner().invoke(bench.app, ["cache"])
+    assert answer.exit_code == 6
+    assert "stale 1" in answer.stderr
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ SMALL = {
     "rights_live.py": ["50"],
     "two_tenants.py": ["50"],
     "restart.py": ["1"],
+    "cache_watchers.py": ["900"],
 }
 RUN_S = 240
 

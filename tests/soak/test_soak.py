@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from soak.caches import CachePart
 from soak.harness import Part, soak
 from soak.streams import StreamPart
 
-PARTS: dict[str, Callable[[Path], Part]] = {"streams": StreamPart}
+PARTS: dict[str, Callable[[Path], Part]] = {"streams": StreamPart, "cache": CachePart}
 KILLS = 4
 SOAK_KILLS = int(os.environ.get("FELIX_SOAK_KILLS", "100"))
 
