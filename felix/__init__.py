@@ -8,6 +8,7 @@ from felix.batch import NewRecord, Record
 from felix.cache import FOREVER, Cache, Change, Entry, Mirror, Position, Watch
 from felix.client import RegionClient, Stream, connect
 from felix.connection import SessionInfo
+from felix.consumer import Consumer, ConsumerBatch, ConsumerRecord
 from felix.errors import (
     Code,
     CorruptionError,
@@ -23,7 +24,7 @@ from felix.messages import Durability, Retention, ShardState, StreamState
 from felix.names import SpiffeId, StreamName
 from felix.profile import Profile, felix_home, load_profile
 from felix.publisher import Publisher, Receipt, Refusal
-from felix.settings import Deduplication, Views
+from felix.settings import Deduplication, Retries, SubscriptionSettings, Views
 from felix.subscription import Gap, GapError, ReceivedBatch, Subscription
 
 __all__ = [
@@ -32,6 +33,9 @@ __all__ = [
     "Cache",
     "Change",
     "Code",
+    "Consumer",
+    "ConsumerBatch",
+    "ConsumerRecord",
     "CorruptionError",
     "Deduplication",
     "Durability",
@@ -55,6 +59,7 @@ __all__ = [
     "RegionClient",
     "RequestError",
     "Retention",
+    "Retries",
     "SessionInfo",
     "ShardState",
     "SpiffeId",
@@ -62,6 +67,7 @@ __all__ = [
     "StreamName",
     "StreamState",
     "Subscription",
+    "SubscriptionSettings",
     "UnavailableError",
     "Views",
     "Watch",

@@ -25,12 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 from felix.backoff import BackoffPolicy
 from felix.batch import Headers, NewRecord
 from felix.cache import EXCHANGES_DEFAULT, Cache
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, RegionConnection, SessionInfo
+from felix.consumer import AckMode, Consumer, subscription_settings
 from felix.errors import Code, FelixError, ProtocolError, RequestError
 from felix.identity import Identity
 from felix.messages import (
@@ -38,10 +39,13 @@ from felix.messages import (
     AlterStream,
     Answer,
     CreateStream,
+    CreateSubscription,
     DeleteQuota,
     DeleteStream,
+    DeleteSubscription,
     DescribeRegion,
     DescribeStream,
+    DescribeSubscription,
     DescribeTraffic,
     Done,
     Durability,
@@ -54,6 +58,7 @@ from felix.messages import (
     ListQuotas,
     ListRights,
     ListStreams,
+    ListSubscriptions,
     PutQuota,
     PutRights,
     QuotaPage,
@@ -64,9 +69,12 @@ from felix.messages import (
     Retention,
     RightsPage,
     RotateKeys,
+    SeekSubscription,
     StreamPage,
     StreamState,
     StreamTraffic,
+    SubscriptionPage,
+    SubscriptionState,
     Throttled,
     TrafficPage,
 )
@@ -85,8 +93,17 @@ from felix.publisher import (
     Refusal,
 )
 from felix.quota import QuotaLimits
-from felix.settings import NO_VIEWS, CacheSettings, Compaction, Deduplication, Offload, Views
-from felix.subscription import CREDIT_BYTES_DEFAULT, OnGap, StartAt, Subscription
+from felix.settings import (
+    NO_VIEWS,
+    CacheSettings,
+    Compaction,
+    Deduplication,
+    Offload,
+    Retries,
+    SubscriptionSettings,
+    Views,
+)
+from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, StartAt, Subscription, start_message
 from felix.tracing import Tracing, tracing, tracing_wanted
 from felix.transport.port import Engine, TransportLimits
 
@@ -314,6 +331,17 @@ class RegionClient:
     async def delete_stream(self, name: str | StreamName, *, incarnation: bytes = b"") -> None:
         """Delete a stream and its records; with `incarnation`, only if it is still that one."""
         await self._typed(DeleteStream(str(StreamName.parse(str(name))), incarnation), Done)
+
+    async def list_subscriptions(self, stream: str = "") -> AsyncIterator[SubscriptionState]:
+        """Durable subscriptions of a stream, or of all that this identity may subscribe to, without shards and consumers."""
+        after = ""
+        while True:
+            page = await self._typed(ListSubscriptions(stream, after, PAGE_MAX), SubscriptionPage)
+            for state in page.subscriptions:
+                yield state
+            if not page.more or not page.subscriptions:
+                return
+            after = f"{page.subscriptions[-1].stream} {page.subscriptions[-1].name}"
 
     async def list_streams(self, prefix: str = "") -> AsyncIterator[StreamState]:
         """The streams that this identity may see, by name, page after page."""
@@ -608,6 +636,78 @@ class Stream:
             on_gap=on_gap,
             grant=grant,
         )
+
+    def consumer(
+        self,
+        name: str,
+        *,
+        start: Literal["earliest", "latest"] | None = None,
+        ack_timeout: float | None = None,
+        retries: Retries | None = None,
+        unacked_max: int | None = None,
+        inactive_ttl: float | None = None,
+        exclusive: bool | None = None,
+        settings: SubscriptionSettings | None = None,
+        consumer: str = "",
+        ack: AckMode = "explicit",
+        credit_bytes: int = CREDIT_BYTES_DEFAULT,
+        on_assigned: Callable[[int], None] | None = None,
+        on_revoked: Callable[[int], None] | None = None,
+        on_gap: Callable[[Gap], None] | None = None,
+    ) -> Consumer:
+        """A consumer of the durable subscription `name`; use it as `async with` (felix.consumer).
+
+        Any of `start`, `ack_timeout` and `inactive_ttl` (seconds), `retries`, `unacked_max`, `exclusive`, or `settings` as a whole
+        make the subscription where there is none; where there is, they must be the same. With none of them it must exist.
+        `consumer`: a name for people. `ack`: "explicit", or "auto": a record is done when the next one is asked for.
+        `on_assigned` and `on_revoked` are called with a shard that comes, or is gone; `on_gap` with what retention took.
+        Raises RequestError(CONFIG_INVALID, NAME_INVALID).
+        """
+        return Consumer(
+            self._client.connection,
+            self.name,
+            name,
+            settings=settings
+            or subscription_settings(start, ack_timeout, retries, unacked_max, inactive_ttl, exclusive),
+            consumer=consumer,
+            credit_bytes=credit_bytes,
+            ack=ack,
+            on_assigned=on_assigned,
+            on_revoked=on_revoked,
+            on_gap=on_gap,
+        )
+
+    async def create_subscription(
+        self, name: str, settings: SubscriptionSettings | None = None
+    ) -> SubscriptionState:
+        """A durable subscription, before its first consumer. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID."""
+        wanted = CreateSubscription(str(self.name), name, settings or SubscriptionSettings())
+        return await self._client._typed(wanted, SubscriptionState)
+
+    async def subscriptions(self) -> list[SubscriptionState]:
+        """The stream's durable subscriptions, without shards and consumers."""
+        return [state async for state in self._client.list_subscriptions(str(self.name))]
+
+    async def describe_subscription(self, name: str) -> SubscriptionState:
+        """Its settings, positions, lag and consumers. Raises RequestError(NOT_FOUND)."""
+        return await self._client._typed(DescribeSubscription(str(self.name), name), SubscriptionState)
+
+    async def seek_subscription(
+        self,
+        name: str,
+        start: StartAt = "latest",
+        *,
+        offsets: dict[int, int] | None = None,
+        shards: Collection[int] | None = None,
+    ) -> str:
+        """Move its position, of all shards or of `shards`; `offsets` (by shard) alone move these. What its consumers have in hand
+        no longer counts. Returns the broker's note. Raises RequestError: FORBIDDEN, OFFSET_OUT_OF_RANGE."""
+        wanted = SeekSubscription(str(self.name), name, start_message(start, offsets), sorted(shards or ()))
+        return (await self._client._typed(wanted, Done)).note
+
+    async def delete_subscription(self, name: str) -> None:
+        """Its consumers end, its position is forgotten. Raises RequestError: NOT_FOUND, FORBIDDEN."""
+        await self._client._typed(DeleteSubscription(str(self.name), name), Done)
 
     async def create(
         self,

@@ -36,6 +36,7 @@ from felix.messages import (
     Challenge,
     DescribeRegion,
     DescribeStream,
+    DescribeSubscription,
     GetCheckpoint,
     GetDataKey,
     Goodbye,
@@ -46,6 +47,7 @@ from felix.messages import (
     ListQuotas,
     ListRights,
     ListStreams,
+    ListSubscriptions,
     PutQuota,
     PutRights,
     ReportLinks,
@@ -90,7 +92,7 @@ CORRELATION_MAX: Final = (1 << 32) - 1
 
 _SAFE: Final = (
     DescribeStream, ListStreams, ListRights, ListDocuments, ListKeys, DescribeRegion, ListLinks, GetDataKey,
-    WitnessedSize, GetCheckpoint, PutRights, ReportLinks, ListQuotas, PutQuota,
+    WitnessedSize, GetCheckpoint, PutRights, ReportLinks, ListQuotas, PutQuota, DescribeSubscription, ListSubscriptions,
 )  # fmt: skip
 """Requests that may be carried out twice without harm, so that a lost answer is asked for again."""
 _EVENT_TYPES: Final = frozenset({FrameType.ANSWER, FrameType.BATCH, FrameType.GAP, FrameType.ERROR})

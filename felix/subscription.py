@@ -510,7 +510,7 @@ class Subscription:
         self._feed = Feed(
             connection,
             stream,
-            start=_start_message(start, offsets),
+            start=start_message(start, offsets),
             shards=shards or (),
             credit_bytes=credit_bytes,
             grant=grant,
@@ -676,7 +676,8 @@ class Subscription:
             _log.warning("%s", gap)
 
 
-def _start_message(start: StartAt, offsets: dict[int, int] | None) -> Start:
+def start_message(start: StartAt, offsets: dict[int, int] | None) -> Start:
+    """A start as it stands on the wire. Raises RequestError(INVALID)."""
     resume = dict(offsets or {})
     if any(shard < 0 or offset < 0 for shard, offset in resume.items()):
         raise RequestError("Shards and offsets count from 0.")

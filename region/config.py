@@ -156,6 +156,19 @@ class QuotasConfig(Part, frozen=True):
     identity: IdentityQuota = IdentityQuota()
 
 
+class SubscriptionsConfig(Part, frozen=True):
+    """How often durable subscriptions are looked at that had no consumer for their `inactive_ttl`."""
+
+    sweep_every: Duration = Duration(60_000)
+
+    def __post_init__(self) -> None:
+        if not SWEEP_MS_MIN <= self.sweep_every <= SWEEP_MS_MAX:
+            raise RequestError(
+                f"sweep_every is {Duration(self.sweep_every)}; {Duration(SWEEP_MS_MIN)} to "
+                f"{Duration(SWEEP_MS_MAX)} are allowed."
+            )
+
+
 class RegionConfig(Part, frozen=True):
     """One broker of one region. `entity` is the legal entity that runs it, `operators` have every right."""
 
@@ -173,6 +186,7 @@ class RegionConfig(Part, frozen=True):
     audit: AuditConfig = AuditConfig()
     tracing: TracingConfig = TracingConfig()
     storage: StorageConfig = StorageConfig()
+    subscriptions: SubscriptionsConfig = SubscriptionsConfig()
     limits: LimitsConfig = LimitsConfig()
     quotas: QuotasConfig = QuotasConfig()
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, Protocol
 
 from felix.errors import Code, FelixError, RequestError
 from felix.frames import FRAME_HEADER_BYTES, GapBody, GapReason
@@ -33,6 +34,23 @@ log = logging.getLogger("felix.region.delivery")
 
 READ_BYTES_MAX: Final = 1 << 20
 """Read and sent at a time: long enough to be worth a call, short enough that subscriptions take turns."""
+
+
+DETOUR_BYTES_MAX: Final = 64 << 10
+"""Read at a time for records that are delivered again, and may stand far from each other."""
+
+
+class Guide(Protocol):
+    """Who decides what else than the log's end bounds a delivery, and hears how far it has come: a durable subscription."""
+
+    def may_deliver(self, shard: int) -> bool:
+        """False while no more may be sent of the shard for the first time; `pump` once it may again."""
+
+    def delivered(self, shard: int, base_offset: int, next_offset: int) -> None:
+        """A batch was sent for the first time."""
+
+    def gone(self, shard: int, next_offset: int) -> None:
+        """The log begins at `next_offset` by now; what is before cannot be sent."""
 
 
 async def resolve_starts(stream: HostedStream, request: Subscribe) -> dict[int, int]:
@@ -90,8 +108,9 @@ class Subscription:
     """A cursor per shard, and the event stream it feeds."""
 
     __slots__ = (
-        "_broker", "_catching_up", "_credit", "_cursors", "_ended", "_meter", "_order", "_paced", "_reader", "_session", "_stream",
-        "_stream_id", "_unlisten", "_waits", "_wanted_bytes", "delivered_bytes", "delivered_records", "number", "stalled",
+        "_broker", "_catching_up", "_credit", "_cursors", "_detours", "_ended", "_guide", "_meter", "_order", "_paced", "_reader",
+        "_session", "_stream", "_stream_id", "_unlisten", "_waits", "_wanted_bytes", "delivered_bytes", "delivered_records", "number",
+        "stalled",
     )  # fmt: skip
 
     def __init__(
@@ -105,6 +124,7 @@ class Subscription:
         credit_bytes: int,
         reader: SealedReader | None,
         meter: Meter,
+        guide: Guide | None = None,
     ) -> None:
         """`meter` holds one subscription for this one, which gives it back when it closes."""
         self.number = number
@@ -125,9 +145,11 @@ class Subscription:
         self._wanted_bytes = 0
         self._credit = CreditLine(credit_bytes)
         self._reader = reader
+        self._guide = guide
+        self._detours: dict[int, deque[tuple[int, int]]] = {}
         self._catching_up: asyncio.Task[None] | None = None
         self._ended = False
-        self._unlisten = [stream.shard(number).subscribe_tail(self.pump) for number in starts]
+        self._unlisten = {number: stream.shard(number).subscribe_tail(self.pump) for number in starts}
 
     @property
     def stream(self) -> HostedStream:
@@ -143,6 +165,30 @@ class Subscription:
         if self._wanted_bytes <= self._credit.left_bytes:
             self._wanted_bytes = 0
         self.pump()
+
+    # -- what is delivered, where a guide changes it ---------------------------------------------------
+
+    def take_up(self, number: int, offset: int) -> None:
+        """Deliver this shard, too, from an offset on; `pump` follows."""
+        assert number not in self._cursors
+        self._cursors[number] = offset
+        self._order.append(number)
+        self._unlisten[number] = self._stream.shard(number).subscribe_tail(self.pump)
+
+    def delivers(self, number: int) -> bool:
+        """True between `take_up` and `let_go`."""
+        return number in self._cursors
+
+    def let_go(self, number: int) -> None:
+        """Deliver nothing more of this shard."""
+        del self._cursors[number]
+        self._order.remove(number)
+        self._detours.pop(number, None)
+        self._unlisten.pop(number)()
+
+    def detour(self, number: int, ranges: Iterable[tuple[int, int]]) -> None:
+        """Send the batches that hold these records once more, before the shard goes on; `pump` follows."""
+        self._detours.setdefault(number, deque()).extend(ranges)
 
     # -- sending ---------------------------------------------------------------------------------------
 
@@ -165,7 +211,11 @@ class Subscription:
             number = self._order[0]
             shard = self._stream.shard(number)
             cursor = self._cursors[number]
-            if cursor >= shard.high_watermark:
+            detour = self._detours.get(number)
+            if not detour and (
+                cursor >= shard.high_watermark
+                or (self._guide is not None and not self._guide.may_deliver(number))
+            ):
                 self._order.rotate(-1)
                 continue
             room = self._room()
@@ -176,6 +226,8 @@ class Subscription:
                 sent = True
                 continue
             self._order.rotate(-1)
+            if detour:
+                cursor, room = self._detour_start(number, shard.log_start_offset), min(room, DETOUR_BYTES_MAX)
             entries = None if self._reader is not None else shard.read_hot(cursor, room)
             if entries is None:
                 self._catching_up = asyncio.ensure_future(self._catch_up(number))
@@ -211,24 +263,63 @@ class Subscription:
         self._paced = None
         self.pump()
 
+    def _detour_start(self, number: int, log_start: int) -> int:
+        """Where the next detour of the shard begins, or the shard goes on. What retention has taken is left out."""
+        detour = self._detours[number]
+        while detour and detour[0][0] < log_start:
+            _, following = detour.popleft()
+            if following > log_start:
+                detour.appendleft((log_start, following))
+            if self._guide is not None:
+                self._guide.gone(number, log_start)
+        if not detour:
+            del self._detours[number]
+            return self._cursors[number]
+        return detour[0][0]
+
+    def _passed(self, number: int, entry: Entry) -> bool:
+        """Take a batch off the shard's detours; True where it is part of one."""
+        detour = self._detours[number]
+        meant = False
+        while detour and detour[0][0] < entry.next_offset:
+            _, following = detour.popleft()
+            meant = meant or following > entry.base_offset
+            if following > entry.next_offset:
+                detour.appendleft((entry.next_offset, following))
+        if not detour:
+            del self._detours[number]
+        return meant
+
     def _send(self, number: int, entries: list[Entry]) -> bool:
         """False where the credit did not reach for all of them."""
         session = self._session
+        detouring = number in self._detours
         for entry in entries:
+            if detouring and (
+                number not in self._detours or entry.next_offset <= self._detours[number][0][0]
+            ):
+                continue
+            if not detouring and self._guide is not None and not self._guide.may_deliver(number):
+                return True
             size = len(entry.data)
             if size > self._credit.left_bytes:
                 self.stalled = True
                 self._waits = "credit"
                 self._wanted_bytes = size
                 return False
+            if detouring and not self._passed(number, entry):
+                continue  # compaction took what was meant
             self._credit.use(size)
             data = entry.data
-            if entry.base_offset > self._cursors[number]:
+            if not detouring and entry.base_offset > self._cursors[number]:
                 # Only compaction leaves offsets out of a log; the subscriber is told that nothing is missing.
                 hole = GapBody(number, GapReason.COMPACTED, self._cursors[number], entry.base_offset)
                 session.send(self._stream_id, hole.encode())
             session.send(self._stream_id, data if isinstance(data, bytes) else bytes(data))
-            self._cursors[number] = entry.next_offset
+            if not detouring:
+                self._cursors[number] = entry.next_offset
+                if self._guide is not None:
+                    self._guide.delivered(number, entry.base_offset, entry.next_offset)
             self.delivered_bytes += size
             records = entry.next_offset - entry.base_offset
             self.delivered_records += records
@@ -244,6 +335,8 @@ class Subscription:
         self._session.send(self._stream_id, gap.encode())
         self._cursors[number] = next_offset
         self._broker.metrics.gap(reason)
+        if self._guide is not None:
+            self._guide.gone(number, next_offset)
 
     async def _catch_up(self, number: int) -> None:
         """Fetch what is not in memory for one shard, send it, and pump again."""
@@ -260,14 +353,16 @@ class Subscription:
             room = self._room()
             if not room:
                 return  # whatever it waits for pumps
-            cursor = self._cursors[number]
+            cursor = self._cursors.get(number, shard.high_watermark)
+            if number in self._detours:
+                cursor, room = self._detour_start(number, shard.log_start_offset), min(room, DETOUR_BYTES_MAX)
             if self._reader is not None:
                 entries = await self._reader.read(shard, cursor, room)
             else:
                 entries = await shard.read(cursor, room)
             if self._ended:
                 return
-            if entries:
+            if entries and self._stands_at(number, cursor):
                 self._send(number, entries)
         except RequestError as error:
             if error.code is not Code.OFFSET_OUT_OF_RANGE or self._ended:
@@ -310,6 +405,11 @@ class Subscription:
             self._waits if lag else "",
         )
 
+    def _stands_at(self, number: int, offset: int) -> bool:
+        """False where the guide has changed what is to be read of the shard meanwhile."""
+        detour = self._detours.get(number)
+        return offset == (detour[0][0] if detour else self._cursors.get(number))
+
     # -- endings ---------------------------------------------------------------------------------------
 
     def refusal(self) -> FelixError | None:
@@ -340,7 +440,7 @@ class Subscription:
         self._ended = True
         if self._paced is not None:
             self._paced.cancel()
-        for unlisten in self._unlisten:
+        for unlisten in self._unlisten.values():
             unlisten()
         self._unlisten.clear()
         if self._catching_up is not None:

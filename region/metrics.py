@@ -65,11 +65,14 @@ class BrokerCollector(Collector):
         gauges: Callable[[], dict[str, float]],
         shards: Callable[[], Iterable[tuple[str, int, dict[str, float]]]],
         quotas: Quotas,
+        lags: Callable[[], Iterable[tuple[str, str, int]]],
     ) -> None:
+        """`lags`: stream, durable subscription, records behind; already bounded in number."""
         self._metrics = metrics
         self._gauges = gauges
         self._shards = shards
         self._quotas = quotas
+        self._lags = lags
 
     def collect(self) -> Iterator[Metric]:
         metrics = self._metrics
@@ -92,6 +95,14 @@ class BrokerCollector(Collector):
         for name, gauge in self._gauges().items():
             yield GaugeMetricFamily(f"felix_{name}", name.replace("_", " ") + ".", gauge)
         yield from self._tenants()
+        lags = GaugeMetricFamily(
+            "felix_subscription_lag_records",
+            "Records behind, of the durable subscriptions that are furthest behind.",
+            labels=["stream", "subscription"],
+        )
+        for stream, subscription, records in self._lags():
+            lags.add_metric([stream, subscription], records)
+        yield lags
         families: dict[str, GaugeMetricFamily] = {}
         for stream, shard, values in self._shards():
             for name, gauge in values.items():

@@ -24,7 +24,7 @@ from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
 from felix.health import HealthServer
 from felix.identity import Identity
-from felix.messages import Goodbye, OpenCache, OpenIngest, WatchCache
+from felix.messages import Goodbye, OpenCache, OpenConsumer, OpenIngest, WatchCache
 from felix.names import SpiffeId, StreamName
 from felix.transport.port import Listener, ServerTls, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
@@ -54,6 +54,7 @@ from region.requests import Requests
 from region.sealing import KeyringSeal
 from region.session import ClientSession, Services
 from region.streams import StreamTable
+from region.subscriptions.desk import SubscriptionDesk
 
 log = logging.getLogger("felix.region.node")
 
@@ -81,6 +82,7 @@ class Node:
         self.folder = folder
         self.config = config
         self.broker: Broker
+        self.subscriptions: SubscriptionDesk
         self.services: Services
         self.caches: CacheDesk
         self.listener: Listener
@@ -144,6 +146,8 @@ class Node:
             if hasattr(self, "broker"):
                 self.caches.follow()
                 self.broker.recheck_sessions()
+            if hasattr(self, "subscriptions"):
+                self.subscriptions.stream_opened()
 
         streams = StreamTable(
             directory,
@@ -174,13 +178,15 @@ class Node:
         receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
         export = ExportDesk(broker, governance, keyring)
         ingest = IngestDesk(broker, governance, import_key, receipt_key)
+        self.subscriptions = subscriptions = SubscriptionDesk(broker, catalog, mirror)
         self.services = Services(
             broker,
             governance,
             export,
-            Requests(broker, governance, export, catalog, mirror),
+            Requests(broker, governance, export, catalog, mirror, subscriptions),
             {
                 OpenIngest: ingest.open,
+                OpenConsumer: subscriptions.open,
                 OpenCache: self.caches.open,
                 WatchCache: watch.opener(self.caches),
             },
@@ -204,8 +210,12 @@ class Node:
                 # One stream that does not fit must not keep the others from being served.
                 log.error("stream %s cannot be opened: %s", record.name, error)
 
+        await subscriptions.start()
+        self._stack.push_async_callback(subscriptions.close)
+
         await self._listen(authority)
         self._spawn(self._measure())
+        self._spawn(self._sweep_subscriptions())
         self._spawn(self._sweep(streams))
         self._spawn(self._compact(streams))
         self._spawn(self._follow_streams(streams, mirror))
@@ -273,7 +283,11 @@ class Node:
         self._stack.push_async_callback(self._leave)
         if config.health is not None:
             collector = BrokerCollector(
-                self.broker.metrics, self._gauges, self._shard_gauges, self.broker.quotas
+                self.broker.metrics,
+                self._gauges,
+                self._shard_gauges,
+                self.broker.quotas,
+                self.subscriptions.lags,
             )
             self.health = HealthServer(config.health.host, config.health.port, collector, lambda: self._ready)
             self._stack.push_async_callback(asyncio.to_thread, self.health.close)
@@ -308,10 +322,19 @@ class Node:
         while True:
             await asyncio.sleep(self.config.storage.sweep_every / 1000)
             try:
+                self.subscriptions.hold_all()
                 await streams.sweep(now_ms())
             except Exception:
                 # Another stream's trouble, or a mistake of ours: retention goes on with the next turn.
                 log.exception("retention could not be applied")
+
+    async def _sweep_subscriptions(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.subscriptions.sweep_every / 1000)
+            try:
+                await self.subscriptions.sweep(now_ms())
+            except Exception:
+                log.exception("inactive subscriptions could not be looked at")
 
     async def _compact(self, streams: StreamTable) -> None:
         while True:
@@ -376,6 +399,7 @@ class Node:
         status = self.services.governance.trail.status()
         return {
             **self.broker.gauges(),
+            **self.subscriptions.gauges(),
             "audit_leaves": status.durable,
             "audit_checkpoint_leaves": status.checkpoint,
             "audit_cosigned_leaves": status.cosigned,

@@ -48,8 +48,11 @@ class LiveSession(Protocol):
 class Outlet(Protocol):
     """What a subscription asks of the session that it delivers through."""
 
-    identity: SpiffeId | None
-    ended: bool
+    @property
+    def identity(self) -> SpiffeId | None: ...
+
+    @property
+    def ended(self) -> bool: ...
 
     def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
         """Bytes of whole frames on a stream that the broker opened."""
@@ -124,6 +127,12 @@ class Exchanging(Ingesting, Protocol):
 
     def may_send(self) -> bool:
         """True while the connection and the broker's delivery budget take more."""
+
+    def throttled(self, throttle: Throttle) -> None:
+        """Tell the client why it is slow."""
+
+    def settle_delivery(self) -> int:
+        """Charge the delivery budget with what really waits now, and return it."""
 
 
 class Role(Protocol):

@@ -20,11 +20,14 @@ from felix.messages import (
     CheckpointAnswer,
     Cosign,
     CreateStream,
+    CreateSubscription,
     DataKeySealed,
     DeleteQuota,
     DeleteStream,
+    DeleteSubscription,
     DescribeRegion,
     DescribeStream,
+    DescribeSubscription,
     DescribeTraffic,
     DocumentPage,
     Done,
@@ -40,6 +43,7 @@ from felix.messages import (
     ListQuotas,
     ListRights,
     ListStreams,
+    ListSubscriptions,
     PutCosignature,
     PutDocument,
     PutQuota,
@@ -53,9 +57,12 @@ from felix.messages import (
     Retention,
     RightsPage,
     RotateKeys,
+    SeekSubscription,
     StreamPage,
     StreamState,
     StreamTraffic,
+    SubscriptionPage,
+    SubscriptionState,
     TrafficPage,
     Witnessed,
     WitnessedSize,
@@ -69,6 +76,7 @@ from region.governance import COURIER_KINDS, Governance
 from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
+from region.subscriptions.desk import SubscriptionDesk
 
 T = TypeVar("T")
 
@@ -90,12 +98,14 @@ class Requests:
         export: ExportDesk,
         catalog: Catalog,
         mirror: CatalogMirror,
+        subscriptions: SubscriptionDesk,
     ) -> None:
         self._broker = broker
         self._governance = governance
         self._export = export
         self._catalog = catalog
         self._mirror = mirror
+        self._subscriptions = subscriptions
 
     async def answer(self, identity: SpiffeId, request: Request) -> Answer:
         """Raises what the request's own method raises."""
@@ -397,6 +407,27 @@ class Requests:
     async def get_data_key(self, identity: SpiffeId, request: GetDataKey) -> DataKeySealed:
         return await self._export.data_key(identity, request)
 
+    # -- durable subscriptions -------------------------------------------------------------------------
+
+    async def create_subscription(self, identity: SpiffeId, request: CreateSubscription) -> SubscriptionState:
+        return await self._subscriptions.create(identity, request)
+
+    async def describe_subscription(
+        self, identity: SpiffeId, request: DescribeSubscription
+    ) -> SubscriptionState:
+        return await self._subscriptions.describe(identity, request)
+
+    async def list_subscriptions(self, identity: SpiffeId, request: ListSubscriptions) -> SubscriptionPage:
+        page = await self._subscriptions.page(identity, request)
+        fitting = _fitting(page.subscriptions)
+        return SubscriptionPage(fitting, page.more or len(fitting) < len(page.subscriptions))
+
+    async def seek_subscription(self, identity: SpiffeId, request: SeekSubscription) -> Done:
+        return await self._subscriptions.seek(identity, request)
+
+    async def delete_subscription(self, identity: SpiffeId, request: DeleteSubscription) -> Done:
+        return await self._subscriptions.delete(identity, request)
+
 
 def _fitting(entries: Iterable[T]) -> list[T]:
     """As many entries, from the first on, as one answer's frame holds; at least one."""
@@ -442,4 +473,9 @@ _HANDLERS: dict[type, Handler] = {
     ListLinks: Requests.list_links,
     GetDataKey: Requests.get_data_key,
     GetLinkSecret: Requests.get_link_secret,
+    CreateSubscription: Requests.create_subscription,
+    DescribeSubscription: Requests.describe_subscription,
+    ListSubscriptions: Requests.list_subscriptions,
+    SeekSubscription: Requests.seek_subscription,
+    DeleteSubscription: Requests.delete_subscription,
 }

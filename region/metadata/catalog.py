@@ -211,8 +211,9 @@ class Catalog:
         value, revision = await self._swap(key, change)
         return decode_subscription(value, key, revision)
 
-    async def delete_subscription(self, subscription: Subscription) -> None:
-        """Only this one, not another that was made under its name since. Raises RequestError(NOT_FOUND)."""
+    async def delete_subscription(self, subscription: Subscription) -> int:
+        """Only this one, not another that was made under its name since. Answers the revision. Raises
+        RequestError(NOT_FOUND)."""
         key = self.keys.subscription(StreamName.parse(subscription.stream), subscription.name)
         for _ in range(_SWAPS_MAX):
             entry = await self.store.get(key)
@@ -221,8 +222,9 @@ class Catalog:
                 or decode_subscription(entry.value, key, entry.mod_revision).id != subscription.id
             ):
                 raise _no_subscription(subscription.stream, subscription.name)
-            if (await self.store.transact([ModRevision(key, entry.mod_revision)], [Delete(key)])).succeeded:
-                return
+            result = await self.store.transact([ModRevision(key, entry.mod_revision)], [Delete(key)])
+            if result.succeeded:
+                return result.revision
         raise _contended(key)
 
     async def subscriptions(self, stream: str = "") -> list[Subscription]:

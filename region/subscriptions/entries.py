@@ -50,7 +50,14 @@ class Dropped(msgspec.Struct, frozen=True, array_like=True, tag=4):
     subscription: bytes
 
 
-Entry = Moved | Settled | Failed | Dropped
+class Letter(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """What the subscription's dead letters keep (region.views.dead_letter)."""
+
+    subscription: bytes
+    entry: bytes
+
+
+Entry = Moved | Settled | Failed | Dropped | Letter
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Entry)

@@ -291,7 +291,7 @@ class Progress:
         return found
 
     def give_up(self, now_ms: int) -> list[Dying]:
-        """Records that had all their attempts. Each is dying until `buried` or `spared` says how it went."""
+        """Records that had all their attempts. Each is dying until it is `buried`."""
         found: list[Dying] = []
         for kind in [kind for kind in self._waiting if kind.due_ms <= now_ms and self._is_dead(kind)]:
             ranges = self._waiting[kind]
@@ -304,15 +304,22 @@ class Progress:
                 del self._waiting[kind]
         return found
 
-    def buried(self, offset: int) -> list[Entry]:
-        """The record is in the dead-letter stream, or gone from the log."""
-        return self._settled_entries([(offset, offset + 1)]) if self._dying.pop(offset, None) else []
+    def doom(self, offsets: Iterable[int]) -> None:
+        """At replay: these records, of those that wait, are under way to the dead-letter stream."""
+        for offset in offsets:
+            for kind in list(self._waiting):
+                ranges = self._waiting[kind]
+                if offset in ranges:
+                    ranges.remove(offset, offset + 1)
+                    self._dying[offset] = Dying(offset, kind.attempts, kind.reason)
+                    if not ranges:
+                        del self._waiting[kind]
 
-    def spared(self, offset: int, due_ms: int) -> None:
-        """It could not be put there; it is tried again."""
-        dying = self._dying.pop(offset, None)
-        if dying is not None:
-            self._wait([(offset, offset + 1)], _Kind(due_ms, dying.attempts, dying.reason))
+    def buried(self, offsets: Iterable[int]) -> None:
+        """These records are in the dead-letter stream, which the journal knows by itself."""
+        for offset in offsets:
+            if offset in self._dying:
+                self._settle([(offset, offset + 1)])
 
     # -- transactions ----------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -61,10 +61,22 @@ DEAD_STREAM: Final = "felix.dead.stream"
 DEAD_SHARD: Final = "felix.dead.shard"
 DEAD_OFFSET: Final = "felix.dead.offset"
 DEAD_ATTEMPTS: Final = "felix.dead.attempts"
+DEAD_SUBSCRIPTION: Final = "felix.dead.subscription"
+"""Only where a durable subscription gave the record up: its name."""
 DEAD_GONE: Final = "felix.dead.gone"
 """The record itself was gone, or does not fit with these headers: its payload is empty here."""
 _OWN: Final = frozenset(
-    (DELIVER_AT, DELAY, DEAD_REASON, DEAD_STREAM, DEAD_SHARD, DEAD_OFFSET, DEAD_ATTEMPTS, DEAD_GONE)
+    (
+        DELIVER_AT,
+        DELAY,
+        DEAD_REASON,
+        DEAD_STREAM,
+        DEAD_SHARD,
+        DEAD_OFFSET,
+        DEAD_ATTEMPTS,
+        DEAD_SUBSCRIPTION,
+        DEAD_GONE,
+    )
 )
 
 _MOVE: Final = 0
@@ -87,6 +99,14 @@ def dead_letter_config(source: StreamConfig) -> StreamConfig:
         ring_bytes=source.ring_bytes,
         views=Views(queue=QueueSettings(retries=Retries(attempts_max=0))),
     )
+
+
+class Origin(NamedTuple):
+    """The durable subscription that gives records up: its name, the id that tells it from an earlier one, its retries."""
+
+    subscription: str
+    id: bytes
+    retries: Retries
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True):
@@ -221,6 +241,7 @@ class DeadLetters:
         append: Callable[[bytes, Done], None],
         landed: Callable[[Move], None],
         given_up: Callable[[Move], None],
+        origin: Origin | None = None,
     ) -> None:
         """`landed`: a move is in its target, durably, and journaled as such. `given_up`: a redrive whose target is gone; its
         records are the view's again."""
@@ -231,6 +252,7 @@ class DeadLetters:
         self._append = append
         self._landed = landed
         self._given_up = given_up
+        self._origin = origin
         self._outbox = Outbox()
         self._task: asyncio.Task[None] | None = None
         self._unsettled = 0
@@ -263,6 +285,8 @@ class DeadLetters:
             self._begin(self._outbox.plan(str(stream), shard, some, [0] * len(some), "", back=True))
 
     def _retries(self) -> Retries:
+        if self._origin is not None:
+            return self._origin.retries
         queue = self._source.record.config.views.queue
         return queue.retries if queue is not None else Retries()
 
@@ -401,6 +425,7 @@ class DeadLetters:
             + self._shard.identity.shard.to_bytes(4)
             + move.shard.to_bytes(4)
             + move.stream.encode()
+            + (b"" if self._origin is None else b"\0" + self._origin.id)
         ).digest()
         return int.from_bytes(digest[:8]) >> 1 or 1
 
@@ -417,6 +442,8 @@ class DeadLetters:
                 DEAD_OFFSET: b"%d" % offset,
                 DEAD_ATTEMPTS: b"%d" % attempts,
             }
+            if self._origin is not None:
+                own[DEAD_SUBSCRIPTION] = self._origin.subscription.encode()
         key = bytes(record.key) if record is not None and record.key else None
         stub = NewRecord(b"", key, {**own, DEAD_GONE: b"1"})
         forms = [(stub, False)]

@@ -1,0 +1,233 @@
+"""Shelf: the SUBSCRIPTIONS journal of one shard, with the progress of every durable subscription that its stream has.
+
+It opens the journal, brings the state back, writes entries, and after a refused write brings the state back once more. Dead letters
+of each subscription are carried here, too, since they are journaled here.
+
+Invariants: nothing is decided while `refusal` says why; whoever has changed a `Progress` hands its entries to `write` in the same
+turn of the loop; after `lost` was called every `Progress` taken before is void. On the event loop; used by `desk` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
+
+from felix.errors import Code, FelixError, UnavailableError
+from felix.settings import SubscriptionSettings
+from region.broker import Broker
+from region.log.shard import ShardLog
+from region.metadata.records import Subscription
+from region.streams import HostedStream
+from region.subscriptions.entries import Dropped, Entry, Letter, decode, encode
+from region.subscriptions.progress import Dying, Progress
+from region.views.dead_letter import DeadLetters, Move, Origin
+from region.views.journal import Done, Journal, JournalKind
+
+log = logging.getLogger("felix.region.subscriptions")
+
+RELOAD_S: Final = 0.2
+"""Between tries to read a journal back that refused a write."""
+
+
+class Shelf:
+    """See the module. `open`, then use, then `close`."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        stream: HostedStream,
+        number: int,
+        definitions: Callable[[], Mapping[bytes, Subscription]],
+        lost: Callable[[FelixError], None],
+        landed: Callable[[bytes, int], None],
+    ) -> None:
+        """`definitions`: the stream's subscriptions by id. `lost`: a write was refused. `landed`: so many records of the
+        subscription are dead letters now."""
+        self._broker = broker
+        self._stream = stream
+        self._number = number
+        self._definitions = definitions
+        self._lost = lost
+        self._landed = landed
+        self._journal: Journal | None = None
+        self._held: dict[bytes, Progress] = {}
+        self._letters: dict[bytes, DeadLetters] = {}
+        self._reloading: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def shard(self) -> ShardLog:
+        """The log that the positions count in. Raises why it does not serve."""
+        return self._stream.shard(self._number)
+
+    async def open(self) -> None:
+        """Bring the state back. Raises what opening and reading a log raises."""
+        companion = await self._broker.streams.open_companion(
+            self._stream, JournalKind.SUBSCRIPTIONS.number(self._number)
+        )
+        self._journal = Journal(companion, self._snapshot)
+        await self._replay()
+
+    async def _replay(self) -> None:
+        assert self._journal is not None
+        for letters in self._letters.values():
+            letters.reset()
+        self._held.clear()
+        self._letters.clear()
+        async for data in self._journal.replay():
+            self._apply(decode(data))
+        for letters in self._letters.values():
+            letters.start()
+
+    def _apply(self, entry: Entry) -> None:
+        if isinstance(entry, Dropped):
+            self._forget(entry.subscription)
+        elif isinstance(entry, Letter):
+            letters, progress = self._letters_of(entry.subscription), self.progress(entry.subscription)
+            if letters is None:
+                return
+            over, landed = letters.apply(entry.entry)
+            if over is not None and landed:
+                progress.buried(over.offsets)
+            elif over is None:
+                for move in letters.pending:
+                    progress.doom(move.offsets)
+        else:
+            self.progress(entry.subscription).replay(entry)
+
+    def progress(self, subscription: bytes) -> Progress:
+        """How far the subscription of this id has come."""
+        held = self._held.get(subscription)
+        if held is None:
+            definition = self._definitions().get(subscription)
+            settings = SubscriptionSettings() if definition is None else definition.settings
+            held = self._held[subscription] = Progress(subscription, settings)
+        return held
+
+    def _snapshot(self) -> Iterator[bytes]:
+        for subscription, progress in self._held.items():
+            yield from map(encode, progress.snapshot())
+            letters = self._letters.get(subscription)
+            if letters is not None:
+                for entry in letters.entries():
+                    yield encode(Letter(subscription, entry))
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def refusal(self) -> FelixError | None:
+        """Why nothing may be decided now."""
+        if self._reloading is not None or self._closed or self._journal is None:
+            return UnavailableError(
+                f"Positions in shard {self._number} of {self._stream.name} are being read back.",
+                code=Code.UNAVAILABLE,
+                retry_after_ms=200,
+            )
+        return self._journal.refusal()
+
+    def write(self, entries: Iterable[Entry], done: Done) -> None:
+        """Write entries that are applied already; `done` once all are durable, or refused. It may be called at once."""
+        assert self._journal is not None
+        written = [encode(entry) for entry in entries]
+        if not written:
+            done(None)
+            return
+        if self._reloading is not None:
+            # What was decided on the state that is lost.
+            done(self.refusal())
+            return
+        for data in written[:-1]:
+            self._journal.append(data, _ignore)
+
+        def last(error: FelixError | None) -> None:
+            if error is not None:
+                self._lose(error)
+            done(error)
+
+        # Appends of a journal are answered in order: with the last, all are durable.
+        self._journal.append(written[-1], last)
+
+    def _lose(self, error: FelixError) -> None:
+        if self._reloading is None and not self._closed:
+            self._reloading = asyncio.ensure_future(self._reload())
+            self._lost(error)
+
+    async def _reload(self) -> None:
+        while not self._closed:
+            try:
+                await self._replay()
+                break
+            except FelixError as error:
+                log.error(
+                    "positions of %s shard %d cannot be read back: %s", self._stream.name, self._number, error
+                )
+                await asyncio.sleep(RELOAD_S)
+        self._reloading = None
+
+    # -- dead letters ----------------------------------------------------------------------------------
+
+    def bury(self, subscription: bytes, dying: Iterable[Dying]) -> None:
+        """Carry these records, which are dying by their `Progress`, to the subscription's dead letters."""
+        letters = self._letters_of(subscription)
+        if letters is None:
+            return
+        by_reason: dict[str, list[Dying]] = {}
+        for each in dying:
+            by_reason.setdefault(each.reason, []).append(each)
+        for reason, some in by_reason.items():
+            letters.send([each.offset for each in some], [each.attempts for each in some], reason)
+
+    def _letters_of(self, subscription: bytes) -> DeadLetters | None:
+        """None where the subscription is no longer defined."""
+        letters = self._letters.get(subscription)
+        definition = self._definitions().get(subscription)
+        if letters is None and definition is not None:
+
+            def append(data: bytes, done: Done) -> None:
+                self.write([Letter(subscription, data)], done)
+
+            def landed(move: Move) -> None:
+                if subscription not in self._held:
+                    return  # deleted meanwhile
+                self._held[subscription].buried(move.offsets)
+                self._landed(subscription, len(move.offsets))
+
+            letters = self._letters[subscription] = DeadLetters(
+                self._broker,
+                self._stream,
+                self.shard,
+                JournalKind.SUBSCRIPTIONS,
+                append,
+                landed,
+                lambda move: None,
+                Origin(definition.name, subscription, definition.settings.retries),
+            )
+        return letters
+
+    # -- endings ---------------------------------------------------------------------------------------
+
+    def drop(self, subscription: bytes, done: Done) -> None:
+        """The subscription was deleted."""
+        self._forget(subscription)
+        self.write([Dropped(subscription)], done)
+
+    def _forget(self, subscription: bytes) -> None:
+        self._held.pop(subscription, None)
+        letters = self._letters.pop(subscription, None)
+        if letters is not None:
+            letters.stop()
+
+    async def close(self) -> None:
+        """Write what waits; nothing is decided afterwards."""
+        self._closed = True
+        if self._reloading is not None:
+            self._reloading.cancel()
+        for letters in self._letters.values():
+            letters.stop()
+        if self._journal is not None:
+            await self._journal.close()
+
+
+def _ignore(error: FelixError | None) -> None:
+    """The last of several entries tells how all of them went."""

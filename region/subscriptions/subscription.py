@@ -1,0 +1,516 @@
+"""One durable subscription at work: its consumers, who has which shard, what is due, what they ask for.
+
+It joins the pure parts (`progress`, `group`) with the shelves that keep them and the consumers that are told. Nothing here reads a
+record: consumers deliver whole batches through region.delivery, and say what they have delivered.
+
+Invariants:
+- an acknowledgement is answered once it is durable;
+- a consumer is told of a shard in this order: assigned, redeliveries, revoked; each with the generation of that assignment;
+- a generation is above every earlier one of this broker and of those before it (it is no less than the time in ms).
+On the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+
+from felix.consumer_messages import Nack, ShardAck
+from felix.errors import Code, FelixError, RequestError
+from felix.messages import ConsumerState, SubscriptionShard, SubscriptionState
+from felix.names import SpiffeId
+from felix.ranges import RangeSet, pairs
+from region.broker import Broker
+from region.metadata.records import Subscription
+from region.streams import HostedStream
+from region.subscriptions.entries import Entry
+from region.subscriptions.group import Group, Step
+from region.subscriptions.progress import Progress, Redelivered
+from region.subscriptions.shelf import Shelf
+from region.views.journal import Done
+
+log = logging.getLogger("felix.region.subscriptions")
+
+DRAIN_MS_MAX: Final = 30_000
+"""How long a consumer may finish what it has in hand of a shard that goes to another; less where the ack timeout is."""
+RETRY_S: Final = 0.1
+"""After what the journal could not take."""
+TIMER_S_MAX: Final = 3_600.0
+
+
+class Member(Protocol):
+    """What a subscription asks of a consumer."""
+
+    name: str
+
+    @property
+    def identity(self) -> SpiffeId: ...
+
+    def assigned(self, shard: int, generation: int, position: int, skip: RangeSet) -> None:
+        """The shard is the consumer's; deliver it from `position` on."""
+
+    def revoked(self, shard: int, generation: int, drain_ms: int) -> None:
+        """Deliver nothing more of it; it is to be given back, or with 0 is gone already."""
+
+    def redelivered(self, shard: int, generation: int, again: Redelivered) -> None:
+        """Deliver these once more."""
+
+    def wake(self) -> None:
+        """There is room for more."""
+
+    def dismiss(self, error: FelixError) -> None:
+        """The consumer ends."""
+
+
+class DurableSubscription:
+    """See the module. `shelves` are in order of their shards."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        stream: HostedStream,
+        definition: Subscription,
+        shelves: Sequence[Shelf],
+        next_generation: Callable[[], int],
+    ) -> None:
+        self.stream = stream
+        self.definition = definition
+        self.id = bytes.fromhex(definition.id)
+        self.redelivered = 0
+        self.dead = 0
+        self.skipped = 0
+        self.active_ms = broker.clock_ms()
+        """When there was a consumer for the last time; the start of the broker where there was none since."""
+        self._broker = broker
+        self._shelves = shelves
+        self._next_generation = next_generation
+        settings = definition.settings
+        self._drain_ms = min(settings.ack_timeout_ms, DRAIN_MS_MAX)
+        self._group = self._new_group()
+        self._members: dict[int, Member] = {}
+        self._signs_ms: dict[int, int] = {}
+        self._last_member = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ms = 0
+        self._over = False
+
+    def _new_group(self) -> Group:
+        return Group(
+            len(self._shelves), drain_ms=self._drain_ms, exclusive=self.definition.settings.exclusive
+        )
+
+    def progress(self, shard: int) -> Progress:
+        return self._shelves[shard].progress(self.id)
+
+    def refusal(self) -> FelixError | None:
+        """Why nothing can be decided now."""
+        if self._over:
+            return RequestError(
+                f"The subscription {self.definition.name} of {self.stream.name} was deleted.",
+                code=Code.NOT_FOUND,
+            )
+        for shelf in self._shelves:
+            refused = shelf.refusal()
+            if refused is not None:
+                return refused
+        return None
+
+    # -- consumers -------------------------------------------------------------------------------------
+
+    @property
+    def consumer_count(self) -> int:
+        return len(self._members)
+
+    def join(self, member: Member) -> int:
+        """One more consumer; it is told its shards before this returns. Returns its number."""
+        self._last_member += 1
+        number = self._last_member
+        self._members[number] = member
+        self._signs_ms[number] = self._broker.clock_ms()
+        return number
+
+    def enter(self, number: int) -> None:
+        """The consumer that joined can be told its shards now."""
+        self._group.join(number)
+        self._rebalance()
+
+    def leave(self, number: int, *, died: bool) -> None:
+        """The consumer is gone; what it had goes to others."""
+        if self._members.pop(number, None) is None:
+            return
+        self._signs_ms.pop(number, None)
+        now_ms = self.active_ms = self._broker.clock_ms()
+        if number not in self._group.members:
+            return
+        for shard in self._group.leave(number):
+            self._write(shard, self.progress(shard).release(now_ms, died=died))
+        self._rebalance()
+
+    def released(self, number: int, shard: int, generation: int) -> None:
+        """The consumer gave a shard back. Raises RequestError(CONSUMER_FENCED)."""
+        progress = self._owned(number, shard, generation)
+        self._group.released(number, shard)
+        self._write(shard, progress.release(self._broker.clock_ms(), died=False))
+        self._rebalance()
+
+    def _owned(self, number: int, shard: int, generation: int) -> Progress:
+        """Raises RequestError(CONSUMER_FENCED)."""
+        self._sign(number)
+        refused = self._fence(number, shard, generation)
+        if refused is not None:
+            raise refused
+        return self.progress(shard)
+
+    def _fence(self, number: int, shard: int, generation: int) -> RequestError | None:
+        if not 0 <= shard < len(self._shelves):
+            return RequestError(f"{self.stream.name} has no shard {shard}.")
+        refused = self.progress(shard).fence(generation)
+        if refused is None and self._group.owners.get(shard) != number:
+            refused = self.progress(shard).fence(0)
+        return refused
+
+    def _rebalance(self) -> None:
+        now_ms = self._broker.clock_ms()
+        for step, shard, number in self._group.rebalance(now_ms):
+            member, progress = self._members[number], self.progress(shard)
+            generation = progress.generation
+            match step:
+                case Step.ASSIGN:
+                    self._assign(member, shard)
+                case Step.REVOKE:
+                    member.revoked(shard, generation, self._drain_ms)
+                case Step.FENCE:
+                    self._write(shard, progress.release(now_ms, died=False))
+                    member.revoked(shard, generation, 0)
+        self._arm()
+
+    def _assign(self, member: Member, shard: int) -> None:
+        progress = self.progress(shard)
+        generation = self._next_generation()
+        skip = progress.assign(generation)
+        member.assigned(shard, generation, progress.committed, skip)
+
+    # -- calls -----------------------------------------------------------------------------------------
+
+    def ack(
+        self, number: int, acks: Sequence[ShardAck], done: Callable[[FelixError | None, list[int]], None]
+    ) -> None:
+        """Settle records; `done` with the shards that were fenced, once the others are durable.
+
+        Raises RequestError(OFFSET_OUT_OF_RANGE), with nothing done; ProtocolError(FRAME_MALFORMED).
+        """
+        fenced: list[int] = []
+        work: list[tuple[int, list[tuple[int, int]]]] = []
+        for each in acks:
+            if self._fence(number, each.shard, each.generation) is not None:
+                fenced.append(each.shard)
+                continue
+            progress = self.progress(each.shard)
+            ranges = ranges_of(each, progress.committed)
+            refused = progress.check(ranges)
+            if refused is not None:
+                raise refused
+            work.append((each.shard, ranges))
+        left = len(work)
+        failed: FelixError | None = None
+
+        def written(error: FelixError | None) -> None:
+            nonlocal left, failed
+            left -= 1
+            failed = failed or error
+            if not left:
+                done(failed, fenced)
+
+        self._sign(number)
+        if not work:
+            done(None, fenced)
+        for shard, ranges in work:
+            progress = self.progress(shard)
+            had_room = progress.has_room
+            self._shelves[shard].write(progress.ack(ranges), written)
+            if not had_room:
+                self._wake(shard)
+
+    def nack(self, number: int, call: Nack, done: Done) -> None:
+        """Records failed; again later. Raises RequestError(CONSUMER_FENCED)."""
+        progress = self._owned(number, call.shard, call.generation)
+        entries = progress.nack(pairs(call.ranges), call.delay_ms, call.reason, self._broker.clock_ms())
+        self._shelves[call.shard].write(entries, done)
+        self._arm()
+
+    def renew(self, number: int, shard: int, generation: int, offset: int) -> None:
+        """What is out from `offset` on has its whole ack timeout again. Raises RequestError(CONSUMER_FENCED)."""
+        self._owned(number, shard, generation).renew(offset, self._broker.clock_ms())
+
+    def _sign(self, number: int) -> None:
+        """The consumer works."""
+        self._signs_ms[number] = self._broker.clock_ms()
+        if number in self._group.members and self._group.resume(number):
+            asyncio.get_running_loop().call_soon(self._tick)
+
+    def _wake(self, shard: int) -> None:
+        owner = self._group.owners.get(shard)
+        if owner is not None and owner in self._members:
+            asyncio.get_running_loop().call_soon(self._members[owner].wake)
+
+    # -- delivery, told by the consumer that does it ---------------------------------------------------
+
+    def may_deliver(self, shard: int) -> bool:
+        return self.progress(shard).has_room
+
+    def delivered(self, shard: int, base_offset: int, next_offset: int) -> None:
+        progress = self.progress(shard)
+        now_ms = self._broker.clock_ms()
+        progress.delivered(base_offset, next_offset, now_ms)
+        if not self._timer_ms or progress.waiting_count:
+            self._arm()
+
+    def gone(self, shard: int, next_offset: int) -> None:
+        progress = self.progress(shard)
+        self.skipped += sum(
+            following - first
+            for first, following in progress.settled.missing(progress.committed, next_offset)
+        )
+        self._write(shard, progress.gone(next_offset))
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        """Be called when the next thing is due."""
+        times = [self._group.next_ms(), *(self.progress(n).next_ms() for n in range(len(self._shelves)))]
+        due_ms = min((each for each in times if each is not None), default=0)
+        if due_ms == self._timer_ms:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_ms = None, due_ms
+        if due_ms and not self._over:
+            delay_s = min(TIMER_S_MAX, max(0.0, (due_ms - self._broker.clock_ms()) / 1000))
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        if self._over:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_ms = None, 0
+        if self.refusal() is not None:
+            self._timer_ms = self._broker.clock_ms() + round(RETRY_S * 1000)
+            self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._tick)
+            return
+        now_ms = self._broker.clock_ms()
+        for shard in range(len(self._shelves)):
+            self._look_at(shard, now_ms)
+        self._rebalance()
+
+    def _look_at(self, shard: int, now_ms: int) -> None:
+        progress = self.progress(shard)
+        owner = self._group.owners.get(shard)
+        expired = progress.expire(now_ms)
+        if expired:
+            self._write(shard, expired)
+            if (
+                owner is not None
+                and self._signs_ms[owner] + self.definition.settings.ack_timeout_ms <= now_ms
+            ):
+                self._group.stall(owner)
+        dying = progress.give_up(now_ms)
+        if dying:
+            self._shelves[shard].bury(self.id, dying)
+        if owner is None or shard in self._group.draining:
+            return
+        for again in progress.again(now_ms):
+            self.redelivered += sum(following - first for first, following in again.ranges)
+            self._members[owner].redelivered(shard, progress.generation, again)
+
+    def buried(self, records: int) -> None:
+        """So many records are dead letters now."""
+        self.dead += records
+        for member in self._members.values():
+            asyncio.get_running_loop().call_soon(member.wake)
+        self._arm()
+
+    # -- positions -------------------------------------------------------------------------------------
+
+    async def position(self, starts: dict[int, int]) -> None:
+        """Begin at these offsets, by shard; who has the shard is fenced and gets it anew. Durable once this returns."""
+        loop = asyncio.get_running_loop()
+        waiting: list[asyncio.Future[None]] = []
+        refused = self.refusal()
+        if refused is not None:
+            raise refused
+        for shard, offset in starts.items():
+            progress = self.progress(shard)
+            owner, generation = self._group.owners.get(shard), progress.generation
+            future: asyncio.Future[None] = loop.create_future()
+            self._shelves[shard].write(progress.move(offset), _resolving(future))
+            waiting.append(future)
+            if owner is None:
+                continue
+            member = self._members[owner]
+            member.revoked(shard, generation, 0)
+            if shard in self._group.draining:
+                self._group.released(owner, shard)
+            else:
+                self._assign(member, shard)
+        self._rebalance()
+        await asyncio.gather(*waiting)
+
+    # -- transactions ----------------------------------------------------------------------------------
+
+    def reserve(self, acks: Sequence[ShardAck]) -> FelixError | None:
+        """Keep what a transaction acknowledges: all of it, or an error and nothing."""
+        refused = self.refusal()
+        if refused is not None:
+            return refused
+        kept: list[tuple[Progress, list[tuple[int, int]]]] = []
+        for each in acks:
+            if not 0 <= each.shard < len(self._shelves):
+                error: FelixError | None = RequestError(f"{self.stream.name} has no shard {each.shard}.")
+            else:
+                progress = self.progress(each.shard)
+                ranges = RangeSet(pairs(each.ranges))
+                if each.through >= 0:
+                    # Named by itself, so that what is settled already is refused rather than passed over.
+                    ranges.add(each.through, each.through + 1)
+                    for part in progress.settled.missing(progress.committed, each.through):
+                        ranges.add(*part)
+                error = progress.fence(each.generation) or progress.reserve(list(ranges))
+            if error is not None:
+                for held, reserved in kept:
+                    held.unreserve(reserved, self._broker.clock_ms())
+                self._arm()
+                return error
+            kept.append((progress, list(ranges)))
+        return None
+
+    def settle(self, acks: Sequence[ShardAck], done: Done) -> None:
+        """What a written transaction acknowledges is settled; again is no harm. `done` once it is durable."""
+        left = len(acks)
+        failed: FelixError | None = None
+
+        def written(error: FelixError | None) -> None:
+            nonlocal left, failed
+            left -= 1
+            failed = failed or error
+            if not left:
+                done(failed)
+
+        if not acks:
+            done(None)
+        for each in acks:
+            progress = self.progress(each.shard)
+            entries = progress.ack(ranges_of(each, progress.committed))
+            self._shelves[each.shard].write(entries, written)
+            self._wake(each.shard)
+
+    def unreserve(self, acks: Sequence[ShardAck]) -> None:
+        """The transaction was not written: its records come again."""
+        for each in acks:
+            progress = self.progress(each.shard)
+            progress.unreserve(ranges_of(each, progress.committed), self._broker.clock_ms())
+        self._arm()
+
+    # -- what is so ------------------------------------------------------------------------------------
+
+    def describe(self, lag_ms: dict[int, int] | None = None) -> SubscriptionState:
+        """As clients see it; without shards and consumers where `lag_ms`, by shard, is None."""
+        definition = self.definition
+        detail = lag_ms is not None
+        return SubscriptionState(
+            definition.stream,
+            definition.name,
+            definition.settings,
+            definition.creator,
+            definition.created_ms,
+            self.stream.incarnation,
+            [self._describe_shard(n, (lag_ms or {}).get(n, -1)) for n in range(len(self._shelves)) if detail],
+            [self._describe_member(*each) for each in self._members.items() if detail],
+            self.redelivered,
+            self.dead,
+            self.skipped,
+        )
+
+    def _describe_shard(self, number: int, lag_ms: int) -> SubscriptionShard:
+        progress, shard = self.progress(number), self._shelves[number].shard
+        lag = progress.lag(shard.high_watermark)
+        held = shard.high_watermark - shard.log_start_offset
+        owner = self._group.owners.get(number)
+        return SubscriptionShard(
+            number,
+            progress.committed,
+            shard.high_watermark,
+            self._members[owner].name if owner is not None else "",
+            progress.settled.count,
+            progress.out_count,
+            progress.waiting_count,
+            lag,
+            (shard.disk_bytes or shard.ring_bytes) * min(lag, held) // held if held else 0,
+            lag_ms if lag else 0,
+        )
+
+    def _describe_member(self, number: int, member: Member) -> ConsumerState:
+        shards = self._group.of(number)
+        state = "active" if shards else "standby"
+        if self._group.members.get(number):
+            state = "stalled"
+        return ConsumerState(number, member.name, str(member.identity), state, shards)
+
+    def figures(self) -> tuple[int, int]:
+        """Records not settled, and records out, over all shards."""
+        lag = out = 0
+        for number, shelf in enumerate(self._shelves):
+            progress = self.progress(number)
+            lag += progress.lag(shelf.shard.high_watermark)
+            out += progress.out_count
+        return lag, out
+
+    # -- endings ---------------------------------------------------------------------------------------
+
+    def dismiss(self, error: FelixError) -> None:
+        """Every consumer ends, with this error; the subscription stays. What they had is nobody's."""
+        members, self._members = self._members, {}
+        self._group = self._new_group()
+        now_ms = self.active_ms = self._broker.clock_ms()
+        for number in range(len(self._shelves)):
+            progress = self.progress(number)
+            if progress.generation:
+                self._write(number, progress.release(now_ms, died=False))
+        for member in members.values():
+            member.dismiss(error)
+
+    def close(self) -> None:
+        """No timer any more; for a subscription that is deleted, or whose stream is closed."""
+        self._over = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _write(self, shard: int, entries: Iterable[Entry]) -> None:
+        """Entries that nobody waits for."""
+        self._shelves[shard].write(entries, _ignore)
+
+
+def ranges_of(ack: ShardAck, committed: int) -> list[tuple[int, int]]:
+    """What is acknowledged, as ranges. Raises ProtocolError(FRAME_MALFORMED)."""
+    ranges = pairs(ack.ranges)
+    if ack.through + 1 > committed:
+        ranges.append((committed, ack.through + 1))
+    return ranges
+
+
+def _resolving(future: asyncio.Future[None]) -> Done:
+    def done(error: FelixError | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    return done
+
+
+def _ignore(error: FelixError | None) -> None:
+    """A refused write is the shelf's matter: everybody starts anew."""
