@@ -11,8 +11,13 @@ import pytest
 from soak.caches import CachePart
 from soak.harness import Part, soak
 from soak.streams import StreamPart
+from soak.subscriptions import SubscriptionPart
 
-PARTS: dict[str, Callable[[Path], Part]] = {"streams": StreamPart, "cache": CachePart}
+PARTS: dict[str, Callable[[Path], Part]] = {
+    "streams": StreamPart,
+    "cache": CachePart,
+    "subscriptions": SubscriptionPart,
+}
 KILLS = 4
 SOAK_KILLS = int(os.environ.get("FELIX_SOAK_KILLS", "100"))
 
