@@ -24,6 +24,7 @@ from cli import (
     keys,
     log,
     policy,
+    queue,
     quota,
     region,
     stream,
@@ -49,6 +50,7 @@ app = typer.Typer(
 )
 app.add_typer(region.app, name="region")
 app.add_typer(stream.app, name="stream")
+app.add_typer(queue.app, name="queue")
 app.add_typer(cache.app, name="cache")
 app.add_typer(identity.app, name="identity")
 app.add_typer(quota.app, name="quota")

@@ -24,6 +24,7 @@ from felix.messages import Durability, Retention, ShardState, StreamState
 from felix.names import SpiffeId, StreamName
 from felix.profile import Profile, felix_home, load_profile
 from felix.publisher import Publisher, Receipt, Refusal
+from felix.queue import Job, Queue, QueueConsumer
 from felix.settings import Deduplication, Retries, SubscriptionSettings, Views
 from felix.subscription import Gap, GapError, ReceivedBatch, Subscription
 
@@ -45,6 +46,7 @@ __all__ = [
     "GapError",
     "GapReason",
     "Identity",
+    "Job",
     "Mirror",
     "NewRecord",
     "OffsetMismatchError",
@@ -52,6 +54,8 @@ __all__ = [
     "Profile",
     "ProtocolError",
     "Publisher",
+    "Queue",
+    "QueueConsumer",
     "Receipt",
     "ReceivedBatch",
     "Record",

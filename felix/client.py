@@ -92,6 +92,7 @@ from felix.publisher import (
     Receipt,
     Refusal,
 )
+from felix.queue import Queue, queue_views
 from felix.quota import QuotaLimits
 from felix.settings import (
     NO_VIEWS,
@@ -179,6 +180,7 @@ class RegionClient:
         self._connection: RegionConnection | None = None
         self._publishers: OrderedDict[StreamName, Publisher] = OrderedDict()
         self._caches: dict[StreamName, Cache] = {}
+        self._queues: dict[StreamName, Queue] = {}
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -230,6 +232,10 @@ class RegionClient:
         for cache in self._caches.values():
             cache.close()
         publishers, self._publishers = self._publishers, OrderedDict()
+        for queue in self._queues.values():
+            with suppress(FelixError):
+                await queue.flush()
+            queue.close()
         for publisher in publishers.values():
             # Whoever published awaits the outcome there; here it is only given the time to arrive.
             with suppress(FelixError):
@@ -273,6 +279,52 @@ class RegionClient:
     def stream(self, name: str | StreamName) -> Stream:
         """A stream by its name, tenant/namespace/name; whether it exists is not asked. Raises RequestError(NAME_INVALID)."""
         return Stream(self, StreamName.parse(name) if isinstance(name, str) else name)
+
+    def queue(self, name: str | StreamName) -> Queue:
+        """A queue by its name; whether it exists is not asked. Raises RequestError(NAME_INVALID)."""
+        parsed = StreamName.parse(name) if isinstance(name, str) else name
+        held = self._queues.get(parsed)
+        if held is None:
+            held = self._queues[parsed] = Queue(self, parsed)
+        return held
+
+    async def create_queue(
+        self,
+        name: str | StreamName,
+        *,
+        visibility: float = 30,
+        attempts: int = 5,
+        retry: float = 1,
+        retry_max: float = 300,
+        dead_letter: str = "",
+        ordered_by_key: bool = False,
+        shards: int = 1,
+        durability: Durability | None = None,
+        retention: Retention | None = None,
+        ring_bytes: int = 0,
+    ) -> StreamState:
+        """Create a queue: a stream whose records are leased to workers. Raises as `create_stream`.
+
+        `visibility`: seconds that a lease lasts; `attempts`: deliveries before a record goes to the dead letters (0: without bound);
+        `retry`: seconds until a record that was given back is tried again, doubled each time up to `retry_max`; `dead_letter`: a
+        stream for them, else the queue's name with `.dead`; `ordered_by_key`: one record of a key is out at a time.
+        """
+        views = queue_views(
+            visibility=visibility,
+            attempts=attempts,
+            retry=retry,
+            retry_max=retry_max,
+            dead_letter=dead_letter,
+            ordered_by_key=ordered_by_key,
+        )
+        return await self.create_stream(
+            name,
+            shards=shards,
+            durability=durability,
+            retention=retention,
+            ring_bytes=ring_bytes,
+            views=views,
+        )
 
     async def create_stream(
         self,

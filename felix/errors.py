@@ -52,6 +52,7 @@ class Code(IntEnum):
     CONFLICT = 311
     OFFSET_MISMATCH = 312
     CONSUMER_FENCED = 313
+    LEASE_LOST = 314
 
     # 4xx  not now; try again
     UNAVAILABLE = 400

@@ -523,6 +523,21 @@ class IngestOpened(Message, frozen=True, tag="ingest_opened"):
     envelopes_max: int
 
 
+class OpenQueue(Message, frozen=True, tag="open_queue"):
+    """First frame of a queue's exchange; what follows is in felix.queue_messages."""
+
+    stream: Name
+
+
+class QueueOpened(Message, frozen=True, tag="queue_opened"):
+    """`visibility_ms`: how long a lease lasts that asks for nothing else."""
+
+    shards: int
+    incarnation: bytes
+    visibility_ms: int
+    ordered_by_key: bool = False
+
+
 class OpenCache(Message, frozen=True, tag="open_cache"):
     """First frame of an exchange of calls to a cache (felix.cache_messages)."""
 
@@ -707,11 +722,11 @@ Request = (
     | DescribeTraffic | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
     | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
     | CreateSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
-    | OpenCache | WatchCache
+    | OpenCache | WatchCache | OpenQueue
 )  # fmt: skip
 Answer = (
     StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | TrafficPage | DocumentPage | KeyPage | RegionState
-    | CacheOpened
+    | CacheOpened | QueueOpened
     | LinkPage | DataKeySealed | LinkSecretSealed | IngestOpened | Witnessed | CheckpointAnswer | Done
     | SubscriptionState | SubscriptionPage | ConsumerOpened
 )  # fmt: skip

@@ -20,11 +20,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from felix import cache, client, publisher, subscription
+from felix import cache, client, publisher, queue, subscription
 from felix.batch import Headers, NewRecord, Record
 from felix.cache_messages import CacheStats
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SessionInfo
@@ -44,6 +45,7 @@ from felix.publisher import (
     Receipt,
     Refusal,
 )
+from felix.queue_messages import LEASE_BYTES_MAX, PeekedJob, QueueState
 from felix.settings import NO_VIEWS, CacheSettings, Compaction, Deduplication, Offload, Views
 from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, ReceivedBatch, StartAt
 from felix.transport.port import Engine
@@ -227,6 +229,45 @@ class SyncRegion:
             return [state async for state in self._region.list_streams(prefix)]
 
         return self._background.call(all_of_them())
+
+    def queue(self, name: str | StreamName) -> SyncQueue:
+        """A queue by its name. Raises RequestError(NAME_INVALID)."""
+
+        async def make() -> queue.Queue:
+            return self._region.queue(name)
+
+        return SyncQueue(self._background, self._background.call(make()))
+
+    def create_queue(
+        self,
+        name: str | StreamName,
+        *,
+        visibility: float = 30,
+        attempts: int = 5,
+        retry: float = 1,
+        retry_max: float = 300,
+        dead_letter: str = "",
+        ordered_by_key: bool = False,
+        shards: int = 1,
+        durability: Durability | None = None,
+        retention: Retention | None = None,
+        ring_bytes: int = 0,
+    ) -> StreamState:
+        return self._background.call(
+            self._region.create_queue(
+                name,
+                visibility=visibility,
+                attempts=attempts,
+                retry=retry,
+                retry_max=retry_max,
+                dead_letter=dead_letter,
+                ordered_by_key=ordered_by_key,
+                shards=shards,
+                durability=durability,
+                retention=retention,
+                ring_bytes=ring_bytes,
+            )
+        )
 
     def cache(self, name: str | StreamName) -> SyncCache:
         """A cache by its name. Raises RequestError(NAME_INVALID)."""
@@ -617,3 +658,203 @@ class SyncWatch:
                 return await self._inner.changes()
 
         return self._background.call(fetch())
+
+
+class SyncQueue:
+    """One queue, as `felix.queue.Queue`, blocking."""
+
+    def __init__(self, background: _Background, inner: queue.Queue) -> None:
+        self._background = background
+        self._inner = inner
+
+    @property
+    def name(self) -> StreamName:
+        return self._inner.name
+
+    def put(
+        self,
+        payload: Payload,
+        *,
+        key: bytes | None = None,
+        delay: float = 0,
+        deliver_at: datetime | None = None,
+        priority: int | None = None,
+        headers: Headers | None = None,
+    ) -> int:
+        return self._background.call(
+            self._inner.put(
+                payload, key=key, delay=delay, deliver_at=deliver_at, priority=priority, headers=headers
+            )
+        )
+
+    def put_many(
+        self,
+        payloads: Sequence[Payload],
+        keys: Sequence[bytes | None] | None = None,
+        *,
+        delay: float = 0,
+        deliver_at: datetime | None = None,
+        priority: int | None = None,
+        headers: Headers | None = None,
+    ) -> list[int]:
+        return self._background.call(
+            self._inner.put_many(
+                payloads, keys, delay=delay, deliver_at=deliver_at, priority=priority, headers=headers
+            )
+        )
+
+    def lease(
+        self,
+        records: int = 1,
+        *,
+        wait: float = 0,
+        visibility: float | None = None,
+        max_bytes: int = LEASE_BYTES_MAX,
+    ) -> list[SyncJob]:
+        leased = self._background.call(
+            self._inner.lease(records, wait=wait, visibility=visibility, max_bytes=max_bytes)
+        )
+        return [SyncJob(self._background, job) for job in leased]
+
+    def consume(
+        self,
+        *,
+        visibility: float | None = None,
+        prefetch: int = queue.PREFETCH_DEFAULT,
+        prefetch_bytes: int = queue.PREFETCH_BYTES_DEFAULT,
+        auto_extend: bool = True,
+    ) -> SyncQueueConsumer:
+        """An iterator of jobs, as `felix.queue.Queue.consume`. Use it as `with`."""
+
+        async def make() -> queue.QueueConsumer:
+            made = self._inner.consume(
+                visibility=visibility,
+                prefetch=prefetch,
+                prefetch_bytes=prefetch_bytes,
+                auto_extend=auto_extend,
+            )
+            await made.open()
+            return made
+
+        return SyncQueueConsumer(self._background, self._background.call(make()))
+
+    def describe(self) -> QueueState:
+        return self._background.call(self._inner.describe())
+
+    def peek(self, records: int = 10) -> list[PeekedJob]:
+        return self._background.call(self._inner.peek(records))
+
+    def redrive(self, records: int = 0) -> int:
+        return self._background.call(self._inner.redrive(records))
+
+    def purge(self) -> int:
+        return self._background.call(self._inner.purge())
+
+    def delete(self) -> None:
+        self._background.call(self._inner.delete())
+
+
+class SyncQueueConsumer:
+    """An iterator of jobs. One thread at a time; a job may be settled from any."""
+
+    def __init__(self, background: _Background, inner: queue.QueueConsumer) -> None:
+        self._background = background
+        self._inner = inner
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """As `felix.queue.QueueConsumer.close`."""
+        if self._background._thread.is_alive():
+            self._background.call(self._inner.close())
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> SyncJob:
+        job = self.next_job()
+        if job is None:
+            raise StopIteration
+        return job
+
+    def next_job(self, timeout_s: float | None = None) -> SyncJob | None:
+        """The next job; None after `close`. Raises TimeoutError where none came within `timeout_s` seconds (None: waits)."""
+
+        async def fetch() -> queue.Job | None:
+            async with asyncio.timeout(timeout_s):
+                try:
+                    return await anext(self._inner)
+                except StopAsyncIteration:
+                    return None
+
+        job = self._background.call(fetch())
+        return SyncJob(self._background, job) if job is not None else None
+
+
+class SyncJob:
+    """One leased job, as `felix.queue.Job`; `ack`, `nack` and `extend` return once that is durable."""
+
+    __slots__ = ("_background", "_job")
+
+    def __init__(self, background: _Background, job: queue.Job) -> None:
+        self._background = background
+        self._job = job
+
+    @property
+    def payload(self) -> bytes:
+        return self._job.payload
+
+    @property
+    def key(self) -> bytes | None:
+        return self._job.key
+
+    @property
+    def headers(self) -> dict[str, bytes]:
+        return self._job.headers
+
+    @property
+    def attempts(self) -> int:
+        return self._job.attempts
+
+    @property
+    def shard(self) -> int:
+        return self._job.shard
+
+    @property
+    def offset(self) -> int:
+        return self._job.offset
+
+    def ack(self) -> None:
+        async def ack() -> None:
+            await self._job.ack()
+
+        self._background.call(ack())
+
+    def nack(self, *, delay: float | None = None, reason: str = "") -> None:
+        async def nack() -> None:
+            await self._job.nack(delay=delay, reason=reason)
+
+        self._background.call(nack())
+
+    def extend(self, visibility: float | None = None) -> None:
+        async def extend() -> None:
+            await self._job.extend(visibility)
+
+        self._background.call(extend())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        async def leave() -> None:
+            await self._job.__aexit__(kind, error, trace)
+
+        self._background.call(leave())

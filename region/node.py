@@ -24,7 +24,7 @@ from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
 from felix.health import HealthServer
 from felix.identity import Identity
-from felix.messages import Goodbye, OpenCache, OpenConsumer, OpenIngest, WatchCache
+from felix.messages import Goodbye, OpenCache, OpenConsumer, OpenIngest, OpenQueue, WatchCache
 from felix.names import SpiffeId, StreamName
 from felix.transport.port import Listener, ServerTls, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
@@ -49,6 +49,8 @@ from region.metadata.genesis import claim_or_verify, sign_genesis
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import MetadataStore
 from region.metrics import BrokerCollector
+from region.queue.desk import QueueDesk
+from region.queue.worker import queue_opener
 from region.remembered import Memory
 from region.requests import Requests
 from region.sealing import KeyringSeal
@@ -85,6 +87,7 @@ class Node:
         self.subscriptions: SubscriptionDesk
         self.services: Services
         self.caches: CacheDesk
+        self.queues: QueueDesk
         self.listener: Listener
         self.health: HealthServer | None = None
         self._stack = AsyncExitStack()
@@ -179,6 +182,7 @@ class Node:
         export = ExportDesk(broker, governance, keyring)
         ingest = IngestDesk(broker, governance, import_key, receipt_key)
         self.subscriptions = subscriptions = SubscriptionDesk(broker, catalog, mirror)
+        self.queues = QueueDesk(broker)
         self.services = Services(
             broker,
             governance,
@@ -189,6 +193,7 @@ class Node:
                 OpenConsumer: subscriptions.open,
                 OpenCache: self.caches.open,
                 WatchCache: watch.opener(self.caches),
+                OpenQueue: queue_opener(self.queues),
             },
         )
 
@@ -203,6 +208,7 @@ class Node:
         for deleted in mirror.deleted_streams.values():
             await streams.remove(StreamName.parse(deleted.name), deleted.incarnation)
         self._stack.push_async_callback(streams.close)
+        self._stack.push_async_callback(self.queues.close)
         for record in list(mirror.streams.values()):
             try:
                 await streams.open(record)
@@ -446,6 +452,7 @@ class Node:
                     values["message_ids"] = shard.message_ids
                     values["message_ids_limit"] = deduplication.ids_max
                     values["repeated_ids"] = counters.repeated_ids
+                values |= self.queues.gauges(stream.name, number)
                 found.append((str(stream.name), number, values))
         return found
 

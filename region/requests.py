@@ -69,6 +69,7 @@ from felix.messages import (
 )
 from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
+from felix.settings import Retries
 from policy.access import Verb, parse_rights
 from region.broker import Broker
 from region.export import ExportDesk
@@ -77,6 +78,7 @@ from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.subscriptions.desk import SubscriptionDesk
+from region.views.dead_letter import dead_letter_name
 
 T = TypeVar("T")
 
@@ -129,6 +131,8 @@ class Requests:
             ring_bytes=request.ring_bytes or records.RING_BYTES_DEFAULT,
             views=request.views,
         )
+        if request.views.queue is not None:
+            self._check_dead_letters(identity, name, request.views.queue.retries)
         return (await self._broker.create_stream(name, config)).describe(detail=True)
 
     async def alter_stream(self, identity: SpiffeId, request: AlterStream) -> StreamState:
@@ -157,6 +161,21 @@ class Requests:
 
         record = await self._catalog.alter_stream(name, hosted.record.incarnation, change)
         return (await self._broker.streams.open(record)).describe(detail=True)
+
+    def _check_dead_letters(self, identity: SpiffeId, name: StreamName, retries: Retries) -> None:
+        """Raises RequestError where a queue's dead letters have no place to go, or none that its maker may write to."""
+        try:
+            target = dead_letter_name(name, retries)
+        except RequestError as error:
+            raise RequestError(
+                f"The dead letters of {name} need a stream with a valid name: {error.sentence}",
+                code=Code.NAME_INVALID,
+                hint="Choose a shorter name, or name the stream with --dead-letter.",
+            ) from error
+        if target == name:
+            raise RequestError(f"{name} cannot be its own dead-letter stream.", code=Code.CONFIG_INVALID)
+        if retries.dead_letter:
+            self._broker.require(identity, Verb.PUBLISH, target)
 
     async def delete_stream(self, identity: SpiffeId, request: DeleteStream) -> Done:
         name = StreamName.parse(request.stream)

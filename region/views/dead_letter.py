@@ -332,7 +332,8 @@ class DeadLetters:
 
     def start(self) -> None:
         """Carry what is pending."""
-        if self._task is None and self._outbox.pending:
+        # One that has just come to its end may not have been put away yet.
+        if (self._task is None or self._task.done()) and self._outbox.pending:
             self._task = asyncio.ensure_future(self._carry())
             self._task.add_done_callback(self._ended)
 

@@ -154,6 +154,19 @@ async def test_a_target_made_anew_is_written_under_another_epoch(folder: RegionF
         assert view.moved == list(range(60))
 
 
+async def test_a_move_asked_for_the_moment_the_last_one_landed_is_carried(folder: RegionFolder) -> None:
+    async with running(folder) as node, viewing(node) as (stream, view):
+        await publish(stream, *(NewRecord(b"%d" % n) for n in range(50)))
+        landed = asyncio.Event()
+        view.dead._landed = lambda move: (view.landed(move), landed.set())
+        for n in range(50):
+            landed.clear()
+            view.dead.send([n], [1], "")
+            async with asyncio.timeout(20):
+                await landed.wait()
+        assert view.moved == list(range(50))
+
+
 async def test_a_record_that_is_gone_is_a_dead_letter_without_a_payload(folder: RegionFolder) -> None:
     async with running(folder) as node, viewing(node) as (stream, view):
         await publish(stream, NewRecord(b"a"))

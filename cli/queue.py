@@ -1,0 +1,553 @@
+"""`felix queue`: create queues, put jobs in, work on them, look at them, bring dead letters back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import msgspec
+import typer
+
+from cli.output import iso, note, out, print_json, table
+from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run, stop_signals
+from cli.stream import Name, format_durability, parse_durability, parse_retention, records_of_lines
+from felix.batch import NewRecord
+from felix.errors import Code, RequestError
+from felix.messages import StreamState
+from felix.queue import Job
+from felix.queue_messages import Held, QueueState
+from policy.quantity import Duration, Size
+
+app = typer.Typer(help="Queues: records leased to workers, one by one.", no_args_is_help=True)
+
+Handles = Annotated[
+    list[str], typer.Argument(help="Jobs as `lease` names them: shard:offset:token, as in 0:17:1.")
+]
+
+
+@app.command()
+def create(
+    name: Name,
+    visibility: Annotated[
+        str, typer.Option(help="How long a lease lasts that asks for nothing else.")
+    ] = "30s",
+    attempts: Annotated[
+        int, typer.Option(help="Deliveries before a record goes to the dead letters; 0: without bound.")
+    ] = 5,
+    retry: Annotated[
+        str, typer.Option(help="Until a record that was given back is tried again; doubled each time.")
+    ] = "1s",
+    retry_max: Annotated[str, typer.Option(help="The longest such wait.")] = "5m",
+    dead_letter: Annotated[str, typer.Option(help="The dead-letter stream. Default: NAME.dead.")] = "",
+    ordered: Annotated[bool, typer.Option("--ordered", help="One record of a key is out at a time.")] = False,
+    shards: Annotated[int, typer.Option(help="1 to 256; fixed for the queue's life.")] = 1,
+    durability: Annotated[str, typer.Option(help="fsync, interval:50ms or ephemeral.")] = "fsync",
+    retention: Annotated[
+        str, typer.Option(help="When records go that nobody has finished: 7d,10GB. Default: never.")
+    ] = "",
+    ring: Annotated[str, typer.Option(help="Memory per shard of an ephemeral queue, as in 64MiB.")] = "",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Create a queue."""
+
+    async def make() -> StreamState:
+        async with connect(region, identity) as client:
+            return await client.create_queue(
+                name,
+                visibility=int(Duration.parse(visibility)) / 1000,
+                attempts=attempts,
+                retry=int(Duration.parse(retry)) / 1000,
+                retry_max=int(Duration.parse(retry_max)) / 1000,
+                dead_letter=dead_letter,
+                ordered_by_key=ordered,
+                shards=shards,
+                durability=parse_durability(durability),
+                retention=parse_retention(retention),
+                ring_bytes=int(Size.parse(ring)) if ring else 0,
+            )
+
+    state = run(make())
+    if json:
+        print_json(state)
+    else:
+        out.print(f"queue {state.stream} is created, {state.shards} shards, {format_durability(state)}")
+
+
+@app.command("list")
+def list_(
+    prefix: Annotated[str, typer.Argument(help="Only names that begin so.")] = "",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """List the queues that this identity may see."""
+
+    async def find() -> list[StreamState]:
+        async with connect(region, identity) as client:
+            return [state async for state in client.list_streams(prefix) if state.views.queue is not None]
+
+    states = run(find())
+    if json:
+        print_json(states)
+        return
+    rows = []
+    for state in states:
+        settings = state.views.queue
+        assert settings is not None
+        attempts = settings.retries.attempts_max
+        rows.append(
+            [
+                state.stream,
+                state.shards,
+                format_durability(state),
+                str(Duration(settings.visibility_ms)),
+                attempts or "any",
+                settings.ordered_by_key,
+                iso(state.created_ms),
+            ]
+        )
+    table(
+        "Queues",
+        ["queue", "shards#", "durability", "visibility#", "attempts#", "ordered", "created"],
+        rows,
+    )
+
+
+@app.command()
+def describe(
+    name: Name, region: RegionOption = "", identity: IdentityOption = "", json: JsonOption = False
+) -> None:
+    """Show what is ready, leased, delayed and dead, the oldest record's age, rates, and who works."""
+
+    async def look() -> QueueState:
+        async with connect(region, identity) as client:
+            return await client.queue(name).describe()
+
+    state = run(look())
+    if json:
+        print_json(state)
+        return
+    table(
+        f"Queue {state.queue}",
+        ["", "#"],
+        [
+            ["ready", state.ready],
+            ["leased", state.leased],
+            ["delayed", state.delayed],
+            ["behind their key", state.waiting],
+            [f"dead ({state.dead_letter})", state.dead],
+            ["oldest", str(Duration(state.oldest_ms)) if state.oldest_ms else "-"],
+            ["in, a second", state.in_rate],
+            ["out, a second", state.out_rate],
+            ["acknowledged since the start", state.acked],
+            ["delivered again", state.redelivered],
+            ["given up", state.dead_lettered],
+        ],
+    )
+    if state.workers:
+        table(
+            "Workers",
+            ["identity", "leased#", "pushed to"],
+            [[worker.identity, worker.leased, worker.granted] for worker in state.workers],
+        )
+
+
+@app.command()
+def put(
+    name: Name,
+    payload: Annotated[
+        str, typer.Argument(help="The job's payload; left out: one job a line of --file.")
+    ] = "",
+    file: Annotated[
+        Path | None, typer.Option(help="One job a line; standard input if left out.", dir_okay=False)
+    ] = None,
+    key: Annotated[str, typer.Option(help="The key of PAYLOAD.")] = "",
+    key_field: Annotated[str, typer.Option(help="The JSON field of a line that becomes its key.")] = "",
+    delay: Annotated[str, typer.Option(help="Not before so long, as in 10m.")] = "",
+    priority: Annotated[int | None, typer.Option(help="0 to 9; the highest goes first. Default: 4.")] = None,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Put jobs into a queue, and wait until they are as durable as it is."""
+    if payload and file is not None:
+        raise RequestError("Give the payload or a file, not both.")
+    delay_s = int(Duration.parse(delay)) / 1000 if delay else 0.0
+
+    async def put_one() -> int:
+        async with connect(region, identity) as client:
+            await client.queue(name).put(
+                payload.encode(), key=key.encode() or None, delay=delay_s, priority=priority
+            )
+        return 1
+
+    async def put_lines(source: IO[bytes]) -> int:
+        count = 0
+        async with connect(region, identity) as client:
+            for some in _chunks(records_of_lines(source, key_field)):
+                await client.queue(name).put_many(
+                    [record.payload for record in some],
+                    [record.key for record in some],
+                    delay=delay_s,
+                    priority=priority,
+                )
+                count += len(some)
+        return count
+
+    if payload:
+        count = run(put_one())
+    elif file is not None:
+        with file.open("rb") as source:
+            count = run(put_lines(source))
+    else:
+        count = run(put_lines(sys.stdin.buffer))
+    if json:
+        print_json({"queue": name, "jobs": count})
+    else:
+        out.print(f"{count:,} jobs are in {name}")
+
+
+def _chunks(records: Iterator[NewRecord], size: int = 5_000) -> Iterator[list[NewRecord]]:
+    while some := list(islice(records, size)):
+        yield some
+
+
+@app.command()
+def consume(
+    name: Name,
+    exec_: Annotated[
+        str,
+        typer.Option(
+            "--exec",
+            help="Run this with the payload on its standard input; exit code 0 acknowledges the job, another gives it back.",
+        ),
+    ] = "",
+    count: Annotated[int, typer.Option(help="End after so many jobs; 0: go on.")] = 0,
+    workers: Annotated[int, typer.Option(help="With --exec: so many at a time.")] = 1,
+    prefetch: Annotated[int, typer.Option(help="Jobs that are here and not finished, at most.")] = 64,
+    visibility: Annotated[str, typer.Option(help="How long a lease lasts. Default: as the queue says.")] = "",
+    until_empty: Annotated[bool, typer.Option("--until-empty", help="End when nothing is ready.")] = False,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Work on jobs: print each and acknowledge it, or run a command for each.
+
+    Leases are extended for as long as this runs.
+    """
+    if count < 0 or workers < 1:
+        raise RequestError("--count is 0 or more, --workers 1 or more.")
+    run(_consume(region, identity, name, exec_, count, workers, prefetch, visibility, until_empty, json))
+
+
+async def _consume(
+    region: str,
+    identity: str,
+    name: str,
+    command: str,
+    count: int,
+    workers: int,
+    prefetch: int,
+    visibility: str,
+    until_empty: bool,
+    as_json: bool,
+) -> None:
+    stop = stop_signals()
+    done = failed = begun = 0
+    async with connect(region, identity) as client:
+        queue = client.queue(name)
+        # Not more than is to be worked on: what is left over would come back as if it had been looked at.
+        consumer = queue.consume(
+            prefetch=min(prefetch, count) if count else prefetch,
+            visibility=int(Duration.parse(visibility)) / 1000 if visibility else None,
+        )
+
+        async def work() -> None:
+            nonlocal done, failed, begun
+            while not stop.is_set() and not (count and begun >= count):
+                begun += 1
+                try:
+                    job = await anext(consumer)
+                except StopAsyncIteration:
+                    return
+                if not command:
+                    _print_job(job, as_json=as_json)
+                    job.ack()
+                    done += 1
+                    continue
+                code, said = await asyncio.to_thread(_run_command, command, job)
+                if not code:
+                    job.ack()
+                    done += 1
+                else:
+                    failed += 1
+                    note(f"job {_handle(job)}: exit code {code}: {said}")
+                    job.nack(reason=f"exit code {code}: {said}")
+
+        async def watch_empty() -> None:
+            while True:
+                await asyncio.sleep(0.2)
+                state = await queue.describe()
+                if not state.ready and not state.leased and not consumer.buffered:
+                    return
+
+        async with consumer:
+            working = [asyncio.ensure_future(work()) for _ in range(workers if command else 1)]
+            ends: list[asyncio.Future[Any]] = [
+                asyncio.ensure_future(stop.wait()),
+                asyncio.gather(*working),
+            ]
+            if until_empty:
+                ends.append(asyncio.ensure_future(watch_empty()))
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*ends, *working):
+                if task.done() and not task.cancelled() and task.exception() is not None:
+                    raise task.exception() or AssertionError
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await ends[1]
+        lost = consumer.lost
+    sys.stdout.flush()
+    if command or not as_json:
+        note(f"{done:,} jobs done, {failed:,} given back, {lost:,} lost to other workers")
+
+
+def _run_command(command: str, job: Job) -> tuple[int, str]:
+    """The command's exit code, and the end of what it said on standard error."""
+    environment = {
+        **os.environ,
+        "FELIX_JOB_ATTEMPTS": str(job.attempts),
+        "FELIX_JOB_SHARD": str(job.shard),
+        "FELIX_JOB_OFFSET": str(job.offset),
+        "FELIX_JOB_KEY": (job.key or b"").decode(errors="replace").replace("\0", ""),
+    }
+    done = subprocess.run(  # noqa: S602 - the user's own command line, as a shell reads it
+        command, shell=True, input=job.payload, stderr=subprocess.PIPE, env=environment, check=False
+    )
+    return done.returncode, done.stderr.decode(errors="replace").strip()[-400:]
+
+
+@app.command()
+def lease(
+    name: Name,
+    records: Annotated[int, typer.Option("--records", "-n", help="At most so many.")] = 1,
+    wait: Annotated[str, typer.Option(help="Wait so long for the first, as in 20s.")] = "",
+    visibility: Annotated[
+        str, typer.Option(help="How long the lease lasts. Default: as the queue says.")
+    ] = "",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Lease jobs, and print each with the handle that `ack` and `nack` take."""
+
+    async def get() -> list[Job]:
+        async with connect(region, identity) as client:
+            return await client.queue(name).lease(
+                records,
+                wait=int(Duration.parse(wait)) / 1000 if wait else 0,
+                visibility=int(Duration.parse(visibility)) / 1000 if visibility else None,
+            )
+
+    for job in run(get()):
+        if json:
+            _print_job(job, as_json=True)
+        else:
+            sys.stdout.buffer.write(_handle(job).encode() + b"\t" + job.payload + b"\n")
+    sys.stdout.flush()
+
+
+@app.command()
+def ack(name: Name, jobs: Handles, region: RegionOption = "", identity: IdentityOption = "") -> None:
+    """Acknowledge leased jobs: they are done."""
+    _settle(region, identity, name, "ack", jobs)
+
+
+@app.command()
+def nack(
+    name: Name,
+    jobs: Handles,
+    delay: Annotated[str, typer.Option(help="Not again before so long. Default: as the queue says.")] = "",
+    reason: Annotated[str, typer.Option(help="For the dead letters, should it be the last attempt.")] = "",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+) -> None:
+    """Give leased jobs back, to be tried again."""
+    delay_s = int(Duration.parse(delay)) / 1000 if delay else None
+    _settle(region, identity, name, "nack", jobs, delay=delay_s, reason=reason)
+
+
+def _settle(
+    region: str,
+    identity: str,
+    name: str,
+    verb: str,
+    handles: list[str],
+    *,
+    delay: float | None = None,
+    reason: str = "",
+) -> None:
+    held = [_parse_handle(text) for text in handles]
+
+    async def settle() -> list[tuple[int, int]]:
+        async with connect(region, identity) as client:
+            return await client.queue(name).settle(verb, held, delay=delay, reason=reason)
+
+    lost = run(settle())
+    if lost:
+        names = ", ".join(f"{shard}:{offset}" for shard, offset in lost)
+        raise RequestError(
+            f"The leases of {names} are lost: they ran out and another worker got the jobs, or the records are done.",
+            code=Code.LEASE_LOST,
+            hint="Lease with a longer --visibility.",
+        )
+
+
+@app.command()
+def peek(
+    name: Name,
+    records: Annotated[int, typer.Option("--records", "-n", help="At most so many.")] = 10,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Show the first records that are not done, without leasing them."""
+
+    async def look() -> list[Any]:
+        async with connect(region, identity) as client:
+            return await client.queue(name).peek(records)
+
+    found = run(look())
+    if json:
+        print_json(found)
+        return
+    table(
+        f"First records of {name}",
+        ["shard#", "offset#", "state", "attempts#", "until", "published", "key", "payload"],
+        [
+            [
+                each.job.shard,
+                each.job.offset,
+                each.phase,
+                each.job.attempts,
+                iso(each.due_ms) if each.phase in ("leased", "delayed") else "",
+                iso(each.job.timestamp_ms),
+                _short(each.job.key or b""),
+                _short(each.job.payload),
+            ]
+            for each in found
+        ],
+    )
+
+
+@app.command()
+def redrive(
+    name: Name,
+    records: Annotated[int, typer.Option("--records", "-n", help="At most so many; 0: all.")] = 0,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Bring dead letters back into the queue they came from, oldest first; their attempts begin anew."""
+
+    async def bring() -> int:
+        async with connect(region, identity) as client:
+            return await client.queue(name).redrive(records)
+
+    _say_count(run(bring()), f"dead letters are back in {name}", json)
+
+
+@app.command()
+def purge(
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Drop everything that is in a queue now, also what workers hold."""
+    if not yes:
+        typer.confirm(f"Drop everything in {name}?", abort=True)
+
+    async def drop() -> int:
+        async with connect(region, identity) as client:
+            return await client.queue(name).purge()
+
+    _say_count(run(drop()), f"records of {name} are dropped", json)
+
+
+@app.command()
+def delete(
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+) -> None:
+    """Delete a queue and its records; its dead letters stay."""
+    if not yes:
+        typer.confirm(f"Delete {name} and its records?", abort=True)
+
+    async def end() -> None:
+        async with connect(region, identity) as client:
+            await client.queue(name).delete()
+
+    run(end())
+    out.print(f"{name} is deleted")
+
+
+# -- words ---------------------------------------------------------------------------------------------
+
+
+def _say_count(count: int, sentence: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"records": count})
+    else:
+        out.print(f"{count:,} {sentence}")
+
+
+def _handle(job: Job) -> str:
+    return f"{job.shard}:{job.offset}:{job.token}"
+
+
+def _parse_handle(text: str) -> Held:
+    """Raises RequestError."""
+    parts = text.split(":")
+    if len(parts) != 3 or not all(part.isdecimal() and len(part) < 18 for part in parts):
+        raise RequestError(
+            f"{text!r} is no handle of a job.",
+            hint="It is shard:offset:token, as felix queue lease prints it.",
+        )
+    shard, offset, token = map(int, parts)
+    return Held(shard, offset, 1, token)
+
+
+def _print_job(job: Job, *, as_json: bool) -> None:
+    if not as_json:
+        sys.stdout.buffer.write(job.payload + b"\n")
+        return
+    row: dict[str, Any] = {
+        "job": _handle(job),
+        "attempts": job.attempts,
+        "time": iso(job.timestamp_ms),
+        "key": job.key.decode(errors="replace") if job.key else None,
+        "headers": {name: value.decode(errors="replace") for name, value in job.headers.items()},
+    }
+    try:
+        row["value"] = msgspec.json.decode(job.payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        row["payload"] = job.payload.decode(errors="replace")
+    sys.stdout.buffer.write(msgspec.json.encode(row) + b"\n")
+
+
+def _short(data: bytes) -> str:
+    text = data[:61].decode(errors="replace")
+    return text if len(data) <= 60 else text[:60] + "…"

@@ -1,0 +1,748 @@
+"""One shard of a queue, as a state machine: which records are ready, leased, delayed, done. Pure: time comes in, entries come out.
+
+A decision (`lease`, `ack`, `nack`, `release`, `extend`, `purge`) changes the state at once and gives the journal entry that says
+so; `apply` takes such an entry in again, at replay. What a replay cannot know (a record's key, its priority, when it was
+published) comes from the log: `take_up` is told of every record, in order of offsets, from the floor on.
+
+What a record may be, and what moves it::
+
+    READY    taken up and free                       lease → LEASED
+    WAITING  behind another record of its key        the other is done or dead → READY or DELAYED
+    DELAYED  not before its time                     tick → READY
+    LEASED   with a worker, until its time           ack → done; nack → DELAYED; release → READY; tick → READY or MOVING
+    MOVING   on its way to the dead letters          landed → done
+
+Invariants:
+- the lease token of a record grows by one with every lease; an entry says so before the lease is handed out;
+- a record is settled by the token of its newest lease alone, also after that lease has run out, as long as nobody else got it;
+- with `ordered_by_key`, of the records of one key only the first that is not done or dead is ever READY, DELAYED or LEASED;
+- `done` and the tracked records never overlap; everything below `head` is one or the other; ranges are bounded by the records;
+- every record that is LEASED or DELAYED, and was taken up, stands in a timer of its time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from itertools import count
+from typing import Final, NamedTuple
+
+import msgspec
+
+from felix.errors import CorruptionError
+from felix.settings import QueueSettings
+from region.queue.ranges import DoneRanges
+
+READY_MAX: Final = 4_096
+"""Read ahead of the workers: enough for many of them with long prefetches, a few ms of work to take up."""
+TRACKED_MAX: Final = 200_000
+"""Records of a shard that are known one by one: ready, leased, delayed. With more of them no further are taken up."""
+RECORD_BYTES: Final = 320
+"""About what one of them takes in memory."""
+FINISHED_MAX: Final = 16_384
+"""Records that took more than one lease and are done, of which the last token is remembered to answer a repeated ack."""
+PRIORITIES: Final = 10
+PRIORITY_DEFAULT: Final = 4
+TIMERS_SLACK: Final = 4_096
+"""Entries of timers that no longer count are let stand until there are this many more than those that do."""
+RUNS_PER_ENTRY: Final = 12_000
+"""Three numbers of at most nine bytes each: an entry stays well below what the journal takes."""
+
+Run = tuple[int, int, int]
+"""First offset, how many, and a token (or another number of each of them)."""
+
+
+class Phase(IntEnum):
+    """See the module."""
+
+    READY = 0
+    WAITING = 1
+    DELAYED = 2
+    LEASED = 3
+    MOVING = 4
+
+
+class Kind(IntEnum):
+    """What an entry says of its runs. `at_ms` where it says `at`."""
+
+    DONE = 0
+    LEASED = 1
+    """until `at`"""
+    DELAYED = 2
+    """given back, not before `at`; the token stays"""
+    RELEASED = 3
+    """given back without having counted"""
+    PURGED = 4
+    """everything below the end of the run"""
+    FLOOR = 5
+    """in a snapshot: `at` is the floor, the runs are done"""
+    REFUNDS = 6
+    """in a snapshot: leases that did not count"""
+    FINISHED = 7
+    """in a snapshot: done, and by which token"""
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """An entry of the journal. `runs`: first offset, count and token, one after the other."""
+
+    kind: int
+    runs: list[int]
+    at_ms: int = 0
+
+
+class Spent(NamedTuple):
+    """A record that had all its attempts."""
+
+    offset: int
+    attempts: int
+
+
+class Tracked:
+    """A record that is neither done nor only in the log."""
+
+    __slots__ = (
+        "due_ms", "key", "loaded", "offset", "open", "phase", "priority", "refunds", "time_ms", "token", "worker",
+    )  # fmt: skip
+
+    def __init__(self, offset: int, phase: Phase) -> None:
+        self.offset = offset
+        self.phase = phase
+        self.time_ms = 0
+        self.priority = PRIORITY_DEFAULT
+        self.key: bytes | None = None
+        self.token = 0
+        self.refunds = 0
+        self.due_ms = 0
+        self.worker = 0
+        self.open = False
+        """True while the newest lease may still settle it."""
+        self.loaded = False
+        """True once the log has told of it; a replay names records before that."""
+
+    @property
+    def attempts(self) -> int:
+        """Leases that counted."""
+        return self.token - self.refunds
+
+
+def runs_of(numbers: Iterable[tuple[int, int]]) -> list[int]:
+    """Pairs of offset and token as runs, one number after the other. Offsets may come in any order."""
+    runs: list[int] = []
+    first = end = token = -1
+    for offset, each in numbers:
+        if offset == end and each == token:
+            end += 1
+            continue
+        if end > first:
+            runs += (first, end - first, token)
+        first, end, token = offset, offset + 1, each
+    if end > first:
+        runs += (first, end - first, token)
+    return runs
+
+
+def triples(runs: Sequence[int]) -> Iterator[Run]:
+    """The runs of an entry."""
+    numbers = iter(runs)
+    return zip(numbers, numbers, numbers, strict=True)
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+NOTHING: Final = _encoder.encode(Entry(Kind.DONE, []))
+"""An entry that changes nothing: durable once all before it are."""
+_decoder: Final = msgspec.msgpack.Decoder(Entry)
+
+
+class QueueState:
+    """See the module."""
+
+    def __init__(self, settings: QueueSettings) -> None:
+        self.settings = settings
+        self.done = DoneRanges()
+        self.head = 0
+        """The next offset that `take_up` is to be told of."""
+        self.tracked: dict[int, Tracked] = {}
+        self.counts = [0] * len(Phase)
+        self.leased_by: Counter[int] = Counter()
+        """Leases of each worker."""
+        self._ready: list[deque[int]] = [deque() for _ in range(PRIORITIES)]
+        self._timers: list[tuple[int, int, list[int]]] = []
+        self._timed = 0
+        self._timer_numbers = count()
+        self._keys: dict[bytes, deque[int]] = {}
+        self._finished: dict[int, int] = {}
+
+    # -- figures ---------------------------------------------------------------------------------------
+
+    @property
+    def floor(self) -> int:
+        """Every record below is done."""
+        return self.done.floor
+
+    @property
+    def ready(self) -> int:
+        """Records that may be leased now, of those taken up."""
+        return self.counts[Phase.READY]
+
+    @property
+    def wants_more(self) -> bool:
+        """Whether the next records of the log should be taken up."""
+        return self.counts[Phase.READY] < READY_MAX and len(self.tracked) < TRACKED_MAX
+
+    @property
+    def oldest_ms(self) -> int:
+        """When the oldest record that is not done was published; 0 where that is not known or there is none."""
+        first = self.tracked.get(self.done.floor)
+        return first.time_ms if first is not None else 0
+
+    def left(self, end: int) -> int:
+        """Records below `end`, the log's end, that are not done."""
+        return end - self.done.floor - self.done.above
+
+    # -- what the log tells ----------------------------------------------------------------------------
+
+    def take_up_run(self, end: int, time_ms: int, now_ms: int) -> None:
+        """Records from `head` to before `end` that have neither priority, delay nor (with ordered_by_key) key."""
+        tracked, ready, fresh = self.tracked, self._ready[PRIORITY_DEFAULT], 0
+        offset = self.head
+        while offset < end:
+            skipped = self.done.end_of(offset)
+            if skipped > offset:
+                offset = skipped
+                continue
+            stop = self.done.start_after(offset)
+            for each in range(offset, end if stop is None else min(end, stop)):
+                if each in tracked:
+                    self._take_up(each, time_ms, PRIORITY_DEFAULT, 0, None, now_ms)
+                    continue
+                record = Tracked(each, Phase.READY)
+                record.time_ms, record.loaded = time_ms, True
+                tracked[each] = record
+                ready.append(each)
+                fresh += 1
+            offset = end if stop is None else min(end, stop)
+        self.counts[Phase.READY] += fresh
+        self.head = max(self.head, end)
+
+    def take_up(
+        self, offset: int, time_ms: int, priority: int, due_ms: int, key: bytes | None, now_ms: int
+    ) -> None:
+        """The record at `head`: its priority, not before when (0: at once), and its key where keys count."""
+        assert offset >= self.head
+        self.skip(offset)
+        if offset not in self.done:
+            self._take_up(offset, time_ms, priority, due_ms, key, now_ms)
+        self.head = offset + 1
+
+    def _take_up(
+        self, offset: int, time_ms: int, priority: int, due_ms: int, key: bytes | None, now_ms: int
+    ) -> None:
+        record = self.tracked.get(offset)
+        if record is None:
+            record = Tracked(offset, Phase.WAITING)
+            record.due_ms = due_ms
+            self.tracked[offset] = record
+            self.counts[Phase.WAITING] += 1
+        record.time_ms, record.priority, record.loaded = time_ms, priority, True
+        if record.phase is Phase.MOVING:
+            return
+        if key is not None:
+            record.key = key
+            line = self._keys.get(key)
+            if line is not None and self._first(line, key) is not None:
+                line.append(offset)
+                if record.phase is not Phase.LEASED:
+                    self._set(record, Phase.WAITING)
+                    return
+            else:
+                self._keys[key] = deque((offset,))
+        if record.phase is Phase.LEASED:
+            self._time(record.due_ms, [offset])
+        else:
+            self._free(record, now_ms)
+
+    def skip(self, offset: int) -> list[int]:
+        """The log has nothing below `offset` that was not taken up: what retention removed is done. The records so lost that
+        were not taken up are those from `head` on."""
+        if offset <= self.head:
+            return []
+        lost = []
+        for each in (
+            list(self.tracked) if len(self.tracked) < offset - self.head else range(self.head, offset)
+        ):
+            record = self.tracked.get(each)
+            if record is not None and self.head <= each < offset and record.phase is not Phase.MOVING:
+                self._forget(record)
+                lost.append(each)
+        moving = sorted(each for each, record in self.tracked.items() if self.head <= each < offset)
+        start = self.head
+        for each in moving:
+            self.done.add(start, each)
+            start = each + 1
+        self.done.add(start, offset)
+        self.head = offset
+        return lost
+
+    def lose(self, offset: int, now_ms: int) -> bytes:
+        """A record that was taken up can no longer be read: it is done."""
+        record = self.tracked[offset]
+        self._finish(record, 0, now_ms)
+        return self._entry(Kind.DONE, [offset, 1, 0])
+
+    # -- leasing ---------------------------------------------------------------------------------------
+
+    def next_ready(self) -> Tracked | None:
+        """The record that is to be leased next: of the highest priority, the one that has been ready for longest."""
+        if not self.counts[Phase.READY]:
+            return None
+        tracked = self.tracked
+        for line in reversed(self._ready):
+            while line:
+                record = tracked.get(line[0])
+                if record is not None and record.phase is Phase.READY:
+                    return record
+                line.popleft()  # it was settled, purged or moved where it stood
+        raise AssertionError("a ready record stands in no line")
+
+    def lease(self, record: Tracked, until_ms: int, worker: int) -> None:
+        """Lease the record that `next_ready` gave; `leased` then makes the entry of all that were."""
+        self._ready[record.priority].popleft()
+        counts = self.counts
+        counts[Phase.READY] -= 1
+        counts[Phase.LEASED] += 1
+        record.phase = Phase.LEASED
+        record.token += 1
+        record.due_ms = until_ms
+        record.worker = worker
+        record.open = True
+
+    def leased(self, records: Sequence[Tracked], until_ms: int, worker: int) -> bytes:
+        """The entry of what was leased, all until the same time and by one worker."""
+        self.leased_by[worker] += len(records)
+        self._time(until_ms, [record.offset for record in records])
+        return self._entry(
+            Kind.LEASED, runs_of((record.offset, record.token) for record in records), until_ms
+        )
+
+    # -- settling --------------------------------------------------------------------------------------
+
+    def ack(self, runs: Iterable[Run], now_ms: int) -> tuple[bytes | None, list[int]]:
+        """Records are done. The entry, where there is one to write, and the offsets of which the lease was lost."""
+        found: list[tuple[int, int]] = []
+        lost: list[int] = []
+        tracked = self.tracked
+        for first, number, token in runs:
+            for offset in range(first, first + number):
+                record = tracked.get(offset)
+                if record is None:
+                    if not self._was_done(offset, token):
+                        lost.append(offset)
+                elif record.token == token and record.open:
+                    self._finish(record, token, now_ms)
+                    found.append((offset, token))
+                else:
+                    lost.append(offset)
+        return (self._entry(Kind.DONE, runs_of(found)) if found else None), lost
+
+    def settle(self, runs: Iterable[Run], now_ms: int) -> bytes | None:
+        """Records are done whoever holds them now: a transaction that acknowledged them is committed."""
+        found: list[tuple[int, int]] = []
+        for first, number, token in runs:
+            for offset in range(first, first + number):
+                record = self.tracked.get(offset)
+                if record is not None and record.phase is not Phase.MOVING:
+                    self._finish(record, token, now_ms)
+                    found.append((offset, token))
+        return self._entry(Kind.DONE, runs_of(found)) if found else None
+
+    def held(self, runs: Iterable[Run], until_ms: int) -> list[int]:
+        """The offsets of which these tokens hold no lease. The leases of the others do not run out before `until_ms`, in this
+        process: a transaction is about to acknowledge them."""
+        lost: list[int] = []
+        kept: list[int] = []
+        for first, number, token in runs:
+            for offset in range(first, first + number):
+                record = self.tracked.get(offset)
+                if record is None or record.token != token or not record.open:
+                    lost.append(offset)
+                else:
+                    self._lease_again(record, max(record.due_ms, until_ms), record.worker)
+                    kept.append(offset)
+        if kept:
+            self._time_each(kept)
+        return lost
+
+    def nack(
+        self, runs: Iterable[Run], delay_ms: int | None, now_ms: int
+    ) -> tuple[list[bytes], list[int], list[Spent]]:
+        """Records are given back, for after `delay_ms` (None: what the attempts so far ask for). The entries, the offsets of
+        which the lease was lost, and the records that had all their attempts, in order: they are MOVING, and for the caller to
+        move."""
+        lost: list[int] = []
+        spent: list[Spent] = []
+        due: dict[int, list[tuple[int, int]]] = {}
+        retries = self.settings.retries
+        for first, number, token in runs:
+            for offset in range(first, first + number):
+                record = self.tracked.get(offset)
+                if record is None or record.token != token:
+                    lost.append(offset)
+                elif not record.open:
+                    continue  # given back before, by this lease
+                elif retries.attempts_max and record.attempts >= retries.attempts_max:
+                    spent.append(Spent(offset, record.attempts))
+                    self._bury(record, now_ms)
+                else:
+                    wait_ms = retries.delay_ms(record.attempts) if delay_ms is None else delay_ms
+                    self._give_back(record, now_ms + wait_ms, now_ms)
+                    due.setdefault(record.due_ms, []).append((offset, token))
+        entries = [self._entry(Kind.DELAYED, runs_of(some), at_ms) for at_ms, some in due.items()]
+        return entries, lost, spent
+
+    def release(self, runs: Iterable[Run], now_ms: int) -> tuple[bytes | None, list[int]]:
+        """Records are given back that no worker looked at: at once, and the lease does not count as an attempt."""
+        found: list[tuple[int, int]] = []
+        lost: list[int] = []
+        for first, number, token in runs:
+            for offset in range(first, first + number):
+                record = self.tracked.get(offset)
+                if record is None or record.token != token:
+                    lost.append(offset)
+                elif record.open:
+                    record.refunds += 1
+                    self._give_back(record, now_ms, now_ms, first=True)
+                    found.append((offset, token))
+        return (self._entry(Kind.RELEASED, runs_of(found), now_ms) if found else None), lost
+
+    def extend(self, runs: Iterable[Run], until_ms: int) -> tuple[bytes | None, list[int]]:
+        """Leases go on until `until_ms`; also one that has run out, where nobody else got the record."""
+        found: list[tuple[int, int]] = []
+        lost: list[int] = []
+        for first, number, token in runs:
+            for offset in range(first, first + number):
+                record = self.tracked.get(offset)
+                if record is None or record.token != token or not record.open:
+                    lost.append(offset)
+                else:
+                    self._lease_again(record, until_ms, record.worker)
+                    found.append((offset, token))
+        if not found:
+            return None, lost
+        self._time_each(offset for offset, _ in found)
+        return self._entry(Kind.LEASED, runs_of(found), until_ms), lost
+
+    def purge(self, end: int, now_ms: int) -> tuple[bytes, int]:
+        """Everything below `end` is done, whoever holds it, but for what is on its way to the dead letters. The entry, and how
+        many records went."""
+        before = self.left(end)
+        self._purge(end)
+        return self._entry(Kind.PURGED, [0, end, 0]), before - self.left(end)
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    @property
+    def next_due_ms(self) -> int | None:
+        """When `tick` has something to do; earlier at most."""
+        return self._timers[0][0] if self._timers else None
+
+    def tick(self, now_ms: int) -> list[Spent]:
+        """Free what is due: delayed records, leases that ran out. Returns the records that had all their attempts, in order of
+        offsets: they are MOVING. Nothing is written: the time of a lease stands in its entry."""
+        spent: list[Spent] = []
+        attempts_max = self.settings.retries.attempts_max
+        while self._timers and self._timers[0][0] <= now_ms:
+            due_ms, _, offsets = heapq.heappop(self._timers)
+            self._timed -= len(offsets)
+            for offset in offsets:
+                record = self.tracked.get(offset)
+                if record is None or record.due_ms != due_ms:
+                    continue
+                if record.phase is Phase.DELAYED:
+                    self._free(record, now_ms)
+                elif record.phase is Phase.LEASED:
+                    if attempts_max and record.attempts >= attempts_max:
+                        spent.append(Spent(offset, record.attempts))
+                        self._bury(record, now_ms)
+                    else:
+                        self._free(record, now_ms)
+        spent.sort()
+        return spent
+
+    # -- dead letters ----------------------------------------------------------------------------------
+
+    def bury(self, offsets: Iterable[int], now_ms: int) -> None:
+        """These records are on their way elsewhere."""
+        for offset in offsets:
+            record = self.tracked.get(offset)
+            if record is None:
+                if offset in self.done:
+                    continue
+                record = self._track(offset)
+            if record.phase is not Phase.MOVING:
+                self._bury(record, now_ms)
+
+    def unbury(self, offsets: Iterable[int], now_ms: int) -> None:
+        """They stay after all."""
+        for offset in offsets:
+            record = self.tracked.get(offset)
+            if record is not None and record.phase is Phase.MOVING:
+                record.due_ms = 0
+                if record.loaded:
+                    # Its key, if it has one, has gone on without it: it takes its turn with those behind.
+                    if record.key is not None:
+                        line = self._keys.get(record.key)
+                        if line is not None and self._first(line, record.key) is not None:
+                            line.append(offset)
+                            self._set(record, Phase.WAITING)
+                            continue
+                        self._keys[record.key] = deque((offset,))
+                    self._free(record, now_ms)
+                else:
+                    self._set(record, Phase.DELAYED)
+
+    def landed(self, offsets: Iterable[int], now_ms: int) -> None:
+        """They stand where they were moved to: here they are done."""
+        for offset in offsets:
+            record = self.tracked.get(offset)
+            if record is not None:
+                self._finish(record, 0, now_ms)
+            else:
+                self.done.add(offset, offset + 1)
+
+    # -- the journal -----------------------------------------------------------------------------------
+
+    def apply(self, data: bytes, now_ms: int) -> None:
+        """Take in an entry at replay; nothing has been taken up yet. Raises CorruptionError."""
+        try:
+            entry = _decoder.decode(data)
+            kind, runs = Kind(entry.kind), list(triples(entry.runs))
+        except (msgspec.MsgspecError, ValueError, UnicodeDecodeError) as error:
+            raise CorruptionError(f"A queue's journal entry cannot be read: {error}.") from error
+        if kind is Kind.FLOOR:
+            self.done.add(0, entry.at_ms)
+            for first, number, _ in runs:
+                self.done.add(first, first + number)
+        elif kind is Kind.PURGED:
+            for _, end, _ in runs:
+                self._purge(end)
+        else:
+            for first, number, token in runs:
+                for offset in range(first, first + number):
+                    self._apply(kind, offset, token, entry.at_ms, now_ms)
+        self.head = self.done.floor
+
+    def _apply(self, kind: Kind, offset: int, token: int, at_ms: int, now_ms: int) -> None:
+        if kind is Kind.FINISHED:
+            self._remember(offset, token)
+            return
+        record = self.tracked.get(offset)
+        if kind is Kind.DONE:
+            if record is not None:
+                self._finish(record, token, now_ms)
+            elif offset not in self.done:
+                self.done.add(offset, offset + 1)
+                if token != 1:
+                    self._remember(offset, token)
+            return
+        if record is None:
+            if offset in self.done:
+                return  # an entry that stands in its snapshot already
+            record = self._track(offset)
+        if kind is Kind.REFUNDS:
+            record.refunds = token
+            return
+        record.token = token
+        if kind is Kind.LEASED:
+            self._lease_again(record, at_ms, 0)
+        else:
+            if kind is Kind.RELEASED:
+                record.refunds += 1
+            record.due_ms, record.open = at_ms, False
+            self._set(record, Phase.DELAYED)
+
+    def entries(self) -> list[bytes]:
+        """The whole state as entries."""
+        ranges = [number for start, end in self.done for number in (start, end - start, 0)]
+        found = [self._entry(Kind.FLOOR, [], self.floor)]
+        found += self._entries(Kind.FLOOR, ranges, self.floor)
+        found += self._entries(Kind.FINISHED, runs_of(sorted(self._finished.items())), 0)
+        held: dict[tuple[Kind, int], list[tuple[int, int]]] = {}
+        refunds: list[tuple[int, int]] = []
+        for offset, record in sorted(self.tracked.items()):
+            if not record.token:
+                continue
+            if record.open:
+                # One that has run out is one still: it is told by its time.
+                held.setdefault((Kind.LEASED, record.due_ms), []).append((offset, record.token))
+            else:
+                held.setdefault((Kind.DELAYED, record.due_ms), []).append((offset, record.token))
+            if record.refunds:
+                refunds.append((offset, record.refunds))
+        for (kind, at_ms), some in held.items():
+            found += self._entries(kind, runs_of(some), at_ms)
+        found += self._entries(Kind.REFUNDS, runs_of(refunds), 0)
+        return found
+
+    def _entries(self, kind: Kind, runs: list[int], at_ms: int) -> Iterator[bytes]:
+        for at in range(0, len(runs), 3 * RUNS_PER_ENTRY):
+            yield self._entry(kind, runs[at : at + 3 * RUNS_PER_ENTRY], at_ms)
+
+    @staticmethod
+    def _entry(kind: Kind, runs: list[int], at_ms: int = 0) -> bytes:
+        return _encoder.encode(Entry(kind, runs, at_ms))
+
+    # -- moving between phases -------------------------------------------------------------------------
+
+    def _track(self, offset: int) -> Tracked:
+        record = Tracked(offset, Phase.DELAYED)
+        self.tracked[offset] = record
+        self.counts[Phase.DELAYED] += 1
+        return record
+
+    def _set(self, record: Tracked, phase: Phase) -> None:
+        old = record.phase
+        if old is Phase.LEASED:
+            self._left_worker(record)
+        self.counts[old] -= 1
+        self.counts[phase] += 1
+        record.phase = phase
+
+    def _left_worker(self, record: Tracked) -> None:
+        worker = record.worker
+        if self.leased_by[worker] <= 1:
+            del self.leased_by[worker]
+        else:
+            self.leased_by[worker] -= 1
+
+    def _free(self, record: Tracked, now_ms: int, *, first: bool = False) -> None:
+        """READY, or DELAYED until its time."""
+        if record.phase is not Phase.LEASED and record.due_ms > now_ms:
+            self._set(record, Phase.DELAYED)
+            self._time(record.due_ms, [record.offset])
+            return
+        self._set(record, Phase.READY)
+        line = self._ready[record.priority]
+        if first:
+            line.appendleft(record.offset)
+        else:
+            line.append(record.offset)
+
+    def _give_back(self, record: Tracked, due_ms: int, now_ms: int, *, first: bool = False) -> None:
+        record.due_ms, record.open = due_ms, False
+        self._set(record, Phase.DELAYED)
+        if record.loaded:
+            self._free(record, now_ms, first=first)
+
+    def _lease_again(self, record: Tracked, until_ms: int, worker: int) -> None:
+        if record.phase is not Phase.LEASED:
+            self._set(record, Phase.LEASED)
+            record.worker = worker
+            self.leased_by[worker] += 1
+        record.due_ms, record.open = until_ms, True
+
+    def _finish(self, record: Tracked, token: int, now_ms: int) -> None:
+        """Done, by the lease `token` (0: by none)."""
+        offset = record.offset
+        if record.phase is Phase.LEASED:
+            self._left_worker(record)
+        self.counts[record.phase] -= 1
+        del self.tracked[offset]
+        self.done.add(offset, offset + 1)
+        if token != 1 and record.token:
+            self._remember(offset, token)
+        if record.key is not None and record.phase is not Phase.MOVING:
+            self._next_of_key(record, now_ms)
+
+    def _forget(self, record: Tracked) -> None:
+        if record.phase is Phase.LEASED:
+            self._left_worker(record)
+        self.counts[record.phase] -= 1
+        del self.tracked[record.offset]
+
+    def _bury(self, record: Tracked, now_ms: int) -> None:
+        self._set(record, Phase.MOVING)
+        record.open = False
+        if record.key is not None:
+            self._next_of_key(record, now_ms)
+
+    def _first(self, line: deque[int], key: bytes) -> Tracked | None:
+        """The first record of a key that is neither done nor moving."""
+        while line:
+            record = self.tracked.get(line[0])
+            if record is not None and record.phase is not Phase.MOVING and record.key == key:
+                return record
+            line.popleft()
+        return None
+
+    def _next_of_key(self, record: Tracked, now_ms: int) -> None:
+        key = record.key
+        assert key is not None
+        line = self._keys.get(key)
+        if line is None:
+            return
+        following = self._first(line, key)
+        if following is None:
+            del self._keys[key]
+        elif following.phase is Phase.WAITING:
+            self._free(following, now_ms)
+
+    def _purge(self, end: int) -> None:
+        start = self.floor
+        for offset, record in sorted(self.tracked.items()):
+            if offset >= end:
+                break
+            if record.phase is Phase.MOVING:
+                self.done.add(start, offset)
+                start = offset + 1
+                continue
+            self._forget(record)
+            if record.token:
+                self._remember(offset, 0)
+        self.done.add(start, end)
+        self.head = max(self.head, end)
+        for key, line in list(self._keys.items()):
+            following = self._first(line, key)
+            if following is None:
+                del self._keys[key]
+            elif following.phase is Phase.WAITING:
+                self._free(following, following.due_ms)
+
+    def _remember(self, offset: int, token: int) -> None:
+        self._finished.pop(offset, None)
+        self._finished[offset] = token
+        if len(self._finished) > FINISHED_MAX:
+            del self._finished[next(iter(self._finished))]
+
+    def _was_done(self, offset: int, token: int) -> bool:
+        """Whether it was this lease that finished the record, as far as that is still known."""
+        return offset in self.done and self._finished.get(offset, 1) == token
+
+    # -- timers ----------------------------------------------------------------------------------------
+
+    def _time(self, due_ms: int, offsets: list[int]) -> None:
+        heapq.heappush(self._timers, (due_ms, next(self._timer_numbers), offsets))
+        self._timed += len(offsets)
+        live = self.counts[Phase.LEASED] + self.counts[Phase.DELAYED]
+        if self._timed > 2 * live + TIMERS_SLACK:
+            self._renew_timers()
+
+    def _time_each(self, offsets: Iterable[int]) -> None:
+        """Timers for records by their own times; those not taken up get theirs then."""
+        due: dict[int, list[int]] = {}
+        for offset in offsets:
+            record = self.tracked[offset]
+            if record.loaded:
+                due.setdefault(record.due_ms, []).append(offset)
+        for at_ms, some in due.items():
+            self._time(at_ms, some)
+
+    def _renew_timers(self) -> None:
+        due: dict[int, list[int]] = {}
+        for offset, record in self.tracked.items():
+            if record.loaded and record.phase in (Phase.LEASED, Phase.DELAYED):
+                due.setdefault(record.due_ms, []).append(offset)
+        self._timers = [(at_ms, next(self._timer_numbers), some) for at_ms, some in due.items()]
+        heapq.heapify(self._timers)
+        self._timed = sum(len(some) for _, _, some in self._timers)

@@ -1,0 +1,410 @@
+"""A queue through the SDK and a real broker: put, lease, acknowledge, give back, dead letters, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from region_home import running
+from region_peer import client, until
+
+import felix
+from felix.errors import Code, RequestError
+from felix.queue import Job
+from felix.queue_messages import Held, QueueState
+from region.folder import RegionFolder
+from region.node import Node
+
+pytestmark = pytest.mark.timeout(120)
+JOBS = "acme/ops/jobs"
+
+
+async def take(consumer: felix.QueueConsumer, count: int) -> list[Job]:
+    found: list[Job] = []
+    async with asyncio.timeout(30):
+        while len(found) < count:
+            found.append(await anext(consumer))
+    return found
+
+
+async def letters(queue: felix.Queue, count: int) -> None:
+    """Wait until so many dead letters have landed."""
+    async with asyncio.timeout(20):
+        while (await queue.describe()).dead_lettered != count:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def state_of(queue: felix.Queue) -> tuple[int, int, int, int]:
+    """Ready, leased, delayed, dead."""
+    found: QueueState = await queue.describe()
+    return found.ready, found.leased, found.delayed, found.dead
+
+
+async def test_jobs_are_leased_and_gone_once_acknowledged(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"%d" % n for n in range(10)])
+    assert await state_of(jobs) == (10, 0, 0, 0)
+    leased = await jobs.lease(4)
+    assert [job.payload for job in leased] == [b"0", b"1", b"2", b"3"]
+    assert all(job.attempts == 1 for job in leased)
+    assert await state_of(jobs) == (6, 4, 0, 0)
+    await asyncio.gather(*(job.ack() for job in leased))
+    assert await state_of(jobs) == (6, 0, 0, 0)
+    assert [job.payload for job in await jobs.lease(100)] == [b"4", b"5", b"6", b"7", b"8", b"9"]
+    assert await jobs.lease(100) == []
+
+
+async def test_a_consumer_gets_what_comes_with_key_and_headers(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS, shards=3)
+    jobs = operator.queue(JOBS)
+    async with jobs.consume(prefetch=8) as consumer:
+        for n in range(50):
+            await jobs.put(b"%d" % n, key=b"k%d" % n, headers={"x": b"y"})
+        seen = []
+        while len(seen) < 50:
+            (job,) = await take(consumer, 1)
+            assert job.headers == {"x": b"y"} and job.key == b"k" + job.payload
+            seen.append(int(job.payload))
+            job.ack()
+        assert sorted(seen) == list(range(50))
+    assert await state_of(jobs) == (0, 0, 0, 0)
+
+
+async def test_a_lease_that_waits_gets_what_comes_later(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    waiting = asyncio.ensure_future(jobs.lease(5, wait=20))
+    await until(lambda: operator.queue(JOBS)._calls is not None)
+    await jobs.put(b"late")
+    assert [job.payload for job in await waiting] == [b"late"]
+
+
+async def test_a_lease_that_ran_out_goes_to_another_and_is_refused_to_the_first(
+    operator: felix.RegionClient,
+) -> None:
+    await operator.create_queue(JOBS, visibility=0.2)
+    jobs = operator.queue(JOBS)
+    await jobs.put(b"a")
+    (first,) = await jobs.lease()
+    (second,) = await jobs.lease(wait=20)
+    assert (first.attempts, second.attempts) == (1, 2)
+    with pytest.raises(RequestError) as refused:
+        await first.ack()
+    assert refused.value.code is Code.LEASE_LOST
+    await second.ack()
+    await second.ack()  # said again, by the same lease
+    with pytest.raises(RequestError):
+        await first.ack()
+    assert await state_of(jobs) == (0, 0, 0, 0)
+
+
+async def test_a_job_given_back_comes_again_after_its_delay_and_dies_with_its_reason(
+    operator: felix.RegionClient,
+) -> None:
+    await operator.create_queue(JOBS, attempts=3, retry=0.01)
+    jobs = operator.queue(JOBS)
+    await jobs.put(b"a", key=b"k", headers={"x": b"1"})
+    async with jobs.consume() as consumer:
+        for attempt in (1, 2, 3):
+            (job,) = await take(consumer, 1)
+            assert job.attempts == attempt
+            await job.nack(reason="no paper")
+    dead = operator.queue(JOBS + ".dead")
+    await letters(jobs, 1)
+    assert await state_of(jobs) == (0, 0, 0, 1)
+    (letter,) = await dead.lease(wait=20)
+    assert (letter.payload, letter.key) == (b"a", b"k")
+    assert letter.headers["felix.dead.reason"] == b"no paper" and letter.headers["x"] == b"1"
+    assert letter.headers["felix.dead.attempts"] == b"3"
+
+
+async def test_leaving_a_job_acknowledges_it_or_gives_it_back_with_the_reason(
+    operator: felix.RegionClient,
+) -> None:
+    await operator.create_queue(JOBS, attempts=1)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"good", b"bad"])
+    async with jobs.consume() as consumer:
+        for job in await take(consumer, 2):
+            try:
+                async with job:
+                    if job.payload == b"bad":
+                        raise ValueError("it is bad")
+            except ValueError:
+                continue
+    await letters(jobs, 1)
+    (letter,) = await operator.queue(JOBS + ".dead").lease()
+    assert letter.headers["felix.dead.reason"] == b"ValueError: it is bad"
+    assert (await jobs.describe()).acked == 1
+
+
+async def test_dead_letters_come_back_in_order_with_their_attempts_anew(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS, attempts=1)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"%d" % n for n in range(100)])
+    for job in await jobs.lease(100):
+        job.nack(reason="not today")
+    await jobs.flush()
+    assert await jobs.redrive(30) == 30
+    assert await jobs.redrive() == 70
+    assert await jobs.redrive() == 0
+    back = await jobs.lease(100)
+    assert [int(job.payload) for job in back] == list(range(100))
+    assert {job.attempts for job in back} == {1} and back[0].headers == {}
+
+
+async def test_delayed_records_wait_and_priorities_go_first(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    await jobs.put(b"later", delay=0.3)
+    await jobs.put(b"far", deliver_at=datetime.now(UTC) + timedelta(hours=1))
+    await jobs.put(b"low", priority=0)
+    await jobs.put(b"plain")
+    await jobs.put(b"high", priority=9)
+    assert [job.payload for job in await jobs.lease(10)] == [b"high", b"plain", b"low"]
+    assert (await state_of(jobs))[2] == 2
+    assert [job.payload for job in await jobs.lease(10, wait=20)] == [b"later"]
+
+
+async def test_one_record_of_a_key_is_out_at_a_time_and_order_outlasts_retries(
+    operator: felix.RegionClient,
+) -> None:
+    await operator.create_queue(JOBS, ordered_by_key=True, attempts=0, retry=0.01)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"%d" % n for n in range(60)], [b"k%d" % (n % 3) for n in range(60)])
+    done: list[int] = []
+    out: dict[bytes, int] = {}
+
+    async def work(number: int) -> None:
+        async with jobs.consume(prefetch=4) as consumer:
+            async for job in consumer:
+                assert job.key is not None
+                out[job.key] = out.get(job.key, 0) + 1
+                assert out[job.key] == 1, "another worker has one of this key"
+                await asyncio.sleep(0.001)
+                out[job.key] -= 1
+                if job.attempts == 1 and int(job.payload) % 4 == 0:
+                    job.nack()
+                    continue
+                done.append(int(job.payload))
+                await job.ack()
+
+    workers = [asyncio.ensure_future(work(number)) for number in range(3)]
+    await until(lambda: len(done) == 60)
+    for worker in workers:
+        worker.cancel()
+    for key in range(3):
+        mine = [n for n in done if n % 3 == key]
+        assert mine == sorted(mine)
+
+
+async def test_workers_share_what_is_ready(operator: felix.RegionClient, folder: RegionFolder) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    async with jobs.consume(prefetch=100) as one, jobs.consume(prefetch=100) as other:
+        await jobs.put_many([b"x"] * 100)
+        await until(lambda: one.buffered + other.buffered == 100)
+        assert min(one.buffered, other.buffered) >= 25
+        found = await jobs.describe()
+        assert sorted(worker.leased for worker in found.workers) == sorted([one.buffered, other.buffered])
+    # What nobody looked at is ready again at once, and did not count.
+    again = await jobs.lease(100, wait=5)
+    assert len(again) == 100 and {job.attempts for job in again} == {1}
+
+
+async def test_extended_leases_last_and_unextended_ones_do_not(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS, visibility=0.3)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"kept", b"left"])
+    async with jobs.consume(prefetch=1) as consumer:
+        (kept,) = await take(consumer, 1)
+        (left,) = await jobs.lease(wait=5)
+        (again,) = await jobs.lease(wait=20)
+        assert again.payload == left.payload == b"left"
+        await kept.ack()
+        await again.extend(30)
+        await asyncio.sleep(0.5)
+        await again.ack()
+
+
+async def test_leases_acknowledgements_and_attempts_outlast_a_restart(
+    folder: RegionFolder, tmp_path: Path
+) -> None:
+    data = str(tmp_path / "data")
+    async with running(folder, data=data) as node, client(node.folder) as region:
+        await region.create_queue(JOBS, retry=0.01)
+        jobs = region.queue(JOBS)
+        await jobs.put_many([b"%d" % n for n in range(20)])
+        leased = await jobs.lease(10)
+        await asyncio.gather(*(job.ack() for job in leased[:5]))
+        await leased[5].nack(delay=0)
+        kept = [Held(job.shard, job.offset, 1, job.token) for job in leased[6:8]]
+    async with running(folder, data=data) as node, client(node.folder) as region:
+        jobs = region.queue(JOBS)
+        async with asyncio.timeout(20):
+            while await state_of(jobs) != (11, 4, 0, 0):  # noqa: ASYNC110 - until the log is read ahead
+                await asyncio.sleep(0.005)
+        assert await jobs.settle("ack", kept) == []
+        assert await jobs.settle("ack", kept) == []
+        assert await jobs.settle("ack", [Held(0, 5, 1, 1)]) == [(0, 5)]
+        rest = await jobs.lease(100)
+        by_payload = {job.payload: job.attempts for job in rest}
+        assert by_payload == {b"5": 2} | {b"%d" % n: 1 for n in range(10, 20)}
+
+
+async def test_a_consumer_goes_on_over_a_restart_with_the_jobs_it_holds(
+    folder: RegionFolder, tmp_path: Path
+) -> None:
+    data = str(tmp_path / "data")
+    async with running(folder, data=data) as node:
+        port = node.address.port
+        region = client(node.folder)
+        await region.open()
+        await region.create_queue(JOBS)
+        jobs = region.queue(JOBS)
+        await jobs.put_many([b"%d" % n for n in range(40)])
+        consumer = jobs.consume(prefetch=10)
+        await consumer.open()
+        held = await take(consumer, 5)
+    from felix.address import Address
+
+    async with running(folder, data=data, listen=Address("127.0.0.1", port)):
+        for job in held:
+            await job.ack()
+        rest: list[Job] = []
+        while len(rest) < 35:
+            rest += await take(consumer, 1)
+            rest[-1].ack()
+        await consumer.close()
+        assert sorted(int(job.payload) for job in (*held, *rest)) == list(range(40))
+        assert {job.attempts for job in rest} == {1} and not consumer.lost
+        assert await state_of(jobs) == (0, 0, 0, 0)
+        await region.close()
+
+
+async def test_a_purge_ends_everything_also_what_is_out(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"x"] * 30)
+    await jobs.put(b"later", delay=100)
+    (out,) = await jobs.lease()
+    assert await jobs.purge() == 31
+    with pytest.raises(RequestError) as refused:
+        await out.ack()
+    assert refused.value.code is Code.LEASE_LOST
+    assert await state_of(jobs) == (0, 0, 0, 0)
+    await jobs.put(b"new")
+    assert [job.payload for job in await jobs.lease(5, wait=5)] == [b"new"]
+
+
+async def test_peeking_shows_what_each_record_is(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    await jobs.put(b"out")
+    await jobs.put(b"later", delay=100)
+    await jobs.put(b"free", key=b"k")
+    await jobs.lease()
+    seen = await jobs.peek()
+    assert [(each.job.payload, each.phase) for each in seen] == [
+        (b"out", "leased"), (b"later", "delayed"), (b"free", "ready")
+    ]  # fmt: skip
+    assert seen[2].job.key == b"k"
+
+
+async def test_records_of_plain_publishers_and_of_another_queue(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS)
+    async with operator.stream(JOBS).publisher(compress=True) as publisher:
+        for n in range(100):
+            await publisher.send(b"%d" % n * 50)
+    assert len(await operator.queue(JOBS).lease(1000)) == 100
+    await operator.create_stream("acme/ops/plain")
+    with pytest.raises(RequestError) as refused:
+        await operator.queue("acme/ops/plain").lease()
+    assert refused.value.code is Code.UNSUPPORTED
+
+
+async def test_a_record_too_large_for_anybody_is_a_dead_letter(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS)
+    async with operator.stream(JOBS).publisher(compress=True, batch_bytes=1 << 20) as publisher:
+        await publisher.publish_batch([felix.NewRecord(bytes(3 << 20)), felix.NewRecord(b"small")])
+    jobs = operator.queue(JOBS)
+    assert [job.payload for job in await jobs.lease(5, wait=5)] == [b"small"]
+    await letters(jobs, 1)
+
+
+async def test_the_log_is_trimmed_below_what_is_done(node: Node, operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    payload = bytes(200_000)
+    shard = node.broker.streams.get(felix.StreamName.parse(JOBS)).shard(0)  # type: ignore[union-attr]
+    async with jobs.consume(prefetch=100) as consumer:
+        for _ in range(6):
+            await jobs.put_many([payload] * 16)
+            for job in await take(consumer, 16):
+                job.ack()
+        await consumer.flush()
+        await until(lambda: shard.log_start_offset > 0)
+    assert await state_of(jobs) == (0, 0, 0, 0)
+
+
+async def test_an_ephemeral_queue_works_in_memory(operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS, durability=felix.Durability("ephemeral"), attempts=1)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"a", b"b"])
+    first, second = await jobs.lease(2)
+    await first.ack()
+    await second.nack()
+    await letters(jobs, 1)
+    assert [job.payload for job in await operator.queue(JOBS + ".dead").lease(wait=20)] == [b"b"]
+
+
+@pytest.fixture
+async def worker(node: Node) -> AsyncIterator[felix.RegionClient]:
+    async with client(node.folder, identity="worker") as made:
+        yield made
+
+
+async def test_rights_are_asked_for_each_verb_and_live(
+    operator: felix.RegionClient, worker: felix.RegionClient
+) -> None:
+    await operator.create_queue(JOBS)
+    await operator.queue(JOBS).put_many([b"a", b"b", b"c"])
+    mine = worker.queue(JOBS)
+    with pytest.raises(RequestError) as hidden:
+        await mine.lease()
+    assert hidden.value.code is Code.NOT_FOUND_OR_FORBIDDEN
+    identity = worker.session.identity
+    await operator.put_rights(identity, [f"subscribe {JOBS}"])
+    async with mine.consume(prefetch=1) as consumer:
+        (job,) = await take(consumer, 1)
+        await job.ack()
+        for refused in (mine.purge(), mine.redrive(), mine.put(b"x")):
+            with pytest.raises(RequestError) as forbidden:
+                await refused
+            assert forbidden.value.code is Code.NOT_FOUND_OR_FORBIDDEN
+        await operator.put_rights(identity, [])
+        with pytest.raises(RequestError) as ended:
+            while True:
+                await anext(consumer)
+        assert ended.value.code is Code.NOT_FOUND_OR_FORBIDDEN
+    with pytest.raises(RequestError):
+        await mine.lease()
+
+
+async def test_dead_letters_go_nowhere_that_their_maker_may_not_write(
+    operator: felix.RegionClient, worker: felix.RegionClient
+) -> None:
+    await operator.put_rights(worker.session.identity, ["admin acme/ops/*", "publish acme/ops/*"])
+    with pytest.raises(RequestError) as refused:
+        await worker.create_queue(JOBS, dead_letter="umbrella/ops/orders")
+    assert refused.value.code is Code.NOT_FOUND_OR_FORBIDDEN
+    with pytest.raises(RequestError):
+        await worker.create_queue(JOBS, dead_letter=JOBS)
+    with pytest.raises(RequestError):
+        await worker.create_queue("acme/ops/" + "x" * 60)
+    await worker.create_queue(JOBS, dead_letter="acme/ops/letters")
+    await worker.delete_stream(JOBS)
