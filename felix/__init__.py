@@ -27,6 +27,7 @@ from felix.publisher import Publisher, Receipt, Refusal
 from felix.queue import Job, Queue, QueueConsumer
 from felix.settings import Deduplication, Retries, SubscriptionSettings, Views
 from felix.subscription import Gap, GapError, ReceivedBatch, Subscription
+from felix.transaction import Transaction, TransactionRecord
 
 __all__ = [
     "FOREVER",
@@ -72,6 +73,8 @@ __all__ = [
     "StreamState",
     "Subscription",
     "SubscriptionSettings",
+    "Transaction",
+    "TransactionRecord",
     "UnavailableError",
     "Views",
     "Watch",

@@ -106,6 +106,7 @@ from felix.settings import (
 )
 from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, StartAt, Subscription, start_message
 from felix.tracing import Tracing, tracing, tracing_wanted
+from felix.transaction import TRANSACTION_TIMEOUT_S, Transaction, Transactions
 from felix.transport.port import Engine, TransportLimits
 
 STREAM_PUBLISHERS_MAX: Final = 64
@@ -181,6 +182,7 @@ class RegionClient:
         self._publishers: OrderedDict[StreamName, Publisher] = OrderedDict()
         self._caches: dict[StreamName, Cache] = {}
         self._queues: dict[StreamName, Queue] = {}
+        self._transactions: Transactions | None = None
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -240,6 +242,9 @@ class RegionClient:
             # Whoever published awaits the outcome there; here it is only given the time to arrive.
             with suppress(FelixError):
                 await publisher.close()
+        if self._transactions is not None:
+            self._transactions.close()
+            self._transactions = None
         await connection.close()
 
     @property
@@ -432,6 +437,24 @@ class RegionClient:
             name, shards=shards, durability=durability, views=Views(cache=settings or CacheSettings())
         )
         return self.cache(name)
+
+    def transaction(
+        self,
+        *,
+        timeout_s: float = TRANSACTION_TIMEOUT_S,
+        transactional_id: str = "",
+        compress: bool = False,
+    ) -> Transaction:
+        """Records for several streams, and acknowledgements, that become visible together or not at all; use it as `async with`.
+
+        It is aborted where it is open for longer than `timeout_s` (the broker says how long it may be). With a
+        `transactional_id`, the first transaction of this client under it ends what an older instance has open.
+        """
+        if self._transactions is None:
+            self._transactions = Transactions(self.connection)
+        return Transaction(
+            self._transactions, timeout_s=timeout_s, transactional_id=transactional_id, compress=compress
+        )
 
     # -- the region -----------------------------------------------------------------------------------
 

@@ -711,6 +711,18 @@ class ConsumerOpened(Message, frozen=True, tag="consumer_opened"):
     created: bool = False
 
 
+class OpenTransactions(Message, frozen=True, tag="open_transactions"):
+    """First frame of an exchange for transactions (felix.transaction_messages)."""
+
+
+class TransactionsOpened(Message, frozen=True, tag="transactions_opened"):
+    """What this broker allows: the longest timeout, bytes of one transaction, open ones of one identity."""
+
+    timeout_ms_max: int
+    bytes_max: int
+    open_max: int
+
+
 class Done(Message, frozen=True, tag="done"):
     """Carried out; `note` says what a person should know of it."""
 
@@ -723,12 +735,13 @@ Request = (
     | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
     | CreateSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
     | OpenCache | WatchCache | OpenQueue
+    | OpenTransactions
 )  # fmt: skip
 Answer = (
     StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | TrafficPage | DocumentPage | KeyPage | RegionState
     | CacheOpened | QueueOpened
     | LinkPage | DataKeySealed | LinkSecretSealed | IngestOpened | Witnessed | CheckpointAnswer | Done
-    | SubscriptionState | SubscriptionPage | ConsumerOpened
+    | SubscriptionState | SubscriptionPage | ConsumerOpened | TransactionsOpened
 )  # fmt: skip
 
 _encoder: Final = msgspec.msgpack.Encoder()

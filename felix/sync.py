@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
-from felix import cache, client, publisher, queue, subscription
+from felix import cache, client, publisher, queue, subscription, transaction
 from felix.batch import Headers, NewRecord, Record
 from felix.cache_messages import CacheStats
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SessionInfo
@@ -290,12 +290,71 @@ class SyncRegion:
         )
         return SyncCache(self._background, made)
 
+    def transaction(
+        self,
+        *,
+        timeout_s: float = transaction.TRANSACTION_TIMEOUT_S,
+        transactional_id: str = "",
+        compress: bool = False,
+    ) -> SyncTransaction:
+        """As `RegionClient.transaction`; use it as `with`."""
+
+        async def make() -> transaction.Transaction:
+            return self._region.transaction(
+                timeout_s=timeout_s, transactional_id=transactional_id, compress=compress
+            )
+
+        return SyncTransaction(self._background, self._background.call(make()))
+
     def describe(self) -> RegionState:
         return self._background.call(self._region.describe())
 
     def request(self, request: Request, *, timeout_s: float | None = None) -> Answer:
         """Any request of the protocol and its answer."""
         return self._background.call(self._region.request(request, timeout_s=timeout_s))
+
+
+class SyncTransaction:
+    """A transaction, as `felix.transaction.Transaction`, blocking; use it as `with`."""
+
+    def __init__(self, background: _Background, inner: transaction.Transaction) -> None:
+        self._background = background
+        self._inner = inner
+
+    def __enter__(self) -> Self:
+        self._background.call(self._inner.begin())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._background.call(self._inner.__aexit__(kind, error, trace))
+
+    def publish(
+        self,
+        stream: str | StreamName,
+        payload: Payload,
+        *,
+        key: bytes | None = None,
+        headers: Headers | None = None,
+        shard: int | None = None,
+        message_id: MessageId | None = None,
+    ) -> transaction.TransactionRecord:
+        """Add a record; it has an offset after the commit."""
+        return self._background.call(
+            self._inner.publish(stream, payload, key=key, headers=headers, shard=shard, message_id=message_id)
+        )
+
+    def acknowledge(self, *records: transaction.Acknowledgeable) -> None:
+        """Acknowledge records of a durable subscription, or jobs of a queue, with the commit."""
+        self._background.call(self._inner.acknowledge(*records))
+
+    def commit(self) -> list[int]:
+        """Commit; the offsets in the order of publishing. May be called again after UnavailableError."""
+        return self._background.call(self._inner.commit())
+
+    def abort(self) -> None:
+        self._background.call(self._inner.abort())
 
 
 class SyncStream:

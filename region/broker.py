@@ -38,6 +38,8 @@ log = logging.getLogger("felix.region")
 DELIVERY_WAIT_S: Final = 0.02
 """How long delivery that found the budget used up waits before it looks again."""
 
+RESERVED_TENANT: Final = "felix"
+"""Its streams are the broker's own: no client creates, reads, lists or is granted one."""
 ALL_RIGHTS: Final = tuple(f"{verb} */*/*" for verb in Verb)
 """What an operator that the configuration names may do."""
 
@@ -152,10 +154,19 @@ class Broker:
         return sorted({str(right) for right in rights})
 
     def allows(self, identity: SpiffeId, verb: Verb, name: StreamName) -> bool:
-        """True where a right says so. An identity of another region has none."""
-        if identity.region != self.region:
+        """True where a right says so. An identity of another region has none, nor anybody to what is Felix's own."""
+        if identity.region != self.region or name.tenant == RESERVED_TENANT:
             return False
         return self._rights.allows(identity, verb, name) or self._operator_rights.allows(identity, verb, name)
+
+    def refuse_reserved(self, tenant: str) -> None:
+        """Raises RequestError(FORBIDDEN) for the tenant whose streams are Felix's own."""
+        if tenant == RESERVED_TENANT:
+            raise RequestError(
+                f"The tenant {RESERVED_TENANT!r} is reserved: its streams are the broker's own.",
+                code=Code.FORBIDDEN,
+                hint="Use another tenant.",
+            )
 
     def require(self, identity: SpiffeId, verb: Verb, name: StreamName) -> None:
         """Raises RequestError(NOT_FOUND_OR_FORBIDDEN), the same for no right and for no stream."""

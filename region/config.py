@@ -34,6 +34,8 @@ RING_BUDGET_BYTES_MIN: Final = 1 << 20
 """The smallest ring of one shard."""
 EXCHANGE_BUDGET_BYTES_MIN: Final = 4 << 20
 """A few calls of the largest size."""
+TRANSACTION_BYTES_MAX: Final = 16 << 20
+"""Written into a journal at once, beside what waits there: half of what a log lets wait for the disk."""
 VIEW_BUDGET_BYTES_MIN: Final = 1 << 20
 """One batch of the largest size: the least that a queue's window, a cache or a transaction can work with."""
 
@@ -82,6 +84,8 @@ class LimitsConfig(Part, frozen=True):
     cache_budget: Size = Size(512 << 20)
     queue_budget: Size = Size(128 << 20)
     transactions_budget: Size = Size(64 << 20)
+    transaction_bytes: Size = Size(8 << 20)
+    transaction_timeout: Duration = Duration(60_000)
 
     @property
     def budgets(self) -> dict[str, int]:
@@ -108,6 +112,11 @@ class LimitsConfig(Part, frozen=True):
                 raise RequestError(
                     f"{name} is {Size(getattr(self, name))}; with less than {Size(least)} nothing could be served."
                 )
+        if not VIEW_BUDGET_BYTES_MIN <= self.transaction_bytes <= TRANSACTION_BYTES_MAX:
+            raise RequestError(
+                f"transaction_bytes is {self.transaction_bytes}; {Size(VIEW_BUDGET_BYTES_MIN)} to "
+                f"{Size(TRANSACTION_BYTES_MAX)} are allowed."
+            )
 
 
 class StorageConfig(Part, frozen=True):

@@ -98,6 +98,7 @@ class ExportDesk:
 
     def reader(self, bridge: SpiffeId, stream: StreamName, grant_id: str) -> SealedReader:
         """For a subscription that asks for sealed batches. Raises the refusal."""
+        self._broker.refuse_reserved(stream.tenant)
         reader = SealedReader(
             self._governance, bridge, stream, grant_id, partial(self._broker.streams.get, stream)
         )
@@ -114,6 +115,7 @@ class ExportDesk:
     async def data_key(self, bridge: SpiffeId, request: GetDataKey) -> DataKeySealed:
         """The data key of batches of a granted stream, sealed to the bridge. Raises the refusal, KeyUnknownError."""
         stream = StreamName.parse(request.stream)
+        self._broker.refuse_reserved(stream.tenant)
         self._governance.check_export(bridge, request.grant, stream, "take a data key")
         recipient = HybridPublicKey(request.public_key)
         key = await asyncio.to_thread(self._keyring.data_key, request.key)

@@ -24,7 +24,15 @@ from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
 from felix.health import HealthServer
 from felix.identity import Identity
-from felix.messages import Goodbye, OpenCache, OpenConsumer, OpenIngest, OpenQueue, WatchCache
+from felix.messages import (
+    Goodbye,
+    OpenCache,
+    OpenConsumer,
+    OpenIngest,
+    OpenQueue,
+    OpenTransactions,
+    WatchCache,
+)
 from felix.names import SpiffeId, StreamName
 from felix.transport.port import Listener, ServerTls, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
@@ -57,6 +65,8 @@ from region.sealing import KeyringSeal
 from region.session import ClientSession, Services
 from region.streams import StreamTable
 from region.subscriptions.desk import SubscriptionDesk
+from region.transactions.coordinator import OPEN_MAX, SYSTEM_STREAM, Coordinator
+from region.transactions.desk import TransactionDesk
 
 log = logging.getLogger("felix.region.node")
 
@@ -88,6 +98,7 @@ class Node:
         self.services: Services
         self.caches: CacheDesk
         self.queues: QueueDesk
+        self.transactions: Coordinator
         self.listener: Listener
         self.health: HealthServer | None = None
         self._stack = AsyncExitStack()
@@ -180,6 +191,7 @@ class Node:
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
         receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
         export = ExportDesk(broker, governance, keyring)
+        self.transactions = transactions = Coordinator(broker)
         ingest = IngestDesk(broker, governance, import_key, receipt_key)
         self.subscriptions = subscriptions = SubscriptionDesk(broker, catalog, mirror)
         self.queues = QueueDesk(broker)
@@ -190,6 +202,7 @@ class Node:
             Requests(broker, governance, export, catalog, mirror, subscriptions),
             {
                 OpenIngest: ingest.open,
+                OpenTransactions: TransactionDesk(broker, transactions).open,
                 OpenConsumer: subscriptions.open,
                 OpenCache: self.caches.open,
                 WatchCache: watch.opener(self.caches),
@@ -209,7 +222,13 @@ class Node:
             await streams.remove(StreamName.parse(deleted.name), deleted.incarnation)
         self._stack.push_async_callback(streams.close)
         self._stack.push_async_callback(self.queues.close)
-        for record in list(mirror.streams.values()):
+        records = dict(mirror.streams)
+        # What a transaction has committed comes before anything that its streams serve.
+        system = records.pop(SYSTEM_STREAM, None)
+        if system is not None:
+            await streams.open(system)
+        await transactions.start(streams)
+        for record in records.values():
             try:
                 await streams.open(record)
             except FelixError as error:
@@ -219,6 +238,8 @@ class Node:
         await subscriptions.start()
         self._stack.push_async_callback(subscriptions.close)
 
+        await transactions.started()
+        self._stack.push_async_callback(transactions.close)
         await self._listen(authority)
         self._spawn(self._measure())
         self._spawn(self._sweep_subscriptions())
@@ -411,6 +432,12 @@ class Node:
             "audit_cosigned_leaves": status.cosigned,
             "audit_pending_bytes": status.pending_bytes,
             "audit_failed": float(bool(status.failure)),
+            "transactions_open": self.transactions.open_count,
+            "transactions_open_limit": OPEN_MAX,
+            "transactions_owed": self.transactions.owed_count,
+            "transactions_committed": self.transactions.committed,
+            "transactions_aborted": self.transactions.aborted,
+            "transactions_timed_out": self.transactions.timed_out,
         }
 
     def _shard_gauges(self) -> list[tuple[str, int, dict[str, float]]]:

@@ -120,6 +120,7 @@ class Requests:
 
     async def create_stream(self, identity: SpiffeId, request: CreateStream) -> StreamState:
         name = StreamName.parse(request.stream)
+        self._broker.refuse_reserved(name.tenant)
         self._broker.require(identity, Verb.ADMIN, name)
         durability, retention = request.durability, request.retention
         if durability.kind not in ("fsync", "interval", "ephemeral"):
@@ -226,7 +227,10 @@ class Requests:
                 f"{self._broker.region!r}.",
                 code=Code.WRONG_REGION,
             )
-        rights = [str(right) for text in request.rights for right in parse_rights(text)]
+        parsed = [right for text in request.rights for right in parse_rights(text)]
+        for right in parsed:
+            self._broker.refuse_reserved(str(right.pattern).partition("/")[0])
+        rights = list(map(str, parsed))
         if rights:
             await self._catalog.set_rights(identity, rights)
         else:

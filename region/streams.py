@@ -222,6 +222,8 @@ class StreamTable:
         self._busy: dict[StreamName, asyncio.Lock] = {}
         # Incarnations that were removed here: a record that was read before must not bring one back.
         self._removed: set[str] = set()
+        self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
+        """Called with a stream whose shards are open, before anybody else sees it: what must be in them first."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -263,6 +265,14 @@ class StreamTable:
                 self._ring_budget.give(taken)
                 raise
             stream = HostedStream(name, record, shards, taken)
+            try:
+                for settle in self.before_serving:
+                    await settle(stream)
+            except BaseException:
+                for number in range(len(shards)):
+                    await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
+                self._ring_budget.give(taken)
+                raise
             self._streams[name] = stream
         self._changed()
         return stream

@@ -1,0 +1,307 @@
+"""Transaction: records for several streams, and acknowledgements, that become visible together or not at all.
+
+::
+
+    async with region.transaction() as tx:
+        await tx.publish("acme/payments/orders", b"...", key=b"7")
+        await tx.publish("acme/payments/audit", b"...")
+
+Leaving the block commits; leaving it with an exception aborts. Records are gathered here, sent to the broker in batches and kept
+there, in no log, until the commit. So nobody ever reads a part of it, and nobody waits for it.
+
+Invariants:
+- a commit whose answer was lost is asked again under the same id, and is carried out once;
+- after `commit` returned everything can be read; after it raised TRANSACTION_ABORTED or TRANSACTION_FENCED nothing of it is in any
+  stream; with TRANSACTION_UNKNOWN, TIMEOUT or DISCONNECTED nobody knows, and asking again (`commit`) tells where it is still remembered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Protocol, Self
+
+from felix.batch import (
+    KEY_BYTES_MAX,
+    MESSAGE_ID_HEADER,
+    RECORDS_MAX,
+    Headers,
+    NewRecord,
+    encode_batch,
+    encode_headers,
+)
+from felix.connection import RegionConnection
+from felix.errors import Code, FelixError, RequestError
+from felix.exchange import Exchange
+from felix.messages import OpenTransactions
+from felix.names import StreamName, shard_for_key
+from felix.publisher import RECORD_OVERHEAD_BYTES, MessageId, Payload, payload_bytes, with_message_id
+from felix.transaction_messages import (
+    Abort,
+    Begin,
+    Begun,
+    Commit,
+    Committed,
+    Fence,
+    FencedAt,
+    Resolve,
+    Resolved,
+    Stage,
+    StageAcknowledgement,
+    decode_reply,
+)
+
+TRANSACTION_TIMEOUT_S: Final = 30.0
+"""A transaction that is open for longer is aborted by the broker; it names its own limit."""
+STAGE_BYTES: Final = 512 * 1024
+"""A shard's records are sent to the broker once there are so many bytes of them: 16 batches are the largest transaction."""
+_STAGED_RECORD_BYTES_MAX: Final = (1 << 20) - 8_192
+
+
+class Acknowledgeable(Protocol):
+    """A record of a durable subscription, or a job of a queue."""
+
+    def transaction_part(self) -> tuple[str, bytes]:
+        """The view that it belongs to, and what that view is to be told at the commit."""
+
+
+class Transactions:
+    """The exchange that a client's transactions share, and the epochs of its transactional ids."""
+
+    def __init__(self, connection: RegionConnection) -> None:
+        self._exchange = Exchange(connection, OpenTransactions, decode_reply)
+        self._opening: asyncio.Task[Any] | None = None
+        self._epochs: dict[str, asyncio.Task[int]] = {}
+
+    async def call(self, message: Any, timeout_s: float | None = None) -> Any:
+        """One call; every one may be asked again."""
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._exchange.open())
+        await asyncio.shield(self._opening)
+        return await self._exchange.call(message, again=True, timeout_s=timeout_s)
+
+    async def epoch(self, transactional_id: str) -> int:
+        """Of this client as an instance of the id, taken with the first transaction under it."""
+        task = self._epochs.get(transactional_id)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._epochs[transactional_id] = asyncio.ensure_future(self._fence(transactional_id))
+        return await asyncio.shield(task)
+
+    async def _fence(self, transactional_id: str) -> int:
+        answer = await self.call(Fence(transactional_id))
+        assert isinstance(answer, FencedAt)
+        return answer.epoch
+
+    def close(self) -> None:
+        self._exchange.close()
+
+
+class TransactionRecord:
+    """A record of a transaction. `offset` once it is committed; -1 where it is there and the broker does not know where."""
+
+    __slots__ = ("_offset", "shard", "stream")
+
+    def __init__(self, stream: StreamName, shard: int) -> None:
+        self.stream = stream
+        self.shard = shard
+        self._offset: int | None = None
+
+    @property
+    def offset(self) -> int:
+        """Raises RequestError(STATE) before the commit."""
+        if self._offset is None:
+            raise RequestError(
+                "The transaction is not committed: its records have no offsets.", code=Code.STATE
+            )
+        return self._offset
+
+
+class _Lane:
+    """What is gathered for one shard."""
+
+    __slots__ = ("bytes", "handles", "records")
+
+    def __init__(self) -> None:
+        self.records: list[NewRecord] = []
+        self.handles: list[TransactionRecord] = []
+        self.bytes = 0
+
+
+class _Target(NamedTuple):
+    """A stream as the transaction knows it."""
+
+    shards: int
+    incarnation: bytes
+
+
+class Transaction:
+    """One transaction. Made by `RegionClient.transaction`; used as `async with`, or `begin`, then `commit` or `abort`."""
+
+    def __init__(
+        self,
+        transactions: Transactions,
+        *,
+        timeout_s: float = TRANSACTION_TIMEOUT_S,
+        transactional_id: str = "",
+        compress: bool = False,
+        new_id: Callable[[], bytes] = lambda: os.urandom(16),
+    ) -> None:
+        if not 0.001 <= timeout_s <= 86_400:
+            raise RequestError(
+                f"A timeout of {timeout_s} s; 0.001 to 86400 are possible.", code=Code.CONFIG_INVALID
+            )
+        self.id = new_id()
+        self._transactions = transactions
+        self._timeout_s = timeout_s
+        self._transactional_id = transactional_id
+        self._compress = compress
+        self._begun_ms: int | None = None
+        self._targets: dict[StreamName, _Target] = {}
+        self._lanes: dict[tuple[StreamName, int], _Lane] = {}
+        self._unkeyed: dict[StreamName, int] = {}
+        self._staged = 0
+        self._batches: list[list[TransactionRecord]] = []
+        self._records: list[TransactionRecord] = []
+        self._sending = asyncio.Lock()
+        self._over = False
+        self._asked = False
+
+    async def __aenter__(self) -> Self:
+        await self.begin()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._over:
+            return
+        if kind is None:
+            await self.commit()
+        else:
+            # Why the block was left is what counts; the broker drops what it does not hear of.
+            with suppress(FelixError):
+                await self.abort()
+
+    async def begin(self) -> None:
+        """Raises RequestError where the broker refuses it, TRANSACTION_FENCED where a newer instance has taken over."""
+        epoch = 0
+        if self._transactional_id:
+            epoch = await self._transactions.epoch(self._transactional_id)
+        timeout_ms = max(1, round(self._timeout_s * 1000))
+        begun = await self._transactions.call(Begin(self.id, timeout_ms, self._transactional_id, epoch))
+        assert isinstance(begun, Begun)
+        self._begun_ms = begun.begun_ms
+
+    async def publish(
+        self,
+        stream: str | StreamName,
+        payload: Payload,
+        *,
+        key: bytes | None = None,
+        headers: Headers | None = None,
+        shard: int | None = None,
+        message_id: MessageId | None = None,
+    ) -> TransactionRecord:
+        """Add a record; it has an offset after the commit. As `Stream.publish` otherwise."""
+        self._require_open()
+        name = StreamName.parse(str(stream))
+        if message_id is not None:
+            headers = with_message_id(headers, message_id)
+        if key and (type(key) is not bytes or len(key) > KEY_BYTES_MAX):
+            raise RequestError(f"A key is bytes, at most {KEY_BYTES_MAX} of them.")
+        record = NewRecord(payload_bytes(payload), key, headers)
+        size = len(record.payload) + len(key or b"") + RECORD_OVERHEAD_BYTES
+        size += len(encode_headers(headers)) if headers else 0
+        if size > _STAGED_RECORD_BYTES_MAX:
+            raise RequestError(
+                f"A record of {size} bytes; {_STAGED_RECORD_BYTES_MAX} are allowed in a transaction.",
+                code=Code.BATCH_TOO_LARGE,
+            )
+        target = self._targets.get(name)
+        if target is None:
+            answer = await self._transactions.call(Resolve(str(name)))
+            assert isinstance(answer, Resolved)
+            target = self._targets[name] = _Target(answer.shards, answer.incarnation)
+            self._require_open()
+        number = self._route(name, target, record, shard)
+        lane = self._lanes.setdefault((name, number), _Lane())
+        if lane.records and (lane.bytes + size > STAGE_BYTES or len(lane.records) >= RECORDS_MAX):
+            await self._stage(name, number, target)
+            lane = self._lanes.setdefault((name, number), _Lane())
+        handle = TransactionRecord(name, number)
+        lane.records.append(record)
+        lane.handles.append(handle)
+        lane.bytes += size
+        self._records.append(handle)
+        return handle
+
+    def _route(self, name: StreamName, target: _Target, record: NewRecord, shard: int | None) -> int:
+        if shard is not None:
+            if not 0 <= shard < target.shards:
+                raise RequestError(f"There is no shard {shard}; {name} has {target.shards}, from 0.")
+            return shard
+        route = record.key or (record.headers or {}).get(MESSAGE_ID_HEADER)
+        if route:
+            return shard_for_key(route, target.shards)
+        # Together: one batch of a transaction is cheaper than one in each shard.
+        return self._unkeyed.setdefault(name, self.id[0] % target.shards)
+
+    async def _stage(self, name: StreamName, shard: int, target: _Target) -> None:
+        lane = self._lanes.pop((name, shard))
+        batch = encode_batch(lane.records, shard=shard, compress=self._compress)
+        async with self._sending:
+            self._require_open()
+            await self._transactions.call(
+                Stage(self.id, self._staged, str(name), target.incarnation, batch.encode())
+            )
+            self._staged += 1
+            self._batches.append(lane.handles)
+
+    async def acknowledge(self, *records: Acknowledgeable) -> None:
+        """Acknowledge records of a durable subscription, or jobs of a queue, with the commit."""
+        self._require_open()
+        for record in records:
+            view, body = record.transaction_part()
+            async with self._sending:
+                self._require_open()
+                await self._transactions.call(StageAcknowledgement(self.id, self._staged, view, body))
+                self._staged += 1
+
+    async def commit(self) -> list[int]:
+        """Commit, and return the offsets of the records in the order in which they were published, once all can be read.
+
+        May be called again where it raised UnavailableError. Raises what the module says.
+        """
+        if self._over and not self._asked:
+            raise RequestError("This transaction was aborted.", code=Code.STATE)
+        assert self._begun_ms is not None, "a transaction is begun first"
+        for name, shard in list(self._lanes):
+            await self._stage(name, shard, self._targets[name])
+        self._over = self._asked = True
+        answer = await self._transactions.call(Commit(self.id, self._staged, self._begun_ms))
+        assert isinstance(answer, Committed)
+        for handles, offsets in zip(self._batches, answer.offsets, strict=True):
+            for place, handle in enumerate(handles):
+                if len(offsets) == len(handles):
+                    handle._offset = offsets[place]
+                else:
+                    handle._offset = offsets[0] + place if offsets[0] >= 0 else -1
+        return [handle.offset for handle in self._records]
+
+    async def abort(self) -> None:
+        """Drop it: nothing of it will be in any stream. Raises RequestError(CONFLICT) where it is committed."""
+        self._over = True
+        self._lanes.clear()
+        if self._begun_ms is not None:
+            await self._transactions.call(Abort(self.id))
+
+    def _require_open(self) -> None:
+        if self._begun_ms is None or self._over:
+            raise RequestError(
+                "This transaction is not open.",
+                code=Code.STATE,
+                hint="Use `async with region.transaction()`.",
+            )

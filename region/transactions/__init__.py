@@ -1,0 +1,1 @@
+"""Transactions: publishes into several shards, and consumers' acknowledgements, that become visible together or not at all."""

@@ -1,0 +1,106 @@
+"""A client's transactions over an exchange: calls in, the coordinator's decisions out.
+
+A transaction belongs to the identity that began it, not to the exchange: a client that lost its connection goes on over the
+next one. What is left open ends with its own timeout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from felix.messages import Request, TransactionsOpened
+from felix.transaction_messages import (
+    Abort,
+    Aborted,
+    Begin,
+    Begun,
+    Commit,
+    Committed,
+    Fence,
+    FencedAt,
+    Resolve,
+    Resolved,
+    Stage,
+    StageAcknowledgement,
+    Staged,
+    decode_call,
+)
+from region.broker import Broker
+from region.exchange import Exchange
+from region.ports import Exchanging, Role
+from region.transactions.coordinator import OPEN_PER_IDENTITY_MAX, Coordinator
+
+
+class TransactionDesk:
+    """Opens exchanges of transactions."""
+
+    def __init__(self, broker: Broker, coordinator: Coordinator) -> None:
+        self._broker = broker
+        self._coordinator = coordinator
+
+    def open(self, session: Exchanging, stream_id: int) -> Role:
+        return Exchange(
+            self._broker, session, stream_id, lambda made: _Handler(self._coordinator, made), decode_call
+        )
+
+
+class _Handler:
+    """One exchange."""
+
+    def __init__(self, coordinator: Coordinator, exchange: Exchange) -> None:
+        self._coordinator = coordinator
+        self._exchange = exchange
+
+    def open(self, correlation: int, request: Request) -> None:
+        limits = self._exchange.broker.config.limits
+        self._exchange.opened(
+            correlation,
+            TransactionsOpened(
+                int(limits.transaction_timeout), int(limits.transaction_bytes), OPEN_PER_IDENTITY_MAX
+            ),
+        )
+
+    def call(self, correlation: int, call: Any) -> None:
+        exchange, coordinator = self._exchange, self._coordinator
+        owner = exchange.identity
+        match call:
+            case Begin(transaction_id, timeout_ms, transactional_id, epoch):
+                begun = coordinator.begin(owner, transaction_id, timeout_ms, transactional_id, epoch)
+                exchange.reply(correlation, Begun(begun.begun_ms))
+            case Resolve(stream):
+                hosted = coordinator.resolve(owner, stream)
+                exchange.reply(correlation, Resolved(len(hosted.shards), hosted.incarnation))
+            case Stage(transaction_id, index, stream, incarnation, batch):
+                coordinator.stage(owner, transaction_id, index, stream, incarnation, batch)
+                exchange.reply(correlation, Staged())
+            case StageAcknowledgement(transaction_id, index, view, body):
+                coordinator.acknowledge(owner, transaction_id, index, view, body)
+                exchange.reply(correlation, Staged())
+            case Abort(transaction_id):
+                exchange.spawn(correlation, self._abort(correlation, transaction_id))
+            case Commit():
+                exchange.spawn(correlation, self._commit(correlation, call))
+            case Fence(transactional_id):
+                exchange.spawn(correlation, self._fence(correlation, transactional_id))
+
+    async def _commit(self, correlation: int, call: Commit) -> None:
+        exchange = self._exchange
+        outcome = await self._coordinator.commit(exchange.identity, call.id, call.staged, call.begun_ms)
+        exchange.reply(correlation, Committed([list(each) for each in outcome.offsets]))
+
+    async def _abort(self, correlation: int, transaction_id: bytes) -> None:
+        await self._coordinator.abort(self._exchange.identity, transaction_id)
+        self._exchange.reply(correlation, Aborted())
+
+    async def _fence(self, correlation: int, transactional_id: str) -> None:
+        epoch = await self._coordinator.fence(self._exchange.identity, transactional_id)
+        self._exchange.reply(correlation, FencedAt(epoch))
+
+    def credit(self, limit_bytes: int) -> None: ...
+
+    def pump(self) -> None: ...
+
+    def rights_changed(self) -> None:
+        """Rights are asked when a batch is staged, and again at the commit."""
+
+    def closed(self) -> None: ...

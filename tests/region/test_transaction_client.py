@@ -1,0 +1,203 @@
+"""Transactions through the SDK: against a broker in this process, over lost connections, and over brokers that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from region_home import running
+from region_peer import client, take, until
+from region_process import BrokerProcess, fixed_region
+
+import felix
+import felix.sync
+from felix.errors import Code, RequestError
+from region.folder import RegionFolder
+from region.node import Node
+
+A, B = "acme/shop/orders", "acme/shop/payments"
+
+pytestmark = pytest.mark.timeout(120)
+
+
+async def payloads(region: felix.RegionClient, name: str) -> list[bytes]:
+    state = await region.describe_stream(name)
+    total = sum(shard.high_watermark for shard in state.state)
+    return [bytes(record.payload) for record in await take(region.stream(name).subscribe("earliest"), total)]
+
+
+async def test_a_block_commits_or_aborts(operator: felix.RegionClient) -> None:
+    await operator.create_stream(A, shards=3)
+    await operator.create_stream(B)
+    async with operator.transaction() as transaction:
+        records = [await transaction.publish(A, b"%d" % n, key=b"%d" % n) for n in range(50)]
+        last = await transaction.publish(B, b"last")
+        with pytest.raises(RequestError, match="not committed"):
+            _ = last.offset
+        assert await payloads(operator, B) == []
+    assert last.offset == 0
+    assert {(record.shard, record.offset) for record in records} == {
+        (shard.shard, offset)
+        for shard in (await operator.describe_stream(A)).state
+        for offset in range(shard.high_watermark)
+    }
+    with pytest.raises(ValueError, match="no"):
+        async with operator.transaction(compress=True) as transaction:
+            await transaction.publish(B, b"not this one")
+            raise ValueError("no")
+    assert await payloads(operator, B) == [b"last"]
+    with pytest.raises(RequestError, match="not open"):
+        await transaction.publish(B, b"late")
+
+
+async def test_more_than_a_batch_of_each_shard(operator: felix.RegionClient) -> None:
+    await operator.create_stream(A)
+    async with operator.transaction() as transaction:
+        for n in range(40):
+            await transaction.publish(A, b"%02d" % n + b"x" * 100_000)
+        offsets = await transaction.commit()
+    assert offsets == list(range(40))
+    with pytest.raises(RequestError, match="8388608 are allowed"):
+        async with operator.transaction() as transaction:
+            for _ in range(100):
+                await transaction.publish(A, b"x" * 100_000)
+    assert (await operator.describe_stream(A)).state[0].high_watermark == 40
+
+
+async def test_a_lost_connection_changes_nothing(node: Node, operator: felix.RegionClient) -> None:
+    await operator.create_stream(A)
+    async with client(node.folder) as region:
+        for number in range(20):
+            async with region.transaction() as transaction:
+                await transaction.publish(A, b"%d" % number)
+                if number % 3 == 0:
+                    link = region.connection.link
+                    assert link is not None
+                    asyncio.get_running_loop().call_later(0.001 * (number % 5), link.connection.close)
+        assert region.reconnects >= 3
+    assert await payloads(operator, A) == [b"%d" % n for n in range(20)]
+
+
+async def test_an_instance_that_was_replaced_is_told_so(node: Node, operator: felix.RegionClient) -> None:
+    await operator.create_stream(A)
+    async with client(node.folder) as old, client(node.folder) as new:
+        left = old.transaction(transactional_id="billing")
+        await left.begin()
+        await left.publish(A, b"old")
+        async with new.transaction(transactional_id="billing") as transaction:
+            await transaction.publish(A, b"new")
+        with pytest.raises(RequestError) as fenced:
+            await left.commit()
+        assert fenced.value.code is Code.TRANSACTION_FENCED
+        with pytest.raises(RequestError, match="newer instance"):
+            async with old.transaction(transactional_id="billing"):
+                pass
+    assert await payloads(operator, A) == [b"new"]
+
+
+async def test_the_reserved_tenant_is_nobodys(node: Node, operator: felix.RegionClient) -> None:
+    await operator.create_stream(A)
+    async with operator.transaction() as transaction:
+        await transaction.publish(A, b"x")
+    assert len(node.broker.streams) == 2, "the system stream is there"
+    assert [state.stream async for state in operator.list_streams()] == [A]
+    name = "felix/system/transactions"
+    for refused in (
+        operator.create_stream("felix/mine/x"),
+        operator.describe_stream(name),
+        operator.delete_stream(name),
+        operator.stream(name).publish(b"x"),
+        anext(operator.stream(name).subscribe("earliest")),
+        operator.put_rights("spiffe://us-east.acme/client/orders-svc", ["publish felix/*/*"]),
+    ):
+        with pytest.raises(RequestError) as error:
+            await refused
+        assert error.value.code in (Code.FORBIDDEN, Code.NOT_FOUND_OR_FORBIDDEN)
+
+
+async def test_the_synchronous_face(folder: RegionFolder, node: Node) -> None:
+    def work() -> None:
+        profile = felix.load_profile("us-east", home=folder.root.parent)
+        with felix.sync.connect(profile=profile) as region:
+            region.create_stream(A)
+            with region.transaction() as transaction:
+                record = transaction.publish(A, b"one")
+            assert record.offset == 0
+
+    await asyncio.to_thread(work)
+
+
+async def test_a_restart_keeps_the_outcome(folder: RegionFolder, tmp_path: Path) -> None:
+    data = str(tmp_path / "data")
+    async with running(folder, data=data), client(folder) as region:
+        await region.create_stream(A)
+        transaction = region.transaction()
+        await transaction.begin()
+        await transaction.publish(A, b"x")
+        assert await transaction.commit() == [0]
+    async with running(folder, data=data) as node, client(folder) as region:
+        found = node.transactions.state.find(transaction.id)
+        assert found is not None and found.offsets == ((0,),)
+        assert await payloads(region, A) == [b"x"]
+
+
+async def test_brokers_killed_under_transactions_leave_each_once_or_not_at_all(tmp_path: Path) -> None:
+    """SIGKILL at any moment: after the journal, between two shards, before the journal says that it is done."""
+    kills, producers = 5, 3
+    folder = fixed_region(tmp_path)
+    chance = random.Random(5)
+    broker = BrokerProcess(folder, tmp_path)
+    try:
+        await asyncio.to_thread(broker.wait)
+        async with client(folder) as region:
+            await region.create_stream(A, shards=2)
+            await region.create_stream(B)
+            committed: dict[bytes, tuple[int, int]] = {}
+            aborted = 0
+            over = asyncio.Event()
+
+            async def produce(who: int) -> None:
+                nonlocal aborted
+                number = 0
+                while not over.is_set():
+                    payload = b"%d %d" % (who, number)
+                    try:
+                        async with region.transaction() as transaction:
+                            first = await transaction.publish(A, payload, shard=number % 2)
+                            await transaction.publish(A, payload + b" other", shard=1 - number % 2)
+                            second = await transaction.publish(B, payload)
+                    except RequestError as error:
+                        # Certain: nothing of it is anywhere, so it is said again.
+                        assert error.code is Code.TRANSACTION_ABORTED, error
+                        aborted += 1
+                        continue
+                    committed[payload] = (first.offset, second.offset)
+                    number += 1
+
+            working = [asyncio.ensure_future(produce(who)) for who in range(producers)]
+            for _ in range(kills):
+                enough = len(committed) + 20 + chance.randrange(60)
+                await until(
+                    lambda enough=enough: len(committed) >= enough or any(t.done() for t in working), 60
+                )  # type: ignore[misc]
+                await asyncio.sleep(chance.random() * 0.01)
+                broker.kill()
+                broker = BrokerProcess(folder, tmp_path)
+                await asyncio.to_thread(broker.wait)
+            over.set()
+            async with asyncio.timeout(60):
+                await asyncio.gather(*working)
+            in_a, in_b = await payloads(region, A), await payloads(region, B)
+        assert len(set(in_a)) == len(in_a) and len(set(in_b)) == len(in_b), "nothing is there twice"
+        assert {p for p in in_a if not p.endswith(b"other")} == set(in_b) == set(committed)
+        assert {p.removesuffix(b" other") for p in in_a if p.endswith(b"other")} == set(in_b)
+        for payload, (_, offset) in committed.items():
+            assert offset < 0 or in_b[offset] == payload
+        for who in range(producers):
+            order = [int(p.split()[1]) for p in in_b if p.startswith(b"%d " % who)]
+            assert order == list(range(len(order)))
+        assert aborted < len(committed)
+    finally:
+        broker.kill()
