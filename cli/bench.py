@@ -46,6 +46,7 @@ app = typer.Typer(
     help="Rates and latencies on this machine, beside a raw QUIC relay of the same engine, or beside other systems.",
 )
 app.command("fanout")(bench_beside.fanout)
+app.command("queue")(bench_beside.queue)
 app.command("cache")(bench_beside.cache)
 
 _out = Console(highlight=False)
