@@ -13,12 +13,14 @@ from soak.harness import Part, soak
 from soak.queues import QueuePart
 from soak.streams import StreamPart
 from soak.subscriptions import SubscriptionPart
+from soak.transactions import TransactionPart
 
 PARTS: dict[str, Callable[[Path], Part]] = {
     "streams": StreamPart,
     "queues": QueuePart,
     "cache": CachePart,
     "subscriptions": SubscriptionPart,
+    "transactions": TransactionPart,
 }
 KILLS = 4
 SOAK_KILLS = int(os.environ.get("FELIX_SOAK_KILLS", "100"))
