@@ -14,9 +14,20 @@ from cli.setting import JsonOption, RegionOption, folder_of, read_file
 from felix.errors import Code, RequestError
 from felix.names import StreamName
 from keys.keyring import Keyring, open_keyring
-from region.log.directory import StoredStream, shard_folder, stored_streams
+from region.log.directory import (
+    StoredStream,
+    folder_name,
+    offload_base,
+    parse_folder_name,
+    shard_folder,
+    stored_streams,
+)
+from region.log.files import Files
+from region.log.fsspec_store import check_url, list_names
 from region.log.inspect import DamageLine, EntryLine, inspect_entries
 from region.log.lock import FolderLock
+from region.log.offload import object_url
+from region.log.offloader import check_object, restore_shard
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, decode_segment_header
 from region.log.verify import ShardVerdict, shard_bytes, verify_shard
 from region.sealing import KeyringSeal
@@ -37,6 +48,9 @@ def verify(
     ] = None,
     unseal: Annotated[
         bool, typer.Option("--open", help="Also unseal every batch with the region's keys.")
+    ] = False,
+    remote: Annotated[
+        bool, typer.Option("--remote", help="Also read every offloaded segment in its store, and compare it.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
@@ -64,7 +78,7 @@ def verify(
         if unseal:
             keyring = open_keyring(folder.keys, config.region)
             held.callback(keyring.close)
-        verdicts = _verify_all(streams, config.region, shards, keyring)
+        verdicts = _verify_all(streams, config.region, shards, keyring, remote=remote)
     if json:
         print_json({"whole": all(verdict.is_whole for verdict in verdicts), "shards": verdicts})
     else:
@@ -73,8 +87,60 @@ def verify(
         raise typer.Exit(EXIT_DAMAGED)
 
 
+@app.command()
+def restore(
+    stream: Annotated[str, typer.Argument(help="tenant/namespace/name.")],
+    url: Annotated[str, typer.Argument(help="The URL that the stream was offloaded to.")],
+    incarnation: Annotated[
+        str, typer.Option(help="Which incarnation, in hex; needed where the store has several.")
+    ] = "",
+    region: RegionOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Make a stream's lost folder anew from what was offloaded of it. The broker must not run.
+
+    What was written after the newest offloaded segment is lost, and its offsets will be given to other records: tell the
+    stream's consumers. Shards that have records here are refused, and nothing of them is touched.
+    """
+    folder, config = folder_of(region)
+    streams = folder.root / config.data / "streams"
+    name = StreamName.parse(stream)
+    check_url(url)
+    found = [
+        parsed[1]
+        for each in list_names(object_url(url, config.region))
+        if (parsed := parse_folder_name(each)) is not None and parsed[0] == name
+    ]
+    chosen = [one for one in found if incarnation in ("", one.hex())]
+    if len(chosen) != 1:
+        known = ", ".join(one.hex() for one in found) or "none"
+        raise RequestError(
+            f"{url} has {len(chosen)} incarnations of {name} that were meant; there: {known}.",
+            code=Code.NOT_FOUND,
+            hint="Name one with --incarnation." if chosen else "",
+        )
+    rows = []
+    with FolderLock(streams):
+        base = object_url(url, f"{config.region}/{folder_name(name, chosen[0])}")
+        for number in sorted(int(each) for each in list_names(base) if each.isdecimal()):
+            identity = ShardIdentity(config.region, str(name), chosen[0], number)
+            target = shard_folder(streams, name, chosen[0], number)
+            state = restore_shard(offload_base(url, identity), target, identity, Files())
+            rows.append({"shard": number, "segments": len(state.segments) + 1, "folder": str(target)})
+    if json:
+        print_json({"stream": str(name), "incarnation": chosen[0].hex(), "shards": rows})
+    else:
+        out.print(f"{name}, incarnation {chosen[0].hex()}: {len(rows)} shards are there again")
+        table("", ["shard#", "segments#", "folder"], [list(row.values()) for row in rows])
+
+
 def _verify_all(
-    streams: Path, region: str, shards: list[tuple[StoredStream, int]], keyring: Keyring | None
+    streams: Path,
+    region: str,
+    shards: list[tuple[StoredStream, int]],
+    keyring: Keyring | None,
+    *,
+    remote: bool,
 ) -> list[ShardVerdict]:
     verdicts = []
     with progress(counted=False) as shown:
@@ -90,6 +156,7 @@ def _verify_all(
                 ShardIdentity(region, str(stored.name), stored.incarnation, number),
                 open_batch=seal.open_batch if seal else None,
                 progress=lambda size: shown.advance(task, size),
+                check_object=check_object if remote else None,
             )
             verdicts.append(verdict)
     return verdicts
@@ -111,6 +178,7 @@ def _print_verdicts(verdicts: list[ShardVerdict], *, unsealed: bool) -> None:
             "next offset#",
             "segments#",
             "compacted#",
+            "offloaded#",
             "batches#",
             "records#",
             "bytes#",
@@ -125,6 +193,7 @@ def _print_verdicts(verdicts: list[ShardVerdict], *, unsealed: bool) -> None:
                 one.log_end,
                 one.segments,
                 one.compacted_segments,
+                one.offloaded_segments,
                 one.batches,
                 one.records,
                 one.segment_bytes,

@@ -20,7 +20,7 @@ from felix.batch import Record
 from felix.errors import Code, RequestError
 from felix.messages import StreamState
 from felix.publisher import with_message_id
-from felix.settings import Compaction, Deduplication, Views
+from felix.settings import Compaction, Deduplication, Offload, Views
 from felix.subscription import Gap
 from policy.quantity import Duration, Size
 
@@ -42,6 +42,15 @@ def create(
     compact: Annotated[bool, typer.Option("--compact", help="Keep the last record of every key.")] = False,
     tombstones: Annotated[str, typer.Option(help="With --compact: how long deletions stay, as in 24h.")] = "",
     lag: Annotated[str, typer.Option(help="With --compact: keep all that is younger, as in 10m.")] = "",
+    offload: Annotated[
+        str,
+        typer.Option(
+            help="Copy closed segments to this URL, which the region must allow, as in s3://bucket/felix."
+        ),
+    ] = "",
+    local: Annotated[
+        str, typer.Option(help="With --offload: keep so much of a shard here, as in 1GiB.")
+    ] = "",
     ring: Annotated[str, typer.Option(help="Memory per shard of an ephemeral stream, as in 64MiB.")] = "",
     deduplicate: Annotated[
         str,
@@ -57,6 +66,7 @@ def create(
     """Create a stream."""
     views = Views(
         compaction=parse_compaction(compact, tombstones, lag),
+        offload=parse_offload(offload, local),
         deduplication=Deduplication(int(Duration.parse(deduplicate)), deduplicate_ids)
         if deduplicate
         else None,
@@ -139,6 +149,17 @@ def parse_compaction(wanted: bool, tombstones: str, lag: str) -> Compaction | No
     )
 
 
+def parse_offload(url: str, local: str) -> Offload | None:
+    """None where none is wanted. Raises RequestError(INVALID)."""
+    if not url:
+        if local:
+            raise RequestError(
+                "--local says what stays here of what is offloaded.", hint="Give --offload as well."
+            )
+        return None
+    return Offload(url, int(Size.parse(local))) if local else Offload(url)
+
+
 @app.command()
 def alter(
     name: Name,
@@ -148,6 +169,12 @@ def alter(
     ] = None,
     tombstones: Annotated[str, typer.Option(help="With --compact: how long deletions stay, as in 24h.")] = "",
     lag: Annotated[str, typer.Option(help="With --compact: keep all that is younger, as in 10m.")] = "",
+    offload: Annotated[
+        str, typer.Option(help="Copy closed segments to this URL from now on; none: no more.")
+    ] = "",
+    local: Annotated[
+        str, typer.Option(help="With --offload: keep so much of a shard here, as in 1GiB.")
+    ] = "",
     deduplicate: Annotated[
         str, typer.Option(help="Remember message ids for so long, as in 10m; none: do not.")
     ] = "",
@@ -164,6 +191,8 @@ def alter(
     """
     remove = [] if compact is not False else ["compaction"]
     deduplication = None
+    if offload == "none":
+        remove.append("offload")
     if deduplicate == "none":
         remove.append("deduplication")
     elif deduplicate:
@@ -172,6 +201,7 @@ def alter(
         "retention": parse_retention("" if retention == "none" else retention) if retention else None,
         "compaction": parse_compaction(compact is True, tombstones, lag),
         "deduplication": deduplication,
+        "offload": parse_offload("" if offload == "none" else offload, local),
         "remove": remove,
     }
     if not any(changes.values()):
@@ -245,6 +275,8 @@ def format_views(state: StreamState) -> str:
     if (compaction := views.compacted) is not None:
         lag = f", lag {Duration(compaction.lag_ms)}" if compaction.lag_ms else ""
         parts.append(f"compacted (tombstones {Duration(compaction.tombstone_ms)}{lag})")
+    if (offload := views.offload) is not None:
+        parts.append(f"offloaded to {offload.url}, {Size(offload.local_bytes)} per shard stay")
     if (deduplication := views.deduplication) is not None:
         window = Duration(deduplication.window_ms)
         parts.append(f"message ids remembered for {window}, {deduplication.ids_max:,} per shard")

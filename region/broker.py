@@ -21,6 +21,7 @@ from felix.identity import Peer, Proof, TrustBundle, verify_peer
 from felix.messages import ReaderTraffic
 from felix.names import SpiffeId, StreamName
 from felix.quota import QuotaLimits, Scope
+from felix.settings import Offload
 from felix.transport.port import TransportLimits
 from policy.access import Rights, Verb, not_found_or_forbidden
 from region.budget import Budgets
@@ -28,19 +29,14 @@ from region.config import RegionConfig
 from region.metadata.catalog import Catalog
 from region.metadata.records import StreamConfig, check_stream_config
 from region.metrics import BrokerMetrics
+from region.offload import check_offload
 from region.ports import LiveSession
 from region.quota import Quotas
 from region.streams import HostedStream, StreamTable
 from region.tracing import AppendTracing
-from region.turns import Gate, Turns
 
 log = logging.getLogger("felix.region")
 
-READ_BYTES_MAX: Final = 1 << 20
-"""Read from disk and sent at a time: long enough to be worth a call, short enough that subscriptions take turns."""
-READS_MAX: Final = 8
-"""Such reads at once: twice as many as there are threads for them, so that none waits for the loop. More would only queue before the
-threads, where nobody takes turns."""
 DELIVERY_WAIT_S: Final = 0.02
 """How long delivery that found the budget used up waits before it looks again."""
 
@@ -82,12 +78,6 @@ class Broker:
             [str(SpiffeId(self.region, self.mesh, "operator", name)) for name in config.operators],
         )
         self.sessions: set[LiveSession] = set()
-        self.turns = Turns(lambda go_on: asyncio.get_running_loop().call_soon(go_on))
-        self.reads = Gate(
-            READS_MAX,
-            lambda: budgets.catch_up.take(READ_BYTES_MAX),
-            lambda: budgets.catch_up.give(READ_BYTES_MAX),
-        )
         self.readers: list[Callable[[], Iterable[ReaderTraffic]]] = []
         """Asked who reads beside the sessions' own subscriptions: views add themselves, one entry for each that is read."""
         self.leaving = False
@@ -211,6 +201,7 @@ class Broker:
         UnavailableError(LIMIT_MEMORY, LIMIT_STREAMS)."""
         # Asked before anything is written: the catalog must not name a stream that cannot be opened.
         check_stream_config(name, config)
+        await self.check_offload(config.views.offload)
         self.streams.check_room(name, config)
         self.quotas.check_stream(
             name.tenant, sum(stream.name.tenant == name.tenant for stream in self.streams)
@@ -223,6 +214,11 @@ class Broker:
             return await self.streams.open(record)
         finally:
             self.quotas.creating(name.tenant, -1)
+
+    async def check_offload(self, offload: Offload | None) -> None:
+        """Raises RequestError(FORBIDDEN, CONFIG_INVALID) where the region does not allow it, or cannot do it."""
+        if offload is not None:
+            await asyncio.to_thread(check_offload, offload.url, self.config.storage.offload_allow)
 
     async def ensure_stream(self, name: StreamName, config: StreamConfig) -> HostedStream:
         """The stream, made where it does not exist; of several that ask at once, one makes it."""

@@ -18,6 +18,7 @@ from felix.quota import QuotaLimits
 from felix.telemetry import TracingConfig
 from policy.documents import Parsed, decode_document
 from policy.quantity import Duration, Rate, Size
+from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES
 
 DEFAULT_PORT: Final = 7443
 PUBLISH_BUDGET_BYTES_MIN: Final = 4 << 20
@@ -27,6 +28,8 @@ INGEST_BUDGET_BYTES_MIN: Final = 8 << 20
 DELIVERY_BUDGET_BYTES_MIN: Final = 4 << 20
 CATCH_UP_BUDGET_BYTES_MIN: Final = 1 << 20
 """One read."""
+OFFLOAD_RATE_BYTES_MIN: Final = 64 << 10
+"""A segment in an hour."""
 SWEEP_MS_MIN: Final = 10
 SWEEP_MS_MAX: Final = 3_600_000
 """A sweep without work costs a look at each shard; one that never comes is a disk that fills."""
@@ -120,11 +123,22 @@ class LimitsConfig(Part, frozen=True):
 
 
 class StorageConfig(Part, frozen=True):
-    """How often retention is applied: a record goes at the latest an eighth of its stream's age and this after its time."""
+    """How often retention is applied: a record goes at the latest an eighth of its stream's age and this after its time.
+
+    Offload: the URLs, or beginnings of them, that closed segments may be copied to (none: nowhere), bytes moved per second,
+    and bytes of segments that were fetched back for reading.
+    """
 
     sweep_every: Duration = Duration(1_000)
+    offload_allow: tuple[Words, ...] = ()
+    offload_rate: Size = Size(RATE_BYTES)
+    offload_cache: Size = Size(FETCHED_BYTES_MAX)
 
     def __post_init__(self) -> None:
+        if self.offload_rate < OFFLOAD_RATE_BYTES_MIN:
+            raise RequestError(
+                f"offload_rate is {Size(self.offload_rate)}; at least {Size(OFFLOAD_RATE_BYTES_MIN)} a second are needed."
+            )
         if not SWEEP_MS_MIN <= self.sweep_every <= SWEEP_MS_MAX:
             raise RequestError(
                 f"sweep_every is {Duration(self.sweep_every)}; {Duration(SWEEP_MS_MIN)} to {Duration(SWEEP_MS_MAX)} are allowed."

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import sys
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
@@ -71,11 +70,12 @@ from region.transactions.desk import TransactionDesk
 
 log = logging.getLogger("felix.region.node")
 
+OFFLOAD_CHECK_S: Final = 1.0
+"""How often the broker looks whether segments are to be offloaded."""
+OFFLOAD_CHECKS_PER_DELETION: Final = 60
+"""Objects of deleted streams that a store did not delete are asked for again so seldom."""
 COMPACT_CHECK_S: Final = 5.0
 """How often the broker looks whether a compacted stream's shards are worth a pass."""
-SWITCH_S = 0.0005
-"""How long a thread may hold the interpreter while another wants it. Python's own 5 ms is what the event loop would wait for each thread
-that seals and writes a noisy tenant's batches; measured with `felix bench fairness`."""
 MEASURE_S = 1.0
 """How often the broker looks what is used and stored; rates are over this long."""
 RENEW_CHECK_S = 60.0
@@ -104,6 +104,7 @@ class Node:
         self.queues: QueueDesk
         self.transactions: Coordinator
         self.listener: Listener
+        self._directory: LogDirectory
         self.health: HealthServer | None = None
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
@@ -136,10 +137,16 @@ class Node:
         data = folder.root / config.data
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._ready = "the broker is starting"
-        sys.setswitchinterval(SWITCH_S)
 
-        directory = LogDirectory(data / "streams", config.region)
+        storage = config.storage
+        directory = LogDirectory(
+            data / "streams",
+            config.region,
+            offload_rate_bytes=storage.offload_rate,
+            fetched_bytes_max=storage.offload_cache,
+        )
         self._stack.push_async_callback(directory.close)
+        self._directory = directory
         authority = await asyncio.to_thread(load_authority, folder.authority, config.region, config.mesh)
         own = await asyncio.to_thread(_own_bundle, folder, config)
         keyring = await asyncio.to_thread(open_keyring, folder.keys, config.region)
@@ -250,6 +257,7 @@ class Node:
         self._spawn(self._sweep_subscriptions())
         self._spawn(self._sweep(streams))
         self._spawn(self._compact(streams))
+        self._spawn(self._offload(streams, directory))
         self._spawn(self._follow_streams(streams, mirror))
         self._spawn(self._renew(authority))
         self._stack.push_async_callback(self._stop_tasks)
@@ -377,6 +385,19 @@ class Node:
                 # A mistake of ours: the log is as it was, and other streams have their turn.
                 log.exception("streams could not be compacted")
 
+    async def _offload(self, streams: StreamTable, directory: LogDirectory) -> None:
+        turns = 0
+        while True:
+            await asyncio.sleep(OFFLOAD_CHECK_S)
+            turns += 1
+            try:
+                await streams.offload(now_ms(), self.config.storage.offload_allow)
+                if turns % OFFLOAD_CHECKS_PER_DELETION == 0:
+                    await asyncio.to_thread(directory.retry_deletions)
+            except Exception:
+                # A mistake of ours: the log is as it was, and other streams have their turn.
+                log.exception("segments could not be offloaded")
+
     async def _renew(self, authority: RegionAuthority) -> None:
         current = self._issue(authority)
         while True:
@@ -432,6 +453,9 @@ class Node:
         return {
             **self.broker.gauges(),
             **self.subscriptions.gauges(),
+            "offload_cache_bytes": self._directory.fetched_bytes,
+            "offload_cache_bytes_limit": self._directory.fetched_bytes_max,
+            "offload_refused": self.broker.streams.offload_refused,
             "audit_leaves": status.durable,
             "audit_checkpoint_leaves": status.checkpoint,
             "audit_cosigned_leaves": status.cosigned,
@@ -468,6 +492,13 @@ class Node:
                     "sync_seconds": counters.sync_ns / 1e9,
                     "segments": shard.segment_count,
                     "segments_deleted": counters.segments_deleted,
+                    "remote_bytes": shard.remote_bytes,
+                    "offload_waiting_bytes": shard.offload_waiting_bytes,
+                    "offloaded_segments": counters.offloaded_segments,
+                    "offloaded_bytes": counters.offloaded_bytes,
+                    "offload_failed": counters.offload_failed,
+                    "fetched_segments": counters.fetched_segments,
+                    "fetched_bytes": counters.fetched_bytes,
                     "dirty_bytes": shard.dirty_bytes,
                     "compacted_to": shard.compacted_to,
                     "compactions": counters.compactions,

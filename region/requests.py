@@ -155,6 +155,8 @@ class Requests:
                 )
             changes[part] = None
 
+        await self._broker.check_offload(request.offload)
+
         def change(config: records.StreamConfig) -> records.StreamConfig:
             retention = config.retention if request.retention is None else _retention(request.retention)
             views = msgspec.structs.replace(config.views, **changes)

@@ -29,6 +29,7 @@ from region.log.durability import Kind
 from region.log.retention import Retention as LogRetention
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.metadata.records import RING_BYTES_MIN, SHARDS_MAX, Stream, StreamConfig
+from region.offload import check_offload
 
 log = logging.getLogger("felix.region.streams")
 
@@ -42,6 +43,8 @@ ring budget is taken, a shard gets RING_BYTES_MIN."""
 
 COMPACTED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=32 << 20, segment_age_ms=600_000)
 """Only closed segments are compacted, so those of a compacted stream are closed sooner."""
+OFFLOADED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=64 << 20, segment_age_ms=3_600_000)
+"""What is read back is fetched segment by segment, and what was written is in the store an hour later."""
 COMPANION_RING_BYTES: Final = 128 << 10
 """Of a companion log in memory. It is read once, when it is opened."""
 
@@ -75,8 +78,9 @@ def shard_settings(config: StreamConfig, ring_bytes: int) -> ShardSettings:
     return ShardSettings(
         LogDurability(Kind(config.durability.kind), config.durability.interval_ms),
         LogRetention(retention.age_ms or None, retention.bytes or None, retention.acked),
-        COMPACTED_SEGMENTS if compaction else SegmentLimits(),
+        COMPACTED_SEGMENTS if compaction else OFFLOADED_SEGMENTS if config.views.offload else SegmentLimits(),
         compaction=compaction,
+        offload=config.views.offload,
         ring_bytes_max=ring_bytes,
         deduplication=config.views.deduplication,
     )
@@ -224,6 +228,8 @@ class StreamTable:
         self._removed: set[str] = set()
         self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
         """Called with a stream whose shards are open, before anybody else sees it: what must be in them first."""
+        self.offload_refused = 0
+        """Turns of offload that the configuration does not allow."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -380,6 +386,29 @@ class StreamTable:
                     continue
                 if report is not None:
                     log.info("%s shard %d was compacted: %s", stream.name, shard.identity.shard, report)
+
+    async def offload(self, now_ms: int, allowed: tuple[str, ...]) -> None:
+        """Offload the shards that are due, one after the other; `allowed`: what the region's configuration allows."""
+        for stream in self:
+            for shard in stream.serving:
+                wanted = stream.record.config.views.offload
+                if stream.deleted or not shard.offload_due(now_ms):
+                    continue
+                url = wanted.url if wanted else ""
+                try:
+                    if wanted is not None:
+                        await asyncio.to_thread(check_offload, url, allowed)
+                except RequestError as error:
+                    # It was allowed once; what is there may still be read, and deleted.
+                    log.error("offload of %s shard %d: %s", stream.name, shard.identity.shard, error)
+                    self.offload_refused += 1
+                    shard.offload_later(now_ms)
+                    url = ""
+                try:
+                    await self._directory.offload(shard, now_ms, url)
+                except FelixError as error:
+                    if error.code is not Code.SHUTTING_DOWN:
+                        log.error("offload of %s shard %d: %s", stream.name, shard.identity.shard, error)
 
     async def remove(self, name: StreamName, incarnation: str) -> None:
         """Close this incarnation and delete its records: it is marked as deleted in the catalog."""

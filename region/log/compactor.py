@@ -38,7 +38,7 @@ from felix.batch import (
     cut_batch,
     decode_records,
 )
-from felix.errors import RequestError
+from felix.errors import Code, RequestError, UnavailableError
 from region.log.compaction import (
     KEYS_BYTES_MAX,
     CompactionReport,
@@ -70,8 +70,13 @@ ROOM_BYTES_MIN: Final = 64 << 20
 Transform = Callable[[Batch], Batch]
 
 
-class CompactionEndedError(Exception):
-    """The pass was asked to end; nothing is wrong."""
+class WorkEndedError(UnavailableError):
+    """Work in the background was asked to end, because the shard closes; nothing is wrong."""
+
+    default_code = Code.SHUTTING_DOWN
+
+    def __init__(self) -> None:
+        super().__init__("The shard is closing.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,3 +29,8 @@ class ShardCounters:
     compaction_written_bytes: int = 0
     compaction_removed_records: int = 0
     compaction_ns: int = 0
+    offloaded_segments: int = 0
+    offloaded_bytes: int = 0
+    offload_failed: int = 0
+    fetched_segments: int = 0
+    fetched_bytes: int = 0

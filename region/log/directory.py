@@ -11,6 +11,7 @@ only, never because something else does not know it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,16 +22,23 @@ from felix.names import StreamName
 from region.log.compaction import CompactionReport
 from region.log.disk import storage_error
 from region.log.durability import Kind
-from region.log.files import Files
+from region.log.files import Files, load_checked
 from region.log.lock import FolderLock
 from region.log.mark import MARK_NAME
+from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
+from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, OffloadReport, delete_object
 from region.log.segment import ShardIdentity
-from region.log.shard import ShardHooks, ShardLog, ShardSettings
+from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore
+
+log = logging.getLogger("felix.region.log")
 
 COMMIT_THREADS_MAX: Final = 4
 """Syncs of different shards overlap; a disk gains nothing from more of them at once."""
 READ_THREADS_MAX: Final = 4
 """Catching-up readers wait for each other rather than for syncs: reads have threads of their own."""
+
+OFFLOAD_THREADS_MAX: Final = 2
+"""One upload at a time, and a fetch beside it: a store that does not answer holds up no read of what is local."""
 
 _SEPARATOR: Final = "~"
 _DELETED_SUFFIX: Final = ".deleted"
@@ -75,6 +83,12 @@ def stored_streams(data: Path) -> list[StoredStream]:
     return found
 
 
+def offload_base(url: str, identity: ShardIdentity) -> str:
+    """Where a shard's objects are below a store's URL: a place that no other shard, incarnation or region has."""
+    folder = folder_name(StreamName.parse(identity.stream), identity.incarnation)
+    return object_url(url, f"{identity.region}/{folder}/{identity.shard:05d}")
+
+
 def shard_folder(data: Path, name: StreamName, incarnation: bytes, shard: int) -> Path:
     """Where a shard, or a journal beside it, is kept."""
     return data / folder_name(name, incarnation) / f"{shard:05d}"
@@ -83,7 +97,15 @@ def shard_folder(data: Path, name: StreamName, incarnation: bytes, shard: int) -
 class LogDirectory:
     """The logs of one broker. Construct on the event loop; `close` stops every shard and lets go of the folder."""
 
-    def __init__(self, data: Path, region: str, *, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        data: Path,
+        region: str,
+        *,
+        files: Files | None = None,
+        offload_rate_bytes: int = RATE_BYTES,
+        fetched_bytes_max: int = FETCHED_BYTES_MAX,
+    ) -> None:
         self._lock = FolderLock(data)
         self._data = data
         self._region = region
@@ -91,6 +113,11 @@ class LogDirectory:
         self._commit_pool = ThreadPoolExecutor(COMMIT_THREADS_MAX, thread_name_prefix="log-commit")
         self._read_pool = ThreadPoolExecutor(READ_THREADS_MAX, thread_name_prefix="log-read")
         self._maintenance_pool = ThreadPoolExecutor(1, thread_name_prefix="log-maintenance")
+        self._store = ShardStore(
+            ThreadPoolExecutor(OFFLOAD_THREADS_MAX, thread_name_prefix="log-offload"),
+            FetchedCache(fetched_bytes_max),
+            offload_rate_bytes,
+        )
         self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
         self._opening: set[tuple[StreamName, bytes, int]] = set()
         self._commit_pool.submit(self._finish_deletions)
@@ -157,6 +184,7 @@ class LogDirectory:
             hooks,
             commit_pool=self._commit_pool,
             read_pool=self._read_pool,
+            store=self._store,
             files=self._files,
             full_verify=full_verify,
         )
@@ -168,6 +196,20 @@ class LogDirectory:
         folder.mkdir(parents=True, exist_ok=True)
         self._files.sync_folder(folder.parent)
         self._files.sync_folder(self._data)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of fetched segments on the local disk."""
+        return self._store.cache.held_bytes
+
+    @property
+    def fetched_bytes_max(self) -> int:
+        return self._store.cache.bytes_max
+
+    async def offload(self, shard: ShardLog, now_ms: int, url: str) -> OffloadReport:
+        """One turn of offload of one of this folder's shards to a place of its own below `url`, or of deleting alone where
+        that is empty; raises as `ShardLog.offload` does."""
+        return await shard.offload(now_ms, offload_base(url, shard.identity) if url else "")
 
     async def compact(self, shard: ShardLog, now_ms: int) -> CompactionReport | None:
         """One pass of compaction over one of this folder's shards; raises as `ShardLog.compact` does."""
@@ -193,13 +235,55 @@ class LogDirectory:
         doomed = folder.with_name(folder.name + _DELETED_SUFFIX)
         folder.rename(doomed)
         self._files.sync_folder(self._data)
-        shutil.rmtree(doomed)
+        if self._shed(doomed):
+            self._store.pool.submit(self._finish_deletion, doomed)
 
     def _finish_deletions(self) -> None:
-        """What a crash left of deletions that were asked for."""
-        for folder in self._data.glob(f"*{_DELETED_SUFFIX}"):
-            if parse_folder_name(folder.name.removesuffix(_DELETED_SUFFIX)):
-                shutil.rmtree(folder, ignore_errors=True)
+        """What a crash, or a store that did not answer, left of deletions that were asked for."""
+        for folder in self._doomed():
+            if self._shed(folder):
+                self._store.pool.submit(self._finish_deletion, folder)
+
+    def _doomed(self) -> list[Path]:
+        return [
+            folder
+            for folder in self._data.glob(f"*{_DELETED_SUFFIX}")
+            if parse_folder_name(folder.name.removesuffix(_DELETED_SUFFIX))
+        ]
+
+    def retry_deletions(self) -> None:
+        """Ask stores again to delete what was deleted here. Blocks for as long as they take; in a thread."""
+        for folder in self._doomed():
+            self._finish_deletion(folder)
+
+    @staticmethod
+    def _shed(doomed: Path) -> bool:
+        """Remove all of a deleted stream's folder but the names of its objects in stores; whether there are any."""
+        left = False
+        for shard in list(doomed.iterdir()):
+            if not (shard / OFFLOADED_NAME).exists():
+                shutil.rmtree(shard, ignore_errors=True)
+                continue
+            left = True
+            for path in shard.iterdir():
+                if path.name != OFFLOADED_NAME:
+                    path.unlink(missing_ok=True)
+        if not left:
+            shutil.rmtree(doomed, ignore_errors=True)
+        return left
+
+    def _finish_deletion(self, doomed: Path) -> None:
+        """Delete a deleted stream's objects, then the last of its folder. Called again where a store does not answer."""
+        try:
+            for path in sorted(doomed.glob(f"*/{OFFLOADED_NAME}")):
+                payload = load_checked(self._files, path)
+                for url in decode_offload(payload).urls if payload else ():
+                    delete_object(url)
+                path.unlink()
+            shutil.rmtree(doomed)
+        except (OSError, FelixError) as error:
+            if doomed.exists():
+                log.error("objects of a deleted stream are left in their store, %s: %s", doomed.name, error)
 
     async def close(self) -> None:
         """Close every shard, the threads and the lock."""
@@ -208,6 +292,7 @@ class LogDirectory:
         self._commit_pool.shutdown()
         self._read_pool.shutdown()
         self._maintenance_pool.shutdown()
+        self._store.pool.shutdown(cancel_futures=True)
         self._lock.release()
         for result in results:
             if isinstance(result, BaseException):

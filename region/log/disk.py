@@ -34,6 +34,7 @@ from region.log.epochs import EpochHistory
 from region.log.files import Files, create_durably, is_full, read_file, save_checked, write_all
 from region.log.index import INDEX_INTERVAL_BYTES, SparseIndex, decode_index
 from region.log.mark import MARK_NAME, Mark
+from region.log.offload import OFFLOADED_NAME, Offloaded, OffloadState, encode_offload
 from region.log.producers import ProducerTable
 from region.log.recovery import (
     EPOCHS_NAME,
@@ -94,6 +95,14 @@ class SegmentLimits:
 
     segment_bytes_max: int = SEGMENT_BYTES_MAX
     segment_age_ms: int = SEGMENT_AGE_MS
+
+
+class NotLocalError(Exception):
+    """The segment is in a store only, and no copy of it is fetched: fetch it, and read again."""
+
+    def __init__(self, segment: SegmentState) -> None:
+        super().__init__(str(segment.path))
+        self.segment = segment
 
 
 class StorageFailedError(UnavailableError):
@@ -165,6 +174,7 @@ class DiskLog:
         self._limits = limits
         self._commitment = commitment
         self.compaction = recovered.compaction
+        self.offload = recovered.offload
         self._segments: tuple[SegmentState, ...] = tuple(recovered.segments)
         self._indexes: OrderedDict[Path, SparseIndex] = OrderedDict()
         self._indexes_lock = Lock()
@@ -210,6 +220,8 @@ class DiskLog:
             log._open_mark()
             if recovered.report.epochs_rebuilt:
                 log.save_epochs(recovered.epochs)
+            if recovered.offload.doomed:
+                log.save_offload(recovered.offload)
         except OSError:
             log._close_descriptors()
             raise
@@ -232,8 +244,13 @@ class DiskLog:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all segment files."""
-        return sum(segment.segment_bytes for segment in self._segments)
+        """Bytes of all segment files that are local."""
+        return sum(segment.segment_bytes for segment in self._segments if segment.is_local)
+
+    @property
+    def remote_bytes(self) -> int:
+        """Bytes of all segments that are in a store, local as well or not."""
+        return sum(segment.segment_bytes for segment in self._segments if segment.remote)
 
     @property
     def last_time_ms(self) -> int:
@@ -428,7 +445,7 @@ class DiskLog:
                 return []
             segment = segments[bisect_right(segments, offset, key=_base_offset) - 1]
             try:
-                descriptor = self._files.open(segment.path, os.O_RDONLY)
+                descriptor = self._open_segment(segment)
                 try:
                     found = self._read_segment(descriptor, segment, offset, max_bytes, limit)
                 finally:
@@ -442,6 +459,18 @@ class DiskLog:
                 return found
             # What is left of this segment was compacted away: the next entry is in the next one.
             offset = segment.next_offset
+
+    def _open_segment(self, segment: SegmentState) -> int:
+        """For reading: the local file, else a fetched copy. Raises NotLocalError where there is neither."""
+        try:
+            return self._files.open(segment.path, os.O_RDONLY)
+        except FileNotFoundError:
+            if segment.is_local:
+                raise
+        try:
+            return self._files.open(segment.fetched_path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise NotLocalError(segment) from None
 
     def _read_segment(
         self, descriptor: int, segment: SegmentState, offset: int, max_bytes: int, limit: int
@@ -513,7 +542,7 @@ class DiskLog:
             if segment.last_time_ms < time_ms:
                 continue
             position = self._index(segment).position_for_time(time_ms)
-            descriptor = self._files.open(segment.path, os.O_RDONLY)
+            descriptor = self._open_segment(segment)
             try:
                 for entry in self._entries(descriptor, segment, position):
                     if entry.base_offset >= limit:
@@ -576,7 +605,7 @@ class DiskLog:
         """Index and annotations of a segment from its bytes; with `offset`, of the batches wholly below it."""
         index = SparseIndex(segment.base_offset, segment.start)
         annotations: dict[int, bytes] = {}
-        descriptor = self._files.open(segment.path, os.O_RDONLY)
+        descriptor = self._open_segment(segment)
         # Positions behind the last batch that stays go with the batches that do not.
         pending: list[SegmentEntry] = []
         try:
@@ -663,9 +692,18 @@ class DiskLog:
         # The new start is on disk before any file goes: what a crash leaves below it is known to be leftover.
         self._write_mark()
         self.sync_mark()
+        doomed = [segment.remote for segment in gone if segment.remote]
+        if doomed:
+            self.save_offload(
+                msgspec.structs.replace(
+                    self.offload,
+                    segments=tuple(one for one in self.offload.segments if one not in doomed),
+                    doomed=(*self.offload.doomed, *(one.url for one in doomed)),
+                )
+            )
         for segment in gone:
-            self._files.unlink(segment.path)
-            self._files.unlink(segment.index_path)
+            for path in (segment.path, segment.index_path, segment.fetched_path):
+                self._files.unlink(path)
         self._files.sync_folder(self.folder)
 
     # Compaction. What is to be written where is region.log.compactor's; here, as in all writing, by one at a time.
@@ -727,18 +765,53 @@ class DiskLog:
             self._files.sync_folder(self.folder)
         return True
 
+    # Offload. What is moved where is region.log.offloader's.
+
+    def save_offload(self, state: OffloadState) -> None:
+        """Make what is known of offloaded segments durable. Raises OSError."""
+        save_checked(self._files, self.folder / OFFLOADED_NAME, encode_offload(state))
+        self.offload = state
+
+    def add_offloaded(self, segment: SegmentState, entry: Offloaded) -> None:
+        """A verified copy of `segment` is in a store; where retention was faster, the copy is doomed."""
+        state = msgspec.structs.replace(self.offload, begun="")
+        if segment in self._segments:
+            self.save_offload(msgspec.structs.replace(state, segments=(*state.segments, entry)))
+            segment.remote = entry
+        else:
+            self.save_offload(msgspec.structs.replace(state, doomed=(*state.doomed, entry.url)))
+
+    def droppable(self, local_bytes: int) -> SegmentState | None:
+        """The oldest local segment, where more than `local_bytes` are local and a copy of it is in a store."""
+        if self.bytes_held <= local_bytes:
+            return None
+        oldest = next(segment for segment in self._segments if segment.is_local)
+        return oldest if oldest.remote and oldest is not self._segments[-1] else None
+
+    def drop_local(self, segment: SegmentState) -> None:
+        """Let the local file of an offloaded segment go; its index stays."""
+        if segment.remote is None or segment not in self._segments[:-1]:
+            return
+        if read_file(self._files, segment.index_path) is None:
+            write_index(self._files, segment.index_path, self._index(segment).encode())
+        segment.is_local = False
+        self._files.unlink(segment.path)
+        self._files.sync_folder(self.folder)
+
     def truncate(self, offset: int) -> ProducerTable:
         """Cut every batch that reaches past `offset`, with the annotations from there on; the producers of what stays.
 
         For a follower whose log parts from its leader's. Raises OffsetOutOfRangeError outside the log,
-        RequestError(UNSUPPORTED) where it was compacted: what the cut records superseded is gone.
+        RequestError(UNSUPPORTED) where it was compacted, so that what the cut records superseded is gone, or offloaded.
         """
         if not self.start_offset <= offset < self.end_offset:
             raise OffsetOutOfRangeError(offset, self.start_offset, self.end_offset)
-        compacted_to = max((one.next_offset for one in self._segments if one.header.span), default=0)
-        if offset < compacted_to:
+        fixed_to = max(
+            (one.next_offset for one in self._segments if one.header.span or one.remote), default=0
+        )
+        if offset < fixed_to:
             raise RequestError(
-                f"The log was compacted up to offset {compacted_to}; it cannot be cut at {offset}.",
+                f"The log was compacted or offloaded up to offset {fixed_to}; it cannot be cut at {offset}.",
                 code=Code.UNSUPPORTED,
                 hint="Build the replica anew from its leader.",
             )

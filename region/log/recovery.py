@@ -51,6 +51,7 @@ from region.log.epochs import EpochHistory, EpochStart
 from region.log.files import TEMPORARY_SUFFIX, Files, is_full, load_checked, read_file, write_all
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
 from region.log.mark import MARK_NAME, Mark, decode_mark
+from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, OffloadState, decode_offload
 from region.log.producers import ProducerTable, Remembered, decode_snapshot
 from region.log.segment import (
     ANNOTATION_BYTES_MAX,
@@ -67,6 +68,7 @@ from region.log.segment import (
     find_entries,
     parse_segment_name,
     scan_window,
+    segment_name,
 )
 
 EPOCHS_NAME: Final = "epochs"
@@ -103,6 +105,15 @@ class SegmentState:
     segment_bytes: int
     last_time_ms: int
     index: SparseIndex | None
+    remote: Offloaded | None = None
+    """Where a verified copy is."""
+    is_local: bool = True
+    """False once the local file was let go; never so without `remote`."""
+
+    @property
+    def fetched_path(self) -> Path:
+        """Where a copy for reading is kept for a while, of a segment that is not local."""
+        return self.path.with_suffix(FETCHED_SUFFIX)
 
     @property
     def base_offset(self) -> int:
@@ -130,6 +141,7 @@ class Recovered:
     producers: ProducerTable = field(default_factory=ProducerTable)
     report: RecoveryReport = field(default_factory=RecoveryReport)
     compaction: CompactionState = field(default_factory=CompactionState)
+    offload: OffloadState = field(default_factory=OffloadState)
 
 
 def damaged(path: Path, position: int, offset: int, what: str) -> CorruptionError:
@@ -231,6 +243,19 @@ def decode_epochs(payload: bytes) -> EpochHistory | None:
         return None
 
 
+def _load_offload(files: Files, folder: Path) -> OffloadState:
+    """Raises CorruptionError where the file is there and damaged: it is the only word of what is elsewhere."""
+    path = folder / OFFLOADED_NAME
+    payload = load_checked(files, path)
+    if payload is None:
+        if path.exists():
+            raise damaged(
+                path, 0, 0, "its checksum does not hold, and it names the segments that are offloaded"
+            )
+        return OffloadState()
+    return decode_offload(payload)
+
+
 def _load_compaction(files: Files, folder: Path) -> CompactionState | None:
     payload = load_checked(files, folder / COMPACTION_NAME)
     return None if payload is None else decode_compaction(payload)
@@ -273,6 +298,7 @@ class _Recovery:
         self.producers_rebuilt = producers is None
         self.epochs = epochs or EpochHistory()
         self.producers, self.replay_from = producers or (ProducerTable(), 0)
+        self.offload = _load_offload(files, folder)
         self.indexes_rebuilt = 0
         self.verified_bytes = 0
         self.cut: tuple[Path, int, int, int, str] | None = None
@@ -453,8 +479,9 @@ class _Recovery:
     def run(self) -> Recovered:
         """All of it. Raises CorruptionError; OSError as it comes."""
         paths = sorted(path for path in self.folder.iterdir() if path.suffix == SEGMENT_SUFFIX)
-        for path in self.folder.glob(f"*{TEMPORARY_SUFFIX}"):
-            self.files.unlink(path)
+        for pattern in (f"*{TEMPORARY_SUFFIX}", f"*{FETCHED_SUFFIX}"):
+            for path in self.folder.glob(pattern):
+                self.files.unlink(path)
         for path in paths:
             if parse_segment_name(path.name) is None:
                 raise damaged(path, 0, 0, "this is not the name of a segment")
@@ -471,7 +498,7 @@ class _Recovery:
                 )
         if not paths:
             return Recovered([], report=RecoveryReport(epochs_rebuilt=True))
-        segments = [self.closed(path, base_of(following)) for path, following in pairwise(paths)]
+        segments = self._closed_segments(paths)
         state, annotations = self.last(paths[-1], mark)
         segments.append(state)
         if self.replay_from > state.next_offset:
@@ -500,7 +527,47 @@ class _Recovery:
             producers_rebuilt=self.producers_rebuilt,
             epochs_rebuilt=self.epochs_rebuilt,
         )
-        return Recovered(segments, annotations, self.epochs, self.producers, report, self.compaction)
+        return Recovered(
+            segments, annotations, self.epochs, self.producers, report, self.compaction, self.offload
+        )
+
+    def _closed_segments(self, paths: list[Path]) -> list[SegmentState]:
+        """All but the last of `paths`, and those that are in a store only, in their places."""
+        remote = {entry.base_offset: entry for entry in self.offload.segments}
+        places: list[tuple[int, Path | None]] = [(base_of(path), path) for path in paths]
+        local = {base for base, _ in places}
+        places += [(base, None) for base in remote if base not in local]
+        places.sort(key=lambda place: place[0])
+        segments: list[SegmentState] = []
+        for (base, path), (next_base, _) in pairwise(places):
+            entry = remote.get(base)
+            if path is not None:
+                state = self.closed(path, next_base)
+                state.remote = entry
+            else:
+                assert entry is not None
+                header = entry.segment_header
+                path = self.folder / segment_name(base)
+                if entry.next_offset != next_base or header.identity != self.identity:
+                    raise damaged(
+                        self.folder / OFFLOADED_NAME,
+                        0,
+                        base,
+                        f"{entry.url} ends at {entry.next_offset}, but the next segment begins at {next_base}",
+                    )
+                state = SegmentState(
+                    path,
+                    header,
+                    len(entry.header),
+                    entry.next_offset,
+                    entry.segment_bytes,
+                    entry.last_time_ms,
+                    None,
+                    entry,
+                    is_local=False,
+                )
+            segments.append(state)
+        return segments
 
     def _finish_compaction(self, paths: list[Path]) -> list[Path]:
         """Delete segments that one of a later generation has taken the place of, and indexes of such."""
@@ -519,7 +586,7 @@ class _Recovery:
         for path in gone:
             self.files.unlink(path)
         kept = [path for path in paths if path not in gone]
-        names = {path.stem for path in kept}
+        names = {path.stem for path in kept} | {f"{one.base_offset:020d}" for one in self.offload.segments}
         for path in self.folder.glob(f"*{INDEX_SUFFIX}"):
             if path.stem not in names:
                 self.files.unlink(path)
@@ -528,12 +595,22 @@ class _Recovery:
     def _finish_deletion(self, paths: list[Path], mark: Mark) -> list[Path]:
         """Retention writes the new start before it deletes: what is below it was being deleted."""
         kept = [path for path in paths if base_of(path) >= mark.log_start]
-        if kept and base_of(kept[0]) != mark.log_start:
+        gone = [one for one in self.offload.segments if one.base_offset < mark.log_start]
+        if gone:
+            self.offload = msgspec.structs.replace(
+                self.offload,
+                segments=tuple(one for one in self.offload.segments if one not in gone),
+                doomed=(*self.offload.doomed, *(one.url for one in gone)),
+            )
+        oldest = min(
+            [*map(base_of, kept[:1]), *(one.base_offset for one in self.offload.segments)], default=-1
+        )
+        if kept and oldest != mark.log_start:
             raise damaged(
                 self.folder,
                 0,
                 mark.log_start,
-                f"the log starts at {mark.log_start}, but the oldest segment begins at {base_of(kept[0])}",
+                f"the log starts at {mark.log_start}, but the oldest segment begins at {oldest}",
             )
         if kept:
             for path in paths[: len(paths) - len(kept)]:

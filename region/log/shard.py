@@ -48,16 +48,17 @@ from felix.errors import (
     RequestError,
     UnavailableError,
 )
-from felix.settings import Compaction, Deduplication
+from felix.settings import Compaction, Deduplication, Offload
 from keys.envelope import SEAL_BYTES
 from region.log.compaction import KEYS_BYTES_MAX, CompactionReport, is_due
-from region.log.compactor import CompactionEndedError, Compactor, PassSettings
+from region.log.compactor import Compactor, PassSettings, WorkEndedError
 from region.log.counters import ShardCounters
 from region.log.disk import (
     ANNOTATION_SLOTS_MAX,
     FULL_RETRY_MS,
     DiskLog,
     Frame,
+    NotLocalError,
     OffsetOutOfRangeError,
     SealedBatch,
     SegmentLimits,
@@ -70,8 +71,9 @@ from region.log.durability import FSYNC, Durability, Kind
 from region.log.epochs import EpochHistory
 from region.log.files import Files, is_full
 from region.log.message_ids import Identified, MessageIds, identified, message_ids, repeated_offsets, sift
+from region.log.offloader import RATE_BYTES, FetchedCache, Offloader, OffloadReport, Throttle, fetch
 from region.log.producers import ProducerTable, Remembered, Verdict, refusal
-from region.log.recovery import Recovered, RecoveryReport
+from region.log.recovery import Recovered, RecoveryReport, SegmentState
 from region.log.retention import Retention
 from region.log.ring import RING_BYTES_MAX, RING_ENTRIES_MAX, Entry, Ring
 from region.log.segment import ANNOTATION_BYTES_MAX, ShardIdentity
@@ -89,6 +91,11 @@ COMPACTION_SHARE: Final = 0.5
 """Of a thread's time that compaction takes at most: it sleeps as long as it worked, and appends come first."""
 COMPACTION_TURN_NS: Final = 5_000_000
 """It works so long at a time: what else waits for the interpreter waits no longer."""
+OFFLOAD_AGAIN_MS: Final = 1_000
+OFFLOAD_AGAIN_MS_MAX: Final = 60_000
+"""A store that does not answer is asked again after a second, then after twice as long each time up to this."""
+FETCHES_PER_READ_MAX: Final = 4
+"""A read reaches into one segment, rarely two; a cache that is too small for its readers must not keep one for ever."""
 COMPACTION_AGAIN_MS: Final = 60_000
 """After a pass that failed (no room, a key that is gone) the next one waits."""
 
@@ -170,6 +177,7 @@ class ShardSettings:
     retention: Retention = field(default_factory=Retention)
     segments: SegmentLimits = field(default_factory=SegmentLimits)
     compaction: Compaction | None = None
+    offload: Offload | None = None
     ring_bytes_max: int = RING_BYTES_MAX
     ring_entries_max: int = RING_ENTRIES_MAX
     pending_bytes_max: int = PENDING_BYTES_MAX
@@ -194,6 +202,23 @@ class ShardHooks:
     commitment: Callable[[], bytes] = no_commitment
     frame_prefix: Callable[[BatchHeader], bytes] = no_prefix
     clock_ms: Callable[[], int] = _now_ms
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStore:
+    """What moves segments to and from stores: threads of their own, one bounded cache, and a rate, of the whole broker."""
+
+    pool: Executor
+    cache: FetchedCache = field(default_factory=FetchedCache)
+    rate_bytes: int = RATE_BYTES
+
+
+class _FetchedDamageError(Exception):
+    """A store gave something else than was uploaded."""
+
+    def __init__(self, found: CorruptionError) -> None:
+        super().__init__(str(found))
+        self.found = found
 
 
 @dataclass(slots=True)
@@ -233,6 +258,7 @@ class ShardLog:
         hooks: ShardHooks,
         commit_pool: Executor,
         read_pool: Executor,
+        store: ShardStore | None = None,
     ) -> None:
         self.identity = identity
         self.settings = settings
@@ -281,7 +307,13 @@ class ShardLog:
         # One compaction at a time; what it waits for between two turns ends it when the shard closes.
         self._maintenance = asyncio.Lock()
         self._maintenance_end = ThreadEvent()
+        # Ends what moves to and from a store.
+        self._ending = ThreadEvent()
         self._compaction_again_ms = 0
+        self._offload_again_ms = 0
+        self._offload_failures = 0
+        self._store = store or ShardStore(read_pool)
+        self._fetching: dict[int, asyncio.Future[None]] = {}
         # Truncations begun and ended: a read across one may meet bytes that are being cut.
         self._truncations = 0
         # Shared with the commit thread, under `_lock`.
@@ -302,6 +334,7 @@ class ShardLog:
         *,
         commit_pool: Executor,
         read_pool: Executor,
+        store: ShardStore | None = None,
         files: Files | None = None,
         full_verify: bool = False,
     ) -> ShardLog:
@@ -309,7 +342,7 @@ class ShardLog:
 
         Raises CorruptionError where it must not serve, UnavailableError where the disk does not let it.
         """
-        shard = cls(identity, settings, hooks, commit_pool, read_pool)
+        shard = cls(identity, settings, hooks, commit_pool, read_pool, store)
         if shard._ephemeral:
             shard._move(Event.OPENED)
             return shard
@@ -436,6 +469,18 @@ class ShardLog:
         """Below this offset tombstones may be gone: who knows the log's state only up to an offset below it, and goes on
         from there, may miss that a key was deleted, and must read the whole state anew."""
         return self._disk.compaction.tombstones_from if self._disk else 0
+
+    @property
+    def remote_bytes(self) -> int:
+        """Bytes of segments that are in a store."""
+        return self._disk.remote_bytes if self._disk else 0
+
+    @property
+    def offload_waiting_bytes(self) -> int:
+        """Bytes of closed segments that are to be offloaded and are not yet."""
+        if self._disk is None or self.settings.offload is None:
+            return 0
+        return sum(one.segment_bytes for one in self._disk.segments[:-1] if one.remote is None)
 
     @property
     def dirty_bytes(self) -> int:
@@ -1079,7 +1124,18 @@ class ShardLog:
         """Read in a thread. Damage found while reading stops the shard: what else is damaged nobody knows."""
         before = self._truncations
         try:
-            return await self._loop.run_in_executor(self._read_pool, read, *arguments)
+            for _ in range(FETCHES_PER_READ_MAX):
+                try:
+                    return await self._loop.run_in_executor(self._read_pool, read, *arguments)
+                except NotLocalError as error:
+                    missing = error.segment
+                await self._fetch(missing)
+            raise UnavailableError(
+                "What was fetched from the store was pushed out again before it was read.", retry_after_ms=100
+            )
+        except _FetchedDamageError as error:
+            # The store's copy: what is local is as it was.
+            raise error.found from error
         except CorruptionError as error:
             if before % 2 or before != self._truncations:
                 raise UnavailableError(
@@ -1091,6 +1147,35 @@ class ShardLog:
             failure = storage_error(error, self._folder)
             self._fail(failure)
             raise failure from error
+
+    async def _fetch(self, segment: SegmentState) -> None:
+        """Bring a segment back from its store; of several that want it, one does it."""
+        entry = segment.remote
+        assert entry is not None
+        under_way = self._fetching.get(segment.base_offset)
+        if under_way is not None:
+            await asyncio.shield(under_way)
+            return
+
+        def bring() -> None:
+            try:
+                fetch(
+                    entry,
+                    segment.fetched_path,
+                    self._store.cache,
+                    Throttle(self._store.rate_bytes, self._ending),
+                )
+            except CorruptionError as error:
+                raise _FetchedDamageError(error) from error
+            except OSError as error:
+                raise storage_error(error, self._folder) from error
+
+        future = self._loop.run_in_executor(self._store.pool, bring)
+        self._fetching[segment.base_offset] = future
+        future.add_done_callback(lambda _: self._fetching.pop(segment.base_offset, None))
+        await asyncio.shield(future)
+        self.counters.fetched_segments += 1
+        self.counters.fetched_bytes += entry.segment_bytes
 
     async def offset_for_time(self, time_ms: int) -> int:
         """Base offset of the first readable batch appended at or after `time_ms`, else the high watermark."""
@@ -1160,6 +1245,7 @@ class ShardLog:
             segments=settings.segments,
             compaction=settings.compaction,
             deduplication=settings.deduplication,
+            offload=settings.offload,
         )
         if settings.deduplication is None:
             self._ids = None
@@ -1224,6 +1310,7 @@ class ShardLog:
         return (
             settings is not None
             and disk is not None
+            and not disk.offload.segments
             and self.state is State.SERVING
             and now_ms >= self._compaction_again_ms
             and not self._maintenance.locked()
@@ -1250,7 +1337,7 @@ class ShardLog:
         opening or sealing a batch raises.
         """
         settings, disk = self.settings.compaction, self._disk
-        if settings is None or disk is None:
+        if settings is None or disk is None or disk.offload.segments:
             return None
         async with self._maintenance:
             if self.state not in (State.SERVING, State.FULL) or self._hold:
@@ -1277,8 +1364,8 @@ class ShardLog:
                     end.set()
                     await asyncio.wait([work])
                     raise
-            except CompactionEndedError:
-                raise UnavailableError("The shard is closing.", code=Code.SHUTTING_DOWN) from None
+            except WorkEndedError:
+                raise
             except (CorruptionError, StorageFailedError) as error:
                 self._fail(error)
                 raise
@@ -1293,6 +1380,81 @@ class ShardLog:
         if report:
             self._count_compaction(report)
         return report
+
+    def offload_due(self, now_ms: int) -> bool:
+        """Whether `offload` would do anything."""
+        disk, wanted = self._disk, self.settings.offload
+        if (
+            disk is None
+            or self.state not in (State.SERVING, State.FULL)
+            or now_ms < self._offload_again_ms
+            or self._maintenance.locked()
+        ):
+            return False
+        if disk.offload.doomed:
+            return True
+        return wanted is not None and (
+            any(
+                one.remote is None and one.header.span is None and one.next_offset <= self._high_watermark
+                for one in disk.segments[:-1]
+            )
+            or disk.droppable(wanted.local_bytes) is not None
+        )
+
+    async def offload(self, now_ms: int, base: str) -> OffloadReport:
+        """Copy closed segments to the store, to below the URL `base`, let local files go that are beyond what is kept here,
+        and delete in the store what retention let go; with an empty `base` only the last. Appends and reads go on.
+
+        Raises UnavailableError: the store does not do what it is asked, and is tried again after a while, longer each
+        time; SHUTTING_DOWN where the shard closes. CorruptionError, which stops the shard.
+        """
+        disk, wanted = self._disk, self.settings.offload
+        if disk is None:
+            return OffloadReport()
+        async with self._maintenance:
+            if self.state not in (State.SERVING, State.FULL) or self._hold:
+                raise self._hold or self._not_serving()
+            offloader = Offloader(
+                disk,
+                self._files,
+                base,
+                wanted.local_bytes if wanted else 0,
+                writer=self._writer,
+                pace=Throttle(self._store.rate_bytes, self._ending),
+            )
+            below, epochs = self._high_watermark, self._epochs.starts
+            try:
+                work = self._loop.run_in_executor(
+                    self._store.pool, lambda: offloader.run(below, epochs, upload=bool(wanted and base))
+                )
+                try:
+                    report = await asyncio.shield(work)
+                except asyncio.CancelledError:
+                    self._ending.set()
+                    await asyncio.wait([work])
+                    raise
+            except WorkEndedError:
+                raise
+            except (CorruptionError, StorageFailedError) as error:
+                self._fail(error)
+                raise
+            except (OSError, FelixError) as error:
+                self.offload_later(now_ms)
+                raise (
+                    error if isinstance(error, FelixError) else storage_error(error, self._folder)
+                ) from error
+        if base:
+            self._offload_failures = 0
+        self.counters.offloaded_segments += report.uploaded
+        self.counters.offloaded_bytes += report.uploaded_bytes
+        return report
+
+    def offload_later(self, now_ms: int) -> None:
+        """A turn came to nothing: the next one is due after a while, longer each time."""
+        self._offload_failures += 1
+        self.counters.offload_failed += 1
+        wait_ms = min(OFFLOAD_AGAIN_MS << min(self._offload_failures - 1, 10), OFFLOAD_AGAIN_MS_MAX)
+        self._offload_again_ms = now_ms + wait_ms
 
     def _compaction_failed(self, now_ms: int) -> None:
         self._compaction_again_ms = now_ms + COMPACTION_AGAIN_MS
@@ -1330,7 +1492,11 @@ class ShardLog:
             return
         self._hold = UnavailableError("The shard is closing.", code=Code.SHUTTING_DOWN)
         self._maintenance_end.set()
+        self._ending.set()
         await self._drained.wait()
+        if self._fetching:
+            await asyncio.wait(list(self._fetching.values()))
+        self._store.cache.forget(self._folder)
         async with self._maintenance:
             pass
         if self._closed:
@@ -1375,7 +1541,7 @@ class _Pace:
         if worked < COMPACTION_TURN_NS:
             return
         if self._end.wait(worked * self._rest / 1e9):
-            raise CompactionEndedError
+            raise WorkEndedError
         self._begun = time.perf_counter_ns()
 
 

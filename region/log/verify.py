@@ -12,7 +12,9 @@ The steps, numbered as in docs/log.md:
    the newest segment which do not decode are a torn tail: recovery will cut them, and nothing acknowledged is in them;
 6. indexes, the epochs' history, the producers' snapshot and the state of compaction decode and agree with the segments.
    All but the last are made anew where they do not: a note;
-7. with `open_batch`: each batch is sealed, opens with its key, and its records decode.
+7. with `open_batch`: each batch is sealed, opens with its key, and its records decode;
+8. segments that are in a store stand in their places between the others; with `check_object` each is read there and
+   compared with what was uploaded.
 
 A finding that is damage means that the shard would be refused, or records of it cannot be read; a note does not.
 """
@@ -32,6 +34,7 @@ from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compa
 from region.log.files import TEMPORARY_SUFFIX, Files, load_checked, read_file
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
 from region.log.mark import MARK_NAME, Mark, decode_mark
+from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, OffloadState, decode_offload
 from region.log.producers import decode_snapshot
 from region.log.recovery import (
     EPOCHS_NAME,
@@ -50,13 +53,15 @@ from region.log.segment import (
     ShardIdentity,
     decode_segment_header,
     parse_segment_name,
+    segment_name,
 )
 
 FINDINGS_MAX: Final = 1_000
 """Of one shard: a folder of rubbish must not fill the memory with sentences."""
-SMALL_FILES: Final = (MARK_NAME, EPOCHS_NAME, PRODUCERS_NAME, COMPACTION_NAME)
+SMALL_FILES: Final = (MARK_NAME, EPOCHS_NAME, PRODUCERS_NAME, COMPACTION_NAME, OFFLOADED_NAME)
 
 OpenBatch = Callable[[Batch], Batch]
+CheckObject = Callable[[Offloaded], None]
 Progress = Callable[[int], None]
 """Called with the bytes that were looked at since the last call."""
 
@@ -85,6 +90,9 @@ class ShardVerdict:
     batches: int = 0
     records: int = 0
     opened: int = 0
+    offloaded_segments: int = 0
+    offloaded_bytes: int = 0
+    objects_compared: int = 0
     log_start: int = 0
     log_end: int = 0
     torn_bytes: int = 0
@@ -114,12 +122,15 @@ class _Verification:
         files: Files,
         open_batch: OpenBatch | None,
         progress: Progress,
+        check_object: CheckObject | None,
     ) -> None:
         self._folder = folder
         self._identity = identity
         self._files = files
         self._open = open_batch
         self._progress = progress
+        self._check_object = check_object
+        self._offload = OffloadState()
         self._time_ms = self._epoch = -1
         self.verdict = ShardVerdict(identity.stream, identity.incarnation.hex(), identity.shard)
 
@@ -135,6 +146,7 @@ class _Verification:
         self._find(path, what, is_damage=False)
 
     def run(self) -> ShardVerdict:
+        self._offload = self._load_offload()
         paths = self._names()  # 1
         mark_bytes = read_file(self._files, self._folder / MARK_NAME)
         mark = decode_mark(mark_bytes or b"")
@@ -144,10 +156,49 @@ class _Verification:
         segments = self._without_leftovers(segments, mark)
         for segment in segments:
             self._scan(segment, mark, is_last=segment is segments[-1])  # 3, 5, 7
-        self._follow(segments)  # 4
-        self._check_mark(segments, mark)  # 5
+        places = [(one.header.base_offset, one.index.next_offset, one.path) for one in segments]
+        local = {base for base, _, _ in places}
+        places += [place for place in self._offloaded(mark) if place[0] not in local]  # 8
+        places.sort(key=lambda place: place[0])
+        self._follow(places)  # 4
+        self._check_mark(places, mark)  # 5
         self._check_small_files(segments)  # 6
         return self.verdict
+
+    def _load_offload(self) -> OffloadState:
+        path = self._folder / OFFLOADED_NAME
+        payload = load_checked(self._files, path)
+        if payload is None:
+            if path.exists():
+                self._find(path, "its checksum does not hold, and it names the segments that are in a store")
+            return OffloadState()
+        try:
+            return decode_offload(payload)
+        except CorruptionError as error:
+            self._find(path, error.sentence.rstrip("."))
+            return OffloadState()
+
+    def _offloaded(self, mark: Mark | None) -> list[tuple[int, int, Path]]:
+        """8: the segments in a store, as places in the log; those that are local as well left out by the caller."""
+        places = []
+        path = self._folder / OFFLOADED_NAME
+        for entry in self._offload.segments:
+            header = entry.segment_header
+            if mark and header.base_offset < mark.log_start:
+                self._note(path, f"{entry.url} is left by an interrupted deletion")
+                continue
+            self.verdict.offloaded_segments += 1
+            self.verdict.offloaded_bytes += entry.segment_bytes
+            if header.identity != self._identity:
+                self._find(path, f"{entry.url} belongs to {header.identity}", offset=header.base_offset)
+            if self._check_object is not None:
+                try:
+                    self._check_object(entry)
+                    self.verdict.objects_compared += 1
+                except FelixError as error:
+                    self._find(path, error.sentence.rstrip("."), offset=header.base_offset)
+            places.append((header.base_offset, entry.next_offset, path))
+        return places
 
     def _names(self) -> list[Path]:
         segments = []
@@ -160,8 +211,12 @@ class _Verification:
                 else:
                     segments.append(path)
             elif path.suffix == INDEX_SUFFIX:
-                if not path.with_suffix(SEGMENT_SUFFIX).exists():
+                offloaded = {segment_name(one.base_offset) for one in self._offload.segments}
+                segment = path.with_suffix(SEGMENT_SUFFIX)
+                if not segment.exists() and segment.name not in offloaded:
                     self._note(path, "an index without its segment")
+            elif path.suffix == FETCHED_SUFFIX:
+                self._note(path, "a copy for reading; the next start removes it")
             elif path.name not in SMALL_FILES:
                 self._note(path, "not a file of the log")
         return sorted(segments, key=lambda path: parse_segment_name(path.name) or (0, 0))
@@ -325,26 +380,23 @@ class _Verification:
         if what:
             self._find(segment.path, what, position=entry.position, offset=header.base_offset)
 
-    def _follow(self, segments: list[_Segment]) -> None:
-        if segments:
-            self.verdict.log_start = segments[0].header.base_offset
-            self.verdict.log_end = segments[-1].index.next_offset
-        for segment, following in pairwise(segments):
-            if segment.index.next_offset != following.header.base_offset:
+    def _follow(self, places: list[tuple[int, int, Path]]) -> None:
+        if places:
+            self.verdict.log_start, self.verdict.log_end = places[0][0], places[-1][1]
+        for (_, next_offset, path), (following, _, _) in pairwise(places):
+            if next_offset != following:
                 self._find(
-                    segment.path,
-                    f"the segment ends at offset {segment.index.next_offset}, but the next one begins at "
-                    f"{following.header.base_offset}",
-                    position=segment.size,
-                    offset=segment.index.next_offset,
+                    path,
+                    f"the segment ends at offset {next_offset}, but the next one begins at {following}",
+                    offset=next_offset,
                 )
 
-    def _check_mark(self, segments: list[_Segment], mark: Mark | None) -> None:
+    def _check_mark(self, places: list[tuple[int, int, Path]], mark: Mark | None) -> None:
         if mark is None:
             return
         for what, wanted, found in (
-            ("oldest", mark.log_start, segments[0].header.base_offset if segments else -1),
-            ("newest", mark.segment, segments[-1].header.base_offset if segments else -1),
+            ("oldest", mark.log_start, places[0][0] if places else -1),
+            ("newest", mark.segment, places[-1][0] if places else -1),
         ):
             # A crash between creating a segment and writing the mark leaves a newer one than it names.
             if found != wanted and not (what == "newest" and found > wanted):
@@ -422,9 +474,10 @@ def verify_shard(
     files: Files | None = None,
     open_batch: OpenBatch | None = None,
     progress: Progress = lambda _: None,
+    check_object: CheckObject | None = None,
 ) -> ShardVerdict:
     """Look at every byte of a shard that no broker serves at the moment. Raises OSError where a file cannot be read."""
-    return _Verification(folder, identity, files or Files(), open_batch, progress).run()
+    return _Verification(folder, identity, files or Files(), open_batch, progress, check_object).run()
 
 
 def shard_bytes(folder: Path) -> int:

@@ -63,7 +63,7 @@ async def test_what_cannot_be_changed_is_refused_and_nothing_is(folder: RegionFo
     ):
         before = await region.create_stream(GATES, views=Views(compaction=Compaction()))
         for changes, code in (
-            ({"offload": Offload("file:///x")}, Code.CONFIG_INVALID),
+            ({"offload": Offload("file:///x")}, Code.FORBIDDEN),
             ({"retention": felix.Retention(acked=True)}, Code.CONFIG_INVALID),
             ({"retention": felix.Retention(age_ms=1)}, Code.CONFIG_INVALID),
             ({"remove": ["queue"]}, Code.INVALID),

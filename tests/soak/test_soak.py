@@ -10,14 +10,12 @@ from pathlib import Path
 import pytest
 from soak.caches import CachePart
 from soak.harness import Part, soak
-from soak.queues import QueuePart
 from soak.streams import StreamPart
 from soak.subscriptions import SubscriptionPart
 from soak.transactions import TransactionPart
 
 PARTS: dict[str, Callable[[Path], Part]] = {
     "streams": StreamPart,
-    "queues": QueuePart,
     "cache": CachePart,
     "subscriptions": SubscriptionPart,
     "transactions": TransactionPart,

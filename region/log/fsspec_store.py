@@ -1,0 +1,190 @@
+"""Object stores by URL, through fsspec: local folders, memory, and whatever has its package installed. Blocking.
+
+Every failure of a store is an UnavailableError here, whatever its library raises: the log goes on without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from felix.errors import Code, FelixError, RequestError, UnavailableError
+
+CHUNK_BYTES: Final = 1 << 20
+"""Moved at a time: what a throttle counts, and what a stop waits for."""
+
+Pace = Callable[[int], None]
+"""Called with the bytes that were moved; sleeps, or raises to end the work."""
+
+
+class Digest(NamedTuple):
+    """Length and SHA-256 (hex) of an object."""
+
+    size: int
+    sha256: str
+
+
+def no_pace(moved: int) -> None:
+    """As fast as it goes."""
+
+
+def check_url(url: str) -> None:
+    """Raises RequestError(CONFIG_INVALID) where this URL can never be a store here: wrong scheme, a package that is not
+    installed, or parts that would lead somewhere else than its text says. Imports the scheme's package."""
+    parts = urlsplit(url)
+    if not parts.scheme or "::" in url or ".." in parts.path.split("/") or parts.query or parts.fragment:
+        raise _wrong(
+            url,
+            "it is not scheme://place/path, without .., ?, # and ::",
+            "As in file:///srv/felix or s3://bucket/felix.",
+        )
+    if parts.password is not None:
+        raise _wrong(
+            url, "it carries a password", "Give the broker's process its credentials by its environment."
+        )
+    try:
+        fsspec.get_filesystem_class(parts.scheme)
+    except ImportError as error:
+        raise _wrong(
+            url,
+            f"{parts.scheme}:// needs a package that is not installed: {error}",
+            "Install it for the broker.",
+        ) from error
+    except ValueError as error:
+        raise _wrong(url, f"{parts.scheme}:// is no scheme that fsspec knows", "") from error
+
+
+def is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether the URL is one of `prefixes` or lies below one."""
+    return any(
+        url.rstrip("/") == prefix.rstrip("/") or url.startswith(prefix.rstrip("/") + "/")
+        for prefix in prefixes
+    )
+
+
+def _wrong(url: str, why: str, hint: str) -> RequestError:
+    return RequestError(f"{_shown(url)} cannot be a store: {why}.", code=Code.CONFIG_INVALID, hint=hint)
+
+
+def _shown(url: str) -> str:
+    """Without what stands before an @: it may be a secret."""
+    scheme, separator, rest = url.partition("://")
+    place, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{place.rpartition('@')[2]}{slash}{path}"[:200]
+
+
+@contextmanager
+def _reaching(url: str) -> Iterator[tuple[Any, str]]:
+    """File system and path of a URL; what goes wrong in here is the store's fault."""
+    try:
+        files, path = fsspec.core.url_to_fs(url)
+        yield files, path
+    except FelixError:
+        raise
+    except Exception as error:
+        # Each store's library has exceptions of its own.
+        raise UnavailableError(
+            f"The store of {_shown(url)} does not do what it was asked: {type(error).__name__}: {error}"[:500]
+            + ".",
+            code=Code.UNAVAILABLE,
+            hint="Look after the store, its credentials and the way to it; the log goes on with what is local.",
+            retry_after_ms=1_000,
+        ) from error
+
+
+def put_file(source: Path, url: str, pace: Pace = no_pace) -> Digest:
+    """Write a file as an object, over what was there; what was read from the file."""
+    digest, size = hashlib.sha256(), 0
+    with source.open("rb") as reader, _reaching(url) as (files, path):
+        files.makedirs(files._parent(path), exist_ok=True)
+        with files.open(path, "wb") as writer:
+            while chunk := reader.read(CHUNK_BYTES):
+                writer.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+                pace(len(chunk))
+        _settle(files, path)
+    return Digest(size, digest.hexdigest())
+
+
+def put_bytes(data: bytes, url: str) -> None:
+    """Write a small object."""
+    with _reaching(url) as (files, path):
+        files.makedirs(files._parent(path), exist_ok=True)
+        with files.open(path, "wb") as writer:
+            writer.write(data)
+        _settle(files, path)
+
+
+def _settle(files: Any, path: str) -> None:
+    """A folder of this machine promises nothing before a sync; other stores do once they have answered."""
+    if isinstance(files, LocalFileSystem):
+        for place, flags in ((path, os.O_RDONLY), (files._parent(path), os.O_RDONLY | os.O_DIRECTORY)):
+            descriptor = os.open(place, flags)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def get_bytes(url: str) -> bytes:
+    """A small object."""
+    with _reaching(url) as (files, path):
+        found: bytes = files.cat_file(path)
+        return found
+
+
+def get_file(url: str, target: Path, pace: Pace = no_pace) -> Digest:
+    """Read an object into a file, over what was there; what was read. The file is not synced."""
+    digest, size = hashlib.sha256(), 0
+    with target.open("wb") as writer:
+        for chunk in _chunks(url, pace):
+            writer.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+    return Digest(size, digest.hexdigest())
+
+
+def digest_of(url: str, pace: Pace = no_pace) -> Digest:
+    """Read an object and say what it is."""
+    digest, size = hashlib.sha256(), 0
+    for chunk in _chunks(url, pace):
+        digest.update(chunk)
+        size += len(chunk)
+    return Digest(size, digest.hexdigest())
+
+
+def _chunks(url: str, pace: Pace) -> Iterator[bytes]:
+    with _reaching(url) as (files, path), files.open(path, "rb", block_size=4 * CHUNK_BYTES) as reader:
+        while chunk := reader.read(CHUNK_BYTES):
+            yield chunk
+            pace(len(chunk))
+
+
+def delete(url: str) -> None:
+    """Delete an object; one that is not there is deleted already."""
+    with _reaching(url) as (files, path):
+        try:
+            files.rm_file(path)
+        except FileNotFoundError:
+            return
+
+
+def list_names(url: str) -> list[str]:
+    """Names directly below a URL, sorted; none where there is nothing."""
+    with _reaching(url) as (files, path):
+        try:
+            found = files.ls(path, detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        except TypeError:
+            found = files.ls(path, detail=False)
+        return sorted(str(each).rstrip("/").rpartition("/")[2] for each in found)

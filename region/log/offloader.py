@@ -1,0 +1,318 @@
+"""The offloader: copies closed segments to a store, lets local files go, deletes what retention let go. Blocking.
+
+The steps of one segment, each safe against a crash, in a thread of the broker's offload pool:
+
+1. the object's name is written down as begun;
+2. every entry of the local file is verified, then its bytes are uploaded as they are, sealed;
+3. the object is read back: length and SHA-256 must be those that were uploaded;
+4. its manifest is uploaded and read back;
+5. the segment is written down as offloaded. From here on, and not before, its local file may go.
+
+A crash before 5 repeats from 1, over the same object.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock
+from typing import Final
+
+import msgspec
+
+from felix.errors import Code, CorruptionError, RequestError, UnavailableError
+from region.log import fsspec_store as store
+from region.log.compactor import WorkEndedError
+from region.log.disk import DiskLog
+from region.log.epochs import EpochHistory, EpochStart
+from region.log.files import TEMPORARY_SUFFIX, Files, save_checked
+from region.log.offload import (
+    MANIFEST_SUFFIX,
+    OFFLOADED_NAME,
+    Manifest,
+    Offloaded,
+    OffloadState,
+    decode_manifest,
+    encode_manifest,
+    encode_offload,
+    object_url,
+)
+from region.log.recovery import EPOCHS_NAME, SegmentState, damaged, encode_epochs, scan_file
+from region.log.segment import SEGMENT_SUFFIX, EntryDamagedError, ShardIdentity
+
+RATE_BYTES: Final = 64 << 20
+"""Moved per second unless the region says otherwise: uploads leave the network and the disk to the brokers' clients."""
+FETCHED_BYTES_MAX: Final = 1 << 30
+"""Of fetched segments on the local disk, per broker, unless the region says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadReport:
+    """What one turn did."""
+
+    uploaded: int = 0
+    uploaded_bytes: int = 0
+    dropped: int = 0
+    deleted: int = 0
+
+
+class Throttle:
+    """Holds work to a rate, and ends it when asked to. One per piece of work."""
+
+    def __init__(self, rate_bytes: int, end: Event) -> None:
+        self._rate = rate_bytes
+        self._end = end
+        self._moved = 0
+        self._begun = time.monotonic()
+
+    def __call__(self, moved: int) -> None:
+        self._moved += moved
+        ahead_s = self._moved / self._rate - (time.monotonic() - self._begun)
+        if self._end.wait(max(0.0, ahead_s)) if ahead_s > 0.001 else self._end.is_set():
+            raise WorkEndedError
+
+
+class FetchedCache:
+    """Which fetched segments lie on the local disk; the least recently used go beyond `bytes_max`. For any thread.
+
+    A file may go while it is being read: the reader asks for it again.
+    """
+
+    def __init__(self, bytes_max: int = FETCHED_BYTES_MAX) -> None:
+        self.bytes_max = bytes_max
+        self.held_bytes = 0
+        self._files: OrderedDict[Path, int] = OrderedDict()
+        self._lock = Lock()
+
+    def touch(self, path: Path) -> bool:
+        """True where the file is there; it is then the most recently used."""
+        with self._lock:
+            if path not in self._files:
+                return False
+            self._files.move_to_end(path)
+            return True
+
+    def admit(self, path: Path, size: int) -> None:
+        """Count a file that was fetched, and let others go; the newest always stays."""
+        with self._lock:
+            self.held_bytes += size - self._files.pop(path, 0)
+            self._files[path] = size
+            while self.held_bytes > self.bytes_max and len(self._files) > 1:
+                gone, freed = self._files.popitem(last=False)
+                self.held_bytes -= freed
+                with suppress(OSError):
+                    gone.unlink(missing_ok=True)
+
+    def forget(self, folder: Path) -> None:
+        """The files below a folder are no longer wanted."""
+        with self._lock:
+            for path in [path for path in self._files if folder in path.parents]:
+                self.held_bytes -= self._files.pop(path)
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+
+
+class Offloader:
+    """One turn over one shard. `base` is the shard's place in the store; `writer` is held for changes of the folder."""
+
+    def __init__(
+        self,
+        disk: DiskLog,
+        files: Files,
+        base: str,
+        local_bytes: int,
+        *,
+        writer: AbstractContextManager[object],
+        pace: store.Pace,
+    ) -> None:
+        self._disk = disk
+        self._files = files
+        self._base = base
+        self._local_bytes = local_bytes
+        self._writer = writer
+        self._pace = pace
+
+    def run(self, below: int, epochs: Sequence[EpochStart], *, upload: bool) -> OffloadReport:
+        """Delete what is doomed; upload what is closed and wholly below `below`, if asked; let local files go.
+
+        Raises UnavailableError for the store, CorruptionError for a damaged local file, OSError.
+        """
+        disk = self._disk
+        deleted = self._delete_doomed()
+        uploaded = uploaded_bytes = 0
+        for segment in disk.segments[:-1] if upload else ():
+            if segment.next_offset > below:
+                break
+            if segment.remote is None and segment.header.span is None:
+                self._upload(segment, tuple(epochs))
+                uploaded += 1
+                uploaded_bytes += segment.segment_bytes
+        dropped = 0
+        while upload and (oldest := disk.droppable(self._local_bytes)) is not None:
+            with self._writer:
+                disk.drop_local(oldest)
+            dropped += 1
+        return OffloadReport(uploaded, uploaded_bytes, dropped, deleted)
+
+    def _save(self, change: Callable[[OffloadState], OffloadState]) -> None:
+        with self._writer:
+            self._disk.save_offload(change(self._disk.offload))
+
+    def _upload(self, segment: SegmentState, epochs: tuple[EpochStart, ...]) -> None:
+        url = object_url(self._base, segment.path.name)
+        self._save(lambda state: _begin(state, url))  # 1
+        self._verify(segment)  # 2
+        sent = store.put_file(segment.path, url, self._pace)
+        if sent.size != segment.segment_bytes:
+            raise damaged(
+                segment.path, sent.size, segment.base_offset, "the file has another length than it had"
+            )
+        if store.digest_of(url, self._pace) != sent:  # 3
+            raise _differs(url)
+        header = segment.header.encode()
+        entry = Offloaded(
+            url, header, segment.next_offset, segment.segment_bytes, segment.last_time_ms, sent.sha256
+        )
+        manifest = encode_manifest(Manifest(entry, epochs))
+        store.put_bytes(manifest, entry.manifest_url)  # 4
+        if store.get_bytes(entry.manifest_url) != manifest:
+            raise _differs(entry.manifest_url)
+        with self._writer:  # 5
+            self._disk.add_offloaded(segment, entry)
+
+    def _verify(self, segment: SegmentState) -> None:
+        position = segment.start
+        descriptor = self._files.open(segment.path, os.O_RDONLY)
+        try:
+            for entry in scan_file(
+                self._files,
+                descriptor,
+                segment.header,
+                segment.start,
+                segment.segment_bytes,
+                verify_bodies=True,
+            ):
+                position = entry.end
+                self._pace(0)
+        except EntryDamagedError as error:
+            raise damaged(segment.path, position, segment.base_offset, str(error)) from error
+        finally:
+            self._files.close(descriptor)
+
+    def _delete_doomed(self) -> int:
+        urls = self._disk.offload.doomed
+        for url in urls:
+            delete_object(url)
+        if urls:
+            self._save(
+                lambda state: msgspec.structs.replace(
+                    state, doomed=tuple(url for url in state.doomed if url not in urls)
+                )
+            )
+        return len(urls)
+
+
+def _begin(state: OffloadState, url: str) -> OffloadState:
+    """An upload begins. What was begun before and is not gone on with is there for nothing: its segment is gone."""
+    left = (state.begun,) if state.begun not in ("", url) else ()
+    return msgspec.structs.replace(state, begun=url, doomed=(*state.doomed, *left))
+
+
+def delete_object(url: str) -> None:
+    """An object and its manifest; the manifest first, so that no object is told of that is not there."""
+    store.delete(url + MANIFEST_SUFFIX)
+    store.delete(url)
+
+
+def fetch(entry: Offloaded, target: Path, cache: FetchedCache, pace: store.Pace) -> None:
+    """Bring a segment back for reading, whole and compared. Raises UnavailableError, CorruptionError, OSError."""
+    aside = target.with_name(target.name + TEMPORARY_SUFFIX)
+    try:
+        found = store.get_file(entry.url, aside, pace)
+        _compare(entry, found)
+        aside.replace(target)
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+    cache.admit(target, entry.segment_bytes)
+
+
+def _compare(entry: Offloaded, found: store.Digest) -> None:
+    if found != store.Digest(entry.segment_bytes, entry.sha256):
+        raise CorruptionError(
+            f"{entry.url} has {found.size} bytes with SHA-256 {found.sha256}; {entry.segment_bytes} bytes with "
+            f"{entry.sha256} were uploaded.",
+            hint="The store's copy was changed. Restore the object; local data is not concerned.",
+        )
+
+
+def check_object(entry: Offloaded) -> None:
+    """Read an offloaded segment and compare it. Raises CorruptionError, UnavailableError."""
+    _compare(entry, store.digest_of(entry.url))
+
+
+def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files) -> OffloadState:
+    """Make a lost shard's folder anew from the manifests below `base`, so that the broker can serve it.
+
+    The newest offloaded segment is brought back as the one to be written to, the others stay where they are. What was
+    appended after it is gone, and its offsets will be given to other records, under a new leader epoch. Raises
+    RequestError: CONFLICT where the folder has segments, NOT_FOUND where the store has none; CorruptionError,
+    UnavailableError.
+    """
+    if folder.is_dir() and any(path.suffix == SEGMENT_SUFFIX for path in folder.iterdir()):
+        raise RequestError(
+            f"{folder} has segments: it is not lost.",
+            code=Code.CONFLICT,
+            hint="Move it away first, if it is to be made anew.",
+        )
+    manifests = [
+        decode_manifest(store.get_bytes(object_url(base, name)), object_url(base, name))
+        for name in store.list_names(base)
+        if name.endswith(SEGMENT_SUFFIX + MANIFEST_SUFFIX)
+    ]
+    manifests.sort(key=lambda one: one.segment.base_offset)
+    if not manifests:
+        raise RequestError(f"There is no offloaded segment at {base}.", code=Code.NOT_FOUND)
+    following = -1
+    for one in (manifest.segment for manifest in manifests):
+        header = one.segment_header
+        if header.identity != identity or one.url != object_url(
+            base, f"{header.base_offset:020d}{SEGMENT_SUFFIX}"
+        ):
+            raise CorruptionError(f"{one.manifest_url} is about {header.identity} at {one.url}.")
+        if following not in (-1, header.base_offset):
+            raise CorruptionError(f"Offsets {following} to {header.base_offset - 1} are missing at {base}.")
+        following = one.next_offset
+    newest = manifests[-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    history = EpochHistory(list(newest.epochs))
+    history.begin(history.current + 1, following)
+    save_checked(files, folder / EPOCHS_NAME, encode_epochs(history))
+    state = OffloadState(tuple(one.segment for one in manifests[:-1]), begun=newest.segment.url)
+    save_checked(files, folder / OFFLOADED_NAME, encode_offload(state))
+    # The segment last: without it the folder still counts as lost.
+    target = folder / f"{newest.segment.base_offset:020d}{SEGMENT_SUFFIX}"
+    aside = target.with_name(target.name + TEMPORARY_SUFFIX)
+    _compare(newest.segment, store.get_file(newest.segment.url, aside))
+    descriptor = files.open(aside, os.O_RDWR)
+    try:
+        files.sync(descriptor)
+    finally:
+        files.close(descriptor)
+    files.replace(aside, target)
+    files.sync_folder(folder)
+    files.sync_folder(folder.parent)
+    return state
+
+
+def _differs(url: str) -> UnavailableError:
+    return UnavailableError(
+        f"What was read back from {url} is not what was written.",
+        hint="The store changes what it keeps; nothing local was deleted.",
+        retry_after_ms=1_000,
+    )

@@ -1,0 +1,24 @@
+"""Where a region's data may be copied to: asked when a stream is made or changed, and again before anything is moved.
+
+What is copied stays sealed under this region's keys, but it leaves this region's machines. So who may write a stream's
+settings must not be the one who says where to: the region's operator does, in region.yaml.
+"""
+
+from __future__ import annotations
+
+from felix.errors import Code, RequestError
+from region.log.fsspec_store import check_url, is_allowed
+
+
+def check_offload(url: str, allowed: tuple[str, ...]) -> None:
+    """Raises RequestError: FORBIDDEN where the region does not allow the URL, CONFIG_INVALID where it is no store here.
+
+    Blocks: it may import the package of the URL's scheme.
+    """
+    check_url(url)
+    if not is_allowed(url, allowed):
+        raise RequestError(
+            f"This region does not allow its data to be copied to {url[:200]}.",
+            code=Code.FORBIDDEN,
+            hint="The operator names the places that are allowed as storage.offload_allow in region.yaml.",
+        )

@@ -1,0 +1,571 @@
+"""Offload: what is in a store is read through the same log, local files go only after it, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from threading import Event
+from uuid import uuid4
+
+import fsspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from log.building import IDENTITY, batch_of, first_segment, masked, open_disk, payloads_of, placed
+from log.test_compaction import Crash, CrashingFiles
+
+from felix.batch import decode_batch, decode_records
+from felix.errors import Code, CorruptionError, RequestError, UnavailableError
+from felix.names import StreamName
+from felix.settings import Offload
+from region.log import fsspec_store as store
+from region.log.directory import LogDirectory, offload_base
+from region.log.disk import DiskLog, Frame, NotLocalError, SegmentLimits
+from region.log.files import Files, load_checked
+from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
+from region.log.offloader import FetchedCache, Offloader, Throttle, check_object, fetch, restore_shard
+from region.log.retention import Retention
+from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore, WorkEndedError
+from region.log.verify import verify_shard
+
+SMALL = SegmentLimits(segment_bytes_max=1_000)
+HOOKS = ShardHooks(seal=masked, open_batch=masked)
+
+
+@pytest.fixture
+def place() -> str:
+    return f"memory://felix/{uuid4().hex}"
+
+
+def filled(folder: Path, batches: int = 30) -> DiskLog:
+    log = open_disk(folder, limits=SMALL)
+    for at in range(batches):
+        append(log, b"%d" % at)
+    return log
+
+
+def append(log: DiskLog, payload: bytes, time_ms: int = 1_000) -> None:
+    batch = placed(batch_of(payload * 20), log.end_offset, time_ms)
+    log.write([Frame(batch, batch.header.base_offset, 0)], time_ms)
+    log.sync()
+
+
+def offload(log: DiskLog, base: str, local_bytes: int = 0, files: Files | None = None) -> object:
+    offloader = Offloader(log, files or Files(), base, local_bytes, writer=nullcontext(), pace=store.no_pace)
+    return offloader.run(log.end_offset, (), upload=True)
+
+
+def read_all(log: DiskLog, cache: FetchedCache | None = None) -> list[bytes]:
+    """Every payload, fetching what is not here."""
+    cache = cache or FetchedCache()
+    found, offset = [], log.start_offset
+    while True:
+        try:
+            batches = log.read(offset, 4_096, log.end_offset)
+        except NotLocalError as error:
+            assert error.segment.remote is not None
+            fetch(error.segment.remote, error.segment.fetched_path, cache, store.no_pace)
+            continue
+        if not batches:
+            return found
+        for batch in batches:
+            found += [bytes(record.payload) for record in decode_records(decode_batch(batch.data))]
+            offset = batch.header.next_offset
+
+
+@contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, *names: str) -> Iterator[None]:
+    """A store that does not answer."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise UnavailableError("The store does not answer.")
+
+    with monkeypatch.context() as patch:
+        for name in names or ("put_file", "put_bytes", "get_bytes", "digest_of", "get_file", "delete"):
+            patch.setattr(store, name, fails)
+        yield
+
+
+# -- one log -------------------------------------------------------------------------------------------
+
+
+def test_what_is_offloaded_is_read_through_the_same_log(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path)
+    everything = read_all(log)
+    segments = log.segment_count
+    offload(log, place)
+    assert len(list(tmp_path.glob("*.seg"))) == 1, "the one that is written to"
+    assert log.segment_count == segments and log.bytes_held == log.segments[-1].segment_bytes
+    assert read_all(log) == everything
+    assert log.offset_for_time(0, log.end_offset) == 0
+    for index in tmp_path.glob("*.idx"):
+        index.unlink()
+    log.close()
+    again = open_disk(tmp_path, limits=SMALL)
+    assert again.segment_count == segments and not list(tmp_path.glob("*.fetched"))
+    assert read_all(again) == everything
+    append(again, b"more")
+    assert len(read_all(again)) == len(everything) + 1
+    again.close()
+
+
+def test_only_what_is_beyond_the_local_bytes_goes(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path)
+    total = log.bytes_held
+    offload(log, place, local_bytes=total)
+    assert log.bytes_held == total and log.remote_bytes > 0
+    offload(log, place, local_bytes=total // 2)
+    assert total // 2 - 2_000 < log.bytes_held <= total // 2
+    log.close()
+
+
+def test_a_copy_that_differs_counts_for_nothing(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = filled(tmp_path)
+    real = store.digest_of
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "digest_of", lambda url, pace: real(url)._replace(sha256="0" * 64))
+        with pytest.raises(UnavailableError, match="not what was written"):
+            offload(log, place)
+    assert not log.offload.segments and len(list(tmp_path.glob("*.seg"))) == log.segment_count
+    offload(log, place)
+    assert log.offload.segments
+    log.close()
+
+
+def test_a_changed_object_is_found_at_the_read_and_by_verification(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path)
+    offload(log, place)
+    entry = log.offload.segments[0]
+    with fsspec.open(entry.url, "rb") as reader:
+        content = reader.read()
+    with fsspec.open(entry.url, "wb") as writer:
+        writer.write(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CorruptionError, match="were uploaded"):
+        read_all(log)
+    log.close()
+    assert verify_shard(tmp_path, IDENTITY).is_whole, "without looking there"
+    verdict = verify_shard(tmp_path, IDENTITY, check_object=check_object)
+    assert not verdict.is_whole and verdict.objects_compared == verdict.offloaded_segments - 1
+
+
+def test_a_damaged_local_segment_is_not_uploaded(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path)
+    path = first_segment(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptionError):
+        offload(log, place)
+    assert store.list_names(place) == []
+    log.close()
+
+
+def test_retention_deletes_objects_too_also_after_a_store_was_away(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = filled(tmp_path)
+    offload(log, place)
+    before = len(store.list_names(place))
+    log.delete_old(Retention(bytes_kept=3_000), 1_000, below=log.end_offset)
+    assert log.start_offset > 0 and len(log.offload.doomed) >= 2
+    with failing(monkeypatch), pytest.raises(UnavailableError):
+        offload(log, place)
+    log.close()
+    log = open_disk(tmp_path, limits=SMALL)
+    offload(log, place)
+    assert not log.offload.doomed
+    left = store.list_names(place)
+    assert len(left) == 2 * len(log.offload.segments) < before
+    read_all(log)
+    log.close()
+
+
+def test_a_lost_list_of_what_is_elsewhere_is_damage(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path)
+    offload(log, place)
+    log.close()
+    path = tmp_path / OFFLOADED_NAME
+    content = path.read_bytes()
+    path.unlink()
+    assert not verify_shard(tmp_path, IDENTITY).is_whole
+    with pytest.raises(CorruptionError):
+        open_disk(tmp_path)
+    path.write_bytes(content[:-1])
+    assert not verify_shard(tmp_path, IDENTITY).is_whole
+    with pytest.raises(CorruptionError, match="offloaded"):
+        open_disk(tmp_path)
+    path.write_bytes(content)
+    open_disk(tmp_path).close()
+
+
+def test_a_lost_folder_is_made_anew_from_the_store(tmp_path: Path) -> None:
+    place = f"file://{tmp_path}/store"
+    folder = tmp_path / "shard"
+    log = filled(folder)
+    everything = read_all(log)
+    log.write([Frame(None, log.end_offset, 0, 5, b"where a source stands")], 1_000)
+    log.roll(1_000)
+    append(log, b"last offloaded")
+    log.roll(1_000)
+    append(log, b"too young")
+    offload(log, place)
+    log.close()
+    with pytest.raises(RequestError) as refused:
+        restore_shard(place, folder, IDENTITY, Files())
+    assert refused.value.code is Code.CONFLICT
+    shutil.rmtree(folder)
+    restore_shard(place, folder, IDENTITY, Files())
+    again = open_disk(folder, limits=SMALL)
+    assert read_all(again) == [*everything, b"last offloaded" * 20]
+    assert again.annotations == {5: b"where a source stands"}
+    append(again, b"goes on")
+    again.roll(1_000)
+    offload(again, place)
+    again.close()
+    verdict = verify_shard(folder, IDENTITY, check_object=check_object)
+    assert verdict.is_whole and not [one for one in verdict.findings if one.is_damage]
+    with pytest.raises(RequestError) as nothing:
+        restore_shard(object_url(place, "elsewhere"), tmp_path / "new", IDENTITY, Files())
+    assert nothing.value.code is Code.NOT_FOUND
+    with pytest.raises(CorruptionError):
+        restore_shard(place, tmp_path / "other", IDENTITY._replace(shard=4), Files())
+
+
+def test_a_hole_in_the_store_is_not_restored(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path / "shard")
+    offload(log, place)
+    store.delete(log.offload.segments[2].manifest_url)
+    log.close()
+    with pytest.raises(CorruptionError, match="are missing"):
+        restore_shard(place, tmp_path / "new", IDENTITY, Files())
+
+
+def test_the_cache_of_fetched_segments_is_bounded(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path)
+    offload(log, place)
+    cache = FetchedCache(2_500)
+    for _ in range(2):
+        read_all(log, cache)
+        held = sum(path.stat().st_size for path in tmp_path.glob("*.fetched"))
+        assert held == cache.held_bytes <= 2_500
+    cache.forget(tmp_path)
+    assert cache.held_bytes == 0 and not list(tmp_path.glob("*.fetched"))
+    log.close()
+
+
+def test_a_throttle_ends_when_it_is_asked_to() -> None:
+    end = Event()
+    pace = Throttle(1_000, end)
+    pace(1)
+    end.set()
+    with pytest.raises(WorkEndedError):
+        pace(10_000_000)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("/srv/felix", "scheme"),
+        ("s4://bucket/x", "no scheme that fsspec knows"),
+        ("simplecache::file:///srv", "::"),
+        ("file:///srv/../etc", "without"),
+        ("s3://key:secret@bucket/x", "password"),
+        ("sftp://host/x", "package"),
+    ],
+)
+def test_what_is_no_store_is_refused_with_its_reason(url: str, why: str) -> None:
+    if url.startswith("sftp"):
+        pytest.importorskip("fsspec")
+        try:
+            import paramiko  # noqa: F401
+        except ImportError:
+            pass
+        else:
+            pytest.skip("its package is installed")
+    with pytest.raises(RequestError, match=why) as refused:
+        store.check_url(url)
+    assert refused.value.code is Code.CONFIG_INVALID and "secret" not in str(refused.value)
+
+
+def test_a_prefix_allows_what_lies_below_it_and_nothing_beside_it() -> None:
+    allowed = ("file:///srv/felix", "s3://bucket/")
+    assert store.is_allowed("file:///srv/felix", allowed)
+    assert store.is_allowed("file:///srv/felix/deep/er", allowed)
+    assert store.is_allowed("s3://bucket/x", allowed)
+    assert not store.is_allowed("file:///srv/felix-other", allowed)
+    assert not store.is_allowed("s3://bucket2/x", allowed)
+    assert not store.is_allowed("file:///srv", allowed)
+    assert not store.is_allowed("file:///srv/felix", ())
+
+
+# -- against a list, with crashes and a store that fails -----------------------------------------------
+
+
+class OffloadedLogAgainstList(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="felix-log-"))
+        self.place = f"memory://model/{uuid4().hex}"
+        self.log = open_disk(self.folder, limits=SMALL)
+        self.cache = FetchedCache(3_000)
+        self.records: list[bytes] = []
+        self.start = 0
+
+    @rule(payloads=st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=12))
+    def append(self, payloads: list[bytes]) -> None:
+        for payload in payloads:
+            append(self.log, payload)
+            self.records.append(payload * 20)
+
+    @rule(local_bytes=st.integers(0, 5_000))
+    def offload(self, local_bytes: int) -> None:
+        offload(self.log, self.place, local_bytes)
+        assert self.log.bytes_held <= max(local_bytes, self.log.segments[-1].segment_bytes)
+
+    @rule(calls=st.integers(0, 25), local_bytes=st.integers(0, 3_000))
+    def crash_in_an_offload(self, calls: int, local_bytes: int) -> None:
+        crashing = CrashingFiles(calls)
+        whole, self.log._files = self.log._files, crashing
+        try:
+            offload(self.log, self.place, local_bytes, crashing)
+        except Crash:
+            pass
+        finally:
+            self.log._files = whole
+        self.log.abandon()
+        self.log = open_disk(self.folder, limits=SMALL)
+
+    @rule(good=st.integers(0, 12))
+    def store_fails_in_an_offload(self, good: int) -> None:
+        left = [good]
+
+        def sometimes(real: Callable[..., object]) -> Callable[..., object]:
+            def call(*arguments: object) -> object:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise UnavailableError("The store does not answer.")
+                return real(*arguments)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("put_file", "put_bytes", "get_bytes", "digest_of", "delete"):
+                patch.setattr(store, name, sometimes(getattr(store, name)))
+            with suppress(UnavailableError):
+                offload(self.log, self.place)
+
+    @rule(kept=st.integers(1_000, 5_000))
+    def retain(self, kept: int) -> None:
+        self.log.delete_old(Retention(bytes_kept=kept), 1_000, below=self.log.end_offset)
+        self.start = self.log.start_offset
+
+    @rule(calls=st.integers(0, 8))
+    def crash_in_retention(self, calls: int) -> None:
+        whole, self.log._files = self.log._files, CrashingFiles(calls)
+        try:
+            self.log.delete_old(Retention(bytes_kept=2_000), 1_000, below=self.log.end_offset)
+        except Crash:
+            pass
+        finally:
+            self.log._files = whole
+        self.log.abandon()
+        self.log = open_disk(self.folder, limits=SMALL)
+        assert self.log.start_offset >= self.start
+        self.start = self.log.start_offset
+
+    @rule()
+    def reopen(self) -> None:
+        self.log.close()
+        self.log = open_disk(self.folder, limits=SMALL)
+
+    @rule(data=st.data())
+    def lose_an_index(self, data: st.DataObject) -> None:
+        indexes = sorted(self.folder.glob("*.idx"))
+        if indexes:
+            data.draw(st.sampled_from(indexes)).unlink()
+
+    @invariant()
+    def same_records(self) -> None:
+        assert read_all(self.log, self.cache) == self.records[self.start :]
+
+    @invariant()
+    def nothing_is_in_the_store_that_nobody_knows(self) -> None:
+        known = {url.rpartition("/")[2] for url in self.log.offload.urls}
+        assert {name.removesuffix(".json") for name in store.list_names(self.place)} <= known
+
+    def teardown(self) -> None:
+        self.log.close()
+        verdict = verify_shard(self.folder, IDENTITY, check_object=check_object)
+        assert verdict.is_whole, verdict.findings
+        shutil.rmtree(self.folder)
+
+
+TestOffloadedLogAgainstList = OffloadedLogAgainstList.TestCase
+TestOffloadedLogAgainstList.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+
+
+# -- the shard -----------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def serving(folder: Path, place: str, local_bytes: int = 0) -> AsyncIterator[ShardLog]:
+    with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(2) as moving:
+        shard = await ShardLog.open(
+            folder,
+            IDENTITY,
+            ShardSettings(segments=SMALL, offload=Offload(place, local_bytes), ring_bytes_max=500),
+            HOOKS,
+            commit_pool=pool,
+            read_pool=pool,
+            store=ShardStore(moving, FetchedCache(4_000)),
+        )
+        try:
+            yield shard
+        finally:
+            await shard.close()
+
+
+async def everything(shard: ShardLog) -> list[bytes]:
+    found: list[bytes] = []
+    offset = shard.log_start_offset
+    while entries := await shard.read(offset, 2_000):
+        found += payloads_of(entries, offset)
+        offset = entries[-1].next_offset
+    return found
+
+
+async def test_readers_and_writers_go_on_while_segments_move(tmp_path: Path, place: str) -> None:
+    async with serving(tmp_path, place) as shard:
+        wanted: list[bytes] = []
+        stop = asyncio.Event()
+
+        async def follow() -> int:
+            rounds = 0
+            while not stop.is_set():
+                count = len(wanted)
+                assert (await everything(shard))[:count] == wanted[:count]
+                rounds += 1
+                # What is in memory is read without a wait.
+                await asyncio.sleep(0)
+            return rounds
+
+        readers = [asyncio.create_task(follow()) for _ in range(3)]
+        for at in range(120):
+            await shard.append(batch_of(b"%d" % at * 40))
+            wanted.append(b"%d" % at * 40)
+            if at % 20 == 19:
+                await shard.offload(0, place)
+        stop.set()
+        assert all(rounds > 0 for rounds in await asyncio.gather(*readers))
+        assert shard.counters.fetched_segments > 0 and shard.failure is None
+        assert shard.counters.offloaded_segments == shard.segment_count - 1
+        assert shard.offload_waiting_bytes == 0
+
+
+async def test_a_store_that_is_away_holds_up_nothing_that_is_local(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, place) as shard:
+        for at in range(20):
+            await shard.append(batch_of(b"%d" % at * 40))
+        await shard.offload(0, place)
+        for at in range(20, 40):
+            await shard.append(batch_of(b"%d" % at * 40))
+        with failing(monkeypatch):
+            assert shard.offload_due(0)
+            with pytest.raises(UnavailableError):
+                await shard.offload(0, place)
+            assert not shard.offload_due(999) and shard.offload_due(1_000)
+            with pytest.raises(UnavailableError):
+                await shard.offload(1_000, place)
+            assert not shard.offload_due(2_999), "longer each time"
+            assert shard.counters.offload_failed == 2 and shard.offload_waiting_bytes > 0
+            await shard.append(batch_of(b"goes on"))
+            assert payloads_of(await shard.read(30, 100)) and shard.failure is None
+            with pytest.raises(UnavailableError):
+                await shard.read(0, 100)
+            assert shard.failure is None
+        assert len(await everything(shard)) == 41
+        await shard.offload(5_000, place)
+        assert shard.offload_waiting_bytes == 0 and not shard.offload_due(5_000)
+
+
+async def test_a_changed_object_fails_its_readers_and_not_the_shard(tmp_path: Path, place: str) -> None:
+    async with serving(tmp_path, place) as shard:
+        for at in range(20):
+            await shard.append(batch_of(b"%d" % at * 40))
+        await shard.offload(0, place)
+        names = store.list_names(place)
+        store.put_bytes(b"something else", object_url(place, names[0]))
+        with pytest.raises(CorruptionError):
+            await shard.read(0, 100)
+        await shard.append(batch_of(b"goes on"))
+        assert shard.failure is None
+
+
+def deleted_in(data: Path) -> tuple[Path, list[str]]:
+    """The folder of the deleted stream, and the files that are left in it."""
+    (doomed,) = data.glob("*.deleted")
+    return doomed, [path.name for path in doomed.rglob("*") if path.is_file()]
+
+
+async def test_deleting_a_stream_deletes_its_objects_and_nothing_else_does(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, incarnation = StreamName.parse(IDENTITY.stream), IDENTITY.incarnation
+    wanted = ShardSettings(segments=SMALL, offload=Offload(place, 0))
+    base = offload_base(place, IDENTITY)
+    directory = LogDirectory(tmp_path, IDENTITY.region)
+    shard = await directory.open_shard(name, incarnation, IDENTITY.shard, wanted, HOOKS)
+    for at in range(20):
+        await shard.append(batch_of(b"%d" % at * 40))
+    await directory.offload(shard, 0, place)
+    objects = store.list_names(base)
+    assert len(objects) > 4
+    await directory.close()
+    directory = LogDirectory(tmp_path, IDENTITY.region)
+    await directory.open_shard(name, incarnation, IDENTITY.shard, wanted, HOOKS)
+    assert store.list_names(base) == objects, "a stop and a start delete nothing"
+    with failing(monkeypatch):
+        await directory.delete_stream(name, incarnation)
+        await asyncio.to_thread(directory.retry_deletions)
+    doomed, left = deleted_in(tmp_path)
+    assert left == [OFFLOADED_NAME], "local records are gone"
+    assert store.list_names(base) == objects
+    await directory.close()
+    directory = LogDirectory(tmp_path, IDENTITY.region)
+    await asyncio.to_thread(directory.retry_deletions)
+    await directory.close()
+    assert store.list_names(base) == [] and not doomed.exists()
+
+
+async def test_closing_ends_an_upload(tmp_path: Path, place: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        shard = await ShardLog.open(
+            tmp_path,
+            IDENTITY,
+            ShardSettings(segments=SegmentLimits(segment_bytes_max=100_000), offload=Offload(place, 0)),
+            HOOKS,
+            commit_pool=pool,
+            read_pool=pool,
+            store=ShardStore(pool, rate_bytes=1),
+        )
+        for _ in range(5):
+            await shard.append(batch_of(b"x" * 60_000))
+        # At this rate it would take a day.
+        upload = asyncio.create_task(shard.offload(0, place))
+        await asyncio.sleep(0.05)
+        await shard.close()
+        with pytest.raises(UnavailableError) as ended:
+            await upload
+        assert ended.value.code is Code.SHUTTING_DOWN
+    payload = load_checked(Files(), tmp_path / OFFLOADED_NAME)
+    assert payload is not None and decode_offload(payload).segments == ()

@@ -1,0 +1,146 @@
+"""Offload through a real broker: allowed places only, sealed, read back, altered, deleted, restored."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from region_home import make_region, running
+from region_peer import client, until
+from typer.testing import CliRunner
+
+import felix
+from cli.main import app
+from felix.errors import Code, RequestError
+from felix.settings import Offload, Views
+from region import streams
+from region.config import StorageConfig
+from region.folder import RegionFolder
+from region.log import fsspec_store as store
+from region.log.disk import SegmentLimits
+from region.log.shard import ShardLog
+from region.node import Node, now_ms
+
+ROLLS = "acme/ops/rolls"
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "OFFLOADED_SEGMENTS", SegmentLimits(segment_bytes_max=3_000))
+
+
+async def fill(region: felix.RegionClient, first: int, count: int) -> None:
+    rolls = region.stream(ROLLS)
+    for begin in range(first, first + count, 10):
+        # One group after the other: a segment ends between two.
+        await asyncio.gather(*(rolls.publish(b"secret %d" % at * 10) for at in range(begin, begin + 10)))
+
+
+async def read_all(region: felix.RegionClient, count: int) -> list[bytes]:
+    found: list[bytes] = []
+    async with asyncio.timeout(30), region.stream(ROLLS).subscribe("earliest", on_gap="raise") as reader:
+        async for record in reader:
+            found.append(bytes(record.payload))
+            if len(found) == count:
+                break
+    return found
+
+
+def expected(count: int) -> list[bytes]:
+    return [b"secret %d" % at * 10 for at in range(count)]
+
+
+def shard_of(node: Node) -> ShardLog:
+    (shard,) = node.broker.stream(felix.StreamName.parse(ROLLS)).serving
+    return shard
+
+
+def files_below(place: Path) -> list[Path]:
+    return sorted(path for path in place.rglob("*") if path.is_file())
+
+
+async def test_a_stream_lives_in_two_places_and_is_read_as_one(folder: RegionFolder, tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    url = f"file://{place}"
+    storage = StorageConfig(offload_allow=(url,))
+    data = str(tmp_path / "data")
+    async with running(folder, data=data, storage=storage) as node, client(folder) as region:
+        await region.create_stream(ROLLS, views=Views(offload=Offload(f"{url}/rolls", 0)))
+        await fill(region, 0, 300)
+        await until(
+            lambda: shard_of(node).counters.offloaded_segments == shard_of(node).segment_count - 1 > 3
+        )
+        assert shard_of(node).offload_waiting_bytes == 0
+    uploaded = files_below(place)
+    assert uploaded and all(b"secret" not in path.read_bytes() for path in uploaded), "sealed, as on the disk"
+    async with running(folder, data=data, storage=storage) as node, client(folder) as region:
+        await fill(region, 300, 50)
+        assert await read_all(region, 350) == expected(350)
+        assert shard_of(node).counters.fetched_segments > 0
+        await region.alter_stream(ROLLS, remove=["offload"])
+        await fill(region, 350, 100)
+        assert shard_of(node).offload_waiting_bytes == 0 and not shard_of(node).offload_due(now_ms())
+        assert await read_all(region, 450) == expected(450), "what is there is still read"
+        await region.delete_stream(ROLLS)
+        await until(lambda: not files_below(place))
+
+
+async def test_a_place_that_the_region_does_not_allow_is_refused(
+    folder: RegionFolder, tmp_path: Path
+) -> None:
+    allowed = StorageConfig(offload_allow=(f"file://{tmp_path}/mine",))
+    data = str(tmp_path / "data")
+    async with running(folder, data=data, storage=allowed) as node, client(folder) as region:
+        for url in (
+            f"file://{tmp_path}/mine-too",
+            f"file://{tmp_path}/mine/../theirs",
+            "memory://anywhere",
+            "rubbish",
+        ):
+            with pytest.raises(RequestError) as refused:
+                await region.create_stream(ROLLS, views=Views(offload=Offload(url, 0)))
+            assert refused.value.code in (Code.FORBIDDEN, Code.CONFIG_INVALID), url
+        await region.create_stream(ROLLS)
+        with pytest.raises(RequestError) as refused:
+            await region.alter_stream(ROLLS, offload=Offload("memory://anywhere", 0))
+        assert refused.value.code is Code.FORBIDDEN
+        await region.alter_stream(ROLLS, offload=Offload(f"file://{tmp_path}/mine/a", 0))
+    async with running(folder, data=data) as node, client(folder) as region:
+        await fill(region, 0, 200)
+        await until(lambda: node.broker.streams.offload_refused > 0)
+        assert not (tmp_path / "mine").exists(), "what is not allowed any more does not leave"
+
+
+async def test_a_lost_folder_is_restored_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    folder = make_region(tmp_path, "us-east")
+    url = f"file://{tmp_path}/store"
+    storage = StorageConfig(offload_allow=(url,))
+    async with running(folder, storage=storage) as node, client(folder) as region:
+        await region.create_stream(ROLLS, views=Views(offload=Offload(url, 0)))
+        await fill(region, 0, 200)
+        await until(lambda: shard_of(node).segment_count > 3 and not shard_of(node).offload_waiting_bytes)
+        last = shard_of(node)._disk.segments[-1].base_offset  # type: ignore[union-attr]
+    lost = folder.root / "data" / "streams"
+
+    def run(*words: str) -> tuple[int, str]:
+        answer = CliRunner().invoke(app, list(words))
+        return answer.exit_code, answer.stdout or str(answer.exception)
+
+    code, said = run("log", "verify", "--open", "--remote", "--json")
+    assert code == 0 and json.loads(said)["shards"][0]["objects_compared"] > 2
+    assert "is not lost" in run("log", "restore", ROLLS, url)[1]
+    shutil.rmtree(next(path for path in lost.iterdir() if path.is_dir()))
+    assert "no offloaded" not in run("log", "restore", ROLLS, url)[1]
+    assert run("log", "verify", "--open", "--remote")[0] == 0
+    async with running(folder, storage=storage) as node, client(folder) as region:
+        assert await read_all(region, last) == expected(last)
+        assert shard_of(node).epochs.current == 2
+        await fill(region, last, 20)
+        assert await read_all(region, last + 20) == expected(last + 20)
+    assert store.list_names(f"file://{tmp_path}/nowhere") == []
