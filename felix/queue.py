@@ -166,6 +166,17 @@ class Job:
         """Give the job back unseen: at once, and it does not count as an attempt."""
         return self._settle("release")
 
+    @property
+    def queue_name(self) -> StreamName:
+        """Of the queue that it was leased from."""
+        return self._queue.name
+
+    def left_to_transaction(self) -> None:
+        """A transaction settles the job (felix.transaction); here it counts as settled from now on."""
+        self._settled = True
+        if self._consumer is not None:
+            self._consumer._settled(self)
+
     def _settle(self, verb: str, number: int = 0, reason: str = "") -> asyncio.Future[None]:
         self._settled = True
         if self._consumer is not None:

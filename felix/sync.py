@@ -345,10 +345,6 @@ class SyncTransaction:
             self._inner.publish(stream, payload, key=key, headers=headers, shard=shard, message_id=message_id)
         )
 
-    def acknowledge(self, *records: transaction.Acknowledgeable) -> None:
-        """Acknowledge records of a durable subscription, or jobs of a queue, with the commit."""
-        self._background.call(self._inner.acknowledge(*records))
-
     def commit(self) -> list[int]:
         """Commit; the offsets in the order of publishing. May be called again after UnavailableError."""
         return self._background.call(self._inner.commit())

@@ -22,7 +22,9 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Self
+
+import msgspec
 
 from felix.batch import (
     KEY_BYTES_MAX,
@@ -34,11 +36,16 @@ from felix.batch import (
     encode_headers,
 )
 from felix.connection import RegionConnection
+from felix.consumer import Consumer, ConsumerBatch, ConsumerRecord
+from felix.consumer_messages import RANGES_MAX, ShardAck, SubscriptionAcks
 from felix.errors import Code, FelixError, RequestError
 from felix.exchange import Exchange
 from felix.messages import OpenTransactions
 from felix.names import StreamName, shard_for_key
 from felix.publisher import RECORD_OVERHEAD_BYTES, MessageId, Payload, payload_bytes, with_message_id
+from felix.queue import Job
+from felix.queue_messages import RUNS_MAX, Held
+from felix.ranges import RangeSet
 from felix.transaction_messages import (
     Abort,
     Begin,
@@ -47,6 +54,7 @@ from felix.transaction_messages import (
     Committed,
     Fence,
     FencedAt,
+    QueueAcks,
     Resolve,
     Resolved,
     Stage,
@@ -59,13 +67,6 @@ TRANSACTION_TIMEOUT_S: Final = 30.0
 STAGE_BYTES: Final = 512 * 1024
 """A shard's records are sent to the broker once there are so many bytes of them: 16 batches are the largest transaction."""
 _STAGED_RECORD_BYTES_MAX: Final = (1 << 20) - 8_192
-
-
-class Acknowledgeable(Protocol):
-    """A record of a durable subscription, or a job of a queue."""
-
-    def transaction_part(self) -> tuple[str, bytes]:
-        """The view that it belongs to, and what that view is to be told at the commit."""
 
 
 class Transactions:
@@ -165,6 +166,9 @@ class Transaction:
         self._staged = 0
         self._batches: list[list[TransactionRecord]] = []
         self._records: list[TransactionRecord] = []
+        self._jobs: dict[StreamName, list[Job]] = {}
+        self._left: list[Job] = []
+        self._consumed: dict[tuple[str, str], dict[tuple[int, int], RangeSet]] = {}
         self._sending = asyncio.Lock()
         self._over = False
         self._asked = False
@@ -260,15 +264,63 @@ class Transaction:
             self._staged += 1
             self._batches.append(lane.handles)
 
-    async def acknowledge(self, *records: Acknowledgeable) -> None:
-        """Acknowledge records of a durable subscription, or jobs of a queue, with the commit."""
+    async def acknowledge(
+        self, *work: Job | ConsumerRecord | ConsumerBatch, consumer: Consumer | None = None
+    ) -> None:
+        """Acknowledge with the commit: jobs of queues, and records or batches of a durable subscription's `consumer`.
+
+        They are done if the transaction is committed, and not otherwise: aborted, jobs are given back, and records come again.
+        """
         self._require_open()
-        for record in records:
-            view, body = record.transaction_part()
-            async with self._sending:
-                self._require_open()
-                await self._transactions.call(StageAcknowledgement(self.id, self._staged, view, body))
-                self._staged += 1
+        for each in work:
+            if isinstance(each, Job):
+                each.left_to_transaction()
+                self._jobs.setdefault(each.queue_name, []).append(each)
+                continue
+            if consumer is None:
+                raise RequestError(
+                    "Which consumer are these records of?", hint="Use `acknowledge(record, consumer=…)`."
+                )
+            ranges = each.ranges if isinstance(each, ConsumerBatch) else [(each.offset, each.offset + 1)]
+            held = self._consumed.setdefault((str(consumer.stream), consumer.name), {})
+            done = held.setdefault((each.shard, each.generation), RangeSet())
+            for part in ranges:
+                done.add(*part)
+
+    async def _stage_acknowledgements(self) -> None:
+        """Once, at the commit: what belongs together goes together."""
+        for (stream, name), shards in list(self._consumed.items()):
+            acks: list[ShardAck] = []
+            for (shard, generation), done in shards.items():
+                flat = [edge for each in done for edge in each]
+                # A shard's records of two assignments, or too many holes: in messages of their own.
+                acks += [
+                    ShardAck(shard, generation, flat[at : at + 2 * RANGES_MAX])
+                    for at in range(0, len(flat), 2 * RANGES_MAX)
+                ]
+            for each in acks:
+                body = msgspec.msgpack.encode(SubscriptionAcks(stream, name, [each]))
+                await self._stage_body("subscription", body)
+            del self._consumed[stream, name]
+        for queue in list(self._jobs):
+            held = [Held(job.shard, job.offset, 1, job.token) for job in self._jobs[queue]]
+            for at in range(0, len(held), RUNS_MAX):
+                body = msgspec.msgpack.encode(QueueAcks(str(queue), held[at : at + RUNS_MAX]))
+                await self._stage_body("queue", body)
+            self._left += self._jobs.pop(queue)
+
+    async def _stage_body(self, view: str, body: bytes) -> None:
+        async with self._sending:
+            await self._transactions.call(StageAcknowledgement(self.id, self._staged, view, body))
+            self._staged += 1
+
+    def _give_back(self) -> None:
+        """The jobs of a transaction that is not committed: to be done again."""
+        jobs = [job for some in self._jobs.values() for job in some] + self._left
+        self._jobs, self._left = {}, []
+        for job in jobs:
+            # Where it cannot be said, the lease runs out by itself.
+            job.nack(reason="The transaction was aborted.").add_done_callback(_unheard)
 
     async def commit(self) -> list[int]:
         """Commit, and return the offsets of the records in the order in which they were published, once all can be read.
@@ -280,9 +332,16 @@ class Transaction:
         assert self._begun_ms is not None, "a transaction is begun first"
         for name, shard in list(self._lanes):
             await self._stage(name, shard, self._targets[name])
+        await self._stage_acknowledgements()
         self._over = self._asked = True
-        answer = await self._transactions.call(Commit(self.id, self._staged, self._begun_ms))
+        try:
+            answer = await self._transactions.call(Commit(self.id, self._staged, self._begun_ms))
+        except RequestError as error:
+            if error.code is not Code.TRANSACTION_UNKNOWN:
+                self._give_back()
+            raise
         assert isinstance(answer, Committed)
+        self._left = []
         for handles, offsets in zip(self._batches, answer.offsets, strict=True):
             for place, handle in enumerate(handles):
                 if len(offsets) == len(handles):
@@ -295,6 +354,7 @@ class Transaction:
         """Drop it: nothing of it will be in any stream. Raises RequestError(CONFLICT) where it is committed."""
         self._over = True
         self._lanes.clear()
+        self._give_back()
         if self._begun_ms is not None:
             await self._transactions.call(Abort(self.id))
 
@@ -305,3 +365,8 @@ class Transaction:
                 code=Code.STATE,
                 hint="Use `async with region.transaction()`.",
             )
+
+
+def _unheard(future: asyncio.Future[None]) -> None:
+    if not future.cancelled():
+        future.exception()

@@ -11,6 +11,7 @@ import msgspec
 
 from felix.errors import Code, ProtocolError
 from felix.messages import Message, Name, Natural
+from felix.queue_messages import RUNS_MAX, Held
 
 ID_BYTES: Final = 16
 PARTS_MAX: Final = 512
@@ -66,8 +67,16 @@ class Stage(Message, frozen=True, tag="stage"):
     batch: bytes
 
 
+class QueueAcks(msgspec.Struct, frozen=True, array_like=True):
+    """Jobs of one queue that a transaction acknowledges. `incarnation` is the broker's."""
+
+    queue: Name
+    held: Annotated[list[Held], msgspec.Meta(min_length=1, max_length=RUNS_MAX)]
+    incarnation: bytes = b""
+
+
 class StageAcknowledgement(Message, frozen=True, tag="stage_acknowledgement"):
-    """Acknowledgements of a `view` (subscription or queue); `body` is that view's."""
+    """Acknowledgements of a `view`: subscription (`body`: consumer_messages.SubscriptionAcks) or queue (`body`: QueueAcks)."""
 
     id: TransactionId
     index: Index

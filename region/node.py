@@ -67,6 +67,7 @@ from region.streams import StreamTable
 from region.subscriptions.desk import SubscriptionDesk
 from region.transactions.coordinator import OPEN_MAX, SYSTEM_STREAM, Coordinator
 from region.transactions.desk import TransactionDesk
+from region.transactions.participants import QueueParticipant, SubscriptionParticipant
 
 log = logging.getLogger("felix.region.node")
 
@@ -207,6 +208,10 @@ class Node:
         ingest = IngestDesk(broker, governance, import_key, receipt_key)
         self.subscriptions = subscriptions = SubscriptionDesk(broker, catalog, mirror)
         self.queues = QueueDesk(broker)
+        transactions.participants = {
+            "subscription": SubscriptionParticipant(broker, subscriptions),
+            "queue": QueueParticipant(broker, self.queues),
+        }
         self.services = Services(
             broker,
             governance,

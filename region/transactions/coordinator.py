@@ -97,12 +97,19 @@ class Outcome(NamedTuple):
 class Participant(Protocol):
     """A view whose acknowledgements a transaction can carry."""
 
-    def check(self, identity: SpiffeId, body: bytes) -> None:
-        """Asked when it is staged, and again at the commit. Raises RequestError, UnavailableError."""
+    def stage(self, identity: SpiffeId, body: bytes) -> None:
+        """Raises RequestError where the body is none, or this identity may not."""
 
-    async def apply(self, number: int, body: bytes) -> None:
-        """The transaction is committed. Called again with the same `number` after a crash: then it does nothing more. Raises
-        UnavailableError where it should be tried again; what can never be is logged by the view, and is no error."""
+    async def prepare(self, identity: SpiffeId, body: bytes) -> bytes:
+        """About to be decided: see to it that it can be applied. Returns what `apply` is to be given. Raises RequestError,
+        UnavailableError; else `apply` or `abandon` follows."""
+
+    def abandon(self, body: bytes) -> None:
+        """It was not decided after all."""
+
+    async def apply(self, body: bytes) -> None:
+        """It is committed: durably so when this returns. Called again after a crash: then it changes nothing. Raises
+        UnavailableError where it should be tried again; of what is gone there is nothing to do."""
 
 
 class _Phase(Enum):
@@ -126,6 +133,7 @@ class _Open:
     taken_bytes: int = 0
     phase: _Phase = _Phase.OPEN
     timer: asyncio.TimerHandle | None = None
+    on_end: Callable[[], None] | None = None
 
 
 class _Waiting(NamedTuple):
@@ -269,9 +277,18 @@ class Coordinator:
         return epoch
 
     def begin(
-        self, owner: SpiffeId, transaction_id: bytes, timeout_ms: int, transactional_id: str, epoch: int
+        self,
+        owner: SpiffeId,
+        transaction_id: bytes,
+        timeout_ms: int,
+        transactional_id: str,
+        epoch: int,
+        hold: Callable[[], Callable[[], None]] | None = None,
     ) -> _Open:
-        """Begin, or find what this owner has begun under the id. Raises RequestError, UnavailableError."""
+        """Begin, or find what this owner has begun under the id. Raises RequestError, UnavailableError.
+
+        `hold` is called with a new one, may refuse it, and gives what is to be called when it ends.
+        """
         if self._closed:
             raise _closing()
         held = self._open.get(transaction_id)
@@ -300,6 +317,7 @@ class Coordinator:
                 retry_after_ms=100,
             )
         made = _Open(transaction_id, owner, transactional_id, epoch, self._broker.clock_ms(), timeout_ms)
+        made.on_end = hold() if hold is not None else None
         self._open[transaction_id] = made
         made.timer = asyncio.get_running_loop().call_later(timeout_ms / 1000, self._timed_out, made)
         return made
@@ -344,7 +362,7 @@ class Coordinator:
         transaction = self._staging(owner, transaction_id, index)
         if transaction is None:
             return
-        self._participant(view).check(owner, body)
+        self._participant(view).stage(owner, body)
         if len(body) > STAGED_BYTES_MAX:
             raise RequestError(f"Acknowledgements of {len(body)} bytes; {STAGED_BYTES_MAX} are allowed.")
         self._take(transaction, len(body))
@@ -460,8 +478,16 @@ class Coordinator:
             # A replay may have shown that an earlier try is there after all.
             found = self.state.find(transaction_id)
             if found is None:
-                self._check_commit(transaction, staged)
-                self._write(journal, transaction, future)
+                prepared = await self._prepare(transaction)
+                try:
+                    self._check_commit(transaction, staged)
+                    refused = journal.refusal()
+                    if refused is not None:
+                        raise refused
+                except FelixError:
+                    self._abandon(prepared)
+                    raise
+                self._write(journal, transaction, prepared, future)
             else:
                 self._decided_now(transaction, future)
                 self._follow(found, future)
@@ -523,14 +549,34 @@ class Coordinator:
                 raise shard.failure
             if SLOT not in shard.annotations and len(shard.annotations) >= ANNOTATION_SLOTS_MAX:
                 raise RequestError(f"{part.stream} takes no more sources.", code=Code.UNSUPPORTED)
-        for acknowledgement in transaction.acknowledgements:
-            self._participant(acknowledgement.view).check(transaction.owner, acknowledgement.body)
 
-    def _write(self, journal: Journal, transaction: _Open, future: asyncio.Future[Outcome]) -> None:
+    async def _prepare(self, transaction: _Open) -> list[Acknowledgement]:
+        """All of it, or an error and nothing."""
+        prepared: list[Acknowledgement] = []
+        try:
+            for each in transaction.acknowledgements:
+                body = await self._participant(each.view).prepare(transaction.owner, each.body)
+                prepared.append(msgspec.structs.replace(each, body=body))
+        except BaseException:
+            self._abandon(prepared)
+            raise
+        return prepared
+
+    def _abandon(self, prepared: Iterable[Acknowledgement]) -> None:
+        for each in prepared:
+            self._participant(each.view).abandon(each.body)
+
+    def _write(
+        self,
+        journal: Journal,
+        transaction: _Open,
+        prepared: Sequence[Acknowledgement],
+        future: asyncio.Future[Outcome],
+    ) -> None:
         """Decide: everything goes to the journal in one turn, the decision last."""
         number = self.state.next_number
         entries: list[Entry] = [_numbered(part, number) for part in transaction.parts]
-        entries += [_numbered(each, number) for each in transaction.acknowledgements]
+        entries += [_numbered(each, number) for each in prepared]
         entries.append(
             Committed(
                 number,
@@ -544,6 +590,7 @@ class Coordinator:
 
         def durable(error: FelixError | None) -> None:
             if error is not None:
+                self._abandon(prepared)
                 self._not_committed(transaction, future, error)
                 return
             self._step("committed")
@@ -559,9 +606,7 @@ class Coordinator:
 
     def _decided_now(self, transaction: _Open, future: asyncio.Future[Outcome]) -> None:
         """It is open no longer. Its bytes are held until it is applied."""
-        self._open.pop(transaction.id, None)
-        if transaction.timer is not None:
-            transaction.timer.cancel()
+        self._ended_now(transaction)
         future.add_done_callback(lambda _: self._release(transaction))
 
     def _not_committed(self, transaction: _Open, future: asyncio.Future[Outcome], error: FelixError) -> None:
@@ -587,15 +632,21 @@ class Coordinator:
             )
 
     def _drop(self, transaction: _Open, why: FelixError) -> None:
-        self._open.pop(transaction.id, None)
+        self._ended_now(transaction)
         self._release(transaction)
         self._ended[transaction.id] = why
         while len(self._ended) > ENDED_MAX:
             self._ended.popitem(last=False)
 
-    def _release(self, transaction: _Open) -> None:
+    def _ended_now(self, transaction: _Open) -> None:
+        self._open.pop(transaction.id, None)
         if transaction.timer is not None:
             transaction.timer.cancel()
+        on_end, transaction.on_end = transaction.on_end, None
+        if on_end is not None:
+            on_end()
+
+    def _release(self, transaction: _Open) -> None:
         self._broker.budgets.transactions.give(transaction.taken_bytes)
         transaction.taken_bytes = 0
 
@@ -662,9 +713,7 @@ class Coordinator:
             shard.hold_visibility()
         try:
             found = await asyncio.gather(*(self._apply_lane(shard, parts) for shard, parts in lanes.items()))
-            for each in transactions:
-                for acknowledgement in each.acknowledgements:
-                    await self._apply_acknowledgement(acknowledgement)
+            settled = [await self._apply_acknowledgements(each) for each in transactions]
         except _StoppingError:
             raise  # the shards stay held: they are closed next
         except BaseException:
@@ -674,16 +723,18 @@ class Coordinator:
         for placed in found:
             offsets |= placed
         self._step("applied")
-        for waiting in group:
-            self._conclude(waiting, offsets)
+        for waiting, whole in zip(group, settled, strict=True):
+            self._conclude(waiting, offsets, whole)
 
-    def _conclude(self, waiting: _Waiting, offsets: dict[tuple[int, int], tuple[int, ...]]) -> None:
+    def _conclude(
+        self, waiting: _Waiting, offsets: dict[tuple[int, int], tuple[int, ...]], settled: bool
+    ) -> None:
         transaction, future = waiting
         number = transaction.committed.number
         for part in transaction.parts:
             if (number, part.index) not in offsets and self._shard_of(part) is None:
                 offsets[number, part.index] = (UNKNOWN_OFFSET,)  # deleted in the meantime
-        if any((number, part.index) not in offsets for part in transaction.parts):
+        if not settled or any((number, part.index) not in offsets for part in transaction.parts):
             if not future.done():
                 future.set_exception(_owed())
             return
@@ -782,21 +833,25 @@ class Coordinator:
             self._step("appended")
         return [(part, await future) for part, future in under_way]
 
-    async def _apply_acknowledgement(self, acknowledgement: Acknowledgement) -> None:
-        participant = self.participants.get(acknowledgement.view)
-        if participant is None:
-            log.error(
-                "a committed transaction acknowledges to %r, which this broker has not", acknowledgement.view
-            )
-            return
-        while True:
-            try:
-                await participant.apply(acknowledgement.number, acknowledgement.body)
-                return
-            except UnavailableError as error:
-                if self._closed:
-                    raise
-                await asyncio.sleep((error.retry_after_ms or 1000 * RETRY_S) / 1000)
+    async def _apply_acknowledgements(
+        self, transaction: Transaction, *, patience_s: float = float("inf")
+    ) -> bool:
+        """False where a view does not take them, and the transaction is owed to it until the next start."""
+        deadline = asyncio.get_running_loop().time() + patience_s
+        for each in transaction.acknowledgements:
+            while True:
+                try:
+                    await self._participant(each.view).apply(each.body)
+                    break
+                except FelixError as error:
+                    passes = isinstance(error, UnavailableError) and error.code is not Code.SHARD_STOPPED
+                    if not passes or asyncio.get_running_loop().time() > deadline:
+                        log.error("a committed acknowledgement waits for the next start: %s", error)
+                        return False
+                    if self._closed:
+                        raise _StoppingError from error
+                    await asyncio.sleep((error.retry_after_ms or 1000 * RETRY_S) / 1000)
+        return True
 
     def _stop_shards(self, group: Sequence[_Waiting], error: Exception) -> None:
         for waiting in group:
@@ -848,9 +903,8 @@ class Coordinator:
                     return  # its shard does not serve; it is owed still
                 found = (UNKNOWN_OFFSET,)
             offsets.append(found)
-        for acknowledgement in transaction.acknowledgements:
-            await self._apply_acknowledgement(acknowledgement)
-        self._applied(transaction, offsets)
+        if await self._apply_acknowledgements(transaction, patience_s=START_PATIENCE_S):
+            self._applied(transaction, offsets)
 
 
 def _numbered(entry: Part | Acknowledgement, number: int) -> Part | Acknowledgement:

@@ -6,8 +6,11 @@ next one. What is left open ends with its own timeout.
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from typing import Any
 
+from felix.batch import decode_header
 from felix.messages import Request, TransactionsOpened
 from felix.transaction_messages import (
     Abort,
@@ -65,14 +68,20 @@ class _Handler:
         owner = exchange.identity
         match call:
             case Begin(transaction_id, timeout_ms, transactional_id, epoch):
-                begun = coordinator.begin(owner, transaction_id, timeout_ms, transactional_id, epoch)
+                begun = coordinator.begin(
+                    owner, transaction_id, timeout_ms, transactional_id, epoch, self._hold
+                )
                 exchange.reply(correlation, Begun(begun.begun_ms))
             case Resolve(stream):
                 hosted = coordinator.resolve(owner, stream)
                 exchange.reply(correlation, Resolved(len(hosted.shards), hosted.incarnation))
             case Stage(transaction_id, index, stream, incarnation, batch):
+                wait_s = self._charge(stream, batch)
                 coordinator.stage(owner, transaction_id, index, stream, incarnation, batch)
-                exchange.reply(correlation, Staged())
+                if wait_s:
+                    exchange.spawn(correlation, self._staged_later(correlation, wait_s))
+                else:
+                    exchange.reply(correlation, Staged())
             case StageAcknowledgement(transaction_id, index, view, body):
                 coordinator.acknowledge(owner, transaction_id, index, view, body)
                 exchange.reply(correlation, Staged())
@@ -82,6 +91,28 @@ class _Handler:
                 exchange.spawn(correlation, self._commit(correlation, call))
             case Fence(transactional_id):
                 exchange.spawn(correlation, self._fence(correlation, transactional_id))
+
+    def _hold(self) -> Callable[[], None]:
+        meter = self._exchange.meter
+        assert meter is not None
+        meter.hold("transactions")
+        return lambda: meter.release("transactions")
+
+    def _charge(self, stream: str, batch: bytes) -> float:
+        """Count a batch as published when it is staged; seconds that its answer is to wait. Raises where it is refused."""
+        meter = self._exchange.session.meter_for(stream)
+        refused = meter.refusal(len(batch))
+        if refused is not None:
+            raise refused
+        throttle = meter.published(len(batch), decode_header(batch).records)
+        if throttle is None:
+            return 0.0
+        self._exchange.session.throttled(throttle)
+        return throttle.wait_s
+
+    async def _staged_later(self, correlation: int, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        self._exchange.reply(correlation, Staged())
 
     async def _commit(self, correlation: int, call: Commit) -> None:
         exchange = self._exchange

@@ -14,6 +14,7 @@ from region_process import BrokerProcess, fixed_region
 import felix
 import felix.sync
 from felix.errors import Code, RequestError
+from felix.quota import QuotaLimits
 from region.folder import RegionFolder
 from region.node import Node
 
@@ -201,3 +202,96 @@ async def test_brokers_killed_under_transactions_leave_each_once_or_not_at_all(t
         assert aborted < len(committed)
     finally:
         broker.kill()
+
+
+async def test_jobs_and_what_was_made_of_them_are_one_step(operator: felix.RegionClient) -> None:
+    await operator.create_stream(A)
+    await operator.create_queue("acme/shop/jobs")
+    jobs = operator.queue("acme/shop/jobs")
+    for number in range(6):
+        await jobs.put(b"%d" % number)
+    done = 0
+    async with asyncio.timeout(30):
+        async for job in jobs.consume(visibility=20):
+            try:
+                async with operator.transaction() as transaction:
+                    await transaction.publish(A, b"made of " + job.payload)
+                    await transaction.acknowledge(job)
+                    if job.payload in (b"1", b"4") and job.attempts == 1:
+                        raise ValueError("this time it fails")
+            except ValueError:
+                continue
+            done += 1
+            if done == 6:
+                break
+    assert sorted(await payloads(operator, A)) == [b"made of %d" % n for n in range(6)]
+    state = await jobs.describe()
+    assert (state.ready, state.leased) == (0, 0)
+
+
+async def test_a_lease_that_was_lost_lets_the_commit_fail(operator: felix.RegionClient) -> None:
+    await operator.create_stream(A)
+    await operator.create_queue("acme/shop/jobs")
+    jobs = operator.queue("acme/shop/jobs")
+    await jobs.put(b"job")
+    (job,) = await jobs.lease(1, visibility=0.2)
+    await asyncio.sleep(0.4)
+    (again,) = await jobs.lease(1, visibility=20, wait=10)
+    assert again.attempts == 2
+    transaction = operator.transaction()
+    await transaction.begin()
+    await transaction.publish(A, b"no")
+    await transaction.acknowledge(job)
+    with pytest.raises(RequestError) as lost:
+        await transaction.commit()
+    assert lost.value.code is Code.LEASE_LOST
+    assert await payloads(operator, A) == []
+    await again.ack()
+
+
+async def test_consumed_records_and_what_was_made_of_them_are_one_step(operator: felix.RegionClient) -> None:
+    await operator.create_stream(A, shards=2)
+    await operator.create_stream(B)
+    for number in range(20):
+        await operator.stream(A).publish(b"%d" % number, key=b"%d" % number)
+    failed: set[bytes] = set()
+    settings = felix.SubscriptionSettings(start="earliest", ack_timeout_ms=500)
+    async with asyncio.timeout(60):
+        made = 0
+        while made < 20:
+            async with operator.stream(A).consumer("billing", settings=settings) as consumer:
+                async for record in consumer:
+                    payload = bytes(record.payload)
+                    try:
+                        async with operator.transaction() as transaction:
+                            await transaction.publish(B, payload)
+                            await transaction.acknowledge(record, consumer=consumer)
+                            if int(payload) % 7 == 3 and payload not in failed:
+                                failed.add(payload)
+                                raise ValueError("this time it fails")
+                    except ValueError:
+                        continue
+                    except RequestError as error:
+                        assert error.code is Code.CONSUMER_FENCED
+                        continue
+                    made += 1
+                    if made == 20:
+                        break
+    assert sorted(await payloads(operator, B), key=int) == [b"%d" % n for n in range(20)]
+
+
+async def test_open_transactions_count_in_quotas(node: Node, operator: felix.RegionClient) -> None:
+    await operator.create_stream(A)
+    me = "spiffe://us-east.acme/client/orders-svc"
+    await operator.put_rights(me, [f"publish {A}"])
+    await operator.put_quota("identity", me, QuotaLimits(transactions=1))
+    async with client(node.folder, "orders-svc") as region:
+        async with region.transaction() as transaction:
+            await transaction.publish(A, b"one")
+            second = region.transaction()
+            refused = asyncio.ensure_future(second.begin())
+            await until(lambda: node.broker.metrics.refusals.get(Code.LIMIT_OPEN.name.lower()))
+            assert not refused.done(), "it is asked again until there is room"
+        await refused
+        await second.publish(A, b"two")
+        assert await second.commit() == [1]

@@ -1,0 +1,88 @@
+"""The views whose acknowledgements a transaction can carry, as the coordinator asks them (coordinator.Participant)."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import msgspec
+
+from felix.consumer_messages import SubscriptionAcks
+from felix.errors import Code, FelixError, RequestError
+from felix.names import SpiffeId, StreamName
+from felix.transaction_messages import QueueAcks
+from policy.access import Verb
+from region.broker import Broker
+from region.queue.desk import QueueDesk
+from region.subscriptions.desk import SubscriptionDesk
+
+_subscription: Final = msgspec.msgpack.Decoder(SubscriptionAcks)
+_queue: Final = msgspec.msgpack.Decoder(QueueAcks)
+
+
+def _decode(decoder: Any, body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise RequestError(f"Acknowledgements of a transaction do not decode: {error}.") from error
+
+
+class SubscriptionParticipant:
+    """Durable subscriptions: what is acknowledged is kept from everybody else between the check and the commit."""
+
+    def __init__(self, broker: Broker, desk: SubscriptionDesk) -> None:
+        self._broker = broker
+        self._desk = desk
+
+    def stage(self, identity: SpiffeId, body: bytes) -> None:
+        acks: SubscriptionAcks = _decode(_subscription, body)
+        self._broker.require(identity, Verb.SUBSCRIBE, StreamName.parse(acks.stream))
+
+    async def prepare(self, identity: SpiffeId, body: bytes) -> bytes:
+        self.stage(identity, body)
+        refused = self._desk.check([_decode(_subscription, body)])
+        if refused is not None:
+            raise refused
+        return body
+
+    def abandon(self, body: bytes) -> None:
+        self._desk.abandon([_decode(_subscription, body)])
+
+    async def apply(self, body: bytes) -> None:
+        acks = [_decode(_subscription, body)]
+        refused = await self._desk.ready(acks)
+        if refused is None:
+            future: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
+            self._desk.apply(acks, future.set_result)
+            refused = await future
+        if refused is not None:
+            raise refused
+
+
+class QueueParticipant:
+    """Queues: a lease that is about to be acknowledged does not run out before the commit is through."""
+
+    def __init__(self, broker: Broker, desk: QueueDesk) -> None:
+        self._broker = broker
+        self._desk = desk
+
+    def stage(self, identity: SpiffeId, body: bytes) -> None:
+        acks: QueueAcks = _decode(_queue, body)
+        self._broker.require(identity, Verb.SUBSCRIBE, StreamName.parse(acks.queue))
+
+    async def prepare(self, identity: SpiffeId, body: bytes) -> bytes:
+        acks: QueueAcks = _decode(_queue, body)
+        incarnation = await self._desk.check_acks(identity, StreamName.parse(acks.queue), acks.held)
+        return msgspec.msgpack.encode(msgspec.structs.replace(acks, incarnation=incarnation))
+
+    def abandon(self, body: bytes) -> None:
+        """The lease runs out by itself."""
+
+    async def apply(self, body: bytes) -> None:
+        acks: QueueAcks = _decode(_queue, body)
+        try:
+            await self._desk.apply_acks(StreamName.parse(acks.queue), acks.incarnation, acks.held)
+        except RequestError as error:
+            # The queue is gone, or is a stream of another kind by now.
+            if error.code not in (Code.NOT_FOUND, Code.UNSUPPORTED):
+                raise
