@@ -113,6 +113,8 @@ class Exchange:
         """
         limit_s = self._limit_s(timeout_s)
         backoff: Backoff | None = None
+        if not again and self._is_open and not self._room.locked():
+            return await self._call_at_once(message, limit_s)
         try:
             async with asyncio.timeout(limit_s), self._room:
                 while True:
@@ -126,13 +128,41 @@ class Exchange:
                         backoff = backoff or Backoff(self._connection.policy, self._connection.random)
                         await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
         except TimeoutError:
-            raise UnavailableError(
-                f"{type(message).__name__} was not answered by region {self._connection.profile.region} within {limit_s:g} s.",
-                code=Code.TIMEOUT,
-                hint="Is the region up? `felix region status` tells.",
-            ) from None
+            raise self._unanswered(message, limit_s) from None
+
+    async def _call_at_once(self, message: Message, limit_s: float) -> Any:
+        """As `call` where nothing has to be waited for first: a timer instead of a timeout, which costs more than the rest."""
+        await self._room.acquire()
+        loop = asyncio.get_running_loop()
+        number, future = self._post(message, loop)
+        timer = loop.call_later(limit_s, self._time_out, future, message, limit_s)
+        try:
+            return await future
+        finally:
+            timer.cancel()
+            self._calls.pop(number, None)
+            self._room.release()
+
+    def _time_out(self, future: asyncio.Future[Any], message: Message, limit_s: float) -> None:
+        if not future.done():
+            future.set_exception(self._unanswered(message, limit_s))
+
+    def _unanswered(self, message: Message, limit_s: float) -> UnavailableError:
+        return UnavailableError(
+            f"{type(message).__name__} was not answered by region {self._connection.profile.region} within {limit_s:g} s.",
+            code=Code.TIMEOUT,
+            hint="Is the region up? `felix region status` tells.",
+        )
 
     async def _ask(self, message: Message) -> Any:
+        number, future = self._post(message, asyncio.get_running_loop())
+        try:
+            return await future
+        finally:
+            self._calls.pop(number, None)
+
+    def _post(self, message: Message, loop: asyncio.AbstractEventLoop) -> tuple[int, asyncio.Future[Any]]:
+        """Send a call; its correlation id, and what will have its reply."""
         link = self._link
         assert link is not None
         number = self._last_correlation
@@ -141,13 +171,10 @@ class Exchange:
             if number not in self._calls:
                 break
         self._last_correlation = number
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Any] = loop.create_future()
         self._calls[number] = future
         link.connection.send(self._stream_id, encode_message(FrameType.CALL, message, number))
-        try:
-            return await future
-        finally:
-            self._calls.pop(number, None)
+        return number, future
 
     def tell(self, message: Message) -> None:
         """A call whose reply nobody waits for. Dropped where the exchange is not open."""

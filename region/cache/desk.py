@@ -73,7 +73,7 @@ class Cache:
                 settings,
                 broker.budgets.cache,
                 broker.budgets.catch_up,
-                broker.clock_ms,
+                lambda: broker.clock_ms(),
             )
             if isinstance(shard, ShardLog)
             else shard
