@@ -229,6 +229,11 @@ class Meter:
                 return _waits(self.accounts, _DELIVERY, self._now())
         return None
 
+    def delivery_refusal(self) -> UnavailableError | None:
+        """Why nothing may be sent that was asked for just now, and cannot wait here."""
+        throttle = self.delivery_throttle()
+        return None if throttle is None else _over_rate(throttle, throttle.wait_s)
+
     def delivered(self, size: int, records: int) -> None:
         """Count what was sent."""
         for account in self.accounts:

@@ -41,10 +41,11 @@ from felix.settings import CacheSettings
 from policy.access import Verb, not_found_or_forbidden
 from region.broker import Broker
 from region.cache.shard import CacheShard
-from region.cache.state import Waiter
+from region.cache.state import Entry, Waiter
 from region.exchange import Exchange
 from region.log.shard import ShardLog
 from region.ports import Exchanging, Role
+from region.quota import Meter
 from region.streams import HostedStream
 
 log = logging.getLogger("felix.region.cache")
@@ -216,12 +217,15 @@ class CacheCalls:
             cache = self._cache
             shard = cache.of(call.key)
             if self._may_read and shard.ready.is_set():
+                self._may_deliver()
                 entry = shard.up_to_date().get(call.key, shard.clock_ms())
-                self._exchange.reply(correlation, _found(shard, entry, call.value))
+                self._reply_found(correlation, shard, entry, call)
                 return
         reads, method, shards_of = _CALLS[kind]
         if not (self._may_read if reads else self._may_write):
             raise not_found_or_forbidden(Verb.SUBSCRIBE if reads else Verb.PUBLISH, self._cache.stream.name)
+        if reads:
+            self._may_deliver()
         shards = shards_of(self._cache, call)
         if all(shard.ready.is_set() for shard in shards):
             method(self, correlation, call)
@@ -243,7 +247,36 @@ class CacheCalls:
     def get(self, correlation: int, call: Get) -> None:
         shard = self._cache.of(call.key)
         entry = shard.up_to_date().get(call.key, shard.clock_ms())
+        self._reply_found(correlation, shard, entry, call)
+
+    def _reply_found(self, correlation: int, shard: CacheShard, entry: Entry | None, call: Get) -> None:
+        if entry is not None:
+            self._meter.delivered(len(entry.value) if call.value else 0, 1)
         self._exchange.reply(correlation, _found(shard, entry, call.value))
+
+    # -- quotas ----------------------------------------------------------------------------------------
+
+    @property
+    def _meter(self) -> Meter:
+        meter = self._exchange.meter
+        assert meter is not None
+        return meter
+
+    def _may_deliver(self) -> None:
+        """Raises UnavailableError(LIMIT_RATE): an answer cannot wait as a delivery can."""
+        refusal = self._meter.delivery_refusal()
+        if refusal is not None:
+            raise refusal
+
+    def _publish(self, size: int, records: int) -> None:
+        """Count what is to be written. Raises UnavailableError(LIMIT_RATE, LIMIT_STORED)."""
+        meter = self._meter
+        refusal = meter.refusal(size)
+        if refusal is not None:
+            raise refusal
+        throttle = meter.published(size, records)
+        if throttle is not None:
+            self._exchange.session.throttled(throttle)
 
     def get_many(self, correlation: int, call: GetMany) -> None:
         entries: list[tuple[int, bytes, int]] = []
@@ -259,6 +292,7 @@ class CacheCalls:
             if size > REPLY_BYTES_MAX and entries:
                 break
             entries.append((entry.version, entry.value, shard.ttl_left(entry.expires_at_ms)))
+        self._meter.delivered(size, sum(version > 0 for version, _, _ in entries))
         self._exchange.reply(correlation, FoundMany(entries))
 
     def scan(self, correlation: int, call: Scan) -> None:
@@ -284,6 +318,7 @@ class CacheCalls:
             )
             return
         more = seen == call.limit or size > PAGE_BYTES_MAX
+        self._meter.delivered(size, len(entries))
         self._exchange.reply(correlation, Page(entries, shard.applied, more))
 
     def stats(self, correlation: int, call: Stats) -> None:
@@ -317,12 +352,15 @@ class CacheCalls:
         return answer
 
     def put(self, correlation: int, call: Put) -> None:
+        self._publish(len(call.key) + len(call.value), 1)
         self._cache.of(call.key).put(call.key, call.value, call.ttl_ms, self._answer(correlation, Stored))
 
     def delete(self, correlation: int, call: Delete) -> None:
+        self._publish(len(call.key), 1)
         self._cache.of(call.key).delete(call.key, self._answer(correlation, Stored))
 
     def compare_and_set(self, correlation: int, call: CompareAndSet) -> None:
+        self._publish(len(call.key) + len(call.value), 1)
         self._cache.of(call.key).compare_and_set(
             call.key,
             call.value,
@@ -340,15 +378,18 @@ class CacheCalls:
             else:
                 self._exchange.refuse(correlation, error)
 
+        self._publish(len(call.key), 1)
         self._cache.of(call.key).increment(call.key, call.by, call.ttl_ms, call.operation, answer)
 
     def put_many(self, correlation: int, call: PutMany) -> None:
+        self._publish(sum(len(key) + len(value) for key, value in call.items), len(call.items))
         gathered = _Gathered(self._exchange, correlation, len(call.items))
         for at, (key, value) in enumerate(call.items):
             gathered.ask(at, partial(self._cache.of(key).put, key, value, call.ttl_ms))
         gathered.asked()
 
     def delete_many(self, correlation: int, call: DeleteMany) -> None:
+        self._publish(sum(map(len, call.keys)), len(call.keys))
         gathered = _Gathered(self._exchange, correlation, len(call.keys))
         for at, key in enumerate(call.keys):
             gathered.ask(at, partial(self._cache.of(key).delete, key))
@@ -409,7 +450,7 @@ class _Gathered:
             self._exchange.refuse(self._correlation, self._error)
 
 
-def _found(shard: CacheShard, entry: Any, with_value: bool) -> Found:
+def _found(shard: CacheShard, entry: Entry | None, with_value: bool) -> Found:
     if entry is None:
         return _NOTHING
     return Found(

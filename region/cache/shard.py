@@ -115,8 +115,8 @@ class CacheShard:
         self._watchers: list[Watcher] = []
         self._decoded: OrderedDict[int, Decoded] = OrderedDict()
         self._decoded_bytes = 0
-        self.encoded: dict[object, bytes] = {}
-        """Frames that a watch has encoded in this turn, for others like it."""
+        self.encoded: dict[object, tuple[bytes, int]] = {}
+        """Frames that a watch has encoded in this turn, and their records, for others like it."""
         self._unfollow: Callable[[], None] | None = None
         self._closed = False
 

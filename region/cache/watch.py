@@ -32,6 +32,7 @@ from region.cache.records import RECORD_BYTES, Change
 from region.cache.shard import ENCODED_MAX, CacheShard, Decoded
 from region.exchange import Exchange
 from region.ports import Exchanging, Role
+from region.quota import Meter
 
 log = logging.getLogger("felix.region.cache")
 
@@ -65,7 +66,8 @@ class CacheWatch:
         """Where Ready is due; None while the state is being told, and once it was."""
         self._order: deque[int] = deque()
         self._reading: asyncio.Task[None] | None = None
-        self._live = self._telling = False
+        self._paced: asyncio.TimerHandle | None = None
+        self._holds = self._live = self._telling = False
         self._unwatch: list[Callable[[], None]] = []
 
     # -- the handler -----------------------------------------------------------------------------------
@@ -111,6 +113,12 @@ class CacheWatch:
             exchange.fail(refusal, correlation)
         if exchange.over:
             return
+        try:
+            self._meter.hold("subscriptions")
+        except UnavailableError as error:
+            exchange.fail(error, correlation)
+            return
+        self._holds = True
         opened = CacheOpened(cache.stream.incarnation, len(cache.shards), exchange.broker.clock_ms())
         exchange.opened(correlation, opened)
         cache.watches += 1
@@ -161,6 +169,11 @@ class CacheWatch:
         for unwatch in self._unwatch:
             unwatch()
         self._unwatch.clear()
+        if self._holds:
+            self._holds = False
+            self._meter.release("subscriptions")
+        if self._paced is not None:
+            self._paced.cancel()
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -216,11 +229,29 @@ class CacheWatch:
         return self._tell_ready()
 
     def _may_send(self) -> bool:
-        return (
-            not self._wanted_bytes
-            and self._credit.left_bytes > FRAME_HEADER_BYTES
-            and self._exchange.may_send()
-        )
+        if (
+            self._wanted_bytes
+            or self._credit.left_bytes <= FRAME_HEADER_BYTES
+            or not self._exchange.may_send()
+        ):
+            return False
+        throttle = self._meter.delivery_throttle()
+        if throttle is None:
+            return True
+        self._exchange.session.throttled(throttle)
+        if self._paced is None:
+            self._paced = asyncio.get_running_loop().call_later(throttle.wait_s, self._go_on)
+        return False
+
+    @property
+    def _meter(self) -> Meter:
+        meter = self._exchange.meter
+        assert meter is not None
+        return meter
+
+    def _go_on(self) -> None:
+        self._paced = None
+        self.pump()
 
     def _fits(self, frame: bytes) -> bool:
         """False, and a note of what is wanted, where the credit does not reach."""
@@ -229,7 +260,8 @@ class CacheWatch:
         self._wanted_bytes = len(frame)
         return False
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, frame: bytes, records: int = 0) -> None:
+        self._meter.delivered(len(frame), records)
         self._credit.use(min(len(frame), self._credit.left_bytes))
         self._exchange.deliver(frame)
 
@@ -260,7 +292,7 @@ class CacheWatch:
             frame = encode_message(FrameType.REPLY, Initial(number, entries))
             if not self._fits(frame):
                 return False
-            self._send(frame)
+            self._send(frame, len(entries))
         if is_whole:
             self._pages.popleft()
         else:
@@ -281,8 +313,8 @@ class CacheWatch:
         batches = batches[:count]
         next_offset = batches[-1].next_offset
         memo = (cursor, next_offset, self._key, self._prefix, self._coalesce)
-        frame = shard.encoded.get(memo)
-        if frame is None:
+        encoded = shard.encoded.get(memo)
+        if encoded is None:
             wanted = [
                 (version, change)
                 for batch in batches
@@ -290,9 +322,10 @@ class CacheWatch:
                 if version > cursor and self._concerns(change)
             ]
             return self._tell_wanted(number, cursor, next_offset, wanted, memo)
+        frame, records = encoded
         if not self._fits(frame):
             return False
-        self._send(frame)
+        self._send(frame, records)
         self._cursors[number] = self._told[number] = next_offset
         return True
 
@@ -325,8 +358,8 @@ class CacheWatch:
             if not self._fits(frame):
                 return False
             if is_last and len(rows) == len(wanted) and len(shard.encoded) < ENCODED_MAX:
-                shard.encoded[memo] = frame
-            self._send(frame)
+                shard.encoded[memo] = frame, len(rows)
+            self._send(frame, len(rows))
             self._cursors[number] = self._told[number] = reached
             if is_last:
                 return True
