@@ -444,7 +444,7 @@ def test_ten_thousand_steps_end_where_the_model_ends(place: Place) -> None:
         run_state_machine_as_test(
             Model,
             settings=settings(
-                max_examples=20, stateful_step_count=120, database=None, deadline=None,
+                max_examples=11, stateful_step_count=250, database=None, deadline=None,
                 suppress_health_check=list(HealthCheck),
                 phases=[Stage.explicit, Stage.generate],
             ),
