@@ -352,7 +352,16 @@ def publish(
         str, typer.Option(help="The JSON field that becomes the record's message id, for deduplication.")
     ] = "",
     acks: Annotated[str, typer.Option(help="all or none.")] = "all",
-    compress: Annotated[bool, typer.Option(help="Compress batches with zstd.")] = False,
+    compress: Annotated[
+        bool, typer.Option(help="Compress batches with zstd, where they get smaller.")
+    ] = False,
+    level: Annotated[int, typer.Option(min=1, max=19, help="With --compress: the level of zstd.")] = 1,
+    linger: Annotated[
+        str,
+        typer.Option(
+            help="How long a batch that is not full waits for more, as in 5ms. Default: not at all."
+        ),
+    ] = "",
     expect_offset: Annotated[
         int | None,
         typer.Option(help="All lines as one batch, and only where the log of its shard ends at this offset."),
@@ -377,11 +386,15 @@ def publish(
         raise RequestError(f"{file} cannot be read: {error.strerror}.", code=Code.NOT_FOUND) from error
     with source:
         began = time.monotonic()
+        squeeze = level if compress else 0
+        linger_ms = int(Duration.parse(linger)) if linger else 0
         if expect_offset is None:
-            work = _publish(region, identity, name, source, key_field, message_id, acks == "all", compress)
+            work = _publish(
+                region, identity, name, source, key_field, message_id, acks == "all", squeeze, linger_ms
+            )
         else:
             lines = records_of_lines(source, key_field, message_id)
-            work = _publish_if(region, identity, name, lines, compress, shard, expect_offset)
+            work = _publish_if(region, identity, name, lines, squeeze, shard, expect_offset)
         records, size = run(work)
         seconds = time.monotonic() - began
     if json:
@@ -431,14 +444,17 @@ async def _publish(
     key_field: str,
     id_field: str,
     acked: bool,
-    compress: bool,
+    compress: int,
+    linger_ms: int,
 ) -> tuple[int, int]:
     records = size = 0
     with progress(counted=False) as bar:
         task = bar.add_task(f"publishing to {name}", total=None)
         async with (
             connect(region, identity) as client,
-            client.stream(name).publisher(acks="all" if acked else "none", compress=compress) as publisher,
+            client.stream(name).publisher(
+                acks="all" if acked else "none", compress=compress, linger_ms=linger_ms
+            ) as publisher,
         ):
             try:
                 for payload, key, headers in records_of_lines(source, key_field, id_field):
@@ -460,7 +476,7 @@ async def _publish_if(
     identity: str,
     name: str,
     lines: Iterator[felix.NewRecord],
-    compress: bool,
+    compress: int,
     shard: int | None,
     expected_offset: int,
 ) -> tuple[int, int]:

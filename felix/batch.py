@@ -58,6 +58,9 @@ MESSAGE_ID_HEADER: Final = "felix.message-id"
 MESSAGE_ID_BYTES_MAX: Final = 64
 """A UUID as text has 36, a SHA-256 in hex 64."""
 
+COMPRESS_LEVEL_MAX: Final = 19
+"""The levels of zstd above take memory that a consumer would have to find, too."""
+
 FLAG_ZSTD: Final = 0x01
 FLAG_SEALED: Final = 0x02
 FLAG_KEYED: Final = 0x04
@@ -261,9 +264,11 @@ def encode_batch(
     producer_id: int = 0,
     producer_epoch: int = 0,
     base_sequence: int = 0,
-    compress: bool = False,
+    compress: int = 0,
 ) -> Batch:
     """Encode records once, as they will travel, be kept and be delivered.
+
+    `compress`: a level of zstd, 1 (also True) to COMPRESS_LEVEL_MAX, or 0. A body that does not get smaller stays as it is.
 
     Raises RequestError(BATCH_TOO_LARGE | INVALID) where a limit named in this module is passed.
     """
@@ -305,7 +310,7 @@ def encode_batch(
             f"A batch of {plain_length} bytes; {PLAIN_BYTES_MAX} are allowed.", code=Code.BATCH_TOO_LARGE
         )
     if compress:
-        squeezed = zstandard.ZstdCompressor(level=1).compress(body)
+        squeezed = zstandard.ZstdCompressor(level=compress).compress(body)
         if len(squeezed) < plain_length:
             body, flags = squeezed, flags | FLAG_ZSTD
     if HEADER_BYTES + len(body) > BATCH_BYTES_MAX:

@@ -180,6 +180,7 @@ class RegionClient:
         self._random = random
         self._connection: RegionConnection | None = None
         self._publishers: OrderedDict[StreamName, Publisher] = OrderedDict()
+        self._publishing: dict[StreamName, tuple[float, int]] = {}
         self._caches: dict[StreamName, Cache] = {}
         self._queues: dict[StreamName, Queue] = {}
         self._transactions: Transactions | None = None
@@ -281,9 +282,16 @@ class RegionClient:
 
     # -- streams --------------------------------------------------------------------------------------
 
-    def stream(self, name: str | StreamName) -> Stream:
-        """A stream by its name, tenant/namespace/name; whether it exists is not asked. Raises RequestError(NAME_INVALID)."""
-        return Stream(self, StreamName.parse(name) if isinstance(name, str) else name)
+    def stream(self, name: str | StreamName, *, linger_ms: float = 0, compress: int = 0) -> Stream:
+        """A stream by its name, tenant/namespace/name; whether it exists is not asked. Raises RequestError(NAME_INVALID).
+
+        `linger_ms` and `compress` are of `Stream.publish` and its like, as in `Stream.publisher`: what is set when the first record
+        of this stream is published counts for this client.
+        """
+        parsed = StreamName.parse(name) if isinstance(name, str) else name
+        if linger_ms or compress:
+            self._publishing[parsed] = (linger_ms, compress)
+        return Stream(self, parsed)
 
     def queue(self, name: str | StreamName) -> Queue:
         """A queue by its name; whether it exists is not asked. Raises RequestError(NAME_INVALID)."""
@@ -443,7 +451,7 @@ class RegionClient:
         *,
         timeout_s: float = TRANSACTION_TIMEOUT_S,
         transactional_id: str = "",
-        compress: bool = False,
+        compress: int = 0,
     ) -> Transaction:
         """Records for several streams, and acknowledgements, that become visible together or not at all; use it as `async with`.
 
@@ -572,7 +580,8 @@ class RegionClient:
                         del self._publishers[other]
                         await idle.close()
                         break
-            publisher = self.stream(name).publisher()
+            linger_ms, compress = self._publishing.get(name, (0.0, 0))
+            publisher = self.stream(name).publisher(linger_ms=linger_ms, compress=compress)
             self._publishers[name] = publisher
         self._publishers.move_to_end(name)
         if not publisher.shards:
@@ -655,15 +664,15 @@ class Stream:
         batch_records: int = BATCH_RECORDS_DEFAULT,
         buffer_bytes: int = BUFFER_BYTES_DEFAULT,
         acks: Acks = "all",
-        compress: bool = False,
+        compress: int = 0,
         deadline_ms: int = DEADLINE_MS_DEFAULT,
         on_refused: Callable[[Refusal], None] | None = None,
     ) -> Publisher:
         """A publisher of its own, for throughput; use it as `async with`.
 
         A batch closes at `batch_bytes`, at `batch_records`, or `linger_ms` after its first record (0: at the end of the
-        loop turn). `buffer_bytes` bounds what is not acknowledged; `deadline_ms` how long a batch is tried. `compress`: zstd,
-        level 1, on the event loop (about 2 ms for a full batch). `on_refused` is called with every batch that is given up.
+        loop turn). `buffer_bytes` bounds what is not acknowledged; `deadline_ms` how long a batch is tried. `compress`: a
+        level of zstd, 1 (also True) to 19, on the event loop (level 1: about 2 ms for a full MiB); what does not get smaller is left. `on_refused` is called with every batch that is given up.
         Raises RequestError(CONFIG_INVALID).
         """
         return Publisher(

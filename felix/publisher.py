@@ -30,6 +30,7 @@ from typing import Final, Literal, NamedTuple, Protocol, Self
 from felix.backoff import Backoff
 from felix.batch import (
     BATCH_BYTES_MAX,
+    COMPRESS_LEVEL_MAX,
     HEADER_BYTES,
     KEY_BYTES_MAX,
     MESSAGE_ID_BYTES_MAX,
@@ -64,6 +65,12 @@ BUFFER_BYTES_DEFAULT: Final = 32 * 1024 * 1024
 DEADLINE_MS_DEFAULT: Final = 120_000
 """How long a batch is tried again before its error is raised: longer than a broker's restart."""
 LINGER_MS_MAX: Final = 60_000
+COMPRESS_GAIN: Final = 0.9
+"""A body that zstd leaves larger than this part of it is not worth the time."""
+COMPRESS_JUDGED_BYTES: Final = 1_024
+"""A smaller batch says nothing about those that follow."""
+COMPRESS_SKIP_MAX: Final = 64
+"""Batches in a row that are not tried after some that gained nothing: 1, 2, 4 … of them, then one is tried again."""
 RECORD_OVERHEAD_BYTES: Final = 12
 """What a record takes in a batch beside its own bytes: one entry in each of the three columns."""
 
@@ -234,7 +241,7 @@ class Publisher:
         batch_records: int = BATCH_RECORDS_DEFAULT,
         buffer_bytes: int = BUFFER_BYTES_DEFAULT,
         acks: Acks = "all",
-        compress: bool = False,
+        compress: int = 0,
         deadline_ms: int = DEADLINE_MS_DEFAULT,
         on_refused: Callable[[Refusal], None] | None = None,
         tracer: Tracer | None = None,
@@ -245,6 +252,7 @@ class Publisher:
             ("batch_records", batch_records, 1, RECORDS_MAX),
             ("buffer_bytes", buffer_bytes, BATCH_BYTES_MAX, 1 << 40),
             ("deadline_ms", deadline_ms, 1, 1 << 31),
+            ("compress", compress, 0, COMPRESS_LEVEL_MAX),
         ):
             if not low <= value <= high:
                 raise RequestError(
@@ -263,6 +271,8 @@ class Publisher:
         self._record_bytes_max = BATCH_BYTES_MAX - HEADER_BYTES
         self._buffer_bytes = buffer_bytes
         self._compress = compress
+        # Batches that are not even tried, after some that did not get smaller.
+        self._plain_left = self._plain_next = 0
         self._deadline_s = deadline_ms / 1000
         self._on_refused = on_refused
         self._tracer = tracer
@@ -689,14 +699,20 @@ class Publisher:
 
     def _encode(self, lane: _Lane, records: list[NewRecord], held_bytes: int = 0) -> _Parcel:
         """`held_bytes`: what the records were counted as when they came in one by one; 0: what they are together."""
+        compress = self._compress
+        if compress and self._plain_left:
+            self._plain_left -= 1
+            compress = 0
         batch = encode_batch(
             records,
             shard=lane.shard,
             producer_id=self._producer_id,
             producer_epoch=lane.epoch if self._producer_id else 0,
             base_sequence=lane.next_sequence if self._producer_id else 0,
-            compress=self._compress,
+            compress=compress,
         )
+        if compress:
+            self._look_at_gain(batch.header)
         lane.next_sequence += len(records)
         held_bytes = held_bytes or batch.header.plain_length
         parcel = _Parcel(lane, batch, held_bytes, self._loop.time() + self._deadline_s)
@@ -705,6 +721,14 @@ class Publisher:
         if self._expiry is None:
             self._expiry = self._loop.call_at(parcel.deadline, self._expire)
         return parcel
+
+    def _look_at_gain(self, header: BatchHeader) -> None:
+        """What does not get smaller (pictures, what is encrypted or compressed already) is soon tried only now and then."""
+        if header.body_length <= header.plain_length * COMPRESS_GAIN:
+            self._plain_next = 0
+        elif header.plain_length >= COMPRESS_JUDGED_BYTES:
+            self._plain_next = min(2 * self._plain_next or 1, COMPRESS_SKIP_MAX)
+            self._plain_left = self._plain_next
 
     # -- batches out ----------------------------------------------------------------------------------
 

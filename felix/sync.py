@@ -170,9 +170,9 @@ class SyncRegion:
         """The quota that slows this session down now, as the broker says; None where none does."""
         return self._region.throttled
 
-    def stream(self, name: str | StreamName) -> SyncStream:
-        """A stream by its name. Raises RequestError(NAME_INVALID)."""
-        return SyncStream(self._background, self._region.stream(name))
+    def stream(self, name: str | StreamName, *, linger_ms: float = 0, compress: int = 0) -> SyncStream:
+        """A stream by its name, as `RegionClient.stream`. Raises RequestError(NAME_INVALID)."""
+        return SyncStream(self._background, self._region.stream(name, linger_ms=linger_ms, compress=compress))
 
     def create_stream(
         self,
@@ -295,7 +295,7 @@ class SyncRegion:
         *,
         timeout_s: float = transaction.TRANSACTION_TIMEOUT_S,
         transactional_id: str = "",
-        compress: bool = False,
+        compress: int = 0,
     ) -> SyncTransaction:
         """As `RegionClient.transaction`; use it as `with`."""
 
@@ -407,7 +407,7 @@ class SyncStream:
         batch_records: int = BATCH_RECORDS_DEFAULT,
         buffer_bytes: int = BUFFER_BYTES_DEFAULT,
         acks: Acks = "all",
-        compress: bool = False,
+        compress: int = 0,
         deadline_ms: int = DEADLINE_MS_DEFAULT,
         on_refused: Callable[[Refusal], None] | None = None,
     ) -> SyncPublisher:

@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple, Self
 import msgspec
 
 from felix.batch import (
+    COMPRESS_LEVEL_MAX,
     KEY_BYTES_MAX,
     MESSAGE_ID_HEADER,
     RECORDS_MAX,
@@ -147,12 +148,16 @@ class Transaction:
         *,
         timeout_s: float = TRANSACTION_TIMEOUT_S,
         transactional_id: str = "",
-        compress: bool = False,
+        compress: int = 0,
         new_id: Callable[[], bytes] = lambda: os.urandom(16),
     ) -> None:
         if not 0.001 <= timeout_s <= 86_400:
             raise RequestError(
                 f"A timeout of {timeout_s} s; 0.001 to 86400 are possible.", code=Code.CONFIG_INVALID
+            )
+        if not 0 <= compress <= COMPRESS_LEVEL_MAX:
+            raise RequestError(
+                f"compress is {compress}; 0 to {COMPRESS_LEVEL_MAX}.", code=Code.CONFIG_INVALID
             )
         self.id = new_id()
         self._transactions = transactions

@@ -72,3 +72,13 @@ def test_conditions_and_message_ids(felix_command: Command) -> None:
         felix_command("stream", "publish", STREAM, "--shard", "0", stdin="c\n")
     with pytest.raises(RequestError, match="no line"):
         felix_command("stream", "publish", STREAM, "--expect-offset", "4", stdin="")
+
+
+def test_linger_and_levels(felix_command: Command) -> None:
+    felix_command("stream", "create", STREAM)
+    lines = "".join(f'{{"reading": {n}, "sensor": "north gate"}}\n' for n in range(500))
+    felix_command("stream", "publish", STREAM, "--compress", "--level", "9", "--linger", "5ms", stdin=lines)
+    assert felix_command("stream", "subscribe", STREAM, "--from", "earliest", "--until-end") == lines
+    (shard,) = json.loads(felix_command("stream", "describe", STREAM, "--json"))["state"]
+    assert shard["high_watermark"] == 500
+    assert shard["size_bytes"] < len(lines) // 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import felix
 from felix import Code, NewRecord, RequestError, UnavailableError
-from felix.batch import Batch, decode_records
+from felix.batch import FLAG_ZSTD, Batch, decode_records
 from felix.messages import Limits, OpenPublisher, Request
 from felix.names import shard_for_key
 from felix.publisher import FLYING_BATCHES_FILL, FLYING_BATCHES_MAX
@@ -595,3 +596,41 @@ def test_whatever_happens_each_record_is_in_the_log_once_and_in_order(data: st.D
             assert all(a.header.next_offset == b.header.base_offset for a, b in pairwise(one.batches))
 
     asyncio.run(run())
+
+
+async def test_what_gets_smaller_is_compressed_and_the_rest_soon_not_tried(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    text = b'{"flight": "AA1", "carrier": "AA", "delay": 7}' * 50
+    noise = [random.Random(n).randbytes(2_000) for n in range(40)]
+    async with region.stream(ORDERS).publisher(compress=3, batch_records=1) as publisher:
+        await publisher.send(text)
+        await publisher.flush()
+        assert broker.received[-1].header.flags & FLAG_ZSTD
+        assert len(broker.received[-1].body) < len(text) // 10
+        for payload in noise:
+            await publisher.send(payload)
+        await publisher.flush()
+        assert not any(batch.header.flags & FLAG_ZSTD for batch in broker.received[1:])
+        assert publisher._plain_next == 32, "tried after 1, 2, 4, 8, 16 batches"
+        for _ in range(40):
+            await publisher.send(text)
+        await publisher.flush()
+        assert broker.received[-1].header.flags & FLAG_ZSTD, "it has found out that it is worth it again"
+        assert publisher._plain_next == 0
+    payloads = [bytes(record.payload) for batch in broker.received for record in decode_records(batch)]
+    assert payloads == [text, *noise, *[text] * 40]
+    for wrong in (-1, 20):
+        with pytest.raises(RequestError, match="compress is"):
+            region.stream(ORDERS).publisher(compress=wrong)
+
+
+async def test_linger_and_compression_of_a_streams_own_publish(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    orders = region.stream(ORDERS, linger_ms=20, compress=1)
+    first = asyncio.ensure_future(orders.publish(b"x" * 500))
+    await asyncio.sleep(0.002)
+    assert await asyncio.gather(first, orders.publish(b"x" * 500)) == [0, 1]
+    (batch,) = broker.received
+    assert batch.header.records == 2 and batch.header.flags & FLAG_ZSTD
