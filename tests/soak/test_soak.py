@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from soak.caches import CachePart
 from soak.harness import Part, soak
+from soak.pipelines import PipelinePart
 from soak.streams import StreamPart
 from soak.subscriptions import SubscriptionPart
 from soak.transactions import TransactionPart
@@ -19,6 +20,7 @@ PARTS: dict[str, Callable[[Path], Part]] = {
     "cache": CachePart,
     "subscriptions": SubscriptionPart,
     "transactions": TransactionPart,
+    "pipelines": PipelinePart,
 }
 KILLS = 4
 SOAK_KILLS = int(os.environ.get("FELIX_SOAK_KILLS", "100"))
