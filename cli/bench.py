@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cli import bench_beside
+from cli import bench_beside, bench_tenants
 from cli.benchmark.accounting import PAYLOAD_BYTES_MIN
 from cli.benchmark.crossing import ENGINES, CrossingPlan, CrossingReport, measure_crossing
 from cli.benchmark.figures import LatencySpread, Spread
@@ -45,7 +45,10 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Rates and latencies on this machine, beside a raw QUIC relay of the same engine, or beside other systems.",
 )
+app.command("fairness")(bench_tenants.fairness)
+app.command("slow-consumer")(bench_tenants.slow_consumer)
 app.command("fanout")(bench_beside.fanout)
+app.command("queue")(bench_beside.queue)
 app.command("cache")(bench_beside.cache)
 
 _out = Console(highlight=False)

@@ -34,9 +34,15 @@ from region.ports import LiveSession
 from region.quota import Quotas
 from region.streams import HostedStream, StreamTable
 from region.tracing import AppendTracing
+from region.turns import Gate, Turns
 
 log = logging.getLogger("felix.region")
 
+READ_BYTES_MAX: Final = 1 << 20
+"""Read from disk and sent at a time: long enough to be worth a call, short enough that subscriptions take turns."""
+READS_MAX: Final = 8
+"""Such reads at once: twice as many as there are threads for them, so that none waits for the loop. More would only queue before the
+threads, where nobody takes turns."""
 DELIVERY_WAIT_S: Final = 0.02
 """How long delivery that found the budget used up waits before it looks again."""
 
@@ -78,6 +84,12 @@ class Broker:
             [str(SpiffeId(self.region, self.mesh, "operator", name)) for name in config.operators],
         )
         self.sessions: set[LiveSession] = set()
+        self.turns = Turns(lambda go_on: asyncio.get_running_loop().call_soon(go_on))
+        self.reads = Gate(
+            READS_MAX,
+            lambda: budgets.catch_up.take(READ_BYTES_MAX),
+            lambda: budgets.catch_up.give(READ_BYTES_MAX),
+        )
         self.readers: list[Callable[[], Iterable[ReaderTraffic]]] = []
         """Asked who reads beside the sessions' own subscriptions: views add themselves, one entry for each that is read."""
         self.leaving = False

@@ -22,18 +22,16 @@ from felix.messages import ReaderTraffic, Subscribe, encode_error
 from felix.names import SpiffeId
 from felix.session import CreditLine
 from policy.access import Verb, not_found_or_forbidden
-from region.broker import Broker
+from region.broker import READ_BYTES_MAX, Broker
 from region.export import SealedReader
 from region.log.ring import Entry
 from region.log.shard import ShardLog
 from region.ports import Outlet
 from region.quota import Meter, Throttle
 from region.streams import HostedStream
+from region.turns import TURN_BYTES
 
 log = logging.getLogger("felix.region.delivery")
-
-READ_BYTES_MAX: Final = 1 << 20
-"""Read and sent at a time: long enough to be worth a call, short enough that subscriptions take turns."""
 
 
 DETOUR_BYTES_MAX: Final = 64 << 10
@@ -108,7 +106,7 @@ class Subscription:
     """A cursor per shard, and the event stream it feeds."""
 
     __slots__ = (
-        "_broker", "_catching_up", "_credit", "_cursors", "_detours", "_ended", "_guide", "_meter", "_order", "_paced", "_reader",
+        "_awaits_turn", "_broker", "_catching_up", "_credit", "_cursors", "_detours", "_ended", "_guide", "_meter", "_order", "_paced", "_reader",
         "_session", "_stream", "_stream_id", "_unlisten", "_waits", "_wanted_bytes", "delivered_bytes", "delivered_records", "number",
         "stalled",
     )  # fmt: skip
@@ -132,6 +130,7 @@ class Subscription:
         self.delivered_bytes = 0
         self.delivered_records = 0
         self._meter = meter
+        self._awaits_turn = False
         self._waits = ""
         self._paced: asyncio.TimerHandle | None = None
         self._broker = broker
@@ -194,15 +193,23 @@ class Subscription:
 
     def pump(self) -> None:
         """Send what can be sent now, from memory; fetch the rest in a task."""
-        if self._ended or self._catching_up is not None:
+        if self._ended or self._catching_up is not None or self._awaits_turn:
             return
+        before = self.delivered_bytes
         try:
             while self._round():
-                pass
+                if self.delivered_bytes - before >= TURN_BYTES:
+                    self._awaits_turn = True
+                    self._broker.turns.ask(self._stream.name.tenant, self._take_turn)
+                    break
         except FelixError as error:
             self._drop(error)
             return
         self._session.settle_delivery()
+
+    def _take_turn(self) -> None:
+        self._awaits_turn = False
+        self.pump()
 
     def _round(self) -> bool:
         """One turn over all shards; True where something was sent and more may follow."""
@@ -228,7 +235,7 @@ class Subscription:
             self._order.rotate(-1)
             if detour:
                 cursor, room = self._detour_start(number, shard.log_start_offset), min(room, DETOUR_BYTES_MAX)
-            entries = None if self._reader is not None else shard.read_hot(cursor, room)
+            entries = None if self._reader is not None else shard.read_hot(cursor, min(room, TURN_BYTES))
             if entries is None:
                 self._catching_up = asyncio.ensure_future(self._catch_up(number))
                 return False
@@ -342,28 +349,24 @@ class Subscription:
         """Fetch what is not in memory for one shard, send it, and pump again."""
         broker = self._broker
         shard = self._stream.shard(number)
-        budget = broker.budgets.catch_up
-        taken = 0
+        self._waits = "memory"
         try:
-            # Others give back when they have sent: there is no one event to wait for.
-            while not budget.take(READ_BYTES_MAX):
-                self._waits = "memory"
-                await asyncio.sleep(CATCH_UP_WAIT_S)
-            taken = READ_BYTES_MAX
-            room = self._room()
-            if not room:
-                return  # whatever it waits for pumps
-            cursor = self._cursors.get(number, shard.high_watermark)
-            if number in self._detours:
-                cursor, room = self._detour_start(number, shard.log_start_offset), min(room, DETOUR_BYTES_MAX)
-            if self._reader is not None:
-                entries = await self._reader.read(shard, cursor, room)
-            else:
-                entries = await shard.read(cursor, room)
-            if self._ended:
-                return
-            if entries and self._stands_at(number, cursor):
-                self._send(number, entries)
+            async with broker.reads.place(self._stream.name.tenant):
+                room = self._room()
+                if not room:
+                    return  # whatever it waits for pumps
+                cursor = self._cursors.get(number, shard.high_watermark)
+                if number in self._detours:
+                    cursor = self._detour_start(number, shard.log_start_offset)
+                    room = min(room, DETOUR_BYTES_MAX)
+                if self._reader is not None:
+                    entries = await self._reader.read(shard, cursor, room)
+                else:
+                    entries = await shard.read(cursor, room)
+                if self._ended:
+                    return
+                if entries and self._stands_at(number, cursor):
+                    self._send(number, entries)
         except RequestError as error:
             if error.code is not Code.OFFSET_OUT_OF_RANGE or self._ended:
                 self._drop(error)
@@ -377,8 +380,6 @@ class Subscription:
             self._drop(FelixError("The broker could not read its log.", code=Code.INTERNAL))
             return
         finally:
-            if taken:
-                budget.give(taken)
             self._catching_up = None
         asyncio.get_running_loop().call_soon(self.pump)
 
@@ -446,7 +447,3 @@ class Subscription:
         if self._catching_up is not None:
             self._catching_up.cancel()
             self._catching_up = None
-
-
-CATCH_UP_WAIT_S: Final = 0.005
-"""How long a subscriber waits for the catch-up budget before it asks again."""

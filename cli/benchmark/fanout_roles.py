@@ -28,9 +28,10 @@ WINDOW_BYTES: Final = 4 << 20
 PROGRESS_RECORDS: Final = 512
 PROGRESS_S: Final = 0.02
 """How often a process of subscribers says how far they are: after so many records, and at least so often."""
-STILL_S: Final = 5.0
+STILL_S: Final = 20.0
+"""Silence for so long means loss. Longer than a busy disk holds up the systems that sync."""
 AFTER_S: Final = 0.05
-"""As in cli.benchmark.roles: silence means loss; and what must not come is still listened for."""
+"""How long what must not come is still listened for."""
 
 
 class Prepare(msgspec.Struct, frozen=True):

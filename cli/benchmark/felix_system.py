@@ -8,11 +8,17 @@ from typing import Final
 
 import felix
 from cli.benchmark.roles import REGION, RING_BYTES
-from cli.benchmark.systems import Payloads, Place
+from cli.benchmark.systems import Job, Payloads, Place
 from felix.profile import load_profile
 from felix.publisher import Publisher
+from felix.queue import QueueConsumer
 from felix.subscription import Subscription
 from felix.transport.port import engine_named
+
+LEASE_WAIT_S: Final = 1.0
+"""A worker that has waited so long looks whether it is to go on."""
+PREFETCH: Final = 256
+"""Jobs on their way to a worker: so that it has the next ones while it acknowledges."""
 
 _DURABILITIES: Final = {"felix-fsync": "fsync", "felix-ephemeral": "ephemeral"}
 
@@ -122,3 +128,76 @@ class _Cache:
 def cache_client(_system: str, place: Place, cache: str) -> _Cache:
     """See cli.benchmark.systems."""
     return _Cache(place, cache)
+
+
+class _QueueWriter:
+    def __init__(self, place: Place, queue: str) -> None:
+        self._place = place
+        self._name = f"bench/queue/{queue}"
+        self._client: felix.RegionClient | None = None
+        self._queue: felix.Queue | None = None
+
+    async def open(self) -> None:
+        self._client = await connected(self._place)
+        await self._client.create_queue(self._name)
+        self._queue = self._client.queue(self._name)
+
+    async def put(self, payloads: list[bytes]) -> None:
+        assert self._queue is not None
+        await self._queue.put_many(payloads)
+
+    async def left(self) -> int:
+        assert self._queue is not None
+        state = await self._queue.describe()
+        return state.ready + state.leased + state.delayed + state.waiting
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.delete_stream(self._name)
+            await self._client.close()
+
+
+class _QueueWorker:
+    """By `consume`, as applications do: jobs are pushed ahead of the worker."""
+
+    def __init__(self, place: Place, queue: str) -> None:
+        self._place = place
+        self._name = f"bench/queue/{queue}"
+        self._client: felix.RegionClient | None = None
+        self._consumer: QueueConsumer | None = None
+
+    async def open(self) -> None:
+        self._client = await connected(self._place)
+        self._consumer = self._client.queue(self._name).consume(prefetch=PREFETCH)
+
+    async def lease(self, count: int) -> list[Job]:
+        consumer = self._consumer
+        assert consumer is not None
+        try:
+            async with asyncio.timeout(LEASE_WAIT_S):
+                jobs = [await anext(consumer)]
+        except TimeoutError:
+            return []
+        while consumer.buffered and len(jobs) < count:
+            jobs.append(await anext(consumer))
+        return [Job(job.payload, job) for job in jobs]
+
+    async def ack(self, jobs: list[Job]) -> None:
+        # What is said of jobs in one loop turn travels together.
+        await asyncio.gather(*(job.handle.ack() for job in jobs))
+
+    async def close(self) -> None:
+        if self._consumer is not None:
+            await self._consumer.close()
+        if self._client is not None:
+            await self._client.close()
+
+
+def queue_writer(_system: str, place: Place, queue: str) -> _QueueWriter:
+    """See cli.benchmark.systems."""
+    return _QueueWriter(place, queue)
+
+
+def queue_worker(_system: str, place: Place, queue: str) -> _QueueWorker:
+    """See cli.benchmark.systems."""
+    return _QueueWorker(place, queue)

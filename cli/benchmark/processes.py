@@ -61,6 +61,10 @@ class Processes:
         self._started.append((process, ours))
         return ours
 
+    def pid_of(self, pipe: Pipe) -> int:
+        """The process at the other end."""
+        return next(int(process.pid) for process, ours in self._started if ours is pipe)
+
     def pair(self) -> tuple[Pipe, Pipe]:
         """A pipe between two roles."""
         ours, theirs = self._context.Pipe()

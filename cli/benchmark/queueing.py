@@ -21,11 +21,12 @@ from typing import Any, Final
 import msgspec
 
 from cli.benchmark.accounting import FILLERS, Made, fillers, filling_of, made_at_ns, payloads_of, sequence_of
+from cli.benchmark.fanout_roles import STILL_S
 from cli.benchmark.figures import Latency, LatencySpread, Spread, rate_per_second
 from cli.benchmark.measurement import WHOLE_TIMEOUT_S, Machine, machine
 from cli.benchmark.peers import Peers, running_peers
 from cli.benchmark.processes import Processes, next_message, send_whole
-from cli.benchmark.roles import STILL_S, WARM_SHARE, broker
+from cli.benchmark.roles import WARM_SHARE, broker
 from cli.benchmark.systems import QUEUES, SYSTEMS, Job, Place, QueueWorker, queue_worker, queue_writer
 
 PACE_PER_SECOND: Final = 200.0

@@ -28,7 +28,7 @@ from felix.batch import NewRecord
 from felix.messages import Durability, Retention
 from felix.profile import load_profile
 from felix.publisher import Publisher, Receipt
-from felix.subscription import ReceivedBatch, Subscription
+from felix.subscription import CREDIT_BYTES_DEFAULT, ReceivedBatch, Subscription
 from felix.transport.port import engine_named
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
@@ -78,12 +78,14 @@ class Prepare(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Publish for `seconds` or up to `records_max`. `batches_per_second` 0: as fast as `in_flight` allows."""
+    """Publish for `seconds` or up to `records_max`. `batches_per_second` 0: as fast as `in_flight` allows; `batch_records` 0: as
+    the case has them."""
 
     seconds: float
     records_max: int
     in_flight: int = IN_FLIGHT
     batches_per_second: float = 0.0
+    batch_records: int = 0
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -146,7 +148,7 @@ async def broker(pipe: Pipe, home: Path, engine: str) -> None:
 
 
 @asynccontextmanager
-async def _client(home: Path, engine: str) -> AsyncIterator[felix.RegionClient]:
+async def bench_client(home: Path, engine: str) -> AsyncIterator[felix.RegionClient]:
     profile = await asyncio.to_thread(load_profile, REGION, home=home)
     async with felix.connect(profile=profile, engine=engine_named(engine)) as client:
         yield client
@@ -157,7 +159,7 @@ async def _client(home: Path, engine: str) -> AsyncIterator[felix.RegionClient]:
 
 async def publisher(pipe: Pipe, progress: Pipe, home: Path, engine: str) -> None:
     """Carry out Prepare, Load and Release."""
-    async with _client(home, engine) as client:
+    async with bench_client(home, engine) as client:
         load: PublishLoad | None = None
         pipe.send(None)
         while (command := await next_message(pipe)) is not None:
@@ -194,6 +196,7 @@ class PublishLoad:
     def __init__(self, client: felix.RegionClient, progress: Pipe, wanted: Prepare) -> None:
         case = wanted.case
         self.stream = wanted.stream
+        self._case = case
         self._batch_records = case.batch_records
         self._batch_bytes = case.payload_bytes * case.batch_records
         self._filling = fillers(case.payload_bytes)
@@ -238,6 +241,7 @@ class PublishLoad:
     async def run(self, load: Load) -> Sent:
         """One phase; everything published is acknowledged when it returns."""
         self._acked, self._times_ns = [], []
+        self._batch_records = load.batch_records or self._case.batch_records
         batches_left = max(1, load.records_max // self._batch_records)
         until = time.monotonic() + load.seconds
         if load.batches_per_second:
@@ -300,7 +304,7 @@ class PublishLoad:
 
 async def subscriber(pipe: Pipe, progress: Pipe, home: Path, engine: str) -> None:
     """Carry out Prepare, Collect and Release."""
-    async with _client(home, engine) as client, AsyncExitStack() as open_loads:
+    async with bench_client(home, engine) as client, AsyncExitStack() as open_loads:
         load: DeliverLoad | None = None
         pipe.send(None)
         while (command := await next_message(pipe)) is not None:
@@ -343,11 +347,19 @@ class DeliverLoad:
         self._news = asyncio.Event()
 
     async def open(self) -> None:
-        """Subscribe, unless that was done."""
+        """Subscribe and read, unless that was done."""
+        subscription = await self.subscribe()
+        if self._reading is None:
+            self._reading = asyncio.get_running_loop().create_task(self._read(subscription))
+
+    async def subscribe(self, credit_bytes: int = CREDIT_BYTES_DEFAULT) -> Subscription:
+        """Subscribe, unless that was done, and leave what comes where it is."""
         if self._subscription is None:
-            self._subscription = self._client.stream(self._stream).subscribe(start="earliest")
+            self._subscription = self._client.stream(self._stream).subscribe(
+                start="earliest", credit_bytes=credit_bytes
+            )
             await self._subscription.open()
-            self._reading = asyncio.get_running_loop().create_task(self._read(self._subscription))
+        return self._subscription
 
     async def close(self) -> None:
         """End the subscription."""

@@ -1,4 +1,4 @@
-"""`felix bench fanout` and `cache`: each system reconciles in a tiny run, what is not installed is left out with a word, and
+"""`felix bench fanout`, `queue` and `cache`: each system reconciles in a tiny run, what is not installed is left out with a word, and
 no rate is printed for what was lost."""
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from cli.benchmark import peers
 from cli.benchmark.accounting import Account
 from cli.benchmark.caching import CacheAccount, CachePlan, CacheReport, measure_cache
 from cli.benchmark.fanout import FanoutPlan, FanoutReport, measure_fanout
-from cli.benchmark.systems import CACHES, SYSTEMS
+from cli.benchmark.queueing import QueueAccount, QueuePlan, QueueReport, measure_queue
+from cli.benchmark.systems import CACHES, QUEUES, SYSTEMS
 from felix.errors import RequestError
 
 TINY = FanoutPlan(
@@ -29,7 +30,10 @@ def report() -> FanoutReport:
 
 
 def test_every_subscriber_of_every_system_has_everything(report: FanoutReport) -> None:
-    assert report.is_lossless
+    lossy = [
+        (str(result.case), result.account) for result in report.results if not result.account.is_lossless
+    ]
+    assert not lossy
     measured = {result.case.system for result in report.results}
     assert measured == installed(SYSTEMS)
     for result in report.results:
@@ -110,7 +114,37 @@ def test_caches_are_printed_and_wrong_ones_are_not(
     monkeypatch.setattr(bench_beside, "measure_cache", lambda *_: wrong)
     answer = CliRunner().invoke(bench.app, ["cache"])
     assert answer.exit_code == 6
-    assert "stale 1" in answer.stderr
+    assert "stale 1" in " ".join(answer.stderr.split())
+
+
+@pytest.fixture(scope="module")
+def queue_report() -> QueueReport:
+    return measure_queue(QueuePlan(workers=(1, 3), jobs=200, paced_jobs=20, repeats=1))
+
+
+def test_every_queue_has_every_job_finished_once(queue_report: QueueReport) -> None:
+    assert queue_report.is_lossless
+    assert {result.case.system for result in queue_report.results} == installed(QUEUES)
+    for result in queue_report.results:
+        assert result.account == QueueAccount(put=220, finished=220)
+        assert result.to_hand is not None
+        assert (result.felix is None) == (result.case.system == "felix-fsync")
+
+
+def test_queues_are_printed_and_wrong_ones_are_not(
+    queue_report: QueueReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_beside, "measure_queue", lambda *_: queue_report)
+    answer = CliRunner().invoke(bench.app, ["queue", "--quick"], env={"COLUMNS": "200"})
+    assert answer.exit_code == 0
+    assert "each finished once and nothing left" in answer.stdout
+    first, *others = queue_report.results
+    twice = msgspec.structs.replace(first, account=QueueAccount(put=5, finished=6, handed_out_twice=1))
+    wrong = msgspec.structs.replace(queue_report, results=[twice, *others])
+    monkeypatch.setattr(bench_beside, "measure_queue", lambda *_: wrong)
+    answer = CliRunner().invoke(bench.app, ["queue"])
+    assert answer.exit_code == 6
+    assert "handed out twice 1" in " ".join(answer.stderr.split())
 
 
 @pytest.mark.parametrize(

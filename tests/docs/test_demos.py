@@ -17,6 +17,7 @@ SMALL = {
     "two_tenants.py": ["50"],
     "restart.py": ["1"],
     "cache_watchers.py": ["900"],
+    "orders_pipeline.py": ["300", "2"],
 }
 RUN_S = 240
 

@@ -11,12 +11,14 @@ import pytest
 from soak.caches import CachePart
 from soak.harness import Part, soak
 from soak.pipelines import PipelinePart
+from soak.queues import QueuePart
 from soak.streams import StreamPart
 from soak.subscriptions import SubscriptionPart
 from soak.transactions import TransactionPart
 
 PARTS: dict[str, Callable[[Path], Part]] = {
     "streams": StreamPart,
+    "queues": QueuePart,
     "cache": CachePart,
     "subscriptions": SubscriptionPart,
     "transactions": TransactionPart,

@@ -1,0 +1,231 @@
+"""`felix bench fairness` and `felix bench slow-consumer`: what one client notices of another. The modules fairness and slow_consumer of
+cli.benchmark say how it is measured. The verbs are registered by cli.bench.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cli.benchmark.accounting import Account
+from cli.benchmark.fairness import FairnessPlan, FairnessReport, measure_fairness
+from cli.benchmark.figures import LatencySpread, Spread
+from cli.benchmark.slow_consumer import SlowPlan, SlowReport, measure_slow_consumer
+from felix.errors import Code, RequestError
+from felix.transport.port import ENGINE_NAMES
+from policy.quantity import Rate, Size
+
+EXIT_UNRECONCILED: Final = 6
+QUICK_FAIRNESS: Final = FairnessPlan(seconds=1.0, repeats=1)
+QUICK_SLOW: Final = SlowPlan(seconds=1.0, repeats=1, backlog_bytes=80 << 20)
+ENGINE: Final = FairnessPlan().engine
+PER_SECOND: Final = FairnessPlan().per_second
+QUOTA: Final = str(Rate(FairnessPlan().quota_bytes))
+BACKLOG_BYTES_MIN: Final = 80 << 20
+"""Ten times what a shard keeps in memory."""
+
+R = TypeVar("R")
+
+_out = Console(highlight=False)
+_err = Console(stderr=True, highlight=False)
+
+EngineOption = Annotated[str, typer.Option("--engine", help=f"Of {', '.join(ENGINE_NAMES)}.")]
+SecondsOption = Annotated[
+    float, typer.Option("--seconds", help="Of each phase; 0: 3, or 1 with --quick.", min=0, max=60)
+]
+PaceOption = Annotated[
+    float, typer.Option("--per-second", help="Single records that are followed.", min=10, max=2000)
+]
+RepeatsOption = Annotated[
+    int, typer.Option("--repeats", help="Rounds; 0: 3, or 1 with --quick.", min=0, max=100)
+]
+QuickOption = Annotated[bool, typer.Option("--quick", help="One short round, under a minute.")]
+FolderOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--folder",
+        help="Where all measured state goes for the while (default: the folder for temporary files).",
+        exists=True,
+        file_okay=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with the values of every round.")]
+
+
+def fairness(
+    quota: Annotated[
+        str, typer.Option("--quota", help="Of the noisy tenant in the last phase, for each direction.")
+    ] = QUOTA,
+    engine: EngineOption = ENGINE,
+    seconds: SecondsOption = 0.0,
+    per_second: PaceOption = PER_SECOND,
+    repeats: RepeatsOption = 0,
+    quick: QuickOption = False,
+    folder: FolderOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Latency of a quiet tenant alone, beside a noisy one, and beside it with a quota."""
+    plan = QUICK_FAIRNESS if quick else FairnessPlan()
+    plan = msgspec.structs.replace(
+        plan,
+        engine=_known(engine),
+        seconds=seconds or plan.seconds,
+        per_second=per_second,
+        quota_bytes=int(Rate.parse(quota)),
+        repeats=repeats or plan.repeats,
+    )
+    report = _measured(lambda said: measure_fairness(plan, folder, said))
+    _settle([(result.phase, result.account) for result in report.results])
+    _print(report) if json else print_fairness(report)
+
+
+def slow_consumer(
+    backlog: Annotated[
+        str, typer.Option("--backlog", help="Published while the slow one takes nothing; 80 MiB or more.")
+    ] = "",
+    engine: EngineOption = ENGINE,
+    seconds: SecondsOption = 0.0,
+    per_second: PaceOption = PER_SECOND,
+    repeats: RepeatsOption = 0,
+    quick: QuickOption = False,
+    folder: FolderOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Memory of the broker and latency of others beside a subscriber that takes nothing, and while it catches up."""
+    plan = QUICK_SLOW if quick else SlowPlan()
+    plan = msgspec.structs.replace(
+        plan,
+        engine=_known(engine),
+        seconds=seconds or plan.seconds,
+        per_second=per_second,
+        backlog_bytes=int(Size.parse(backlog)) if backlog else plan.backlog_bytes,
+        repeats=repeats or plan.repeats,
+    )
+    if plan.backlog_bytes < BACKLOG_BYTES_MIN:
+        raise RequestError(
+            f"A backlog of {Size(plan.backlog_bytes)} shows nothing.",
+            code=Code.CONFIG_INVALID,
+            hint=f"At least {Size(BACKLOG_BYTES_MIN)}, ten times what a shard keeps in memory.",
+        )
+    report = _measured(lambda said: measure_slow_consumer(plan, folder, said))
+    _settle([("the one that reads", report.reader), ("the slow one", report.slow)])
+    _print(report) if json else print_slow(report)
+    if not report.memory.is_within:
+        _err.print("The broker took more memory than its limits allow.", style="bold red", markup=False)
+        raise typer.Exit(EXIT_UNRECONCILED)
+
+
+def _known(engine: str) -> str:
+    if engine not in ENGINE_NAMES:
+        raise RequestError(
+            f"There is no engine {engine!r}.",
+            code=Code.CONFIG_INVALID,
+            hint=f"One of {', '.join(ENGINE_NAMES)}.",
+        )
+    return engine
+
+
+def _measured(measure: Callable[[Callable[[str], None]], R]) -> R:
+    # Sessions that are slowed down say so, as they should; here it is what is asked for.
+    logging.getLogger("felix").setLevel(logging.ERROR)
+    with _err.status("starting") as status:
+        return measure(status.update)
+
+
+def _settle(books: list[tuple[str, Account]]) -> None:
+    """Exit code 6 where a record was lost, repeated, changed or out of order."""
+    wrong = [(what, account) for what, account in books if not account.is_lossless]
+    for what, account in wrong:
+        found = ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in msgspec.to_builtins(account).items()
+        )
+        _err.print(f"{what}: not lossless: {found}", style="bold red", markup=False)
+    if wrong:
+        _err.print("No latency stands for records that did not all come once and in order.", markup=False)
+        raise typer.Exit(EXIT_UNRECONCILED)
+
+
+def _print(report: msgspec.Struct) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+
+
+def print_fairness(report: FairnessReport) -> None:
+    """A table for people."""
+    plan = report.plan
+    table = _table(
+        f"A quiet tenant, {plan.per_second:.0f} durable records a second, beside a noisy one: median of the rounds "
+        "(lowest – highest)",
+        ("p50 / p99 ms", "p50 of alone", "p99 of alone", "noise MB/s"),
+    )
+    for result in report.results:
+        table.add_row(
+            result.phase,
+            _latency(result.latency),
+            _spread(result.p50_ratio),
+            _spread(result.p99_ratio),
+            f"{result.noise.median / 1e6:,.1f}" if result.noise.median else "",
+        )
+    _out.print(table)
+    _out.print(f"the quota: {Rate(plan.quota_bytes)} of publishing, and the same of delivery")
+    _closing(sum((result.account for result in report.results), Account()), plan.repeats, report.seconds)
+
+
+def print_slow(report: SlowReport) -> None:
+    """A table for people."""
+    plan, memory = report.plan, report.memory
+    table = _table(
+        f"{plan.per_second:.0f} durable records a second to a subscriber, beside one with a backlog of "
+        f"{plan.backlog_bytes >> 20} MiB: median of the rounds (lowest – highest)",
+        ("p50 / p99 ms", "p50 of alone", "p99 of alone"),
+    )
+    for phase in report.phases:
+        table.add_row(
+            phase.phase, _latency(phase.latency), _spread(phase.p50_ratio), _spread(phase.p99_ratio)
+        )
+    _out.print(table)
+    _out.print(f"the slow one caught up with {report.catch_up.median / 1e6:,.0f} MB/s")
+    grown = memory.resident_most - memory.resident_before
+    _out.print(
+        f"the broker's resident memory: {memory.resident_before >> 20} MiB before, {grown >> 20} MiB more at most; "
+        f"its limits allow {memory.growth_allowed >> 20} MiB more"
+    )
+    used = ", ".join(
+        f"{name} {most / (1 << 20):.1f} of {limit >> 20}"
+        for name, (most, limit) in memory.budgets.items()
+        if most
+    )
+    _out.print(f"budgets at most, in MiB: {used}")
+    _closing(report.reader + report.slow, plan.repeats, report.seconds)
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+    table.add_column("")
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _closing(account: Account, rounds: int, seconds: float) -> None:
+    _out.print(
+        f"{account.received:,} records, each found once, in order and unchanged; {rounds} "
+        f"round{'s' if rounds > 1 else ''} in {seconds:.0f} s"
+    )
+
+
+def _spread(spread: Spread) -> str:
+    if len(spread.values) == 1:
+        return f"{spread.median:.2f}"
+    return f"{spread.median:.2f} ({spread.low:.2f} – {spread.high:.2f})"
+
+
+def _latency(latency: LatencySpread) -> str:
+    return f"{latency.p50_us.median / 1e3:.2f} / {latency.p99_us.median / 1e3:.2f}"
