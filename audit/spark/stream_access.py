@@ -23,6 +23,9 @@ from typing import Any, Final, NamedTuple, Self, TypeVar
 import felix
 from felix.errors import FelixError
 
+ANSWER_TIMEOUT_S: Final = 60.0
+"""For a session to stand, and for a request to be answered: longer than a broker's restart, since a task that gives up
+costs more than one that waits, and a local Spark does not try it again."""
 STOP_TIMEOUT_S: Final = 5.0
 """How long `close` waits for the session to say goodbye, and for its thread to end."""
 
@@ -70,7 +73,11 @@ class RegionThread:
         """Connect. Raises what `felix.connect` and `felix.load_profile` raise; the thread has ended then."""
         self._thread.start()
         try:
-            client = felix.connect(profile=self._access.profile())
+            client = felix.connect(
+                profile=self._access.profile(),
+                connect_timeout_s=ANSWER_TIMEOUT_S,
+                request_timeout_s=ANSWER_TIMEOUT_S,
+            )
             self.run(client.open())
         except BaseException:
             self._stop()

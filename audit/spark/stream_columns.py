@@ -33,6 +33,8 @@ READ_COLUMNS: Final = (
     ("value", "binary"),
 )
 """By name, with Spark SQL types."""
+ASKED_COLUMNS: Final = (("incarnation", "string"),)
+"""What a schema may ask for besides: the same in every row, for joins with the audit log, which names records by it."""
 WRITE_COLUMNS: Final = {
     "key": ("binary", "string"),
     "headers": ("map<string,binary>", "map<string,string>"),
@@ -50,7 +52,7 @@ def read_ddl() -> str:
 
 def check_read_schema(schema: StructType) -> None:
     """Raises RequestError where a schema asks for a column that there is not, or as another type."""
-    known = dict(READ_COLUMNS)
+    known = dict((*READ_COLUMNS, *ASKED_COLUMNS))
     for field in schema.fields:
         kind = field.dataType.simpleString()
         if field.name not in known:
@@ -99,18 +101,19 @@ class Cut(NamedTuple):
 class _Part(NamedTuple):
     cut: Cut
     columns: Columns
+    incarnation: str
 
     @property
     def rows(self) -> int:
         return self.cut.end - self.cut.first
 
 
-def arrow_of(cuts: Sequence[Cut], schema: pa.Schema) -> pa.RecordBatch:
-    """The records of several batches as one Arrow batch of `schema`.
+def arrow_of(cuts: Sequence[Cut], schema: pa.Schema, incarnation: str) -> pa.RecordBatch:
+    """The records of several batches of one incarnation (hex) as one Arrow batch of `schema`.
 
     Raises RequestError(BATCH_MALFORMED) where a body is not what its header says.
     """
-    parts = [_Part(cut, decode_columns(cut.batch)) for cut in cuts]
+    parts = [_Part(cut, decode_columns(cut.batch), incarnation) for cut in cuts]
     made = [
         pa.RecordBatch.from_arrays([_MAKERS[field.name](part, field.type) for field in schema], schema=schema)
         for part in parts
@@ -134,6 +137,10 @@ def _offset(part: _Part, kind: pa.DataType) -> pa.Array:
     base = part.cut.batch.header.base_offset
     values = array("q", range(base + part.cut.first, base + part.cut.end))
     return pa.Array.from_buffers(kind, part.rows, [None, pa.py_buffer(values)])
+
+
+def _incarnation(part: _Part, kind: pa.DataType) -> pa.Array:
+    return pa.repeat(pa.scalar(part.incarnation, kind), part.rows)
 
 
 def _value(part: _Part, kind: pa.DataType) -> pa.Array:
@@ -181,6 +188,7 @@ _MAKERS: Final[Mapping[str, Callable[[_Part, pa.DataType], pa.Array]]] = {
     "key": _key,
     "headers": _headers,
     "value": _value,
+    "incarnation": _incarnation,
 }
 
 

@@ -257,7 +257,7 @@ def read_range(
             if not cuts:
                 return
             following = thread.start(feed.next_cuts())
-            yield arrow_of(cuts, schema)
+            yield arrow_of(cuts, schema, range_.incarnation)
 
 
 def _arrow_schema(schema: StructType) -> pa.Schema:

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from felix.batch import NewRecord, decode_records, encode_batch
 from felix.errors import RequestError
 
-pa = pytest.importorskip("pyarrow")
-from audit.spark.stream_columns import READ_COLUMNS, Cut, arrow_of, rows_of  # noqa: E402
+pytest.importorskip("pyarrow")
+import pyarrow as pa
+
+from audit.spark.stream_columns import READ_COLUMNS, Cut, arrow_of, rows_of
 
 ARROW = {
     "int": pa.int32(),
@@ -22,6 +24,7 @@ ARROW = {
     "map<string,binary>": pa.map_(pa.string(), pa.binary()),
 }
 SCHEMA = pa.schema([(name, ARROW[kind]) for name, kind in READ_COLUMNS])
+NOW = "ab" * 16
 RECORDS = st.lists(
     st.builds(
         NewRecord,
@@ -66,7 +69,7 @@ def test_arrow_holds_what_the_sdk_hands_out(
         first = data.draw(st.integers(0, len(records) - 1))
         end = data.draw(st.integers(first + 1, len(records)))
         cuts.append(cut(records, base * 100, first, end, compress=compress))
-    made = arrow_of(cuts, SCHEMA)
+    made = arrow_of(cuts, SCHEMA, NOW)
     made.validate(full=True)
     found = [
         row | {"headers": dict(row["headers"]), "time": int(row.pop("timestamp").timestamp() * 1000)}
@@ -76,15 +79,15 @@ def test_arrow_holds_what_the_sdk_hands_out(
 
 
 def test_only_the_columns_that_are_asked_for_are_made() -> None:
-    wanted = pa.schema([("value", pa.binary()), ("offset", pa.int64())])
-    made = arrow_of([cut([NewRecord(b"a"), NewRecord(b"b")], 7, 1, 2)], wanted)
-    assert made.to_pylist() == [{"value": b"b", "offset": 8}]
+    wanted = pa.schema([("value", pa.binary()), ("incarnation", pa.string()), ("offset", pa.int64())])
+    made = arrow_of([cut([NewRecord(b"a"), NewRecord(b"b")], 7, 1, 2)], wanted, NOW)
+    assert made.to_pylist() == [{"value": b"b", "incarnation": NOW, "offset": 8}]
 
 
 @settings(deadline=None)
 @given(RECORDS)
 def test_rows_become_the_records_that_they_were_read_from(records: list[NewRecord]) -> None:
-    table = arrow_of([cut(records, 0, 0, len(records))], SCHEMA).select(["key", "headers", "value"])
+    table = arrow_of([cut(records, 0, 0, len(records))], SCHEMA, NOW).select(["key", "headers", "value"])
     rows = list(rows_of(table))
     assert [(row.value, row.key or b"", row.headers or {}) for row in rows] == [
         (record.payload, record.key or b"", dict(record.headers or {})) for record in records
