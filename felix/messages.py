@@ -403,7 +403,8 @@ class StreamTraffic(Message, frozen=True, tag="stream_traffic"):
 
 class ReaderTraffic(Message, frozen=True, tag="reader_traffic"):
     """Of whoever reads a stream: a subscription, or a view's consumers. `name` is its own among those of a `kind`; `lag_records`:
-    readable and not yet sent; `waits`: for credit, quota, connection or memory, empty where it does not wait."""
+    readable and not yet sent, or of a view, not done; `waits`: for credit, quota, connection, memory or a consumer, empty where it does not
+    wait. Of a view, `identity` says how many work on it."""
 
     kind: Name
     name: Name

@@ -23,6 +23,8 @@ HELD: Final = ("sessions", "subscriptions", "transactions", "leases")
 """At a time; what is beyond is refused."""
 TENANT_ONLY: Final = ("streams", "stored_bytes")
 """Belong to a stream, and so to its tenant: no identity has them."""
+IDENTITY_ONLY: Final = ("transactions",)
+"""One may go over the streams of many tenants: it is its identity's."""
 AMOUNT_MAX: Final = 1 << 53
 """What every JSON reader can hold exactly."""
 
@@ -52,6 +54,8 @@ class QuotaLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
                 raise _invalid(f"{name} of {value}; 0 (without bound) to {AMOUNT_MAX} are allowed")
             if value is not None and scope == "identity" and name in TENANT_ONLY:
                 raise _invalid(f"{name} of an identity", "Streams belong to a tenant: set it there.")
+            if value is not None and scope == "tenant" and name in IDENTITY_ONLY:
+                raise _invalid(f"{name} of a tenant", "A transaction is its identity's: set it there.")
 
     def of(self, name: str) -> int | None:
         """The limit of this name."""

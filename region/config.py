@@ -145,8 +145,8 @@ class StorageConfig(Part, frozen=True):
             )
 
 
-class IdentityQuota(Part, frozen=True):
-    """What each identity may use that has no quota of its own; null is without bound (felix.quota)."""
+class SharedQuota(Part, frozen=True):
+    """What tenants and identities may use that have no quota of their own; null is without bound (felix.quota)."""
 
     publish_bytes: Rate | None = None
     publish_records: Amount | None = None
@@ -155,7 +155,6 @@ class IdentityQuota(Part, frozen=True):
     requests: Amount | None = None
     sessions: Amount | None = None
     subscriptions: Amount | None = None
-    transactions: Amount | None = None
     leases: Amount | None = None
 
     @property
@@ -165,8 +164,14 @@ class IdentityQuota(Part, frozen=True):
         return QuotaLimits(**{name: int(value) for name, value in named.items() if value is not None})
 
 
-class TenantQuota(IdentityQuota, frozen=True):
-    """The same of each tenant, with what only tenants have."""
+class IdentityQuota(SharedQuota, frozen=True):
+    """Of each identity, with what only identities have."""
+
+    transactions: Amount | None = None
+
+
+class TenantQuota(SharedQuota, frozen=True):
+    """Of each tenant, with what only tenants have."""
 
     streams: Amount | None = None
     stored_bytes: Size | None = None

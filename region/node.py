@@ -213,6 +213,7 @@ class Node:
         ingest = IngestDesk(broker, governance, import_key, receipt_key)
         self.subscriptions = subscriptions = SubscriptionDesk(broker, catalog, mirror)
         self.queues = QueueDesk(broker)
+        broker.readers += [subscriptions.traffic, self.queues.traffic]
         transactions.participants = {
             "subscription": SubscriptionParticipant(broker, subscriptions),
             "queue": QueueParticipant(broker, self.queues),

@@ -17,6 +17,7 @@ from itertools import count
 from typing import Final, Protocol
 
 from felix.errors import Code, FelixError, RequestError
+from felix.messages import ReaderTraffic
 from felix.names import SpiffeId, StreamName
 from felix.queue_messages import Held, QueueState, Worker
 from policy.access import Verb
@@ -352,6 +353,21 @@ class QueueDesk:
         await queue.open()
 
     # -- figures ---------------------------------------------------------------------------------------
+
+    def traffic(self) -> list[ReaderTraffic]:
+        """Every open queue as one reader: what is acknowledged goes out, what is not done yet lags."""
+        return [
+            ReaderTraffic(
+                "queue",
+                "jobs",
+                str(queue.stream.name),
+                f"{len(queue.workers)} workers",
+                delivered_records=sum(shard.acked.total for shard in queue.shards),
+                lag_records=queue.left,
+                waits="" if queue.workers or not queue.left else "consumer",
+            )
+            for queue in self._queues.values()
+        ]
 
     def gauges(self, name: StreamName, number: int) -> dict[str, float]:
         """Of one shard of an open queue, by name; nothing for others."""

@@ -26,6 +26,7 @@ from felix.messages import (
     Done,
     ListSubscriptions,
     OpenConsumer,
+    ReaderTraffic,
     SeekSubscription,
     Start,
     Subscribe,
@@ -595,6 +596,26 @@ class SubscriptionDesk:
             "consumer_dead_records": dead,
             "consumer_skipped_records": skipped,
         }
+
+    def traffic(self) -> list[ReaderTraffic]:
+        """Every durable subscription as one reader, under its own name."""
+        found: list[ReaderTraffic] = []
+        for each in self._all():
+            try:
+                lag = each.figures()[0]
+            except FelixError:
+                continue  # a shard that does not serve
+            found.append(
+                ReaderTraffic(
+                    "durable",
+                    each.definition.name,
+                    str(each.stream.name),
+                    f"{each.consumer_count} consumers",
+                    lag_records=lag,
+                    waits="" if each.consumer_count or not lag else "consumer",
+                )
+            )
+        return found
 
     def lags(self) -> list[tuple[str, str, int]]:
         """Stream, subscription and lag in records, of the LABELLED_MAX that are furthest behind."""

@@ -19,6 +19,7 @@ from cli.top import Figures, Sample, figures, picture, size
 from felix.errors import RequestError
 from felix.messages import LinkState, QuotaState, ReaderTraffic, RegionState, StreamTraffic
 from felix.quota import QuotaLimits
+from felix.settings import SubscriptionSettings
 
 GAUGES = {
     "sessions": 3.0,
@@ -146,9 +147,17 @@ async def test_a_stalled_reader_says_what_it_waits_for(
             (reader,) = await client.reader_traffic()
             assert reader.waits == "credit"
             assert 0 < reader.lag_records < 60
-            node.broker.readers.append(lambda: [ReaderTraffic("queue", "crew", CREW, lag_records=4)])
-            kinds = [each.kind for each in await client.reader_traffic(CREW)]
-            assert kinds == ["queue", "subscription"]
+            # Views add their readers: durable subscriptions and queues under their own names.
+            await client.stream(CREW).create_subscription("billing", SubscriptionSettings(start="earliest"))
+            await client.create_queue("acme/ops/jobs")
+            await client.queue("acme/ops/jobs").put(b"1")
+            durable, subscription = await client.reader_traffic(CREW)
+            assert (durable.kind, durable.name, durable.lag_records) == ("durable", "billing", 60)
+            assert durable.waits == "consumer"
+            assert subscription.kind == "subscription"
+            assert (await client.queue("acme/ops/jobs").describe()).ready == 1
+            (queue,) = await client.reader_traffic("acme/ops/jobs")
+            assert (queue.kind, queue.lag_records) == ("queue", 1)
         await client.put_rights("spiffe://us-east.acme/client/orders-svc", ["admin acme/*/*"])
     with pytest.raises(RequestError):
         await node.services.requests.describe_traffic(

@@ -298,3 +298,43 @@ async def test_the_blocking_client_knows_what_slows_it_down(node: Node, operator
             return found.limit
 
     assert await asyncio.to_thread(publish) == "publish_records"
+
+
+async def test_writes_into_a_cache_count_as_publishing_and_a_watch_as_a_subscription(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    cache = await operator.create_cache("acme/web/sessions")
+    await operator.put_quota("tenant", "acme", QuotaLimits(stored_bytes=1_000, subscriptions=1))
+    account = node.broker.quotas.find("tenant", "acme")
+    assert account is not None
+    async with cache.watch():
+        assert account.held["subscriptions"] == 1
+    await until(lambda: not account.held["subscriptions"])
+    with pytest.raises(UnavailableError) as caught:
+        await cache.put("a", bytes(2_000))
+    assert caught.value.code is Code.LIMIT_STORED
+    await operator.put_quota("tenant", "acme", QuotaLimits(), ["stored_bytes"])
+    await cache.put("a", bytes(2_000))
+    assert await cache.put_many({"b": b"1", "c": b"2"})
+    assert await cache.delete_many(["b", "nothing"]) == 1
+    assert account.totals["publish_records"] == 1 + 2 + 2
+    assert account.totals["delivery_bytes"] > 0, "the watch was told that it is up to date"
+
+
+async def test_transactions_of_an_identity_are_bounded(node: Node, operator: felix.RegionClient) -> None:
+    await operator.create_stream(CREW)
+    await allow(operator, "publish acme/*/*")
+    await operator.put_quota("identity", ORDERS, QuotaLimits(transactions=1))
+    async with client(node.folder, "orders-svc", request_timeout_s=0.5) as one:
+        async with one.transaction() as first:
+            await first.publish(CREW, b"x")
+            (state,) = await one.list_quotas("identity", ORDERS)
+            assert state.used["transactions"] == 1
+            with pytest.raises(UnavailableError):
+                async with one.transaction() as second:
+                    await second.publish(CREW, b"y")
+            assert node.broker.metrics.refusals["limit_open"]
+        async with one.transaction() as third:
+            await third.publish(CREW, b"z")
+    (shard,) = (await operator.describe_stream(CREW)).state
+    assert shard.log_end == 2
