@@ -319,7 +319,7 @@ class Cache:
         try:
             return await exchange.call(message, again=False)
         except UnavailableError as error:
-            if error.code not in _AGAIN:
+            if not _passes(error):
                 raise
             return await self._again(number, message, error)
 
@@ -332,7 +332,7 @@ class Cache:
             try:
                 return await (await self._exchange(number)).call(message, again=False)
             except UnavailableError as another:
-                if another.code not in _AGAIN:
+                if not _passes(another):
                     raise
                 error = another
         raise error
@@ -703,6 +703,11 @@ class Mirror(Mapping[bytes, bytes]):
 
     def _shard(self, key: bytes) -> int:
         return shard_for_key(key, max(1, len(self._watch._at)))
+
+
+def _passes(error: UnavailableError) -> bool:
+    """Whether it is worth asking again: a broker short of memory for the moment says when, a full cache does not."""
+    return error.code in _AGAIN or (error.code is Code.LIMIT_MEMORY and error.retry_after_ms is not None)
 
 
 def key_bytes(key: Key, *, empty: bool = False) -> bytes:

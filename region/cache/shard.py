@@ -137,7 +137,8 @@ class CacheShard:
         said = stepped = began
         first = self.applied
         while True:
-            if shard.observer is None and self.applied + LOAD_NEAR >= shard.log_end_offset:
+            caught_up = self.applied >= min(shard.high_watermark, shard.log_end_offset - LOAD_NEAR)
+            if shard.observer is None and caught_up:
                 # From here on what is appended is seen as it comes; what stands before is read.
                 self._observed_from = shard.log_end_offset
                 shard.observer = self

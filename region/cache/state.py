@@ -472,11 +472,9 @@ def _full(settings: CacheSettings, is_budget: bool) -> UnavailableError:
             "The memory that this broker gives to all caches is used up.",
             code=Code.LIMIT_MEMORY,
             hint="Delete keys or caches, or have limits.cache_budget raised.",
-            retry_after_ms=100,
         )
     return UnavailableError(
         f"The cache holds the {settings.bytes_max} bytes a shard that it may.",
         code=Code.LIMIT_MEMORY,
         hint="Delete keys, give values a ttl, or make the cache with more bytes or eviction lru.",
-        retry_after_ms=100,
     )

@@ -500,7 +500,7 @@ class FullCacheAgainstDict(CacheAgainstDict):
 
 @pytest.mark.parametrize(
     ("machine", "segment_bytes"),
-    [(CacheAgainstDict, 20_000), (FullCacheAgainstDict, 2_000_000)],
+    [(CacheAgainstDict, 4_000), (FullCacheAgainstDict, 2_000_000)],
     ids=["ttls", "evictions"],
 )
 def test_whatever_is_done_answers_and_watchers_are_the_models(
