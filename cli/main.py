@@ -23,6 +23,7 @@ from cli import (
     identity,
     keys,
     log,
+    namespace,
     policy,
     queue,
     quota,
@@ -53,6 +54,7 @@ app.add_typer(stream.app, name="stream")
 app.add_typer(queue.app, name="queue")
 app.add_typer(cache.app, name="cache")
 app.add_typer(identity.app, name="identity")
+app.add_typer(namespace.app, name="namespace")
 app.add_typer(quota.app, name="quota")
 app.add_typer(bridge.app, name="bridge")
 app.add_typer(policy.app, name="policy")

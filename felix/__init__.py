@@ -25,7 +25,7 @@ from felix.names import SpiffeId, StreamName
 from felix.profile import Profile, felix_home, load_profile
 from felix.publisher import Publisher, Receipt, Refusal
 from felix.queue import Job, Queue, QueueConsumer
-from felix.settings import Deduplication, Retries, SubscriptionSettings, Views
+from felix.settings import Deduplication, NamespaceSettings, Retries, SubscriptionSettings, Views
 from felix.subscription import Gap, GapError, ReceivedBatch, Subscription
 from felix.transaction import Transaction, TransactionRecord
 
@@ -49,6 +49,7 @@ __all__ = [
     "Identity",
     "Job",
     "Mirror",
+    "NamespaceSettings",
     "NewRecord",
     "OffsetMismatchError",
     "Position",

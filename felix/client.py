@@ -40,6 +40,7 @@ from felix.messages import (
     Answer,
     CreateStream,
     CreateSubscription,
+    DeleteNamespace,
     DeleteQuota,
     DeleteStream,
     DeleteSubscription,
@@ -55,10 +56,13 @@ from felix.messages import (
     LinkState,
     ListKeys,
     ListLinks,
+    ListNamespaces,
     ListQuotas,
     ListRights,
     ListStreams,
     ListSubscriptions,
+    NamespacePage,
+    PutNamespace,
     PutQuota,
     PutRights,
     QuotaPage,
@@ -99,6 +103,7 @@ from felix.settings import (
     CacheSettings,
     Compaction,
     Deduplication,
+    NamespaceSettings,
     Offload,
     Retries,
     SubscriptionSettings,
@@ -470,6 +475,25 @@ class RegionClient:
         """Gauges of the broker that answers."""
         return await self._typed(DescribeRegion(), RegionState)
 
+    async def put_namespace(self, namespace: str, settings: NamespaceSettings) -> None:
+        """Say how a namespace (`tenant/namespace`) treats streams that do not exist; counts at once. For operators."""
+        await self._typed(PutNamespace(namespace, settings), Done)
+
+    async def delete_namespace(self, namespace: str) -> str:
+        """Streams of the namespace are created by hand again; answers what a person should know of it."""
+        return (await self._typed(DeleteNamespace(namespace), Done)).note
+
+    async def list_namespaces(self) -> dict[str, NamespaceSettings]:
+        """Namespaces with settings of their own."""
+        found: dict[str, NamespaceSettings] = {}
+        after = ""
+        while True:
+            page = await self._typed(ListNamespaces(after, PAGE_MAX), NamespacePage)
+            found |= page.namespaces
+            if not page.more or not page.namespaces:
+                return found
+            after = max(page.namespaces)
+
     async def put_quota(
         self, scope: str, name: str, limits: QuotaLimits, unset: Sequence[str] = ()
     ) -> QuotaState:
@@ -688,6 +712,7 @@ class Stream:
             deadline_ms=deadline_ms,
             on_refused=on_refused,
             tracer=self._client._tracer(),
+            made_as="queue" if self.name in self._client._queues else "",
         )
 
     def subscribe(

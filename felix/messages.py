@@ -15,7 +15,15 @@ import msgspec
 from felix.errors import Code, FelixError, OffsetMismatchError, ProtocolError, error_for
 from felix.frames import FrameType, encode_frame
 from felix.quota import QuotaLimits
-from felix.settings import NO_VIEWS, Compaction, Deduplication, Offload, SubscriptionSettings, Views
+from felix.settings import (
+    NO_VIEWS,
+    Compaction,
+    Deduplication,
+    NamespaceSettings,
+    Offload,
+    SubscriptionSettings,
+    Views,
+)
 
 PROTOCOL_VERSIONS: Final = (1,)
 PAGE_MAX: Final = 500
@@ -194,10 +202,12 @@ class StreamPage(Message, frozen=True, tag="stream_page"):
 
 
 class OpenPublisher(Message, frozen=True, tag="open_publisher"):
-    """First frame of a publish stream. `acks` is `all` (what the stream's durability says) or `none`."""
+    """First frame of a publish stream. `acks` is `all` (what the stream's durability says) or `none`. `made_as`: what a stream
+    is that this first use makes (its namespace allowing): empty for a plain one, or queue."""
 
     stream: Name
     acks: Name = "all"
+    made_as: Name = ""
 
 
 class PublisherOpened(Message, frozen=True, tag="publisher_opened"):
@@ -712,6 +722,29 @@ class ConsumerOpened(Message, frozen=True, tag="consumer_opened"):
     created: bool = False
 
 
+class PutNamespace(Message, frozen=True, tag="put_namespace"):
+    """Sets how a namespace (`tenant/namespace`) treats streams that do not exist; counts at once."""
+
+    namespace: Name
+    settings: NamespaceSettings
+
+
+class DeleteNamespace(Message, frozen=True, tag="delete_namespace"):
+    """Streams of the namespace are created by hand from now on; those that are there stay."""
+
+    namespace: Name
+
+
+class ListNamespaces(Message, frozen=True, tag="list_namespaces"):
+    after: Name = ""
+    limit: Page = 100
+
+
+class NamespacePage(Message, frozen=True, tag="namespace_page"):
+    namespaces: dict[str, NamespaceSettings]
+    more: bool = False
+
+
 class OpenTransactions(Message, frozen=True, tag="open_transactions"):
     """First frame of an exchange for transactions (felix.transaction_messages)."""
 
@@ -736,13 +769,13 @@ Request = (
     | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
     | CreateSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
     | OpenCache | WatchCache | OpenQueue
-    | OpenTransactions
+    | OpenTransactions | PutNamespace | DeleteNamespace | ListNamespaces
 )  # fmt: skip
 Answer = (
     StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | TrafficPage | DocumentPage | KeyPage | RegionState
     | CacheOpened | QueueOpened
     | LinkPage | DataKeySealed | LinkSecretSealed | IngestOpened | Witnessed | CheckpointAnswer | Done
-    | SubscriptionState | SubscriptionPage | ConsumerOpened | TransactionsOpened
+    | SubscriptionState | SubscriptionPage | ConsumerOpened | TransactionsOpened | NamespacePage
 )  # fmt: skip
 
 _encoder: Final = msgspec.msgpack.Encoder()

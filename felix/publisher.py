@@ -245,6 +245,7 @@ class Publisher:
         deadline_ms: int = DEADLINE_MS_DEFAULT,
         on_refused: Callable[[Refusal], None] | None = None,
         tracer: Tracer | None = None,
+        made_as: str = "",
     ) -> None:
         for name, value, low, high in (
             ("linger_ms", linger_ms, 0, LINGER_MS_MAX),
@@ -276,6 +277,7 @@ class Publisher:
         self._deadline_s = deadline_ms / 1000
         self._on_refused = on_refused
         self._tracer = tracer
+        self._made_as = made_as
         self._lanes: list[_Lane] = []
         self._unkeyed = 0
         self._incarnation = b""
@@ -1006,7 +1008,9 @@ class Publisher:
             stream_id = -1
             try:
                 stream_id = link.connection.open_stream(bidirectional=False)
-                answer = await link.ask(OpenPublisher(str(self.stream), self.acks), stream_id=stream_id)
+                answer = await link.ask(
+                    OpenPublisher(str(self.stream), self.acks, self._made_as), stream_id=stream_id
+                )
                 if not isinstance(answer, PublisherOpened):
                     raise RequestError(
                         f"The broker answered an OpenPublisher with {type(answer).__name__}.",

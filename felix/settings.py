@@ -169,6 +169,24 @@ class Views(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 NO_VIEWS: Final = Views()
+AUTO_STREAMS_MAX: Final = 100_000
+"""Streams of one namespace that are made by their first use."""
+
+
+class NamespaceSettings(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """With `auto_create`, a stream of the namespace is made by its first use, with what stands here, while there are fewer than
+    `streams_max`. Durability as a stream's: `durability` is fsync, interval (with `interval_ms`) or ephemeral."""
+
+    auto_create: bool = False
+    shards: int = 1
+    durability: str = "fsync"
+    interval_ms: int = 0
+    retention_ms: int = 0
+    retention_bytes: int = 0
+    streams_max: int = 1_000
+
+    def check(self) -> None:
+        _within("streams of a namespace", self.streams_max, 1, AUTO_STREAMS_MAX, "streams")
 
 
 def _within(what: str, value: int, least: int, most: int, unit: str) -> None:

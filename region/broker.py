@@ -16,18 +16,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import Peer, Proof, TrustBundle, verify_peer
 from felix.messages import ReaderTraffic
 from felix.names import SpiffeId, StreamName
 from felix.quota import QuotaLimits, Scope
-from felix.settings import Offload
+from felix.settings import NO_VIEWS, NamespaceSettings, Offload, Views
 from felix.transport.port import TransportLimits
 from policy.access import Rights, Verb, not_found_or_forbidden
 from region.budget import Budgets
 from region.config import RegionConfig
 from region.metadata.catalog import Catalog
-from region.metadata.records import StreamConfig, check_stream_config
+from region.metadata.records import Durability, Retention, StreamConfig, check_stream_config
 from region.metrics import BrokerMetrics
 from region.offload import check_offload
 from region.ports import LiveSession
@@ -46,10 +46,24 @@ threads, where nobody takes turns."""
 DELIVERY_WAIT_S: Final = 0.02
 """How long delivery that found the budget used up waits before it looks again."""
 
+MADE_AGAIN_MS: Final = 20
+"""A stream that is being made is there by then, as a rule."""
+NOT_MADE_MAX: Final = 1_000
+"""Reasons kept for who asks again, why a stream could not be made."""
 RESERVED_TENANT: Final = "felix"
 """Its streams are the broker's own: no client creates, reads, lists or is granted one."""
 ALL_RIGHTS: Final = tuple(f"{verb} */*/*" for verb in Verb)
 """What an operator that the configuration names may do."""
+
+
+def auto_config(settings: NamespaceSettings, views: Views) -> StreamConfig:
+    """What a stream that is made by its first use is like."""
+    return StreamConfig(
+        shards=settings.shards,
+        durability=Durability(settings.durability, settings.interval_ms),  # type: ignore[arg-type]
+        retention=Retention(settings.retention_ms, settings.retention_bytes),
+        views=views,
+    )
 
 
 class Broker:
@@ -94,6 +108,9 @@ class Broker:
         """Asked who reads beside the sessions' own subscriptions: views add themselves, one entry for each that is read."""
         self.leaving = False
         self._waiting: set[LiveSession] = set()
+        self.namespaces: dict[str, NamespaceSettings] = {}
+        self._making: dict[StreamName, asyncio.Task[None]] = {}
+        self._not_made: dict[StreamName, FelixError] = {}
         self._retry: asyncio.TimerHandle | None = None
         self.trust = TrustBundle()
         self.tracing = AppendTracing(config.region) if config.tracing.exporter != "none" else None
@@ -207,6 +224,54 @@ class Broker:
         if stream is None:
             raise not_found_or_forbidden(verb, name)
         return stream
+
+    def set_namespaces(self, settings: Mapping[str, NamespaceSettings]) -> None:
+        """Settings of namespaces have changed; they count at once."""
+        self.namespaces = dict(settings)
+
+    def use_stream(
+        self, name: StreamName, verb: Verb = Verb.SUBSCRIBE, views: Views = NO_VIEWS
+    ) -> HostedStream:
+        """The stream by name, for askers whose right has been checked and who are about to use it.
+
+        Where it does not exist and its namespace lets streams be made by their first use, it is being made: UnavailableError,
+        to be asked again at once. Raises as `stream` else, and why it could not be made.
+        """
+        held = self.streams.get(name)
+        if held is not None:
+            return held
+        namespace = f"{name.tenant}/{name.namespace}"
+        settings = self.namespaces.get(namespace)
+        failed = self._not_made.pop(name, None)
+        if failed is not None:
+            raise failed
+        if settings is None or not settings.auto_create or name.tenant == RESERVED_TENANT:
+            raise not_found_or_forbidden(verb, name)
+        if name not in self._making:
+            there = sum(f"{each.name.tenant}/{each.name.namespace}" == namespace for each in self.streams)
+            if there + len(self._making) >= settings.streams_max:
+                raise UnavailableError(
+                    f"{namespace} has {there} streams, and no more than {settings.streams_max} are made by their first use.",
+                    code=Code.LIMIT_STREAMS,
+                    hint="Delete some, create it by hand, or raise --streams-max of the namespace.",
+                    retry_after_ms=60_000,
+                )
+            task = asyncio.ensure_future(self._make(name, settings, views))
+            self._making[name] = task
+        raise UnavailableError(
+            f"{name} is being made by its first use.", code=Code.UNAVAILABLE, retry_after_ms=MADE_AGAIN_MS
+        )
+
+    async def _make(self, name: StreamName, settings: NamespaceSettings, views: Views) -> None:
+        try:
+            await self.ensure_stream(name, auto_config(settings, views))
+            log.info("stream %s was made by its first use", name)
+        except FelixError as error:
+            if len(self._not_made) >= NOT_MADE_MAX:
+                self._not_made.clear()
+            self._not_made[name] = error
+        finally:
+            self._making.pop(name, None)
 
     async def create_stream(self, name: StreamName, config: StreamConfig) -> HostedStream:
         """Write a new stream into the catalog and open it. Raises RequestError(ALREADY_EXISTS, CONFIG_INVALID),

@@ -237,6 +237,12 @@ class Node:
         governance.follow()
         self._take_rights(mirror)
         broker.set_quotas(mirror.quotas)
+        broker.set_namespaces(mirror.namespaces)
+        mirror.on_change(
+            lambda change: (
+                broker.set_namespaces(mirror.namespaces) if change.section == "namespaces" else None
+            )
+        )
         mirror.on_change(
             lambda change: broker.set_quotas(mirror.quotas) if change.section == "quotas" else None
         )

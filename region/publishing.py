@@ -24,6 +24,7 @@ from felix.frames import (
 )
 from felix.messages import OpenPublisher, PublisherOpened, decode_request
 from felix.names import StreamName
+from felix.settings import NO_VIEWS, QueueSettings, Views
 from policy.access import Verb
 from region.broker import Broker
 from region.log.shard import Appended
@@ -34,6 +35,9 @@ from region.streams import HostedStream
 PUBLISH_WINDOW_BYTES: Final = 8 << 20
 """Publish credit of one session: covers a fast path's delay. Taken from the broker's budget with the first publisher, so
 that sessions which only read cost none. A tenant whose rate pays less in a second keeps to the smaller one."""
+
+
+_VIEWS: Final = {"queue": Views(queue=QueueSettings())}
 
 
 class PublishStream:
@@ -102,7 +106,7 @@ class PublishStream:
             name = StreamName.parse(request.stream)
             assert session.identity is not None
             self._broker.require(session.identity, Verb.PUBLISH, name)
-            stream = self._broker.stream(name, Verb.PUBLISH)
+            stream = self._broker.use_stream(name, Verb.PUBLISH, _VIEWS.get(request.made_as, NO_VIEWS))
             self._meter = meter = session.meter_of(name.tenant)
             session.reserve_publishing(wide=meter.publish_rate >= PUBLISH_WINDOW_BYTES)
         except (RequestError, UnavailableError) as error:

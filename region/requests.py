@@ -22,6 +22,7 @@ from felix.messages import (
     CreateStream,
     CreateSubscription,
     DataKeySealed,
+    DeleteNamespace,
     DeleteQuota,
     DeleteStream,
     DeleteSubscription,
@@ -40,12 +41,15 @@ from felix.messages import (
     ListDocuments,
     ListKeys,
     ListLinks,
+    ListNamespaces,
     ListQuotas,
     ListRights,
     ListStreams,
     ListSubscriptions,
+    NamespacePage,
     PutCosignature,
     PutDocument,
+    PutNamespace,
     PutQuota,
     PutRights,
     QuotaPage,
@@ -69,9 +73,9 @@ from felix.messages import (
 )
 from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
-from felix.settings import Retries
+from felix.settings import NO_VIEWS, Retries
 from policy.access import Verb, parse_rights
-from region.broker import Broker
+from region.broker import Broker, auto_config
 from region.export import ExportDesk
 from region.governance import COURIER_KINDS, Governance
 from region.metadata import records
@@ -262,6 +266,39 @@ class Requests:
         names = sorted(str(identity) for identity in table if str(identity) > request.after)
         page = _fitting((name, list(table[SpiffeId.parse(name)])) for name in names[: request.limit])
         return RightsPage(dict(page), len(names) > len(page))
+
+    # -- namespaces ------------------------------------------------------------------------------------
+
+    async def put_namespace(self, identity: SpiffeId, request: PutNamespace) -> Done:
+        self._broker.require_operator(identity, "change namespaces")
+        tenant, _, rest = request.namespace.partition("/")
+        self._broker.refuse_reserved(tenant)
+        request.settings.check()
+        records.check_stream_config(StreamName(tenant, rest, "x"), auto_config(request.settings, NO_VIEWS))
+        revision = await self._catalog.put_namespace(request.namespace, request.settings)
+        await self._mirror.wait_for(revision)
+        return Done()
+
+    async def delete_namespace(self, identity: SpiffeId, request: DeleteNamespace) -> Done:
+        self._broker.require_operator(identity, "change namespaces")
+        if not await self._catalog.delete_namespace(request.namespace):
+            return Done(f"{request.namespace} had no settings.")
+        try:
+            async with asyncio.timeout(IN_FORCE_S):
+                while request.namespace in self._broker.namespaces:  # noqa: ASYNC110 - nobody announces it
+                    await asyncio.sleep(IN_FORCE_LOOK_S)
+        except TimeoutError:
+            raise UnavailableError(
+                "The settings are gone, and this broker has not heard of it yet."
+            ) from None
+        return Done()
+
+    async def list_namespaces(self, identity: SpiffeId, request: ListNamespaces) -> NamespacePage:
+        self._broker.require_operator(identity, "list namespaces")
+        held = self._broker.namespaces
+        names = sorted(name for name in held if name > request.after)
+        page = _fitting((name, held[name]) for name in names[: request.limit])
+        return NamespacePage(dict(page), len(names) > len(page))
 
     # -- quotas ----------------------------------------------------------------------------------------
 
@@ -498,6 +535,9 @@ _HANDLERS: dict[type, Handler] = {
     ListLinks: Requests.list_links,
     GetDataKey: Requests.get_data_key,
     GetLinkSecret: Requests.get_link_secret,
+    PutNamespace: Requests.put_namespace,
+    DeleteNamespace: Requests.delete_namespace,
+    ListNamespaces: Requests.list_namespaces,
     CreateSubscription: Requests.create_subscription,
     DescribeSubscription: Requests.describe_subscription,
     ListSubscriptions: Requests.list_subscriptions,

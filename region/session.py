@@ -499,7 +499,7 @@ class ClientSession:
         else:
             broker.require(self.identity, Verb.SUBSCRIBE, name)
             reader = None
-        stream = broker.stream(name)
+        stream = broker.stream(name) if reader is not None else broker.use_stream(name)
         least = FRAME_HEADER_BYTES + BATCH_BYTES_MAX
         if request.credit_bytes < least:
             raise RequestError(

@@ -37,7 +37,7 @@ from felix.errors import Code, FelixError, ProtocolError, RequestError, Unavaila
 from felix.frames import CALL_BYTES_MAX
 from felix.messages import CacheOpened, OpenCache, Request
 from felix.names import StreamName, shard_for_key
-from felix.settings import CacheSettings
+from felix.settings import CacheSettings, Views
 from policy.access import Verb, not_found_or_forbidden
 from region.broker import Broker
 from region.cache.shard import CacheShard
@@ -159,7 +159,7 @@ class CacheDesk:
 
     def cache(self, name: StreamName, verb: Verb) -> Cache:
         """Raises RequestError: NOT_FOUND_OR_FORBIDDEN, UNSUPPORTED where the stream is no cache."""
-        found = self._caches.get(self.broker.stream(name, verb))
+        found = self._caches.get(self.broker.use_stream(name, verb, Views(cache=CacheSettings())))
         if found is None:
             raise RequestError(
                 f"{name} is a stream, and no cache.",

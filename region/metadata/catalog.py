@@ -21,6 +21,7 @@ import msgspec
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
+from felix.settings import NamespaceSettings
 from region.metadata.port import (
     Absent,
     Compare,
@@ -385,6 +386,14 @@ class Catalog:
 
         value, _ = await self._swap(key, change)
         return decode(value, QuotaLimits, key)
+
+    async def put_namespace(self, namespace: str, settings: NamespaceSettings) -> int:
+        """Set a namespace's settings, checked by the caller. Answers the revision."""
+        return (await self._swap(self.keys.namespace(namespace), lambda _: encode(settings)))[1]
+
+    async def delete_namespace(self, namespace: str) -> bool:
+        """False where there were none."""
+        return await self._remove(self.keys.namespace(namespace))
 
     async def delete_quota(self, holder: str | SpiffeId) -> bool:
         """False where there was none."""

@@ -29,6 +29,7 @@ from typing import Final, Literal
 from felix.errors import FelixError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from felix.quota import QuotaLimits, Scope
+from felix.settings import NamespaceSettings
 from policy.access import Right, parse_rights
 from region.metadata.lease import cancel_and_wait
 from region.metadata.port import Change, CompactedError, Entry, Event, MetadataStore
@@ -64,6 +65,7 @@ Section = Literal[
     "policy",
     "trusted",
     "quotas",
+    "namespaces",
 ]
 _SECTIONS: Final = (
     "streams",
@@ -76,6 +78,7 @@ _SECTIONS: Final = (
     "policy",
     "trusted",
     "quotas",
+    "namespaces",
 )
 
 
@@ -102,6 +105,7 @@ class CatalogMirror:
         self._deleted: dict[str, DeletedStream] = {}
         self._subscriptions: dict[str, Subscription] = {}
         self._quotas: dict[tuple[Scope, str], QuotaLimits] = {}
+        self._namespaces: dict[str, NamespaceSettings] = {}
         self._policy: Policy | None = None
         self._faults: dict[str, str] = {}
         self._callbacks: list[Callable[[MirrorChange], None]] = []
@@ -177,6 +181,11 @@ class CatalogMirror:
     def quotas(self) -> Mapping[tuple[Scope, str], QuotaLimits]:
         """Limits of tenants, by name, and of identities, by SPIFFE id, that have some of their own."""
         return MappingProxyType(self._quotas)
+
+    @property
+    def namespaces(self) -> Mapping[str, NamespaceSettings]:
+        """Settings of namespaces, by `tenant/namespace`."""
+        return MappingProxyType(self._namespaces)
 
     def _under(self, section: str) -> dict[str, bytes]:
         prefix = self._keys.prefix + section
@@ -340,6 +349,10 @@ class CatalogMirror:
                         limits = decode(entry.value, QuotaLimits, key)
                         limits.check(scope)
                         self._quotas[holder] = limits
+                case "namespaces":
+                    self._namespaces.pop(name, None)
+                    if entry is not None:
+                        self._namespaces[name] = decode(entry.value, NamespaceSettings, key)
                 case _:
                     pass
         except FelixError as error:

@@ -272,6 +272,12 @@ class Keys:
         """Of another region's bundle of authorities."""
         return f"{self.prefix}trusted/{parse_region(region)}"
 
+    def namespace(self, namespace: str) -> str:
+        """Of a namespace's settings, by `tenant/namespace`."""
+        tenant, _, rest = namespace.partition("/")
+        StreamName(tenant, rest, "x")  # raises NAME_INVALID
+        return f"{self.prefix}namespaces/{namespace}"
+
     def quota(self, holder: str | SpiffeId) -> str:
         """Of the limits of a tenant or an identity; a tenant's name has no slash, an identity's has."""
         if isinstance(holder, SpiffeId):

@@ -41,7 +41,7 @@ from felix.queue_messages import (
     Stored,
     decode_call,
 )
-from felix.settings import VISIBILITY_MS_MIN
+from felix.settings import VISIBILITY_MS_MIN, QueueSettings, Views
 from policy.access import Verb, not_found_or_forbidden
 from region.exchange import Exchange
 from region.log.shard import Appended
@@ -127,7 +127,7 @@ class QueueWorker:
             name = StreamName.parse(request.stream)
             if not any(self._broker.allows(self.identity, verb, name) for verb in _VERBS):
                 raise not_found_or_forbidden(Verb.SUBSCRIBE, name)
-            stream = self._broker.stream(name)
+            stream = self._broker.use_stream(name, views=Views(queue=QueueSettings()))
             self._queue = await self.desk.queue(stream)
             if stream.deleted:
                 raise not_found_or_forbidden(Verb.SUBSCRIBE, name)

@@ -260,7 +260,7 @@ class SubscriptionDesk:
         name = StreamName.parse(request.stream)
         parse_subscription(request.name)
         self._broker.require(identity, Verb.SUBSCRIBE, name)
-        stream = self._broker.stream(name)
+        stream = self._broker.use_stream(name)
         if request.credit_bytes < CREDIT_BYTES_MIN:
             raise RequestError(
                 f"A consumer with {request.credit_bytes} bytes of credit could not take every batch.",
@@ -347,7 +347,7 @@ class SubscriptionDesk:
         name = StreamName.parse(request.stream)
         parse_subscription(request.name)
         self._broker.require(identity, Verb.SUBSCRIBE, name)
-        stream = self._broker.stream(name)
+        stream = self._broker.use_stream(name)
         made = await self._create(identity, stream, request.name, request.settings)
         return made.describe(await self._lag_ms(made))
 

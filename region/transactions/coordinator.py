@@ -419,7 +419,7 @@ class Coordinator:
 
     def _publishable(self, owner: SpiffeId, name: StreamName, incarnation: bytes) -> HostedStream:
         self._broker.require(owner, Verb.PUBLISH, name)
-        hosted = self._broker.stream(name, Verb.PUBLISH)
+        hosted = self._broker.use_stream(name, Verb.PUBLISH)
         if incarnation and hosted.incarnation != incarnation:
             raise RequestError(
                 f"{name} was deleted and created anew since it was looked up.", code=Code.CONFLICT

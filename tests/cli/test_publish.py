@@ -82,3 +82,15 @@ def test_linger_and_levels(felix_command: Command) -> None:
     (shard,) = json.loads(felix_command("stream", "describe", STREAM, "--json"))["state"]
     assert shard["high_watermark"] == 500
     assert shard["size_bytes"] < len(lines) // 3
+
+
+def test_namespaces(felix_command: Command) -> None:
+    felix_command("namespace", "set", "acme/ops", "--shards", "2", "--durability", "interval:50ms")
+    said = felix_command("namespace", "show", "acme/ops")
+    assert "made by their first use: 2 shards, interval:50ms" in said
+    felix_command("stream", "publish", STREAM, stdin="one\n")
+    assert sum(ends(felix_command)) == 1
+    assert "acme/ops" in felix_command("namespace", "list")
+    felix_command("namespace", "clear", "acme/ops")
+    with pytest.raises(RequestError, match="Nothing is set"):
+        felix_command("namespace", "show", "acme/ops")
