@@ -29,6 +29,7 @@ from cli import (
     quota,
     region,
     stream,
+    subscription,
     top,
 )
 from cli.output import err
@@ -52,6 +53,7 @@ app = typer.Typer(
 app.add_typer(region.app, name="region")
 app.add_typer(stream.app, name="stream")
 app.add_typer(queue.app, name="queue")
+app.add_typer(subscription.app, name="subscription")
 app.add_typer(cache.app, name="cache")
 app.add_typer(identity.app, name="identity")
 app.add_typer(namespace.app, name="namespace")

@@ -233,6 +233,7 @@ class Consumer:
         self._shares: dict[int, _Share] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._in_hand: _Item | None = None
+        self._parts: deque[ConsumerBatch] = deque()
         self._batch: ConsumerBatch | None = None
         self._records: Iterator[ConsumerRecord] | None = None
         self._last: ConsumerRecord | None = None
@@ -269,6 +270,7 @@ class Consumer:
             return
         self._closed = True
         self._queue.clear()
+        self._parts.clear()
         self._records = self._batch = self._in_hand = None
         if self._started and self._exchange.is_open:
             try:
@@ -355,6 +357,14 @@ class Consumer:
         """None once the consumer is closed here. Raises what ended it."""
         await self.open()
         while True:
+            while self._parts:
+                batch = self._parts.popleft()
+                if self._is_current(batch.shard, batch.generation):
+                    share = self._shares[batch.shard]
+                    for first, following in batch.ranges:
+                        share.handed.add(first, following)
+                    self._renew(batch.shard, batch.first_offset)
+                    return batch
             if self._in_hand is not None:
                 done, self._in_hand = self._in_hand, None
                 self._consumed(done)
@@ -367,13 +377,7 @@ class Consumer:
                 await self._wait()
             item = self._queue.popleft()
             self._in_hand = item
-            batch = self._meant(item)
-            if batch is not None:
-                share = self._shares[batch.shard]
-                for first, following in batch.ranges:
-                    share.handed.add(first, following)
-                self._renew(batch.shard, batch.first_offset)
-                return batch
+            self._parts.extend(self._meant(item))
 
     async def _wait(self) -> None:
         if self._waiter is not None:
@@ -398,28 +402,29 @@ class Consumer:
         share = self._shares.get(shard)
         return share is not None and share.generation == generation and not share.revoked
 
-    def _meant(self, item: _Item) -> ConsumerBatch | None:
-        """What of a batch is this consumer's to work on; None for nothing."""
+    def _meant(self, item: _Item) -> list[ConsumerBatch]:
+        """What of a batch is this consumer's to work on, apart by attempts."""
         if item.opening != self._opening or not self._is_current(item.shard, item.generation):
-            return None
+            return []
         share = self._shares[item.shard]
         try:
             header = decode_header(item.body)
         except RequestError as error:
             raise _malformed(error) from error
-        if header.next_offset <= share.position:
-            for at, (attempt, ranges) in enumerate(share.again):
-                parts = ranges.within(header.base_offset, header.next_offset)
+        base, following = header.base_offset, header.next_offset
+        found: list[ConsumerBatch] = []
+        if following <= share.position:
+            for attempt, ranges in share.again:
+                parts = ranges.within(base, following)
                 if parts:
-                    ranges.remove(header.base_offset, header.next_offset)
-                    if not ranges:
-                        del share.again[at]
-                    return ConsumerBatch(item.body, parts, item.shard, item.generation, attempt)
-            return None
-        first, share.position = max(share.position, header.base_offset), header.next_offset
-        parts = share.skip.missing(first, header.next_offset)
-        share.skip.remove(0, header.next_offset)
-        return ConsumerBatch(item.body, parts, item.shard, item.generation, 1) if parts else None
+                    ranges.remove(base, following)
+                    found.append(ConsumerBatch(item.body, parts, item.shard, item.generation, attempt))
+            share.again = [(attempt, ranges) for attempt, ranges in share.again if ranges]
+            return found
+        first, share.position = max(share.position, base), following
+        parts = share.skip.missing(first, following)
+        share.skip.remove(0, following)
+        return [ConsumerBatch(item.body, parts, item.shard, item.generation, 1)] if parts else []
 
     def _renew(self, shard: int, offset: int) -> None:
         """Records that wait here have their ack timeout from when they are handed out, not from when they came."""

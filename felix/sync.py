@@ -29,9 +29,19 @@ from felix import cache, client, publisher, queue, subscription, transaction
 from felix.batch import Headers, NewRecord, Record
 from felix.cache_messages import CacheStats
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SessionInfo
+from felix.consumer import AckMode, Consumer, ConsumerBatch, ConsumerRecord
 from felix.errors import Code, RequestError
 from felix.identity import Identity
-from felix.messages import Answer, Durability, RegionState, Request, Retention, StreamState, Throttled
+from felix.messages import (
+    Answer,
+    Durability,
+    RegionState,
+    Request,
+    Retention,
+    StreamState,
+    SubscriptionState,
+    Throttled,
+)
 from felix.names import StreamName
 from felix.profile import Profile
 from felix.publisher import (
@@ -46,7 +56,15 @@ from felix.publisher import (
     Refusal,
 )
 from felix.queue_messages import LEASE_BYTES_MAX, PeekedJob, QueueState
-from felix.settings import NO_VIEWS, CacheSettings, Compaction, Deduplication, Offload, Views
+from felix.settings import (
+    NO_VIEWS,
+    CacheSettings,
+    Compaction,
+    Deduplication,
+    Offload,
+    SubscriptionSettings,
+    Views,
+)
 from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, ReceivedBatch, StartAt
 from felix.transport.port import Engine
 
@@ -447,6 +465,60 @@ class SyncStream:
             return made
 
         return SyncSubscription(self._background, self._background.call(make()))
+
+    def consumer(
+        self,
+        name: str,
+        *,
+        settings: SubscriptionSettings | None = None,
+        consumer: str = "",
+        ack: AckMode = "explicit",
+        credit_bytes: int = CREDIT_BYTES_DEFAULT,
+        on_gap: Callable[[Gap], None] | None = None,
+    ) -> SyncConsumer:
+        """A consumer of a durable subscription, as `felix.client.Stream.consumer`. A function for `on_gap` runs in the background
+        thread."""
+
+        async def make() -> Consumer:
+            made = self._stream.consumer(
+                name,
+                settings=settings,
+                consumer=consumer,
+                ack=ack,
+                credit_bytes=credit_bytes,
+                on_gap=on_gap,
+            )
+            await made.open()
+            return made
+
+        return SyncConsumer(self._background, self._background.call(make()))
+
+    def create_subscription(
+        self, name: str, settings: SubscriptionSettings | None = None
+    ) -> SubscriptionState:
+        return self._background.call(self._stream.create_subscription(name, settings))
+
+    def subscriptions(self) -> list[SubscriptionState]:
+        """The stream's durable subscriptions, without shards and consumers."""
+        return self._background.call(self._stream.subscriptions())
+
+    def describe_subscription(self, name: str) -> SubscriptionState:
+        return self._background.call(self._stream.describe_subscription(name))
+
+    def seek_subscription(
+        self,
+        name: str,
+        start: StartAt = "latest",
+        *,
+        offsets: dict[int, int] | None = None,
+        shards: Collection[int] | None = None,
+    ) -> str:
+        return self._background.call(
+            self._stream.seek_subscription(name, start, offsets=offsets, shards=shards)
+        )
+
+    def delete_subscription(self, name: str) -> None:
+        self._background.call(self._stream.delete_subscription(name))
 
     def create(
         self,
@@ -913,3 +985,60 @@ class SyncJob:
             await self._job.__aexit__(kind, error, trace)
 
         self._background.call(leave())
+
+
+class SyncConsumer:
+    """A consumer of a durable subscription, as `felix.consumer.Consumer`, blocking. One thread at a time iterates."""
+
+    def __init__(self, background: _Background, inner: Consumer) -> None:
+        self._background = background
+        self._inner = inner
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._background._thread.is_alive():
+            self._background.call(self._inner.__aexit__(kind, error, trace))
+
+    def close(self) -> None:
+        """Acknowledge what was asked for, and leave. Idempotent."""
+        if self._background._thread.is_alive():
+            self._background.call(self._inner.close())
+
+    @property
+    def shards(self) -> list[int]:
+        """The shards that this consumer has now."""
+        return self._inner.shards
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> ConsumerRecord:
+        record = self.next()
+        if record is None:
+            raise StopIteration
+        return record
+
+    def next(self, timeout_s: float | None = None) -> ConsumerRecord | None:
+        """The next record; None once the consumer is closed. Raises TimeoutError where none came within `timeout_s` seconds."""
+
+        async def take() -> ConsumerRecord | None:
+            async with asyncio.timeout(timeout_s):
+                return await anext(self._inner, None)
+
+        return self._background.call(take())
+
+    def ack(self, record: ConsumerRecord | ConsumerBatch) -> bool:
+        """As `Consumer.ack`: True once it is durable, False where it did not count."""
+        return self._background.call(self._inner.ack(record))
+
+    def ack_through(self, record: ConsumerRecord | ConsumerBatch) -> bool:
+        return self._background.call(self._inner.ack_through(record))
+
+    def nack(
+        self, record: ConsumerRecord | ConsumerBatch, *, delay: float | None = None, reason: str = ""
+    ) -> bool:
+        return self._background.call(self._inner.nack(record, delay=delay, reason=reason))

@@ -20,6 +20,7 @@ from felix.errors import Code, FelixError, RequestError
 from felix.frames import FRAME_HEADER_BYTES, GapBody, GapReason
 from felix.messages import ReaderTraffic, Subscribe, encode_error
 from felix.names import SpiffeId
+from felix.ranges import RangeSet
 from felix.session import CreditLine
 from policy.access import Verb, not_found_or_forbidden
 from region.broker import READ_BYTES_MAX, Broker
@@ -145,7 +146,7 @@ class Subscription:
         self._credit = CreditLine(credit_bytes)
         self._reader = reader
         self._guide = guide
-        self._detours: dict[int, deque[tuple[int, int]]] = {}
+        self._detours: dict[int, RangeSet] = {}
         self._catching_up: asyncio.Task[None] | None = None
         self._ended = False
         self._unlisten = {number: stream.shard(number).subscribe_tail(self.pump) for number in starts}
@@ -187,7 +188,9 @@ class Subscription:
 
     def detour(self, number: int, ranges: Iterable[tuple[int, int]]) -> None:
         """Send the batches that hold these records once more, before the shard goes on; `pump` follows."""
-        self._detours.setdefault(number, deque()).extend(ranges)
+        detour = self._detours.setdefault(number, RangeSet())
+        for first, following in ranges:
+            detour.add(first, following)
 
     # -- sending ---------------------------------------------------------------------------------------
 
@@ -273,26 +276,21 @@ class Subscription:
     def _detour_start(self, number: int, log_start: int) -> int:
         """Where the next detour of the shard begins, or the shard goes on. What retention has taken is left out."""
         detour = self._detours[number]
-        while detour and detour[0][0] < log_start:
-            _, following = detour.popleft()
-            if following > log_start:
-                detour.appendleft((log_start, following))
+        if detour.first < log_start:
+            detour.remove(0, log_start)
             if self._guide is not None:
                 self._guide.gone(number, log_start)
         if not detour:
             del self._detours[number]
             return self._cursors[number]
-        return detour[0][0]
+        return detour.first
 
     def _passed(self, number: int, entry: Entry) -> bool:
-        """Take a batch off the shard's detours; True where it is part of one."""
+        """Take a batch off the shard's detours, which are read from their beginning; True where it is part of one."""
         detour = self._detours[number]
-        meant = False
-        while detour and detour[0][0] < entry.next_offset:
-            _, following = detour.popleft()
-            meant = meant or following > entry.base_offset
-            if following > entry.next_offset:
-                detour.appendleft((entry.next_offset, following))
+        meant = bool(detour.within(entry.base_offset, entry.next_offset))
+        # What lies before it and was not in the log is not there any more: compaction took it.
+        detour.remove(0, entry.next_offset)
         if not detour:
             del self._detours[number]
         return meant
@@ -303,7 +301,7 @@ class Subscription:
         detouring = number in self._detours
         for entry in entries:
             if detouring and (
-                number not in self._detours or entry.next_offset <= self._detours[number][0][0]
+                number not in self._detours or entry.next_offset <= self._detours[number].first
             ):
                 continue
             if not detouring and self._guide is not None and not self._guide.may_deliver(number):
@@ -409,7 +407,7 @@ class Subscription:
     def _stands_at(self, number: int, offset: int) -> bool:
         """False where the guide has changed what is to be read of the shard meanwhile."""
         detour = self._detours.get(number)
-        return offset == (detour[0][0] if detour else self._cursors.get(number))
+        return offset == (detour.first if detour else self._cursors.get(number))
 
     # -- endings ---------------------------------------------------------------------------------------
 

@@ -86,7 +86,8 @@ class Progress:
     _out: list[_Out] = field(default_factory=list)
     _waiting: dict[_Kind, RangeSet] = field(default_factory=dict)
     _dying: dict[int, Dying] = field(default_factory=dict)
-    _reserved: RangeSet = field(default_factory=RangeSet)
+    _reserved: dict[int, RangeSet] = field(default_factory=dict)
+    """Records that a transaction acknowledges, by how often they had failed before."""
 
     # -- what is so ------------------------------------------------------------------------------------
 
@@ -128,7 +129,8 @@ class Progress:
             yield from ranges
         for offset in self._dying:
             yield offset, offset + 1
-        yield from self._reserved
+        for ranges in self._reserved.values():
+            yield from ranges
 
     def next_ms(self) -> int | None:
         """When `expire`, `again` or `give_up` have something to do; None: not by time alone."""
@@ -196,7 +198,7 @@ class Progress:
             cursor = base
         self.cursor = following
         fresh = RangeSet([(cursor, following)])
-        for held in (self.settled, self._reserved, *self._waiting.values()):
+        for held in (self.settled, *self._reserved.values(), *self._waiting.values()):
             for first, after in held.within(cursor, following):
                 fresh.remove(first, after)
         for offset in self._dying:
@@ -329,7 +331,7 @@ class Progress:
             following > self.cursor
             or first < self.committed
             or self.settled.within(first, following)
-            or self._reserved.within(first, following)
+            or any(held.within(first, following) for held in self._reserved.values())
             or any(first <= offset < following for offset in self._dying)
             for first, following in ranges
         ):
@@ -339,16 +341,22 @@ class Progress:
                 hint="Abort it: the records were dealt with elsewhere, or come again.",
             )
         for first, following in ranges:
+            failed = [(out.attempt - 1, out.ranges.within(first, following)) for out in self._out]
+            failed += [(kind.attempts, held.within(first, following)) for kind, held in self._waiting.items()]
+            for attempts, parts in failed:
+                for part in parts:
+                    self._reserved.setdefault(attempts, RangeSet()).add(*part)
             self._take_back(first, following)
-            self._reserved.add(first, following)
         return None
 
     def unreserve(self, ranges: Iterable[tuple[int, int]], now_ms: int) -> None:
         """The transaction was not written: the records are delivered again."""
         for first, following in ranges:
-            for each in self._reserved.within(first, following):
-                self._reserved.remove(*each)
-                self._wait([each], _Kind(now_ms, 0, ""))
+            for attempts, held in list(self._reserved.items()):
+                for each in held.within(first, following):
+                    held.remove(*each)
+                    self._wait([each], _Kind(now_ms, attempts, ""))
+        self._drop_empty()
 
     # -- positions -------------------------------------------------------------------------------------
 
@@ -365,7 +373,7 @@ class Progress:
         self._out.clear()
         self._waiting.clear()
         self._dying.clear()
-        self._reserved = RangeSet()
+        self._reserved.clear()
 
     # -- the journal -----------------------------------------------------------------------------------
 
@@ -390,6 +398,7 @@ class Progress:
         yield from self._chunked(self.settled, lambda part: Settled(self.subscription, part))
         waiting = [(kind, ranges) for kind, ranges in self._waiting.items() if kind.attempts]
         waiting += [(_Kind(0, out.attempt - 1, ""), out.ranges) for out in self._out if out.attempt > 1]
+        waiting += [(_Kind(0, attempts, ""), held) for attempts, held in self._reserved.items() if attempts]
         waiting += [
             (_Kind(0, dying.attempts, dying.reason), RangeSet([(offset, offset + 1)]))
             for offset, dying in self._dying.items()
@@ -425,7 +434,8 @@ class Progress:
             if first >= following:
                 continue
             self._take_back(first, following)
-            self._reserved.remove(first, following)
+            for held in self._reserved.values():
+                held.remove(first, following)
             for offset in [offset for offset in self._dying if first <= offset < following]:
                 del self._dying[offset]
             self.settled.add(first, following)
@@ -448,6 +458,8 @@ class Progress:
     def _drop_empty(self) -> None:
         if not all(out.ranges for out in self._out):
             self._out = [out for out in self._out if out.ranges]
+        if not all(self._reserved.values()):
+            self._reserved = {attempts: held for attempts, held in self._reserved.items() if held}
 
     def _fail(
         self, ranges: list[tuple[int, int]], attempts: int, now_ms: int, delay_ms: int, reason: str

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from region_home import running
 from region_peer import client, until
+from region_process import BrokerProcess, fixed_region
 
 import felix
+import felix.sync
 from felix import Code, Durability, RequestError, Retries
 from felix.consumer import Consumer, ConsumerRecord
 from policy.quantity import Duration
@@ -434,3 +436,32 @@ async def test_batches_are_acknowledged_whole(region: felix.RegionClient) -> Non
                 break
         assert seen == [[b"a", b"b", b"c"], [b"d"]]
     assert (await orders.describe_subscription("billing")).shards[0].committed == 4
+
+
+def test_the_synchronous_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    broker = BrokerProcess(fixed_region(tmp_path), tmp_path)
+    try:
+        broker.wait()
+        with felix.sync.connect("us-east") as region:
+            orders = region.stream(ORDERS)
+            orders.create()
+            orders.publish_many([b"a", b"b", b"c"])
+            orders.create_subscription("billing", felix.SubscriptionSettings("earliest"))
+            with orders.consumer("billing") as consumer:
+                a, b, c = (next(consumer) for _ in range(3))
+                assert consumer.ack(a) and consumer.nack(b, delay=0) and consumer.ack(c)
+                again = consumer.next(30)
+                assert again is not None and (again.offset, again.attempt) == (1, 2)
+                assert consumer.ack_through(again) and consumer.shards == [0]
+                with pytest.raises(TimeoutError):
+                    consumer.next(0.05)
+            assert orders.describe_subscription("billing").shards[0].committed == 3
+            assert orders.seek_subscription("billing", "earliest").startswith("billing goes on")
+            with orders.consumer("billing", ack="auto") as consumer:
+                assert [bytes(next(consumer).payload) for _ in range(2)] == [b"a", b"b"]
+            assert orders.describe_subscription("billing").shards[0].committed == 2
+            orders.delete_subscription("billing")
+            assert orders.subscriptions() == []
+    finally:
+        broker.kill()

@@ -1,0 +1,279 @@
+"""`felix subscription`: create, list, describe, seek, delete, consume."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Annotated
+
+import typer
+
+from cli.output import iso, note, out, print_json, table
+from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
+from cli.stream import parse_start, write_record
+from felix.batch import Record
+from felix.errors import RequestError
+from felix.messages import SubscriptionState
+from felix.settings import Retries, SubscriptionSettings
+from policy.quantity import Duration
+
+app = typer.Typer(help="Durable subscriptions of a region's streams.", no_args_is_help=True)
+
+Stream = Annotated[str, typer.Argument(help="tenant/namespace/name, as in acme/ops/departures.")]
+Name = Annotated[str, typer.Argument(help="The subscription's name, as in billing.")]
+From = Annotated[str, typer.Option("--from", help="earliest or latest: where it begins.")]
+AckTimeout = Annotated[str, typer.Option(help="What is not acknowledged after so long is delivered again.")]
+Attempts = Annotated[int, typer.Option(help="Deliveries before a record is a dead letter; 0: no bound.")]
+RetryInterval = Annotated[str, typer.Option(help="Wait before the second delivery, doubled each time.")]
+RetryIntervalMax = Annotated[str, typer.Option(help="The longest wait between two deliveries.")]
+DeadLetter = Annotated[
+    str, typer.Option(help="The dead-letter stream. Default: the stream's name and .dead.")
+]
+Unacked = Annotated[int, typer.Option(help="Records per shard with consumers at a time.")]
+InactiveTtl = Annotated[
+    str, typer.Option(help="Delete it after so long without a consumer, as in 7d. Default: never.")
+]
+Exclusive = Annotated[bool, typer.Option("--exclusive", help="One consumer has all shards, others stand by.")]
+
+
+@app.command()
+def create(
+    stream: Stream,
+    name: Name,
+    from_: From = "latest",
+    ack_timeout: AckTimeout = "30s",
+    max_attempts: Attempts = 0,
+    retry_interval: RetryInterval = "1s",
+    retry_interval_max: RetryIntervalMax = "5m",
+    dead_letter: DeadLetter = "",
+    max_unacked: Unacked = 100_000,
+    inactive_ttl: InactiveTtl = "",
+    exclusive: Exclusive = False,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Create a durable subscription."""
+    settings = SubscriptionSettings(
+        from_,
+        int(Duration.parse(ack_timeout)),
+        Retries(
+            max_attempts,
+            int(Duration.parse(retry_interval)),
+            int(Duration.parse(retry_interval_max)),
+            dead_letter,
+        ),
+        max_unacked,
+        int(Duration.parse(inactive_ttl)) if inactive_ttl else 0,
+        exclusive,
+    )
+    settings.check()
+    state = run(_create(region, identity, stream, name, settings))
+    if json:
+        print_json(state)
+    else:
+        out.print(f"{state.name} of {state.stream} is created, from {state.settings.start}")
+
+
+async def _create(
+    region: str, identity: str, stream: str, name: str, settings: SubscriptionSettings
+) -> SubscriptionState:
+    async with connect(region, identity) as client:
+        return await client.stream(stream).create_subscription(name, settings)
+
+
+@app.command("list")
+def list_(
+    stream: Annotated[str, typer.Argument(help="Only of this stream.")] = "",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """List the durable subscriptions of streams that this identity may subscribe to."""
+    states = run(_list(region, identity, stream))
+    if json:
+        print_json(states)
+        return
+    table(
+        "Durable subscriptions",
+        ["stream", "name", "ack timeout", "attempts#", "redelivered#", "dead#", "creator", "created"],
+        [
+            [
+                s.stream,
+                s.name,
+                str(Duration(s.settings.ack_timeout_ms)),
+                s.settings.retries.attempts_max,
+                s.redelivered,
+                s.dead,
+                s.creator.rpartition("/")[2],
+                iso(s.created_ms),
+            ]
+            for s in states
+        ],
+    )
+
+
+async def _list(region: str, identity: str, stream: str) -> list[SubscriptionState]:
+    async with connect(region, identity) as client:
+        return [state async for state in client.list_subscriptions(stream)]
+
+
+@app.command()
+def describe(
+    stream: Stream,
+    name: Name,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Show a subscription's settings, its position and lag per shard, and its consumers."""
+    state = run(_describe(region, identity, stream, name))
+    if json:
+        print_json(state)
+        return
+    settings = state.settings
+    attempts = settings.retries.attempts_max
+    out.print(
+        f"[bold]{state.name}[/] of {state.stream}, by {state.creator}, since {iso(state.created_ms)}\n"
+        f"ack timeout {Duration(settings.ack_timeout_ms)}, attempts {attempts or 'without bound'}, retries after "
+        f"{Duration(settings.retries.interval_ms)} to {Duration(settings.retries.interval_ms_max)}\n"
+        f"{state.redelivered:,} redelivered, {state.dead:,} dead letters, {state.skipped:,} taken by retention"
+    )
+    table(
+        "Shards",
+        [
+            "shard#",
+            "committed#",
+            "next offset#",
+            "lag#",
+            "lag bytes#",
+            "lag ms#",
+            "unacked#",
+            "waiting#",
+            "consumer",
+        ],
+        [
+            [
+                s.shard,
+                s.committed,
+                s.high_watermark,
+                s.lag_records,
+                s.lag_bytes,
+                s.lag_ms,
+                s.unacked,
+                s.waiting,
+                s.consumer,
+            ]
+            for s in state.shards
+        ],
+    )
+    table(
+        "Consumers",
+        ["consumer", "identity", "state", "shards"],
+        [[c.name, c.identity, c.state, ", ".join(map(str, c.shards))] for c in state.consumers],
+    )
+
+
+async def _describe(region: str, identity: str, stream: str, name: str) -> SubscriptionState:
+    async with connect(region, identity) as client:
+        return await client.stream(stream).describe_subscription(name)
+
+
+@app.command()
+def seek(
+    stream: Stream,
+    name: Name,
+    to: Annotated[
+        str, typer.Argument(help="earliest, latest, @offset, or a time such as 2013-01-01T00:00Z.")
+    ],
+    shard: Annotated[list[int] | None, typer.Option(help="Only this shard; may be repeated.")] = None,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+) -> None:
+    """Move a subscription's position. What its consumers have in hand no longer counts."""
+    out.print(run(_seek(region, identity, stream, name, to, shard)))
+
+
+async def _seek(region: str, identity: str, stream: str, name: str, to: str, shards: list[int] | None) -> str:
+    start = parse_start(to)
+    async with connect(region, identity) as client:
+        return await client.stream(stream).seek_subscription(
+            name,
+            start,  # type: ignore[arg-type]
+            shards=shards,
+        )
+
+
+@app.command()
+def delete(
+    stream: Stream,
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+) -> None:
+    """Delete a subscription and its position; the stream's records stay."""
+    if not yes:
+        typer.confirm(f"Delete the subscription {name} of {stream}, and its position?", abort=True)
+    run(_delete(region, identity, stream, name))
+    out.print(f"{name} of {stream} is deleted")
+
+
+async def _delete(region: str, identity: str, stream: str, name: str) -> None:
+    async with connect(region, identity) as client:
+        await client.stream(stream).delete_subscription(name)
+
+
+@app.command()
+def consume(
+    stream: Stream,
+    name: Name,
+    from_: Annotated[
+        str, typer.Option("--from", help="earliest or latest: make the subscription where there is none.")
+    ] = "",
+    count: Annotated[int, typer.Option(help="End after so many records; 0: go on.")] = 0,
+    wait: Annotated[
+        str, typer.Option(help="End once nothing came for so long, as in 2s. Default: go on.")
+    ] = "",
+    no_ack: Annotated[bool, typer.Option("--no-ack", help="Only look: acknowledge nothing.")] = False,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Print records and acknowledge each once it is printed; with --json one object a line."""
+    if from_ not in ("", "earliest", "latest"):
+        raise RequestError(f"{from_!r} is no place to begin.", hint="Use earliest or latest.")
+    idle_s = int(Duration.parse(wait)) / 1000 if wait else None
+    run(_consume(region, identity, stream, name, from_, count, idle_s, not no_ack, json))
+
+
+async def _consume(
+    region: str,
+    identity: str,
+    stream: str,
+    name: str,
+    start: str,
+    count: int,
+    idle_s: float | None,
+    acknowledge: bool,
+    as_json: bool,
+) -> None:
+    printed = 0
+    settings = SubscriptionSettings(start) if start else None
+    async with connect(region, identity) as client:
+        orders = client.stream(stream)
+        async with orders.consumer(
+            name, settings=settings, on_gap=lambda gap: note(f"gap: {gap}")
+        ) as consumer:
+            while not count or printed < count:
+                try:
+                    async with asyncio.timeout(idle_s):
+                        record = await anext(consumer)
+                except (TimeoutError, StopAsyncIteration):
+                    break
+                plain = Record(record.offset, record.timestamp_ms, record.key, record.headers, record.payload)
+                write_record(plain, record.shard, as_json=as_json)
+                sys.stdout.flush()
+                printed += 1
+                if acknowledge:
+                    await consumer.ack(record)

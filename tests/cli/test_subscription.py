@@ -1,0 +1,61 @@
+"""`felix subscription` against a real broker, as a user types it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from region_process import BrokerProcess, fixed_region
+from typer.testing import CliRunner
+
+from cli.main import app
+from felix.errors import FelixError
+
+ORDERS = "acme/payments/orders"
+Felix = Callable[..., str]
+
+
+@pytest.fixture
+def felix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Felix]:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    broker = BrokerProcess(fixed_region(tmp_path), tmp_path)
+    broker.wait()
+
+    def run(*command: str, given: str = "", refused: bool = False) -> str:
+        done = CliRunner().invoke(app, command, input=given)
+        if refused:
+            assert isinstance(done.exception, FelixError)
+        else:
+            assert done.exit_code == 0, (done.output, done.exception)
+        return done.stdout
+
+    try:
+        yield run
+    finally:
+        broker.kill()
+
+
+def test_a_subscription_from_its_creation_to_its_end(felix: Felix) -> None:
+    felix("stream", "create", ORDERS)
+    felix("stream", "publish", ORDERS, given="one\ntwo\nthree\n")
+    said = felix(
+        "subscription", "create", ORDERS, "billing", "--from", "earliest", "--max-attempts", "3", "--ack-timeout", "10s"
+    )  # fmt: skip
+    assert said == f"billing of {ORDERS} is created, from earliest\n"
+    assert felix("subscription", "consume", ORDERS, "billing", "--count", "2") == "one\ntwo\n"
+    assert felix("subscription", "consume", ORDERS, "billing", "--no-ack", "--count", "1") == "three\n"
+    (row,) = felix("subscription", "consume", ORDERS, "billing", "--count", "1", "--json").splitlines()
+    assert json.loads(row)["offset"] == 2
+    state = json.loads(felix("subscription", "describe", ORDERS, "billing", "--json"))
+    assert state["shards"][0]["committed"] == 3 and state["settings"]["retries"]["attempts_max"] == 3
+    assert "billing" in felix("subscription", "list", ORDERS)
+    felix("subscription", "seek", ORDERS, "billing", "@1")
+    assert felix("subscription", "consume", ORDERS, "billing", "--wait", "1s") == "two\nthree\n"
+    described = felix("subscription", "describe", ORDERS, "billing")
+    assert "attempts 3" in described and "Shards" in described
+    felix("subscription", "seek", ORDERS, "billing", "nowhere", refused=True)
+    felix("subscription", "delete", ORDERS, "billing", "--yes")
+    felix("subscription", "describe", ORDERS, "billing", refused=True)
+    assert json.loads(felix("subscription", "list", "--json")) == []

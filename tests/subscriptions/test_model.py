@@ -1,0 +1,598 @@
+"""Durable subscriptions against a simple model: thousands of steps of consumers that come, work, fail, stall, die and leave, seeks,
+transactions and restarts. Real journals, real logs, real delivery; only the wire and the clock are the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from felix.batch import Batch, NewRecord, decode_header, encode_batch
+from felix.consumer_messages import Nack, ShardAck, SubscriptionAcks
+from felix.errors import Code, FelixError
+from felix.frames import FrameDecoder, FrameType, decode_gap
+from felix.messages import CreateSubscription
+from felix.names import SpiffeId, StreamName
+from felix.ranges import RangeSet
+from felix.settings import Retries, SubscriptionSettings
+from felix.transport.port import TransportLimits
+from region.broker import Broker
+from region.budget import Budgets
+from region.config import RegionConfig
+from region.delivery import Subscription
+from region.log.directory import LogDirectory
+from region.log.shard import Appended
+from region.metadata.catalog import Catalog
+from region.metadata.memory import MemoryStore
+from region.metadata.mirror import CatalogMirror
+from region.metadata.records import Durability, StreamConfig
+from region.quota import Throttle
+from region.streams import StreamTable
+from region.subscriptions.desk import SubscriptionDesk
+from region.subscriptions.progress import Redelivered
+from region.subscriptions.subscription import DurableSubscription
+
+pytestmark = pytest.mark.timeout(300)
+
+ORDERS = StreamName.parse("acme/payments/orders")
+OPERATOR = SpiffeId.parse("spiffe://us-east.acme/operator/operator")
+SHARDS = 3
+ACK_TIMEOUT_MS = 1_000_000
+UNACKED_MAX = 40
+ATTEMPTS_MAX = 4
+DELAY_MS = 100
+EXAMPLES = 36
+STEPS = 400
+STEPS_LEAST = 10_000
+
+T = TypeVar("T")
+
+
+class PlainSeal:
+    """Records at rest as they are: sealing is tested elsewhere."""
+
+    def seal(self, batch: Batch) -> Batch:
+        return batch
+
+    def open_batch(self, batch: Batch) -> Batch:
+        return batch
+
+    def commitment(self) -> bytes:
+        return bytes(32)
+
+
+class Player:
+    """A consumer: real delivery into it, and what a client makes of the frames (felix.consumer does the same)."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.identity: SpiffeId = OPERATOR
+        self.ended = False
+        self.generations: dict[int, int] = {}
+        self.positions: dict[int, int] = {}
+        self.skips: dict[int, RangeSet] = {}
+        self.again: dict[int, dict[int, int]] = {}
+        self.held: dict[int, dict[int, int]] = {}
+        """Records handed out and not dealt with, by shard: their attempts."""
+        self.draining: set[int] = set()
+        self.decoder = FrameDecoder()
+        subscription = world.subscription
+        meter = world.broker.quotas.use(world.meter, ORDERS.tenant)
+        meter.hold("subscriptions")
+        self.delivery = Subscription(
+            world.broker, self, 0, 0, subscription.stream, {}, 1 << 40, None, meter, subscription
+        )  # fmt: skip
+        self.number = subscription.join(self)
+        subscription.enter(self.number)
+
+    # region.ports.Outlet
+
+    def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
+        for frame in self.decoder.feed(data):
+            if frame.type is FrameType.GAP:
+                gap = decode_gap(frame.body)
+                raise AssertionError(f"nothing is deleted here: {gap}")
+            header = decode_header(frame.body)
+            self.batch(header.shard, header.base_offset, header.next_offset)
+
+    def may_send(self) -> bool:
+        return True
+
+    def settle_delivery(self) -> int:
+        return 0
+
+    def throttled(self, throttle: Throttle) -> None:
+        raise AssertionError(throttle)
+
+    def drop_subscription(self, number: int) -> None:
+        raise AssertionError("delivery failed")
+
+    # what a client does
+
+    def batch(self, shard: int, base: int, following: int) -> None:
+        if following <= self.positions[shard]:
+            for offset in [n for n in self.again[shard] if base <= n < following]:
+                self.hand_out(shard, offset, self.again[shard].pop(offset))
+            return
+        first, self.positions[shard] = max(base, self.positions[shard]), following
+        for offset in range(first, following):
+            if offset not in self.skips[shard]:
+                self.hand_out(shard, offset, 1)
+
+    def hand_out(self, shard: int, offset: int, attempt: int) -> None:
+        self.world.handed_out(self, shard, offset, attempt)
+        self.held[shard][offset] = attempt
+
+    # region.subscriptions.subscription.Member
+
+    def assigned(self, shard: int, generation: int, position: int, skip: RangeSet) -> None:
+        assert shard not in self.generations
+        self.generations[shard] = generation
+        self.positions[shard] = position
+        self.skips[shard] = skip.copy()
+        self.again[shard] = {}
+        self.held[shard] = {}
+        self.delivery.take_up(shard, position)
+        self.wake()
+
+    def revoked(self, shard: int, generation: int, drain_ms: int) -> None:
+        assert self.generations[shard] == generation
+        if self.delivery.delivers(shard):
+            self.delivery.let_go(shard)
+        if drain_ms:
+            self.draining.add(shard)
+        else:
+            self.forget(shard)
+
+    def redelivered(self, shard: int, generation: int, again: Redelivered) -> None:
+        assert self.generations[shard] == generation
+        for first, following in again.ranges:
+            for offset in range(first, following):
+                self.again[shard][offset] = again.attempt
+        self.delivery.detour(shard, again.ranges)
+        self.wake()
+
+    def wake(self) -> None:
+        asyncio.get_running_loop().call_soon(self.delivery.pump)
+
+    def dismiss(self, error: FelixError) -> None:
+        self.delivery.close()
+
+    def forget(self, shard: int) -> None:
+        self.draining.discard(shard)
+        if self.delivery.delivers(shard):
+            self.delivery.let_go(shard)
+        for held in (self.generations, self.positions, self.skips, self.again, self.held):
+            held.pop(shard, None)  # type: ignore[attr-defined]
+
+
+class World:
+    """A broker without a wire, its players, and the model: what is settled, and how often each record has failed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = MemoryStore()
+        self.now_ms = 1_000_000_000
+        self.ends = [0] * SHARDS
+        self.settled: list[set[int]] = [set() for _ in range(SHARDS)]
+        self.failures: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self.players: list[Player] = []
+        self.made = 0
+        self.handed = 0
+
+    async def start(self) -> None:
+        catalog = Catalog(self.store, "us-east")
+        self.mirror = CatalogMirror(self.store, "us-east")
+        await self.mirror.start()
+        budgets = Budgets()
+        self.directory = LogDirectory(self.folder, "us-east")
+        streams = StreamTable(self.directory, budgets.ring, lambda *_: PlainSeal(), lambda: None)
+        self.broker = Broker(
+            RegionConfig(region="us-east", mesh="acme", country="US"),
+            server_names=(),
+            streams=streams,
+            catalog=catalog,
+            budgets=budgets,
+            transport_limits=TransportLimits(),
+            clock_ms=lambda: self.now_ms,
+        )
+        self.meter = self.broker.quotas.enter(str(OPERATOR))
+        self.desk = SubscriptionDesk(self.broker, catalog, self.mirror)
+        config = StreamConfig(shards=SHARDS, durability=Durability())
+        if self.made or self.ends != [0] * SHARDS:
+            for record in list(self.mirror.streams.values()):
+                await streams.open(record)
+            await self.desk.start()
+        else:
+            await self.broker.create_stream(ORDERS, config)
+            await self.desk.start()
+            retries = Retries(attempts_max=ATTEMPTS_MAX, interval_ms=DELAY_MS, interval_ms_max=DELAY_MS)
+            wanted = SubscriptionSettings("earliest", ACK_TIMEOUT_MS, retries, UNACKED_MAX)
+            await self.desk.create(OPERATOR, CreateSubscription(str(ORDERS), "billing", wanted))
+        self.made += 1
+        self.subscription: DurableSubscription = self.desk._held[ORDERS].by_name["billing"]
+
+    async def stop(self) -> None:
+        self.broker.leaving = True
+        for player in self.players:
+            self.subscription.leave(player.number, died=False)
+            player.delivery.close()
+        self.players.clear()
+        await self.desk.close()
+        await self.broker.streams.close()
+        await self.directory.close()
+        await self.mirror.close()
+
+    # -- the model --------------------------------------------------------------------------------------
+
+    def handed_out(self, player: Player, shard: int, offset: int, attempt: int) -> None:
+        self.handed += 1
+        assert offset not in self.settled[shard], "what is settled does not come again"
+        failures = self.failures[shard].get(offset, 0)
+        assert attempt == failures + 1, (shard, offset, attempt, failures)
+        assert attempt <= ATTEMPTS_MAX
+        assert self.subscription.progress(shard).generation == player.generations[shard]
+        for other in self.players:
+            assert offset not in other.held.get(shard, {}), "one consumer at a time has a record"
+
+    def settle(self, shard: int, offset: int) -> None:
+        self.settled[shard].add(offset)
+        self.failures[shard].pop(offset, None)
+
+    def fail(self, shard: int, offset: int) -> None:
+        self.failures[shard][offset] = self.failures[shard].get(offset, 0) + 1
+
+    async def bury(self) -> None:
+        """Records that had all their attempts land among the dead letters."""
+        dead = [
+            (shard, offset)
+            for shard in range(SHARDS)
+            for offset, count in self.failures[shard].items()
+            if count >= ATTEMPTS_MAX
+        ]
+        if not dead:
+            return
+        self.subscription._tick()
+        async with asyncio.timeout(30):
+            for shard, offset in dead:
+                while not self.is_settled(shard, offset):  # noqa: ASYNC110 - nobody announces it
+                    await asyncio.sleep(0.001)
+                self.settle(shard, offset)
+
+    def is_settled(self, shard: int, offset: int) -> bool:
+        progress = self.subscription.progress(shard)
+        return offset < progress.committed or offset in progress.settled
+
+    def check(self) -> None:
+        for shard in range(SHARDS):
+            progress, settled = self.subscription.progress(shard), self.settled[shard]
+            committed = next(n for n in range(self.ends[shard] + 1) if n not in settled)
+            assert progress.committed == committed
+            assert {n for low, high in progress.settled for n in range(low, high)} == {
+                n for n in settled if n > committed
+            }
+            out = sum(len(player.held.get(shard, {})) for player in self.players)
+            assert out <= UNACKED_MAX + 8, "one batch more, at most"
+        if self.players:
+            owned = sorted(shard for player in self.players for shard in player.generations)
+            assert owned == list(range(SHARDS)), "every shard has one consumer"
+
+    async def quiet(self) -> None:
+        """Let everything that is on its way arrive."""
+        await self.arrived()
+        await self.bury()
+        await self.arrived()
+
+    async def arrived(self) -> None:
+        """What is read from disk takes its time."""
+        async with asyncio.timeout(30):
+            while True:
+                for _ in range(8):
+                    await asyncio.sleep(0)
+                if not any(
+                    player.delivery._catching_up is not None or any(player.again.values())
+                    for player in self.players
+                ):
+                    return
+                await asyncio.sleep(0.0005)
+
+
+steps = 0
+handed = 0
+restarts = 0
+
+
+class DurableAgainstModel(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="felix-durable-"))
+        self.loop = asyncio.new_event_loop()
+        self.world = World(self.folder)
+        self.run(self.world.start())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+    def step(self, work: Coroutine[Any, Any, None]) -> None:
+        global steps
+        steps += 1
+
+        async def whole() -> None:
+            await work
+            await self.world.quiet()
+            self.world.check()
+
+        self.run(whole())
+
+    def player(self, number: int) -> Player:
+        return self.world.players[number % len(self.world.players)]
+
+    def record(self, number: int) -> tuple[Player, int, int] | None:
+        """One record that somebody has in hand."""
+        found = [
+            (player, shard, offset)
+            for player in self.world.players
+            for shard, held in player.held.items()
+            for offset in held
+        ]
+        return found[number % len(found)] if found else None
+
+    @rule(shard=st.integers(0, SHARDS - 1), count=st.integers(1, 8))
+    def publish(self, shard: int, count: int) -> None:
+        async def work() -> None:
+            future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+            batch = encode_batch([NewRecord(b"r") for _ in range(count)])
+            self.world.subscription.stream.shard(shard).append_nowait(batch, future.set_result)
+            assert isinstance(await future, Appended)
+            self.world.ends[shard] += count
+
+        self.step(work())
+
+    @precondition(lambda self: len(self.world.players) < 5)
+    @rule()
+    def join(self) -> None:
+        async def work() -> None:
+            # Appended first: it is told its shards while it joins.
+            made = Player.__new__(Player)
+            self.world.players.append(made)
+            made.__init__(self.world, "player")  # type: ignore[misc]
+
+        self.step(work())
+
+    @precondition(lambda self: self.world.players)
+    @rule(number=st.integers(0, 99), died=st.booleans())
+    def leave(self, number: int, died: bool) -> None:
+        async def work() -> None:
+            player = self.player(number)
+            self.world.players.remove(player)
+            player.delivery.close()
+            if died:
+                for shard, held in player.held.items():
+                    if held:
+                        self.world.fail(shard, min(held))
+            self.world.subscription.leave(player.number, died=died)
+
+        self.step(work())
+
+    @rule(numbers=st.lists(st.integers(0, 999), min_size=1, max_size=6))
+    def ack(self, numbers: list[int]) -> None:
+        async def work() -> None:
+            for number in numbers:
+                found = self.record(number)
+                if found is None:
+                    return
+                player, shard, offset = found
+                await self.acknowledge(
+                    player, ShardAck(shard, player.generations[shard], [offset, offset + 1])
+                )
+                player.held[shard].pop(offset)
+                self.world.settle(shard, offset)
+
+        self.step(work())
+
+    async def acknowledge(self, player: Player, ack: ShardAck) -> None:
+        future: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+
+        def done(error: FelixError | None, fenced: list[int]) -> None:
+            assert error is None
+            future.set_result(fenced)
+
+        self.world.subscription.ack(player.number, [ack], done)
+        assert await future == []
+
+    @rule(number=st.integers(0, 999))
+    def ack_through(self, number: int) -> None:
+        async def work() -> None:
+            found = self.record(number)
+            if found is None:
+                return
+            player, shard, through = found
+            # What is below and not in hand (it waits for its next attempt) counts as done, too.
+            await self.acknowledge(player, ShardAck(shard, player.generations[shard], through=through))
+            for offset in range(through + 1):
+                self.world.settle(shard, offset)
+                player.held[shard].pop(offset, None)
+                player.again[shard].pop(offset, None)
+
+        self.step(work())
+
+    @rule(number=st.integers(0, 999), delay=st.sampled_from([-1, 0, 50]))
+    def nack(self, number: int, delay: int) -> None:
+        async def work() -> None:
+            found = self.record(number)
+            if found is None:
+                return
+            player, shard, offset = found
+            future: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
+            player.held[shard].pop(offset)
+            self.world.fail(shard, offset)
+            call = Nack(shard, player.generations[shard], [offset, offset + 1], delay, "no")
+            self.world.subscription.nack(player.number, call, future.set_result)
+            assert await future is None
+
+        self.step(work())
+
+    @precondition(lambda self: self.world.players)
+    @rule(number=st.integers(0, 99), shard=st.integers(0, SHARDS - 1))
+    def acknowledge_too_late(self, number: int, shard: int) -> None:
+        async def work() -> None:
+            told: list[tuple[FelixError | None, list[int]]] = []
+            player = self.player(number)
+            stale = ShardAck(shard, player.generations.get(shard, 7) - 1, [0, 1])
+            self.world.subscription.ack(player.number, [stale], lambda *each: told.append(each))
+            assert told == [(None, [shard])]
+
+        self.step(work())
+
+    @rule()
+    def give_back(self) -> None:
+        async def work() -> None:
+            for player in self.world.players:
+                for shard in list(player.draining):
+                    generation = player.generations[shard]
+                    player.forget(shard)
+                    self.world.subscription.released(player.number, shard, generation)
+
+        self.step(work())
+
+    @rule(by_ms=st.sampled_from([10, 60, 110, 40_000]))
+    def wait(self, by_ms: int) -> None:
+        async def work() -> None:
+            self.world.now_ms += by_ms
+            self.world.subscription._tick()
+
+        self.step(work())
+
+    @rule()
+    def stall(self) -> None:
+        """Nobody acknowledges anything for longer than the ack timeout."""
+
+        async def work() -> None:
+            self.world.now_ms += 2 * ACK_TIMEOUT_MS
+            for player in self.world.players:
+                for shard, held in player.held.items():
+                    for offset in held:
+                        self.world.fail(shard, offset)
+                    held.clear()
+            self.world.subscription._tick()
+
+        self.step(work())
+
+    @rule(shard=st.integers(0, SHARDS - 1), part=st.floats(0, 1))
+    def seek(self, shard: int, part: float) -> None:
+        async def work() -> None:
+            offset = round(self.world.ends[shard] * part)
+            self.world.settled[shard] = set(range(offset))
+            self.world.failures[shard].clear()
+            await self.world.subscription.position({shard: offset})
+
+        self.step(work())
+
+    @rule(numbers=st.lists(st.integers(0, 999), min_size=1, max_size=4), written=st.booleans())
+    def transact(self, numbers: list[int], written: bool) -> None:
+        async def work() -> None:
+            first = self.record(numbers[0])
+            if first is None:
+                return
+            player, shard, _ = first
+            offsets = sorted({list(player.held[shard])[n % len(player.held[shard])] for n in numbers})
+            ranges = [edge for offset in offsets for edge in (offset, offset + 1)]
+            acks = SubscriptionAcks(
+                str(ORDERS), "billing", [ShardAck(shard, player.generations[shard], ranges)]
+            )
+            desk = self.world.desk
+            assert desk.check([acks]) is None
+            for offset in offsets:
+                player.held[shard].pop(offset)
+            refused = desk.check([acks])
+            assert refused is not None and refused.code is Code.CONSUMER_FENCED, "kept for one alone"
+            if not written:
+                # They come again, and it was no failure of theirs.
+                desk.abandon([acks])
+                self.world.subscription._tick()
+                return
+            for _ in range(2):
+                future: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
+                desk.apply([acks], future.set_result)
+                assert await future is None
+            for offset in offsets:
+                self.world.settle(shard, offset)
+
+        self.step(work())
+
+    @precondition(lambda self: self.world.made < 12)
+    @rule(often=st.integers(0, 3))
+    def restart(self, often: int) -> None:
+        if often:
+            return
+        global restarts
+        restarts += 1
+
+        async def work() -> None:
+            await self.world.stop()
+            await self.world.start()
+
+        self.step(work())
+
+    def teardown(self) -> None:
+        """Nothing is lost: one consumer that acknowledges gets everything that is not settled."""
+        global handed
+
+        async def finish() -> None:
+            world = self.world
+            for player in world.players:
+                world.subscription.leave(player.number, died=False)
+                player.delivery.close()
+            world.players.clear()
+            await self.join_one()
+            async with asyncio.timeout(60):
+                while any(len(world.settled[n]) < world.ends[n] for n in range(SHARDS)):
+                    world.now_ms += DELAY_MS * 2
+                    world.subscription._tick()
+                    await world.quiet()
+                    for player in world.players:
+                        for shard, held in player.held.items():
+                            for offset in list(held):
+                                ack = ShardAck(shard, player.generations[shard], [offset, offset + 1])
+                                await self.acknowledge(player, ack)
+                                held.pop(offset)
+                                world.settle(shard, offset)
+            world.check()
+            await world.stop()
+
+        try:
+            self.run(finish())
+        finally:
+            handed += self.world.handed
+            self.loop.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def join_one(self) -> None:
+        made = Player.__new__(Player)
+        self.world.players.append(made)
+        made.__init__(self.world, "last")  # type: ignore[misc]
+
+
+def test_ten_thousand_steps_never_differ_from_the_model() -> None:
+    run_state_machine_as_test(
+        DurableAgainstModel,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+        ),
+    )
+    assert steps >= STEPS_LEAST
+    assert restarts >= 20 and handed >= STEPS_LEAST
