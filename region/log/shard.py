@@ -20,6 +20,8 @@ States and what moves between them are `TRANSITIONS`.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -51,7 +53,7 @@ from felix.errors import (
 from felix.settings import Compaction, Deduplication, Offload
 from keys.envelope import SEAL_BYTES
 from region.log.compaction import KEYS_BYTES_MAX, CompactionReport, is_due
-from region.log.compactor import Compactor, PassSettings, WorkEndedError
+from region.log.compactor import ROOM_BYTES_MIN, Compactor, PassSettings, WorkEndedError
 from region.log.counters import ShardCounters
 from region.log.disk import (
     ANNOTATION_SLOTS_MAX,
@@ -1159,6 +1161,9 @@ class ShardLog:
 
         def bring() -> None:
             try:
+                # Appends come first: what is read back must not take the last room from them.
+                if self._files.free_bytes(self._folder) < entry.segment_bytes + ROOM_BYTES_MIN:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
                 fetch(
                     entry,
                     segment.fetched_path,

@@ -177,6 +177,8 @@ class FailingFiles(Files):
     def __init__(self) -> None:
         self.sync_error = 0
         self.write_error = 0
+        self.small_error = 0
+        """Of a write to `offloaded`."""
         self.room: int | None = None
         """Bytes that may still be written to segments before the disk is full."""
         self.room_left: int | None = None
@@ -203,6 +205,8 @@ class FailingFiles(Files):
         super().sync(descriptor)
 
     def pwritev(self, descriptor: int, buffers: Sequence[bytes | memoryview], position: int) -> int:
+        if self.small_error and "offloaded" in self.names[descriptor]:
+            raise OSError(self.small_error, os.strerror(self.small_error))
         if self._is_segment(descriptor):
             if self.write_error:
                 raise OSError(self.write_error, os.strerror(self.write_error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,7 +18,16 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from log.building import IDENTITY, batch_of, first_segment, masked, open_disk, payloads_of, placed
+from log.building import (
+    IDENTITY,
+    FailingFiles,
+    batch_of,
+    first_segment,
+    masked,
+    open_disk,
+    payloads_of,
+    placed,
+)
 from log.test_compaction import Crash, CrashingFiles
 
 from felix.batch import decode_batch, decode_records
@@ -416,7 +426,9 @@ TestOffloadedLogAgainstList.settings = settings(max_examples=40, stateful_step_c
 
 
 @asynccontextmanager
-async def serving(folder: Path, place: str, local_bytes: int = 0) -> AsyncIterator[ShardLog]:
+async def serving(
+    folder: Path, place: str, local_bytes: int = 0, files: Files | None = None
+) -> AsyncIterator[ShardLog]:
     with ThreadPoolExecutor(4) as pool, ThreadPoolExecutor(2) as moving:
         shard = await ShardLog.open(
             folder,
@@ -426,6 +438,7 @@ async def serving(folder: Path, place: str, local_bytes: int = 0) -> AsyncIterat
             commit_pool=pool,
             read_pool=pool,
             store=ShardStore(moving, FetchedCache(4_000)),
+            files=files,
         )
         try:
             yield shard
@@ -496,6 +509,29 @@ async def test_a_store_that_is_away_holds_up_nothing_that_is_local(
         assert len(await everything(shard)) == 41
         await shard.offload(5_000, place)
         assert shard.offload_waiting_bytes == 0 and not shard.offload_due(5_000)
+
+
+async def test_a_full_disk_refuses_fetches_and_turns_and_nothing_is_lost(tmp_path: Path, place: str) -> None:
+    files = FailingFiles()
+    async with serving(tmp_path, place, files=files) as shard:
+        for at in range(20):
+            await shard.append(batch_of(b"%d" % at * 40))
+        await shard.offload(0, place)
+        for at in range(20, 40):
+            await shard.append(batch_of(b"%d" % at * 40))
+        files.room_left = 0
+        with pytest.raises(UnavailableError) as refused:
+            await shard.read(0, 100)
+        assert refused.value.code is Code.DISK_FULL and shard.failure is None
+        await shard.append(batch_of(b"what is free is for appends"))
+        files.small_error = errno.ENOSPC
+        with pytest.raises(UnavailableError) as refused:
+            await shard.offload(0, place)
+        assert refused.value.code is Code.DISK_FULL and shard.failure is None
+        assert shard.offload_waiting_bytes > 0
+        files.room_left, files.small_error = None, 0
+        await shard.offload(10_000, place)
+        assert len(await everything(shard)) == 41 and shard.offload_waiting_bytes == 0
 
 
 async def test_a_changed_object_fails_its_readers_and_not_the_shard(tmp_path: Path, place: str) -> None:
