@@ -12,9 +12,10 @@ from region_home import running
 from region_peer import client, until
 
 import felix
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, UnavailableError
 from felix.queue import Job
 from felix.queue_messages import Held, QueueState
+from felix.quota import QuotaLimits
 from region.folder import RegionFolder
 from region.node import Node
 
@@ -284,6 +285,47 @@ async def test_a_consumer_goes_on_over_a_restart_with_the_jobs_it_holds(
         assert {job.attempts for job in rest} == {1} and not consumer.lost
         assert await state_of(jobs) == (0, 0, 0, 0)
         await region.close()
+
+
+async def test_what_the_journal_refuses_has_not_happened(node: Node, operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"a", b"b"])
+    (held,) = await jobs.lease()
+    stream = node.broker.streams.get(felix.StreamName.parse(JOBS))
+    assert stream is not None
+    shard = (await node.queues.queue(stream)).shards[0]
+    companion = shard.journal._log
+    assert companion is not None
+    companion._hold = UnavailableError("The disk is full.", code=Code.DISK_FULL)
+    with pytest.raises(UnavailableError):
+        await jobs.lease()
+    acknowledging = held.ack()  # asked again until it is taken
+    await asyncio.sleep(0.05)
+    assert not acknowledging.done()
+    companion._hold = None
+    await acknowledging
+    (other,) = await jobs.lease(wait=20)
+    assert (other.payload, other.attempts) == (b"b", 1)
+    await other.ack()
+    assert await state_of(jobs) == (0, 0, 0, 0)
+
+
+async def test_workers_hold_no_more_than_their_quota(node: Node, operator: felix.RegionClient) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"x"] * 20)
+    await operator.put_quota("tenant", "acme", QuotaLimits(leases=5))
+    async with jobs.consume(prefetch=50) as consumer:
+        first = await take(consumer, 5)
+        assert (await state_of(jobs))[1] == 5
+        assert await jobs.lease(3) == []
+        for job in first:
+            job.ack()
+        for job in await take(consumer, 5):
+            job.ack()
+        await consumer.flush()
+        assert (await jobs.describe()).acked == 10
 
 
 async def test_a_purge_ends_everything_also_what_is_out(operator: felix.RegionClient) -> None:

@@ -71,7 +71,7 @@ REQUESTS = [
     "create_stream", "delete_stream", "describe_stream", "list_streams", "open_publisher", "subscribe",
     "unsubscribe", "put_rights", "list_rights", "put_document", "list_documents", "list_keys", "rotate_keys",
     "describe_region", "report_links", "list_links", "get_data_key", "get_link_secret", "open_ingest", "cosign",
-    "witnessed_size", "get_checkpoint", "put_cosignature", "open_cache", "watch_cache",
+    "witnessed_size", "get_checkpoint", "put_cosignature", "open_cache", "watch_cache", "open_queue",
 ]  # fmt: skip
 FIELDS = [
     "stream", "shards", "durability", "retention", "ring_bytes", "incarnation", "prefix", "after", "limit", "acks",
