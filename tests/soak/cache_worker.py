@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from soak.caches import COUNTED
+from soak.caches import COUNTED, PACE_S
 from soak.harness import Journal
 
 import felix
@@ -25,6 +25,7 @@ async def main(home: Path, journal: Journal, cache: str) -> None:
             # Where nobody knows whether it counted, a number is skipped; the books allow for it.
             with suppress(felix.UnavailableError):
                 journal.write(f"{run} {await counters.increment(COUNTED)}")
+            await asyncio.sleep(PACE_S)
 
 
 if __name__ == "__main__":

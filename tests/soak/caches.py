@@ -20,6 +20,7 @@ CACHE = "acme/soak/sessions"
 COUNTED = b"counted-by-worker"
 WRITERS = 4
 KEYS = 12
+PACE_S = 0.005
 
 
 class CachePart:
@@ -65,7 +66,7 @@ class CachePart:
                 self._unknown += 1
                 await self._look(cache, key)
             self._mutations += 1
-            await asyncio.sleep(0)
+            await asyncio.sleep(PACE_S)
 
     async def _mutate(self, cache: felix.Cache, key: bytes, what: str, value: bytes) -> None:
         held = self._model.get(key)

@@ -14,6 +14,7 @@ from soak.harness import Journal
 import felix
 
 PREFETCH = 8
+PAUSE_S = 0.05
 
 
 async def main(home: Path, journal: Journal, jobs: str, results: str) -> None:
@@ -32,6 +33,7 @@ async def main(home: Path, journal: Journal, jobs: str, results: str) -> None:
                 # Whether it was committed the queue knows: what is done is not handed out again.
                 journal.write(f"failed {text} {error.code.name}")
                 job.release()
+                await asyncio.sleep(PAUSE_S)
 
 
 if __name__ == "__main__":

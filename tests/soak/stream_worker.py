@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from soak.harness import Journal
+from soak.streams import PACE_S
 
 import felix
 
@@ -32,6 +33,7 @@ async def main(home: Path, journal: Journal, stream: str) -> None:
             for n, payload in enumerate(payloads):
                 journal.write(f"{receipt.shard} {receipt.base_offset + n} {payload.decode()}")
             at += BATCH
+            await asyncio.sleep(PACE_S)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ STREAM = "acme/soak/orders"
 SHARDS = 2
 PRODUCERS = 3
 BATCH = 20
+PACE_S = 0.02
+"""Between batches: a soak is about kills, and what is kept for its books should stay small."""
 STAY_MS = 300_000
 """A producer tries for longer than any broker takes to come back."""
 
@@ -59,6 +61,7 @@ class StreamPart:
                 for n, payload in enumerate(payloads):
                     self._acknowledged[payload] = (receipt.shard, receipt.base_offset + n)
                 at += BATCH
+                await asyncio.sleep(PACE_S)
 
     async def _follow(self, region: felix.RegionClient) -> None:
         async with region.stream(STREAM).subscribe("earliest", on_gap="raise") as follower:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from soak.harness import Journal
-from soak.transactions import transfer
+from soak.transactions import PACE_S, transfer
 
 import felix
 
@@ -25,6 +25,7 @@ async def main(home: Path, journal: Journal) -> None:
             name = f"{run}-{at}"
             journal.write(f"begun {name}")
             journal.write(f"{await transfer(region, name.encode(), wanted=True)} {name}")
+            await asyncio.sleep(PACE_S)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import felix
 STREAMS = ("acme/soak/debits", "acme/soak/credits", "acme/soak/journal")
 WRITERS = 3
 ABORTED_EACH = 7
+PACE_S = 0.005
 TIMEOUT_S = 60.0
 
 
@@ -77,6 +78,8 @@ class TransactionPart:
             at += 1
             name = b"%d-%d" % (who, at)
             self._ended[name] = await transfer(region, name, wanted=chance.randrange(ABORTED_EACH) > 0)
+            # A refusal may come without waiting for anything: nobody else's turn must hang on it.
+            await asyncio.sleep(PACE_S)
 
     async def stop(self) -> None:
         self._over.set()
