@@ -175,13 +175,13 @@ class _Share:
 
 
 class _Flush:
-    """Acknowledgements of one loop turn."""
+    """Acknowledgements of one loop turn, and who waits for how they went."""
 
-    __slots__ = ("future", "ranges")
+    __slots__ = ("ranges", "waiting")
 
-    def __init__(self, future: asyncio.Future[dict[int, bool]]) -> None:
-        self.future = future
+    def __init__(self) -> None:
         self.ranges: dict[tuple[int, int], RangeSet] = {}
+        self.waiting: list[tuple[int, asyncio.Future[bool]]] = []
 
 
 class Consumer:
@@ -444,7 +444,7 @@ class Consumer:
         """The record, or all of the batch, is done. True once that is durable. False where it does not count (the shard is
         another's by now, or the connection was lost before the answer): then it comes again. What is acknowledged in one turn
         of the loop goes together. Raises RequestError where the broker refuses it for another reason."""
-        return await self._gather(record.shard, record.generation, _ranges_of(record))
+        return await self._acked(record.shard, record.generation, _ranges_of(record))
 
     def ack_nowait(self, record: ConsumerRecord | ConsumerBatch) -> asyncio.Future[bool]:
         """As `ack`; the future tells."""
@@ -456,7 +456,7 @@ class Consumer:
         if share is None or share.generation != record.generation:
             return self._lost_ack(1)
         last = _ranges_of(record)[-1][1]
-        return await self._gather(record.shard, record.generation, share.handed.within(0, last))
+        return await self._acked(record.shard, record.generation, share.handed.within(0, last))
 
     async def nack(
         self, record: ConsumerRecord | ConsumerBatch, *, delay: float | None = None, reason: str = ""
@@ -494,34 +494,28 @@ class Consumer:
             self._give_back()
         return True
 
-    def _gather(self, shard: int, generation: int, ranges: list[tuple[int, int]]) -> asyncio.Future[bool]:
-        """Put these into the turn's acknowledgements."""
-        told: asyncio.Future[bool] = self._loop.create_future()
+    def _gather(self, shard: int, generation: int, ranges: list[tuple[int, int]]) -> _Flush | None:
+        """Put these into the turn's acknowledgements; None where they do not count any more."""
         share = self._shares.get(shard)
         if share is None or share.generation != generation or not self._exchange.is_open:
-            told.set_result(self._lost_ack(len(ranges)))
-            return told
+            self._lost_ack(len(ranges))
+            return None
         if self._flush is None:
-            self._flush = _Flush(self._loop.create_future())
+            self._flush = _Flush()
             self._loop.call_soon(self._send_flush)
         gathered = self._flush.ranges.setdefault((shard, generation), RangeSet())
         for first, following in ranges:
             gathered.add(first, following)
             share.handed.remove(first, following)
+        return self._flush
 
-        def tell(future: asyncio.Future[dict[int, bool]]) -> None:
-            if told.done():
-                return
-            error = future.exception()
-            if error is not None:
-                told.set_exception(error)
-            else:
-                told.set_result(future.result().get(shard, False))
-
-        self._flush.future.add_done_callback(tell)
-        # Whoever does not wait for it need not hear of a failure.
-        told.add_done_callback(lambda future: future.cancelled() or future.exception())
-        return told
+    async def _acked(self, shard: int, generation: int, ranges: list[tuple[int, int]]) -> bool:
+        flush = self._gather(shard, generation, ranges)
+        if flush is None:
+            return False
+        told: asyncio.Future[bool] = self._loop.create_future()
+        flush.waiting.append((shard, told))
+        return await told
 
     def _send_flush(self) -> None:
         flush, self._flush = self._flush, None
@@ -547,12 +541,16 @@ class Consumer:
                     counted[each.shard] = each.shard not in fenced and counted.get(each.shard, True)
                 lost += len(fenced)
         except FelixError as error:
-            flush.future.set_exception(error)
-            flush.future.exception()
+            _log.warning("an acknowledgement of %s was refused: %s", self.stream, error)
+            for _, told in flush.waiting:
+                if not told.done():
+                    told.set_exception(error)
         else:
             if lost:
                 self._lost_ack(lost)
-            flush.future.set_result(counted)
+            for shard, told in flush.waiting:
+                if not told.done():
+                    told.set_result(counted.get(shard, False))
         finally:
             self._acking.subtract(shard for shard, _ in flush.ranges)
             self._give_back()
@@ -727,7 +725,10 @@ def _tell(callback: Callable[[T], None] | None, what: T) -> None:
 def _own(record: ConsumerRecord) -> ConsumerRecord:
     """With payload and key as bytes of its own, so that it does not keep its batch in memory."""
     key = record.key
-    return record._replace(key=None if key is None else bytes(key), payload=bytes(record.payload))
+    return ConsumerRecord(
+        record.offset, record.timestamp_ms, None if key is None else bytes(key), record.headers, bytes(record.payload),
+        record.shard, record.attempt, record.generation,
+    )  # fmt: skip
 
 
 def _ranges_of(record: ConsumerRecord | ConsumerBatch) -> list[tuple[int, int]]:

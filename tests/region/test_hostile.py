@@ -72,12 +72,15 @@ REQUESTS = [
     "unsubscribe", "put_rights", "list_rights", "put_document", "list_documents", "list_keys", "rotate_keys",
     "describe_region", "report_links", "list_links", "get_data_key", "get_link_secret", "open_ingest", "cosign",
     "witnessed_size", "get_checkpoint", "put_cosignature", "open_cache", "watch_cache", "open_queue",
+    "create_subscription", "describe_subscription", "list_subscriptions", "seek_subscription", "delete_subscription",
+    "open_consumer",
 ]  # fmt: skip
 FIELDS = [
     "stream", "shards", "durability", "retention", "ring_bytes", "incarnation", "prefix", "after", "limit", "acks",
     "start", "credit_bytes", "grant", "subscription", "identity", "rights", "kind", "body", "level", "links", "key",
     "public_key", "from_region", "shard", "epoch", "transfer_key", "signature", "checkpoint", "proof", "origin",
     "from_size", "cosigned", "coalesce", "offsets",
+    "name", "settings", "consumer",
 ]  # fmt: skip
 NAMES = st.sampled_from(
     [CREW, "acme/ops/*", "a/b", "../../etc", "acme/ops/" + "x" * 80, "acme/ops/\U0001f600" * 30]
