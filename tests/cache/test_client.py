@@ -373,3 +373,29 @@ async def test_what_cannot_travel_is_refused_here(cache: Cache) -> None:
         cache.watch(credit_bytes=10)
     with pytest.raises(RequestError):
         Position.parse("nonsense")
+
+
+async def test_a_transaction_writes_to_caches_all_at_once_while_others_write(
+    region: felix.RegionClient,
+) -> None:
+    cache = await region.create_cache(NAME, shards=2)
+    await cache.put("count", b"0")
+    keys = [b"t%d" % number for number in range(20)]
+
+    async def count() -> None:
+        for _ in range(30):
+            await cache.increment("count")
+
+    async with cache.mirror() as mirror:
+        counting = asyncio.ensure_future(count())
+        for round_ in range(5):
+            async with region.transaction() as transaction:
+                for key in keys:
+                    await transaction.publish(NAME, b"%d" % round_, key=key)
+                seen = await cache.get_many(keys)
+                assert {entry.value for entry in seen.values()} <= {b"%d" % (round_ - 1)}
+            seen = await cache.get_many(keys)
+            assert {key: entry.value for key, entry in seen.items()} == {key: b"%d" % round_ for key in keys}
+        await counting
+        assert await cache.increment("count") == 31
+        await until(lambda: mirror.get(b"count") == b"31" and all(mirror[key] == b"4" for key in keys))
