@@ -32,8 +32,8 @@ SPARK_OPTIONS: Final = ("checkpointlocation", "queryname", "path")
 PARTITIONS_MAX: Final = 100_000
 """A partition costs a connection; more than this is a mistake, not a plan."""
 COUNT_MAX: Final = (1 << 63) - 1
-WRITE_ID_CHARS_MAX: Final = 32
-"""With micro-batch, partition and row behind it, it stays within the 64 bytes of a message id."""
+WRITE_ID_CHARS_MAX: Final = 100
+"""A name, not a document."""
 
 
 class ReadOptions(NamedTuple):

@@ -5,9 +5,11 @@ log takes nothing back: what a task published stays when the task or the job fai
 publishes again. Within one attempt nothing is doubled, whatever happens to the connection.
 
 Exactly once needs the stream's help: where it has deduplication, each record carries a message id made of the query, the
-micro-batch, the partition and the row's place in it, so that a repeated task is recognised record by record. That holds
-if the repeated task has the same rows in the same order, and comes within the stream's window. An id that a row brings
-itself, in its headers, is left as it is.
+micro-batch, the partition, the row's place in it and what the row holds, so that a repeated task is recognised record by
+record. That holds if the repeated task has the same rows in the same order, and comes within the stream's window. Where it
+has others, or in another order, these are new records: doubled at worst. Without the row's contents in its id, a row that
+takes another's place would be taken for a repetition, and be lost. An id that a row brings itself, in its headers, is left as
+it is.
 
 The SDK sends a record with an id to the shard that its key says or, without a key, its id: a repetition reaches the shard
 that remembers it.
@@ -18,6 +20,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from struct import Struct
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
@@ -27,7 +31,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from audit.spark.stream_access import RegionThread
 from audit.spark.stream_columns import Row, rows_of
 from audit.spark.stream_options import WriteOptions
-from felix.batch import MESSAGE_ID_HEADER
+from felix.batch import MESSAGE_ID_HEADER, encode_headers
 from felix.errors import Code, FelixError
 from felix.publisher import Publisher
 
@@ -38,6 +42,10 @@ _QUERY_ID: Final = "sql.streaming.queryId"
 _BATCH_ID: Final = "streaming.sql.batchId"
 """Local properties that Spark gives to the tasks of a micro-batch (org.apache.spark.sql.execution.streaming); the query's id
 stays over restarts from one checkpoint."""
+
+MESSAGE_ID_DIGEST_BYTES: Final = 24
+"""In hex it stays within the 64 bytes of a message id; no two rows meet by chance."""
+_PLACE: Final = Struct(">QQQ")
 
 log = logging.getLogger("felix.spark")
 
@@ -87,11 +95,16 @@ def publish_rows(options: WriteOptions, id_prefix: str, batches: Iterator[pa.Rec
 
 def identified(rows: Sequence[Row], prefix: str, first: int) -> list[Row]:
     """The rows with message ids, which count from `first`; those that bring an id of their own keep it."""
+    begun = blake2b(prefix.encode(), digest_size=MESSAGE_ID_DIGEST_BYTES)
     found = []
     for number, row in enumerate(rows, first):
         headers = row.headers or {}
         if MESSAGE_ID_HEADER not in headers:
-            row = row._replace(headers=headers | {MESSAGE_ID_HEADER: f"{prefix}/{number}".encode()})
+            digest = begun.copy()
+            digest.update(_PLACE.pack(number, len(row.key or b""), len(row.value)))
+            for part in (row.key or b"", row.value, encode_headers(dict(sorted(headers.items())))):
+                digest.update(part)
+            row = row._replace(headers=headers | {MESSAGE_ID_HEADER: digest.hexdigest().encode()})
         found.append(row)
     return found
 
@@ -140,5 +153,6 @@ class StreamingWriter(DataSourceStreamArrowWriter):
                 code=Code.UNSUPPORTED,
                 hint="Use a trigger of micro-batches (processingTime, availableNow).",
             )
-        query = self._options.write_id or query.replace("-", "")
-        return publish_rows(self._options, f"{query}/{batch}/{task.partitionId()}", iterator)
+        return publish_rows(
+            self._options, f"{self._options.write_id or query}/{batch}/{task.partitionId()}", iterator
+        )

@@ -71,4 +71,4 @@ def test_writing_knows_what_spark_adds_and_nothing_else() -> None:
     with pytest.raises(RequestError, match="no option 'startingOffsets'"):
         write_options(LEAST | {"startingOffsets": "earliest"})
     with pytest.raises(RequestError, match="'writeId'"):
-        write_options(LEAST | {"writeId": "x" * 33})
+        write_options(LEAST | {"writeId": "x" * 101})
