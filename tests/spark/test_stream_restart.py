@@ -1,0 +1,144 @@
+"""A streaming query whose driver is killed again and again while publishing goes on: every record once, in both sinks."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from spark_region import SparkRegion
+
+pq = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("pyspark")
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.fault]
+
+ROOT = Path(__file__).parents[2]
+KILLS = int(os.environ.get("FELIX_SPARK_KILLS", "2"))
+STEP_S = 240.0
+"""Far longer than a driver takes to start and to write something, on a busy machine."""
+
+
+class Driver:
+    """`two_sinks.py` with everything that it starts, in a process group of its own."""
+
+    def __init__(self, region: SparkRegion, stream: str, folder: Path, mode: str) -> None:
+        script = Path(__file__).with_name("two_sinks.py")
+        self.log = folder / "driver.log"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(script), str(region.home), stream, str(folder), mode],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """SIGKILL for driver, JVM and workers at once; nothing where they have ended."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def said(self) -> str:
+        return self.log.read_text()[-4000:]
+
+
+def written(folder: Path) -> int:
+    """Records in the table so far; 0 before there is one."""
+    try:
+        with sqlite3.connect(f"file:{folder / 'table.sqlite'}?mode=ro", uri=True) as database:
+            found: int = database.execute("SELECT count(*) FROM records").fetchone()[0]
+            return found
+    except sqlite3.OperationalError:
+        return 0
+
+
+@contextmanager
+def publishing(region: SparkRegion, stream: str) -> Iterator[list[int]]:
+    """Numbers from 0 on, in small steps, until the block ends; then the list holds how many there are."""
+    stop, count = threading.Event(), [0]
+
+    def publish() -> None:
+        while not stop.wait(0.02):
+            region.publish(stream, count[0], count[0] + 10)
+            count[0] += 10
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield count
+    finally:
+        stop.set()
+        thread.join()
+
+
+def run_and_kill(region: SparkRegion, stream: str, folder: Path, after_s: float) -> None:
+    """Let a driver write something, then kill it `after_s` later, wherever it is."""
+    driver, before = Driver(region, stream, folder, "run"), written(folder)
+    limit = time.monotonic() + STEP_S
+    try:
+        while written(folder) < before + 500:
+            assert driver.process.poll() is None and time.monotonic() < limit, driver.said()
+            time.sleep(0.05)
+        time.sleep(after_s)
+    finally:
+        driver.kill()
+
+
+def drain(region: SparkRegion, stream: str, folder: Path) -> None:
+    """Let a driver read all there is."""
+    driver = Driver(region, stream, folder, "drain")
+    try:
+        assert driver.process.wait(timeout=STEP_S) == 0, driver.said()
+    finally:
+        driver.kill()
+
+
+@pytest.mark.timeout(STEP_S * (KILLS + 2))
+def test_nothing_is_lost_or_doubled_however_often_the_driver_is_killed(
+    region: SparkRegion, tmp_path: Path
+) -> None:
+    stream, chance = region.stream(), random.Random(7)
+    with publishing(region, stream) as count:
+        for _ in range(KILLS):
+            run_and_kill(region, stream, tmp_path, chance.random())
+    total = count[0]
+    drain(region, stream, tmp_path)
+
+    with sqlite3.connect(tmp_path / "table.sqlite") as database:
+        upserted = database.execute("SELECT shard, place, text FROM records ORDER BY shard, place").fetchall()
+    in_files = files_that_count(tmp_path / "out")
+    ends = {each.shard: each.high_watermark for each in region.client.describe_stream(stream).state}
+    places = [(shard, offset) for shard in sorted(ends) for offset in range(ends[shard])]
+    for found in (upserted, in_files):
+        assert len(found) == total
+        assert [(shard, offset) for shard, offset, _ in found] == places
+        assert sorted(int(text) for _, _, text in found) == list(range(total))
+
+
+def files_that_count(folder: Path) -> list[tuple[int, int, str]]:
+    """The rows of the files that the sink committed, as any reader of its metadata counts them."""
+    log, names = folder / "_spark_metadata", {}
+    for entry in log.iterdir():
+        if entry.name.startswith(".") or not entry.name.split(".")[0].isdigit():
+            continue
+        for line in entry.read_text().splitlines()[1:]:
+            held = json.loads(line)
+            names[held["path"]] = None
+    rows: list[tuple[int, int, str]] = []
+    for name in names:
+        table = pq.read_table(name.removeprefix("file://"))
+        rows += zip(*(table.column(each).to_pylist() for each in ("shard", "offset", "text")), strict=True)
+    return sorted(rows)
