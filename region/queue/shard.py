@@ -40,6 +40,7 @@ from region.queue.state import (
     NOTHING,
     PRIORITIES,
     PRIORITY_DEFAULT,
+    READY_MAX,
     RECORD_BYTES,
     Phase,
     QueueState,
@@ -71,7 +72,7 @@ DECODED_BYTES_MAX: Final = 4 << 20
 """Of batches taken apart that a shard keeps for the next leases, as far as the queue budget gives it."""
 TRACKED_FREE: Final = 1_000
 """Records that a shard may know one by one without asking the budget: every queue goes on, however full it is."""
-RELOAD_S: Final = 1.0
+RELOAD_S: Final = 5.0
 """How long after a replay that failed it is tried again."""
 SETTLE_LOOK_S: Final = 0.005
 TRIM_BYTES: Final = 8 << 20
@@ -374,12 +375,18 @@ class QueueShard:
         for entry in entries:
             if entry.next_offset <= state.head:
                 continue
+            if not state.wants_more:
+                return  # the next ones are read again when their turn comes
             body = entry_body(entry)
             header = decode_header(body)
             if entry.base_offset > state.head:
                 state.skip(entry.base_offset)
             if not header.flags & FLAG_HEADERS and not (ordered and header.flags & FLAG_KEYED):
-                state.take_up_run(entry.next_offset, header.append_time_ms, now_ms)
+                # A batch may hold many thousands: not all of them in one turn of the loop.
+                end = min(entry.next_offset, state.head + READY_MAX - state.ready)
+                state.take_up_run(end, header.append_time_ms, now_ms)
+                if end < entry.next_offset:
+                    return
                 continue
             decoded = self._take_apart(body, entry.base_offset, entry.next_offset)
             for record in decoded.records if decoded is not None else ():

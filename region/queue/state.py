@@ -188,8 +188,8 @@ class QueueState:
 
     @property
     def wants_more(self) -> bool:
-        """Whether the next records of the log should be taken up."""
-        return self.counts[Phase.READY] < READY_MAX and len(self.tracked) < TRACKED_MAX
+        """Whether the next records of the log should be taken up: not one by one, but where half of what is read ahead is gone."""
+        return 2 * self.counts[Phase.READY] < READY_MAX and len(self.tracked) < TRACKED_MAX
 
     @property
     def oldest_ms(self) -> int:

@@ -18,6 +18,7 @@ from felix.queue_messages import Held, QueueState
 from felix.quota import QuotaLimits
 from region.folder import RegionFolder
 from region.node import Node
+from region.queue.state import READY_MAX
 
 pytestmark = pytest.mark.timeout(120)
 JOBS = "acme/ops/jobs"
@@ -367,6 +368,26 @@ async def test_records_of_plain_publishers_and_of_another_queue(operator: felix.
     with pytest.raises(RequestError) as refused:
         await operator.queue("acme/ops/plain").lease()
     assert refused.value.code is Code.UNSUPPORTED
+
+
+async def test_a_batch_of_many_records_is_read_ahead_in_parts(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    async with operator.stream(JOBS).publisher(batch_records=30_000, batch_bytes=1 << 20) as publisher:
+        await publisher.publish_batch([felix.NewRecord(b"%d" % n) for n in range(20_000)])
+    stream = node.broker.streams.get(felix.StreamName.parse(JOBS))
+    assert stream is not None
+    seen: set[int] = set()
+    async with jobs.consume(prefetch=2_000) as consumer:
+        async for job in consumer:
+            seen.add(int(job.payload))
+            job.ack()
+            assert (await node.queues.queue(stream)).shards[0].state.ready <= READY_MAX
+            if len(seen) == 20_000:
+                break
+    assert await state_of(jobs) == (0, 0, 0, 0) and (await jobs.describe()).redelivered == 0
 
 
 async def test_a_record_too_large_for_anybody_is_a_dead_letter(operator: felix.RegionClient) -> None:
