@@ -188,6 +188,7 @@ class CacheCalls:
         self._desk = desk
         self._exchange = exchange
         self._cache: Cache
+        self._is_open = False
         self._may_read = self._may_write = False
 
     def open(self, correlation: int, request: Request) -> None:
@@ -202,6 +203,7 @@ class CacheCalls:
         except (RequestError, UnavailableError) as error:
             exchange.fail(error, correlation)
             return
+        self._is_open = True
         opened = CacheOpened(cache.stream.incarnation, len(cache.shards), exchange.broker.clock_ms())
         exchange.opened(correlation, opened)
 
@@ -403,7 +405,7 @@ class CacheCalls:
     def pump(self) -> None: ...
 
     def rights_changed(self) -> None:
-        if not hasattr(self, "_cache"):
+        if not self._is_open:
             return
         stream = self._cache.stream
         self._take_rights(stream.name)
