@@ -37,6 +37,8 @@ DRAIN_MS_MAX: Final = 30_000
 """How long a consumer may finish what it has in hand of a shard that goes to another; less where the ack timeout is."""
 RETRY_S: Final = 0.1
 """After what the journal could not take."""
+TICK_S_MIN: Final = 0.002
+"""What is due and cannot be done yet (its shard is about to change hands) is looked at again after so long, not at once."""
 TIMER_S_MAX: Final = 3_600.0
 
 
@@ -287,7 +289,7 @@ class DurableSubscription:
             self._timer.cancel()
         self._timer, self._timer_ms = None, due_ms
         if due_ms and not self._over:
-            delay_s = min(TIMER_S_MAX, max(0.0, (due_ms - self._broker.clock_ms()) / 1000))
+            delay_s = min(TIMER_S_MAX, max(TICK_S_MIN, (due_ms - self._broker.clock_ms()) / 1000))
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
@@ -366,12 +368,13 @@ class DurableSubscription:
         if refused is not None:
             return refused
         kept: list[tuple[Progress, list[tuple[int, int]]]] = []
-        for each in acks:
+        # All of them first: one that is malformed must leave nothing kept.
+        wanted = [RangeSet(pairs(each.ranges)) for each in acks]
+        for each, ranges in zip(acks, wanted, strict=True):
             if not 0 <= each.shard < len(self._shelves):
                 error: FelixError | None = RequestError(f"{self.stream.name} has no shard {each.shard}.")
             else:
                 progress = self.progress(each.shard)
-                ranges = RangeSet(pairs(each.ranges))
                 if each.through >= 0:
                     # Named by itself, so that what is settled already is refused rather than passed over.
                     ranges.add(each.through, each.through + 1)

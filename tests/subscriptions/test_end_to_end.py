@@ -98,6 +98,19 @@ async def test_what_fails_comes_again_later_and_with_its_attempt(region: felix.R
         assert (state.shards[0].committed, state.redelivered) == (3, 2)
 
 
+async def test_records_of_one_batch_come_again_each_with_its_own_attempt(region: felix.RegionClient) -> None:
+    await region.create_stream(ORDERS)
+    await publish(region, b"a", b"b", b"c")
+    async with region.stream(ORDERS).consumer("billing", start="earliest") as consumer:
+        a, b, c = await take(consumer, 3)
+        assert await consumer.ack(c) and await consumer.nack(a, delay=0)
+        (a,) = await take(consumer, 1)
+        assert all(await asyncio.gather(consumer.nack(b, delay=0.05), consumer.nack(a, delay=0.05)))
+        again = await take(consumer, 2)
+        assert sorted((bytes(r.payload), r.attempt) for r in again) == [(b"a", 3), (b"b", 2)]
+        assert all(await asyncio.gather(*(consumer.ack(r) for r in again)))
+
+
 async def test_what_is_not_acknowledged_in_time_comes_again(region: felix.RegionClient) -> None:
     await region.create_stream(ORDERS)
     await publish(region, b"a", b"b")
