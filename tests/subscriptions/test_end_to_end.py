@@ -478,3 +478,37 @@ def test_the_synchronous_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert orders.subscriptions() == []
     finally:
         broker.kill()
+
+
+async def test_a_consumer_outlives_its_broker_and_is_told_where_the_stream_is_another(tmp_path: Path) -> None:
+    """What an ephemeral stream held is gone with the broker; a durable one goes on where it was."""
+    folder = fixed_region(tmp_path)
+    gaps: list[felix.Gap] = []
+    broker = BrokerProcess(folder, tmp_path)
+    try:
+        await asyncio.to_thread(broker.wait)
+        async with client(folder) as region:
+            await region.create_stream(ORDERS)
+            passing = region.stream("acme/payments/passing")
+            await passing.create(durability=Durability("ephemeral"), ring_bytes=1 << 20)
+            await publish(region, b"0", b"1")
+            await passing.publish(b"old")
+            async with (
+                region.stream(ORDERS).consumer("billing", start="earliest") as consumer,
+                passing.consumer("billing", start="earliest", on_gap=gaps.append) as other,
+            ):
+                first, _ = await take(consumer, 2)
+                assert await consumer.ack(first)
+                assert payloads(await take(other, 1)) == [b"old"]
+                broker.kill()
+                broker = BrokerProcess(folder, tmp_path)
+                await asyncio.to_thread(broker.wait)
+                async with client(folder) as second:
+                    await publish(second, b"2")
+                    await second.stream("acme/payments/passing").publish(b"new")
+                assert payloads(await take(consumer, 2)) == [b"1", b"2"] and consumer.resumes == 1
+                assert not await consumer.ack(first), "of an assignment that is over"
+                assert payloads(await take(other, 1)) == [b"new"]
+                assert [gap.reason for gap in gaps] == [felix.GapReason.RECREATED]
+    finally:
+        broker.kill()
