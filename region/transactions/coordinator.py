@@ -174,6 +174,7 @@ class Coordinator:
         self._applier: asyncio.Task[None] | None = None
         self._closed = False
         self._settled: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._deciding: set[asyncio.Task[None]] = set()
         self.committed = self.aborted = self.timed_out = self.groups = 0
 
     # -- life ------------------------------------------------------------------------------------------
@@ -199,6 +200,9 @@ class Coordinator:
         with suppress(TimeoutError):
             async with asyncio.timeout(5.0):
                 await self._idle.wait()
+        for task in self._deciding:
+            task.cancel()
+        await asyncio.gather(*self._deciding, return_exceptions=True)
         if self._applier is not None:
             self._applier.cancel()
             with suppress(asyncio.CancelledError):
@@ -473,10 +477,17 @@ class Coordinator:
         future.add_done_callback(_heard)
         future.add_done_callback(lambda _: self._commits.pop(transaction_id, None))
         self._commits[transaction_id] = future
+        # By itself: a client that is gone while it is being decided must not leave it undecided.
+        task = asyncio.ensure_future(self._decide(transaction, staged, future))
+        self._deciding.add(task)
+        task.add_done_callback(self._deciding.discard)
+        return await asyncio.shield(future)
+
+    async def _decide(self, transaction: _Open, staged: int, future: asyncio.Future[Outcome]) -> None:
         try:
             journal = await self._ready()
             # A replay may have shown that an earlier try is there after all.
-            found = self.state.find(transaction_id)
+            found = self.state.find(transaction.id)
             if found is None:
                 prepared = await self._prepare(transaction)
                 try:
@@ -493,7 +504,9 @@ class Coordinator:
                 self._follow(found, future)
         except FelixError as error:
             self._not_committed(transaction, future, error)
-        return await asyncio.shield(future)
+        except BaseException as error:
+            self._not_committed(transaction, future, FelixError(f"The broker failed: {error!r:.200}."))
+            raise
 
     def _decided(self, owner: SpiffeId, transaction_id: bytes) -> Awaitable[Outcome] | None:
         under_way = self._commits.get(transaction_id)

@@ -566,3 +566,15 @@ class TransactionsAgainstModel(RuleBasedStateMachine):
 
 TestTransactionsAgainstModel = TransactionsAgainstModel.TestCase
 TestTransactionsAgainstModel.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
+
+
+async def test_a_client_that_leaves_while_it_is_decided_leaves_it_decided(home: Home) -> None:
+    transaction = home.begin()
+    home.stage(transaction, 0, A, b"a")
+    commit = asyncio.ensure_future(home.coordinator.commit(OWNER, transaction, 1, home.clock))
+    await asyncio.sleep(0)
+    commit.cancel()
+    await asyncio.gather(commit, return_exceptions=True)
+    async with asyncio.timeout(20):
+        assert (await home.coordinator.commit(OWNER, transaction, 1, home.clock)).offsets == ((0,),)
+    assert await home.records(A) == [b"a"]
