@@ -179,12 +179,12 @@ class Subscription:
         """True between `take_up` and `let_go`."""
         return number in self._cursors
 
-    def let_go(self, number: int) -> None:
-        """Deliver nothing more of this shard."""
+    def let_go(self, number: int) -> RangeSet:
+        """Deliver nothing more of this shard. Returns what of its detours was not sent."""
         del self._cursors[number]
         self._order.remove(number)
-        self._detours.pop(number, None)
         self._unlisten.pop(number)()
+        return self._detours.pop(number, None) or RangeSet()
 
     def detour(self, number: int, ranges: Iterable[tuple[int, int]]) -> None:
         """Send the batches that hold these records once more, before the shard goes on; `pump` follows."""

