@@ -1,4 +1,4 @@
-"""RangeSet: which offsets of a shard are acknowledged, skipped or awaited, as ranges instead of one by one.
+"""RangeSet: which offsets of a shard are acknowledged, done, skipped or awaited, as ranges instead of one by one.
 
 A range is [first, next). On the wire and in journals a set stands as a flat list: first, next, first, next, rising. Pure.
 
@@ -109,6 +109,16 @@ class RangeSet:
         if at < following:
             found.append((at, following))
         return found
+
+    def end_of(self, offset: int) -> int:
+        """The first offset at or above `offset` that is not in."""
+        at = bisect_right(self._edges, offset)
+        return self._edges[at] if at % 2 else offset
+
+    def start_after(self, offset: int) -> int | None:
+        """Where the next range above `offset`, which is not in, begins."""
+        at = bisect_right(self._edges, offset)
+        return self._edges[at] if at < len(self._edges) else None
 
     def flat(self) -> list[int]:
         """As it stands on the wire."""

@@ -32,8 +32,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from felix.errors import CorruptionError
+from felix.ranges import RangeSet
 from felix.settings import QueueSettings
-from region.queue.ranges import DoneRanges
 
 READY_MAX: Final = 4_096
 """Read ahead of the workers: enough for many of them with long prefetches, a few ms of work to take up."""
@@ -160,7 +160,7 @@ class QueueState:
 
     def __init__(self, settings: QueueSettings) -> None:
         self.settings = settings
-        self.done = DoneRanges()
+        self.done = RangeSet()
         self.head = 0
         """The next offset that `take_up` is to be told of."""
         self.tracked: dict[int, Tracked] = {}
@@ -179,7 +179,7 @@ class QueueState:
     @property
     def floor(self) -> int:
         """Every record below is done."""
-        return self.done.floor
+        return self.done.end_of(0)
 
     @property
     def ready(self) -> int:
@@ -194,12 +194,12 @@ class QueueState:
     @property
     def oldest_ms(self) -> int:
         """When the oldest record that is not done was published; 0 where that is not known or there is none."""
-        first = self.tracked.get(self.done.floor)
+        first = self.tracked.get(self.floor)
         return first.time_ms if first is not None else 0
 
     def left(self, end: int) -> int:
         """Records below `end`, the log's end, that are not done."""
-        return end - self.done.floor - self.done.above
+        return end - self.done.count
 
     # -- what the log tells ----------------------------------------------------------------------------
 
@@ -531,7 +531,7 @@ class QueueState:
             for first, number, token in runs:
                 for offset in range(first, first + number):
                     self._apply(kind, offset, token, entry.at_ms, now_ms)
-        self.head = self.done.floor
+        self.head = self.floor
 
     def _apply(self, kind: Kind, offset: int, token: int, at_ms: int, now_ms: int) -> None:
         if kind is Kind.FINISHED:
@@ -564,9 +564,10 @@ class QueueState:
 
     def entries(self) -> list[bytes]:
         """The whole state as entries."""
-        ranges = [number for start, end in self.done for number in (start, end - start, 0)]
-        found = [self._entry(Kind.FLOOR, [], self.floor)]
-        found += self._entries(Kind.FLOOR, ranges, self.floor)
+        floor = self.floor
+        above = [number for start, end in self.done if start > floor for number in (start, end - start, 0)]
+        found = [self._entry(Kind.FLOOR, [], floor)]
+        found += self._entries(Kind.FLOOR, above, floor)
         found += self._entries(Kind.FINISHED, runs_of(sorted(self._finished.items())), 0)
         held: dict[tuple[Kind, int], list[tuple[int, int]]] = {}
         refunds: list[tuple[int, int]] = []

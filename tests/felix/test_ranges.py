@@ -36,6 +36,33 @@ def test_it_is_a_set_of_integers(steps: list[tuple[bool, tuple[int, int]]], aske
     assert RangeSet(pairs(ranges.flat())) == ranges == ranges.copy()
 
 
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), max_size=40))
+def test_what_is_only_added_to_has_a_floor_and_ranges_above_it(added: list[tuple[int, int]]) -> None:
+    ranges, model = RangeSet(), set[int]()
+    for start, length in added:
+        ranges.add(start, start + length)
+        model.update(range(start, start + length))
+        floor = next(offset for offset in range(100) if offset not in model)
+        assert ranges.end_of(0) == floor
+        assert [offset for offset in range(80) if offset in ranges] == sorted(model)
+        above = [(start, end) for start, end in ranges if start > floor]
+        assert ranges.missing(0, floor) == [] and len(above) + bool(floor) == len(ranges)
+        assert all(end < start for (_, end), (start, _) in pairwise(above))
+        assert ranges.count - floor == sum(offset > floor for offset in model)
+        for offset in range(80):
+            assert ranges.end_of(offset) == next(each for each in range(offset, 100) if each not in model)
+
+
+@given(st.integers(0, 50), st.lists(st.tuples(st.integers(0, 90), st.integers(1, 5)), max_size=20))
+def test_the_next_range_is_found(floor: int, added: list[tuple[int, int]]) -> None:
+    ranges = RangeSet([(0, floor), *((start, start + length) for start, length in added)])
+    held = {offset for offset in range(120) if offset in ranges}
+    for offset in range(110):
+        if offset not in held:
+            later = [each for each in held if each > offset]
+            assert ranges.start_after(offset) == (min(later) if later else None)
+
+
 def test_a_long_set_is_cut_into_lists_of_bounded_length() -> None:
     ranges = [(n * 10, n * 10 + 3) for n in range(25)]
     found = list(chunks(ranges, 10))
