@@ -274,10 +274,7 @@ class Coordinator:
         epoch = self.state.epoch(str(owner), transactional_id) + 1
         entry = Fenced(str(owner), transactional_id, epoch)
         self.state.apply(entry)
-        done: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
-        journal.append(encode(entry), done.set_result)
-        if (error := await done) is not None:
-            raise error
+        await journal.written(encode(entry))
         return epoch
 
     def begin(

@@ -53,7 +53,12 @@ class SubscriptionParticipant:
         refused = await self._desk.ready(acks)
         if refused is None:
             future: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
-            self._desk.apply(acks, future.set_result)
+
+            def done(error: FelixError | None) -> None:
+                if not future.done():
+                    future.set_result(error)
+
+            self._desk.apply(acks, done)
             refused = await future
         if refused is not None:
             raise refused

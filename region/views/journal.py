@@ -132,8 +132,8 @@ class Journal:
         if self._flush_due:
             self._flush()
         await self._settled.wait()
-        self._lost = None
         if self._log is None:
+            self._lost = None
             return
         newest = await self._newest_snapshot()
         start = self._log.log_start_offset
@@ -149,6 +149,8 @@ class Journal:
                 yield entry
         self._last_snapshot_bytes = newest.size if newest else 0
         self._since_snapshot = max(0, self._log.disk_bytes - self._last_snapshot_bytes)
+        # Not before: a replay that fails, or is given up, leaves the view with half a state.
+        self._lost = None
 
     async def _newest_snapshot(self) -> _Snapshot | None:
         assert self._log is not None
@@ -199,6 +201,12 @@ class Journal:
                 self._flush_due = True
                 asyncio.get_running_loop().call_soon(self._flush)
 
+    async def written(self, entry: bytes) -> None:
+        """`append`, awaited: the entry is durable when this returns. Raises why it is not."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.append(entry, _resolving(future))
+        await future
+
     def _flush(self) -> None:
         self._flush_due = False
         queue, self._queue = self._queue, []
@@ -218,7 +226,11 @@ class Journal:
     def _write(self, group: list[tuple[bytes, Done]]) -> None:
         def done(error: FelixError | None) -> None:
             for _, each in group:
-                each(error)
+                try:
+                    each(error)
+                except Exception:
+                    # One view's mistake must not keep the others of its group waiting.
+                    log.exception("the receiver of a journal's answer failed")
 
         self._append([payload for payload, _ in group], done)
 
@@ -281,16 +293,7 @@ class Journal:
 
     async def _appended(self, payloads: list[bytes]) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def done(error: FelixError | None) -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-
-        self._append(payloads, done)
+        self._append(payloads, _resolving(future))
         await future
 
     async def close(self) -> None:
@@ -300,6 +303,20 @@ class Journal:
         if self._snapshot_task is not None:
             self._snapshot_task.cancel()
         await self._settled.wait()
+
+
+def _resolving(future: asyncio.Future[None]) -> Done:
+    """What tells a future, unless whoever waited for it is gone."""
+
+    def done(error: FelixError | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
+
+    return done
 
 
 def _ignore(error: FelixError | None) -> None:

@@ -578,3 +578,22 @@ async def test_a_client_that_leaves_while_it_is_decided_leaves_it_decided(home: 
     async with asyncio.timeout(20):
         assert (await home.coordinator.commit(OWNER, transaction, 1, home.clock)).offsets == ((0,),)
     assert await home.records(A) == [b"a"]
+
+
+async def test_a_client_that_goes_while_it_fences_keeps_nobody_waiting(home: Home) -> None:
+    """Its answer has nowhere to go; those whose entries were written with its own still hear of theirs."""
+    await home.coordinator.fence(OWNER, "first")
+    reports: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
+    leaving = asyncio.ensure_future(home.coordinator.fence(OWNER, "worker"))
+    staying = asyncio.ensure_future(home.coordinator.fence(OWNER, "other"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    async with asyncio.timeout(10):
+        assert await staying == 1
+        assert await home.coordinator.fence(OWNER, "worker") == 2
+        transaction = home.begin()
+        home.stage(transaction, 0, A, b"a1")
+        await home.coordinator.commit(OWNER, transaction, 1, home.clock)
+        await home.coordinator.close()
+    assert reports == []

@@ -148,3 +148,36 @@ async def test_an_ephemeral_view_keeps_nothing_and_waits_for_nothing() -> None:
     assert counter.values == {"a": 1}
     await counter.reload()
     assert counter.values == {}
+
+
+async def test_a_receiver_that_fails_keeps_nobody_else_of_its_group_waiting(tmp_path: Path) -> None:
+    async with counting(tmp_path) as counter:
+
+        def failing(error: FelixError | None) -> None:
+            raise RuntimeError("a mistake")
+
+        counter.journal.append(b"n 1", failing)
+        async with asyncio.timeout(10):
+            await counter.put("m", 2)
+            await counter.reload()
+        assert counter.values == {"n": 1, "m": 2}
+
+
+async def test_until_a_replay_has_come_to_its_end_nothing_is_decided(tmp_path: Path) -> None:
+    """What is half read is no state: a replay that fails or is given up leaves the journal as lost as it was."""
+    files = FailingFiles()
+    async with counting(tmp_path, files) as counter:
+        await asyncio.gather(*(counter.put(f"n{number}", number) for number in range(10)))
+        files.room = 0
+        with pytest.raises(FelixError):
+            await counter.put("n1", 99)
+        files.room = None
+        entries = counter.journal.replay()
+        await anext(entries)
+        await entries.aclose()
+        assert counter.journal.refusal() is not None
+        with pytest.raises(FelixError):
+            await counter.put("n1", 100)
+        await counter.reload()
+        assert counter.journal.refusal() is None
+        assert counter.values == {f"n{number}": number for number in range(10)}
