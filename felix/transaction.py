@@ -74,16 +74,31 @@ class Transactions:
     """The exchange that a client's transactions share, and the epochs of its transactional ids."""
 
     def __init__(self, connection: RegionConnection) -> None:
-        self._exchange = Exchange(connection, OpenTransactions, decode_reply)
+        self._connection = connection
+        self._exchange: Exchange | None = None
         self._opening: asyncio.Task[Any] | None = None
         self._epochs: dict[str, asyncio.Task[int]] = {}
 
     async def call(self, message: Any, timeout_s: float | None = None) -> Any:
         """One call; every one may be asked again."""
-        if self._opening is None:
-            self._opening = asyncio.ensure_future(self._exchange.open())
-        await asyncio.shield(self._opening)
-        return await self._exchange.call(message, again=True, timeout_s=timeout_s)
+        exchange = await self._open()
+        return await exchange.call(message, again=True, timeout_s=timeout_s)
+
+    async def _open(self) -> Exchange:
+        """The exchange, opened by the first who asks; where that failed, or it has ended since, by the next one."""
+        opening, exchange = self._opening, self._exchange
+        failed = (
+            opening is not None
+            and opening.done()
+            and (opening.cancelled() or opening.exception() is not None)
+        )
+        if exchange is None or opening is None or failed or exchange.is_over:
+            if exchange is not None:
+                exchange.close()
+            exchange = self._exchange = Exchange(self._connection, OpenTransactions, decode_reply)
+            opening = self._opening = asyncio.ensure_future(exchange.open())
+        await asyncio.shield(opening)
+        return exchange
 
     async def epoch(self, transactional_id: str) -> int:
         """Of this client as an instance of the id, taken with the first transaction under it."""
@@ -98,7 +113,8 @@ class Transactions:
         return answer.epoch
 
     def close(self) -> None:
-        self._exchange.close()
+        if self._exchange is not None:
+            self._exchange.close()
 
 
 class TransactionRecord:

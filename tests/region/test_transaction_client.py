@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from region_process import BrokerProcess, fixed_region
 
 import felix
 import felix.sync
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, UnavailableError
 from felix.quota import QuotaLimits
 from region.folder import RegionFolder
 from region.node import Node
@@ -142,6 +143,25 @@ async def test_a_restart_keeps_the_outcome(folder: RegionFolder, tmp_path: Path)
         found = node.transactions.state.find(transaction.id)
         assert found is not None and found.offsets == ((0,),)
         assert await payloads(region, A) == [b"x"]
+
+
+async def test_a_first_transaction_that_nobody_answered_does_not_spoil_those_that_follow(
+    tmp_path: Path,
+) -> None:
+    folder = fixed_region(tmp_path)
+    data = str(tmp_path / "data")
+    async with AsyncExitStack() as first:
+        await first.enter_async_context(running(folder, data=data))
+        async with client(folder, request_timeout_s=0.3) as region:
+            await region.create_stream(A)
+            await first.aclose()
+            with pytest.raises(UnavailableError):
+                await region.transaction().begin()
+            async with running(folder, data=data):
+                await until(lambda: region.is_connected)
+                async with region.transaction() as transaction:
+                    await transaction.publish(A, b"after all")
+                assert await payloads(region, A) == [b"after all"]
 
 
 async def test_brokers_killed_under_transactions_leave_each_once_or_not_at_all(tmp_path: Path) -> None:
