@@ -5,13 +5,16 @@ then speaks through an `Exchange`: CALL frames in, REPLY and ERROR frames out, u
 in any order; BATCH frames where a view delivers, CREDIT frames where it is granted.
 
 Invariants: every call is answered once, unless the exchange ends; what is unanswered, and what has come of an incomplete frame, is
-held within the broker's `exchange` budget; at most CALLS_MAX calls of one exchange are under way; a handler hears of the end once.
+held within the broker's `exchange` budget; at most CALLS_MAX calls of one exchange are under way; while the connection's backlog is
+above its limit no call is handled, so a client that asks and does not read holds calls here, and not answers; a handler hears of
+the end once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol
 
@@ -34,6 +37,8 @@ log = logging.getLogger("felix.region.exchange")
 
 CALLS_MAX: Final = 1_024
 """Calls of one exchange under way at once; a client keeps below half of it."""
+LOOK_BYTES: Final = 256 << 10
+"""Sent before it is looked at whether the connection takes more: a look costs more than a small answer."""
 _INBOUND: Final = frozenset({FrameType.REQUEST, FrameType.CALL, FrameType.CREDIT})
 
 OpenRole = Callable[[Exchanging, int], Role]
@@ -127,6 +132,8 @@ class Exchange:
         self._decode_call = decode_call
         self._decoder = FrameDecoder(_INBOUND)
         self._sizes: dict[int, int] = {}
+        self._held: deque[tuple[int, Any]] = deque()
+        self._unlooked_bytes = 0
         self._partial = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._asked = False
@@ -198,6 +205,20 @@ class Exchange:
             self._send_error(correlation, refusal)
             return
         self._sizes[correlation] = size
+        if self._held or not self._takes_answers():
+            self._held.append((correlation, call))
+        else:
+            self._handle(correlation, call)
+
+    def _takes_answers(self) -> bool:
+        """True while the client reads what it asks for; else `pump` comes once it does."""
+        if self._unlooked_bytes >= LOOK_BYTES:
+            if not self.session.may_send():
+                return False
+            self._unlooked_bytes = 0
+        return True
+
+    def _handle(self, correlation: int, call: Any) -> None:
         try:
             self._handler.call(correlation, call)
         except (RequestError, UnavailableError) as error:
@@ -215,6 +236,12 @@ class Exchange:
         self._partial = held
 
     def pump(self) -> None:
+        while self._held and not self._over and self._takes_answers():
+            try:
+                self._handle(*self._held.popleft())
+            except ProtocolError as error:
+                self.session.fail(error)
+                return
         if not self._over:
             self._handler.pump()
 
@@ -231,6 +258,7 @@ class Exchange:
         budget = self.broker.budgets.exchange
         budget.give(sum(self._sizes.values()) + self._partial)
         self._sizes.clear()
+        self._held.clear()
         self._partial = 0
         self._handler.closed()
 
@@ -303,6 +331,7 @@ class Exchange:
 
     def _send(self, data: bytes, *, end: bool = False) -> None:
         if not self._over:
+            self._unlooked_bytes += len(data)
             self.session.send(self._stream_id, data, end=end)
 
 

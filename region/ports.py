@@ -121,6 +121,9 @@ class Ingesting(Protocol):
 class Exchanging(Ingesting, Protocol):
     """What an exchange asks of its session."""
 
+    def fail(self, error: FelixError) -> None:
+        """Tell the client what it did wrong, and end the session."""
+
     def meter_for(self, stream: str) -> Meter:
         """What a use of this stream is charged to: its tenant and the session's identity; the identity alone where there is
         no such stream, or no right to it. Raises UnavailableError(LIMIT_SESSIONS)."""

@@ -18,6 +18,7 @@ from felix.errors import Code, FelixError
 from felix.frames import Credit, FrameType, encode_frame
 from felix.messages import OpenCache, Subscribe, WatchCache, decode_answer, encode_message
 from region.cache.watch import CREDIT_BYTES_MIN
+from region.exchange import Exchange
 from region.folder import RegionFolder
 from region.node import Node
 
@@ -171,3 +172,43 @@ async def test_clients_that_vanish_leave_nothing_behind(node: Node, cache: felix
     assert used == sum(shard.state.size_bytes for shard in held.serving)
     await cache.delete_many([f"{number}" for number in range(2, 60)])
     assert budgets.cache.used_bytes < used
+
+
+async def test_who_asks_and_does_not_read_holds_no_more_than_a_backlog(
+    node: Node, cache: felix.Cache
+) -> None:
+    """What is answered at once waits for its reader as calls, not as answers in the broker's memory."""
+    await cache.put("large", bytes(200_000))
+    others = set(node.broker.sessions)
+    async with raw_peer(node.folder, node.address) as peer:
+        stream = await opened(peer, OpenCache(NAME))
+        (session,) = node.broker.sessions - others
+        (exchange,) = (role for role in session._roles.values() if isinstance(role, Exchange))  # type: ignore[attr-defined]
+        asked = 300
+        answered: list[int] = []
+        reply = exchange.reply
+        exchange.reply = lambda correlation, answer: (
+            answered.append(correlation),
+            reply(correlation, answer),
+        )  # type: ignore[method-assign]
+        for correlation in range(2, 2 + asked):
+            peer.send(call(Get(b"large"), correlation), stream)
+        peer.go_deaf()
+        await until(lambda: len(answered) + len(exchange._sizes) >= asked)
+        high = node.broker.transport_limits.backlog_high_bytes
+        assert session.connection.backlog_bytes() < high + (1 << 20)  # type: ignore[attr-defined]
+        assert len(answered) < asked
+    await until(lambda: not node.broker.budgets.exchange.used_bytes)
+
+
+async def test_calls_that_waited_for_their_reader_are_answered_in_order(
+    node: Node, cache: felix.Cache
+) -> None:
+    await cache.put("large", bytes(200_000))
+    async with raw_peer(node.folder, node.address) as peer:
+        stream = await opened(peer, OpenCache(NAME))
+        for correlation in range(2, 302):
+            peer.send(call(Get(b"large"), correlation), stream)
+        await until(lambda: len(peer.of(FrameType.REPLY, stream)) == 300)
+        assert [frame.correlation for frame in peer.of(FrameType.REPLY, stream)] == list(range(2, 302))
+    await until(lambda: not node.broker.budgets.exchange.used_bytes)
