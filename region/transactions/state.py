@@ -23,7 +23,8 @@ OUTCOMES_MAX: Final = 10_000
 OUTCOME_AGE_MS: Final = 3_600_000
 """A client that was away for longer is told that nobody knows."""
 FENCES_MAX: Final = 10_000
-"""Transactional ids whose newest instance is known; the one unused for longest goes."""
+"""Transactional ids whose newest instance is known. Beyond it one goes of the owner who has the most: what one makes in any number
+must not make another's instances old."""
 UNKNOWN_OFFSET: Final = -1
 """A part is in its shard, or its stream is gone; where it stands is not known."""
 OFFSETS_MAX: Final = 50_000
@@ -129,7 +130,8 @@ class TransactionState:
         self._by_id: dict[bytes, Transaction] = {}
         self._by_number: dict[int, Transaction] = {}
         self._loose: dict[int, tuple[list[Part], list[Acknowledgement]]] = {}
-        self._fences: dict[tuple[str, str], int] = {}
+        self._fences: dict[str, dict[str, int]] = {}
+        self._fence_count = 0
         self._owed: dict[int, Transaction] = {}
 
     def __len__(self) -> int:
@@ -141,7 +143,7 @@ class TransactionState:
 
     def epoch(self, owner: str, transactional_id: str) -> int:
         """Of the newest instance; 0 where there was none."""
-        return self._fences.get((owner, transactional_id), 0)
+        return self._fences.get(owner, {}).get(transactional_id, 0)
 
     @property
     def owed(self) -> list[Transaction]:
@@ -177,13 +179,24 @@ class TransactionState:
                     found.parts, found.acknowledgements = [], []
                     self._forget(found.committed.time_ms)
             case Fenced(owner, transactional_id, epoch):
-                self._fences.pop((owner, transactional_id), None)
-                self._fences[owner, transactional_id] = epoch
-                while len(self._fences) > FENCES_MAX:
-                    del self._fences[next(iter(self._fences))]
+                self._fence(owner, transactional_id, epoch)
             case Horizon(next_number, forgotten_ms):
                 self.next_number = max(self.next_number, next_number)
                 self.forgotten_ms = max(self.forgotten_ms, forgotten_ms)
+
+    def _fence(self, owner: str, transactional_id: str, epoch: int) -> None:
+        mine = self._fences.setdefault(owner, {})
+        self._fence_count += transactional_id not in mine
+        mine.pop(transactional_id, None)
+        mine[transactional_id] = epoch
+        if self._fence_count > FENCES_MAX:
+            # The one unused for longest, of whoever has the most; the same at a replay.
+            most = max(self._fences, key=lambda each: len(self._fences[each]))
+            held = self._fences[most]
+            del held[next(iter(held))]
+            if not held:
+                del self._fences[most]
+            self._fence_count -= 1
 
     def _forget(self, now_ms: int) -> None:
         """Let go of the oldest outcomes beyond count and age; what is owed stays."""
@@ -199,8 +212,9 @@ class TransactionState:
     def snapshot(self) -> Iterator[bytes]:
         """Entries that make up this state in an empty one."""
         yield encode(Horizon(self.next_number, self.forgotten_ms))
-        for (owner, transactional_id), epoch in self._fences.items():
-            yield encode(Fenced(owner, transactional_id, epoch))
+        for owner, mine in self._fences.items():
+            for transactional_id, epoch in mine.items():
+                yield encode(Fenced(owner, transactional_id, epoch))
         for number, held in self._by_number.items():
             committed = held.committed
             if held.offsets is None:
