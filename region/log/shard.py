@@ -1071,7 +1071,7 @@ class ShardLog:
 
     def _check_readable(self, offset: int) -> None:
         if self.state not in (State.SERVING, State.FULL):
-            raise self._not_serving()
+            raise self._not_serving().with_traceback(None)
         if not self.log_start_offset <= offset <= self._high_watermark:
             raise OffsetOutOfRangeError(offset, self.log_start_offset, self._high_watermark)
 
@@ -1346,7 +1346,7 @@ class ShardLog:
             return None
         async with self._maintenance:
             if self.state not in (State.SERVING, State.FULL) or self._hold:
-                raise self._hold or self._not_serving()
+                raise (self._hold or self._not_serving()).with_traceback(None)
             end = self._maintenance_end = ThreadEvent()
             compactor = Compactor(
                 disk,
@@ -1418,7 +1418,7 @@ class ShardLog:
             return OffloadReport()
         async with self._maintenance:
             if self.state not in (State.SERVING, State.FULL) or self._hold:
-                raise self._hold or self._not_serving()
+                raise (self._hold or self._not_serving()).with_traceback(None)
             offloader = Offloader(
                 disk,
                 self._files,
@@ -1562,7 +1562,7 @@ class _Held:
     async def __aenter__(self) -> None:
         shard = self._shard
         if shard._hold:
-            raise shard._hold
+            raise shard._hold.with_traceback(None)
         shard._hold = self._refusal
         try:
             await shard._drained.wait()
@@ -1571,7 +1571,7 @@ class _Held:
             raise
         if shard.state not in (State.SERVING, State.FULL):
             shard._hold = None
-            raise shard._not_serving()
+            raise shard._not_serving().with_traceback(None)
 
     async def __aexit__(self, *_: object) -> None:
         if self._shard._hold is self._refusal:

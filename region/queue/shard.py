@@ -249,7 +249,7 @@ class QueueShard:
                 retry_after_ms=100,
             )
         if refusal is not None:
-            raise refusal
+            raise refusal.with_traceback(None)
 
     @property
     def serves(self) -> bool:

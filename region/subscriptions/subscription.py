@@ -343,7 +343,7 @@ class DurableSubscription:
         waiting: list[asyncio.Future[None]] = []
         refused = self.refusal()
         if refused is not None:
-            raise refused
+            raise refused.with_traceback(None)
         for shard, offset in starts.items():
             progress = self.progress(shard)
             owner, generation = self._group.owners.get(shard), progress.generation

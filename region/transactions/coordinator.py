@@ -241,7 +241,7 @@ class Coordinator:
                     self._enqueue(transaction)
             refused = journal.refusal()
             if refused is not None:
-                raise refused
+                raise refused.with_traceback(None)
             return journal
 
     async def _certain(self) -> None:
@@ -410,7 +410,8 @@ class Coordinator:
     def _mine(self, owner: SpiffeId, transaction_id: bytes) -> _Open:
         transaction = self._open.get(transaction_id)
         if transaction is None or transaction.owner != owner:
-            raise self._ended.get(transaction_id) or _not_open()
+            # A kept error is raised without the traces of the times before: they would hold all that was in sight then.
+            raise (self._ended.get(transaction_id) or _not_open()).with_traceback(None)
         self._check_fence(owner, transaction.transactional_id, transaction.epoch)
         return transaction
 
@@ -464,7 +465,7 @@ class Coordinator:
             return await known
         transaction = self._open.get(transaction_id)
         if transaction is None or transaction.owner != owner:
-            raise self._why_not_open(transaction_id, begun_ms)
+            raise self._why_not_open(transaction_id, begun_ms).with_traceback(None)
         self._check_commit(transaction, staged)
         if not staged:
             self._drop(transaction, RequestError("This transaction was empty.", code=Code.CONFLICT))
@@ -556,7 +557,7 @@ class Coordinator:
             hosted = self._publishable(transaction.owner, StreamName.parse(part.stream), part.incarnation)
             shard = hosted.shard(part.shard)
             if shard.failure is not None:
-                raise shard.failure
+                raise shard.failure.with_traceback(None)
             if SLOT not in shard.annotations and len(shard.annotations) >= ANNOTATION_SLOTS_MAX:
                 raise RequestError(f"{part.stream} takes no more sources.", code=Code.UNSUPPORTED)
 

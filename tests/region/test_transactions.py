@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import tempfile
+import traceback
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -597,3 +598,30 @@ async def test_a_client_that_goes_while_it_fences_keeps_nobody_waiting(home: Hom
         await home.coordinator.commit(OWNER, transaction, 1, home.clock)
         await home.coordinator.close()
     assert reports == []
+
+
+async def test_one_identity_makes_nobody_elses_instances_old(home: Home) -> None:
+    """However many transactional ids one identity has, what is known of another's stays."""
+    mine = await home.coordinator.fence(OTHER, "billing")
+    for number in range(state.FENCES_MAX + 1):
+        home.coordinator.state.apply(state.Fenced(str(OWNER), f"id-{number}", 1))
+    assert home.coordinator.state.epoch(str(OTHER), "billing") == mine
+    held = TransactionState()
+    for entry in home.coordinator.state.snapshot():
+        held.apply(state.decode(entry))
+    assert held.epoch(str(OTHER), "billing") == mine
+    assert held.epoch(str(OWNER), f"id-{state.FENCES_MAX}") == 1
+    assert held.epoch(str(OWNER), "id-0") == 0, "of its own, the one unused for longest goes"
+
+
+async def test_asking_for_an_ended_transaction_again_and_again_costs_no_memory(home: Home) -> None:
+    aborted = home.begin()
+    await home.coordinator.abort(OWNER, aborted)
+    lengths: set[int] = set()
+    for _ in range(20):
+        with pytest.raises(RequestError) as refused:
+            home.stage(aborted, 0, A, b"late")
+        with pytest.raises(RequestError):
+            await home.coordinator.commit(OWNER, aborted, 0, home.clock)
+        lengths.add(len(list(traceback.walk_tb(refused.value.__traceback__))))
+    assert len(lengths) == 1
