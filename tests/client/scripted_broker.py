@@ -192,6 +192,10 @@ class MemoryEngine:
 # -- the broker ------------------------------------------------------------------------------------------
 
 
+BATCHES_REMEMBERED = 32
+"""Of a producer, as a broker does: more than a client has in flight (docs/wire.md)."""
+
+
 @dataclass
 class Shard:
     """A log in memory, and the producers' sequences as a broker keeps them."""
@@ -213,7 +217,7 @@ class Shard:
             if header.producer_epoch > epoch:
                 known = []
             expected = known[-1][1] if known else 0
-            for first, following, offset in known[-8:]:
+            for first, following, offset in known[-BATCHES_REMEMBERED:]:
                 if (first, following) == (header.base_sequence, header.base_sequence + header.records):
                     return offset
             if header.base_sequence != expected:
