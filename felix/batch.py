@@ -55,6 +55,8 @@ KEY_BYTES_MAX: Final = 4_096
 HEADERS_MAX: Final = 64
 MESSAGE_ID_HEADER: Final = "felix.message-id"
 """The record header that a stream with deduplication knows a repeated record by."""
+PRODUCER_ID_MAX: Final = (1 << 63) - 1
+"""Of a client's producer. Those above are the broker's own, so that nobody's batch is taken for a dead letter that has arrived."""
 MESSAGE_ID_BYTES_MAX: Final = 64
 """A UUID as text has 36, a SHA-256 in hex 64."""
 

@@ -11,7 +11,7 @@ import asyncio
 from functools import partial
 from typing import Final
 
-from felix.batch import FLAG_SEALED, decode_batch
+from felix.batch import FLAG_SEALED, PRODUCER_ID_MAX, decode_batch
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import (
     CONTROL_BYTES_MAX,
@@ -139,6 +139,10 @@ class PublishStream:
             if batch.header.flags & FLAG_SEALED:
                 raise RequestError(
                     "A producer's batch is not sealed; the broker seals.", code=Code.BATCH_MALFORMED
+                )
+            if batch.header.producer_id > PRODUCER_ID_MAX:
+                raise RequestError(
+                    "A producer id of more than 63 bits is the broker's own.", code=Code.BATCH_MALFORMED
                 )
             log = self._stream.shard(batch.header.shard)
             refusal = meter.refusal(size)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from felix.batch import (
@@ -57,8 +57,8 @@ from region.views.dead_letter import (
     MOVE_RECORDS_MAX,
     DeadLetters,
     Move,
+    each_record,
     entry_body,
-    read_records,
 )
 from region.views.journal import Done, Journal, JournalKind
 
@@ -230,7 +230,13 @@ class QueueShard:
                 task.cancel()
         self.dead.stop()
         for waiting in self._coming_back.values():
-            waiting.cancel()
+            if not waiting.done():
+                waiting.set_exception(
+                    UnavailableError(
+                        f"The queue {self._stream.name} is closing; what was on its way still arrives.",
+                        code=Code.SHUTTING_DOWN,
+                    )
+                )
         self._drop_decoded()
         self._broker.budgets.queue.give(self._charged)
         self._charged = 0
@@ -768,9 +774,9 @@ class QueueShard:
 
     # -- looking ---------------------------------------------------------------------------------------
 
-    async def records(self, offsets: Sequence[int]) -> list[Record | None]:
-        """Records by their offsets. Raises what reading a log raises."""
-        return await read_records(self.log, offsets)
+    def records(self, offsets: Sequence[int]) -> AsyncIterator[tuple[int, Record | None]]:
+        """Records by their offsets, which ascend; None for one that is gone. Raises what reading a log raises."""
+        return each_record(self.log, offsets)
 
 
 def _asked(record: Record) -> tuple[int, int]:

@@ -115,6 +115,7 @@ class QueueWorker:
         self._is_open = False
         self._stopped = False
         self._next_shard = 0
+        self._looking = asyncio.Lock()
 
     # -- exchange.Handler ------------------------------------------------------------------------------
 
@@ -447,6 +448,12 @@ class QueueWorker:
         self._exchange.spawn(correlation, self._look(correlation, call.records))
 
     async def _look(self, correlation: int, records: int) -> None:
+        # One after the other: each holds what it has read until it is answered.
+        async with self._looking:
+            found = await self._found(records)
+        self._exchange.reply(correlation, Peeked(found))
+
+    async def _found(self, records: int) -> list[PeekedJob]:
         found: list[PeekedJob] = []
         size = 0
         for shard in self._queue.shards:
@@ -458,7 +465,7 @@ class QueueWorker:
                 if offset < end:
                     wanted.append(offset)
                     offset += 1
-            for at, record in zip(wanted, await shard.records(wanted), strict=True):
+            async for at, record in shard.records(wanted):
                 if record is None or at in state.done:
                     continue
                 tracked = state.tracked.get(at)
@@ -467,7 +474,7 @@ class QueueWorker:
                 size += len(payload) + len(key or b"") + JOB_ROOM_BYTES
                 size += sum(len(name) + len(value) + 8 for name, value in record.headers.items())
                 if size > PEEK_BYTES_MAX and found:
-                    break
+                    return found
                 job = Job(
                     shard.number,
                     at,
@@ -480,7 +487,7 @@ class QueueWorker:
                 )
                 phase = tracked.phase.name.lower() if tracked is not None else "ready"
                 found.append(PeekedJob(job, phase, tracked.due_ms if tracked is not None else 0))
-        self._exchange.reply(correlation, Peeked(found))
+        return found
 
     def _redrive(self, correlation: int, call: Redrive) -> None:
         self._require(Verb.ADMIN)

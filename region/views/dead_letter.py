@@ -21,12 +21,22 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import msgspec
 
-from felix.batch import HEADERS_MAX, Batch, NewRecord, Record, decode_batch, decode_records, encode_batch
+from felix.batch import (
+    HEADERS_MAX,
+    PRODUCER_ID_MAX,
+    Batch,
+    NewRecord,
+    Record,
+    decode_batch,
+    decode_records,
+    encode_batch,
+)
 from felix.errors import Code, CorruptionError, FelixError, RequestError
 from felix.frames import FRAME_HEADER_BYTES
 from felix.names import StreamName
@@ -417,7 +427,7 @@ class DeadLetters:
         return held
 
     def _producer_id(self, move: Move) -> int:
-        """Of all moves from here to there; another for another incarnation, shard or kind of view."""
+        """Of all moves from here to there; another for another incarnation, shard or kind of view. No client may use it."""
         source = self._source
         digest = hashlib.sha256(
             b"felix/move/1\0"
@@ -428,7 +438,7 @@ class DeadLetters:
             + move.stream.encode()
             + (b"" if self._origin is None else b"\0" + self._origin.id)
         ).digest()
-        return int.from_bytes(digest[:8]) >> 1 or 1
+        return int.from_bytes(digest[:8]) | (PRODUCER_ID_MAX + 1)
 
     def _batch(
         self, move: Move, offset: int, attempts: int, record: Record | None, producer_id: int, sequence: int
@@ -488,6 +498,30 @@ async def read_records(shard: ShardLog, offsets: Sequence[int]) -> list[Record |
                     if record.offset in wanted
                 )
     return [found.get(offset) for offset in offsets]
+
+
+async def each_record(shard: ShardLog, offsets: Sequence[int]) -> AsyncIterator[tuple[int, Record | None]]:
+    """As `read_records`, offsets ascending, one after the other: nothing is kept, and what is not asked for is not read."""
+    at = 0
+    while at < len(offsets):
+        entries: Sequence[Entry] = ()
+        if shard.log_start_offset <= offsets[at] < shard.high_watermark:
+            with suppress(OffsetOutOfRangeError):  # retention was faster
+                entries = await shard.read(offsets[at], _READ_BYTES)
+        before = at
+        for entry in entries:
+            while at < len(offsets) and offsets[at] < entry.base_offset:
+                yield offsets[at], None
+                at += 1
+            if at == len(offsets) or offsets[at] >= entry.next_offset:
+                continue
+            records = {each.offset: each for each in decode_records(decode_batch(entry_body(entry)))}
+            while at < len(offsets) and offsets[at] < entry.next_offset:
+                yield offsets[at], records.get(offsets[at])
+                at += 1
+        if at == before:
+            yield offsets[at], None
+            at += 1
 
 
 def entry_body(entry: Entry) -> memoryview:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ import felix
 from felix.errors import Code, FelixError
 from felix.frames import FrameType, encode_frame
 from felix.messages import OpenQueue, decode_answer, encode_message
+from felix.names import StreamName
 from felix.queue_messages import (
     Ack,
     Call,
@@ -196,3 +198,23 @@ async def test_an_exchange_of_another_kind_of_stream_is_refused(node: Node, jobs
             await until(lambda stream=stream: peer.errors(1, stream))  # type: ignore[misc]
             expected = (Code.UNSUPPORTED, Code.NOT_FOUND_OR_FORBIDDEN, Code.NAME_INVALID)[number]
             assert peer.errors(1, stream)[0].code is expected
+
+
+async def test_peeking_reads_no_more_than_it_answers(node: Node, jobs: felix.Queue) -> None:
+    """Whoever asks for a thousand records of half a MiB gets one answer's worth, and only so much is read for it."""
+    for number in range(12):
+        await jobs.put(random.Random(number).randbytes(400_000), key=b"one shard")
+    held = node.broker.streams.get(StreamName.parse(JOBS))
+    assert held is not None
+    read: list[int] = []
+    for shard in (held.shard(0), held.shard(1)):
+
+        async def reading(offset: int, size: int, really: Any = shard.read) -> Any:
+            entries = await really(offset, size)
+            read.append(sum(len(entry.data) for entry in entries))
+            return entries
+
+        shard.read = reading  # type: ignore[method-assign]
+    assert [len(each.job.payload) for each in await jobs.peek(1_000)] == [400_000]
+    assert sum(read) < 2 << 20
+    assert await jobs.purge() == 12

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 from region_home import running
-from region_peer import client, until
+from region_peer import client, encode_request, raw_peer, until
 
 import felix
+from felix.batch import NewRecord, decode_header, encode_batch
 from felix.errors import Code, RequestError, UnavailableError
+from felix.frames import FRAME_HEADER_BYTES, FrameType, encode_frame
+from felix.messages import OpenPublisher
+from felix.names import StreamName
 from felix.queue import Job
 from felix.queue_messages import Held, QueueState
 from felix.quota import QuotaLimits
@@ -471,3 +475,53 @@ async def test_dead_letters_go_nowhere_that_their_maker_may_not_write(
         await worker.create_queue("acme/ops/" + "x" * 60)
     await worker.create_queue(JOBS, dead_letter="acme/ops/letters")
     await worker.delete_stream(JOBS)
+
+
+async def test_redriving_from_dead_letters_that_are_deleted_meanwhile_is_answered(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    await operator.create_queue(JOBS, attempts=1)
+    jobs = operator.queue(JOBS)
+    await jobs.put(b"a")
+    (job,) = await jobs.lease()
+    job.nack()
+    await letters(jobs, 1)
+    dead = node.queues._queues[StreamName.parse(JOBS + ".dead")].shards[0]
+    dead.dead.start = lambda: None  # type: ignore[method-assign]
+    redriven = asyncio.ensure_future(jobs.redrive())
+    await until(lambda: dead._coming_back)
+    await operator.delete_stream(JOBS + ".dead")
+    async with asyncio.timeout(20):
+        with pytest.raises(UnavailableError) as closing:
+            await redriven
+    assert closing.value.code is Code.SHUTTING_DOWN
+    assert await jobs.redrive() == 0
+
+
+async def test_nobody_can_pass_a_batch_off_as_a_dead_letter_that_has_arrived(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    """Who may publish where dead letters go could else take the producer id and the sequence that the next one has."""
+    await operator.create_queue(JOBS, attempts=1)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"a", b"b"])
+    first, second = await jobs.lease(2)
+    first.nack()
+    await letters(jobs, 1)
+    held = node.broker.streams.get(StreamName.parse(JOBS + ".dead"))
+    assert held is not None
+    (entry,) = await held.shard(0).read(0, 1)
+    header = decode_header(entry.data, FRAME_HEADER_BYTES)
+    forged = encode_batch(
+        [NewRecord(b"forged")], producer_id=header.producer_id, base_sequence=header.base_sequence + 1
+    )
+    async with raw_peer(node.folder, node.address) as peer:
+        stream = peer.open_stream()
+        peer.send(encode_request(OpenPublisher(JOBS + ".dead"), 1), stream)
+        await until(lambda: peer.answers(1))
+        peer.send(encode_frame(FrameType.BATCH, forged.encode(), 2), stream)
+        await until(lambda: peer.errors(2) or peer.of(FrameType.APPENDED))
+        assert [error.code for error in peer.errors(2)] == [Code.BATCH_MALFORMED]
+    second.nack()
+    await letters(jobs, 2)
+    assert [letter.payload for letter in await operator.queue(JOBS + ".dead").lease(10)] == [b"a", b"b"]
