@@ -38,7 +38,7 @@ from cli.benchmark.roles import (
     publisher,
     subscriber,
 )
-from region.log.shard import PENDING_BYTES_MAX
+from region.log.shard_settings import PENDING_BYTES_MAX
 from region.publishing import PUBLISH_WINDOW_BYTES
 from region.streams import HOT_BYTES
 

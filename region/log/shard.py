@@ -14,7 +14,7 @@ Invariants:
   tried again;
 - pending bytes, ring and annotations are bounded; what is beyond is refused with a code.
 
-States and what moves between them are `TRANSITIONS`.
+States and what moves between them are in region.log.states, compaction and offload in region.log.upkeep.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event as ThreadEvent
 from threading import Lock
@@ -50,10 +49,9 @@ from felix.errors import (
     RequestError,
     UnavailableError,
 )
-from felix.settings import Compaction, Deduplication, Offload
 from keys.envelope import SEAL_BYTES
-from region.log.compaction import KEYS_BYTES_MAX, CompactionReport, is_due
-from region.log.compactor import ROOM_BYTES_MIN, Compactor, PassSettings, WorkEndedError
+from region.log.compaction import KEYS_BYTES_MAX, CompactionReport
+from region.log.compactor import ROOM_BYTES_MIN, WorkEndedError
 from region.log.counters import ShardCounters
 from region.log.disk import (
     ANNOTATION_SLOTS_MAX,
@@ -63,83 +61,46 @@ from region.log.disk import (
     NotLocalError,
     OffsetOutOfRangeError,
     SealedBatch,
-    SegmentLimits,
     StorageFailedError,
     disk_full,
-    no_commitment,
     storage_error,
 )
-from region.log.durability import FSYNC, Durability, Kind
+from region.log.durability import Kind
 from region.log.epochs import EpochHistory
 from region.log.files import Files, is_full
 from region.log.message_ids import Identified, MessageIds, identified, message_ids, repeated_offsets, sift
-from region.log.offloader import RATE_BYTES, FetchedCache, Offloader, OffloadReport, Throttle, fetch
+from region.log.offloader import OffloadReport, Throttle, fetch
 from region.log.producers import ProducerTable, Remembered, Verdict, refusal
 from region.log.recovery import Recovered, RecoveryReport, SegmentState
-from region.log.retention import Retention
-from region.log.ring import RING_BYTES_MAX, RING_ENTRIES_MAX, Entry, Ring
+from region.log.ring import Entry, Ring
 from region.log.segment import ANNOTATION_BYTES_MAX, ShardIdentity
+from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
+from region.log.states import TRANSITIONS, Event, State
+from region.log.upkeep import COMPACTION_SHARE, Upkeep
 
-PENDING_BYTES_MAX: Final = 32 << 20
-"""Appended and not yet durable, per shard: several groups ahead of a slow disk, and no more."""
+__all__ = [
+    "TRANSITIONS",
+    "AppendObserver",
+    "Appended",
+    "Done",
+    "Event",
+    "ShardHooks",
+    "ShardLog",
+    "ShardSettings",
+    "ShardStore",
+    "State",
+    "WorkEndedError",
+]
+
 GROUP_BYTES_MAX: Final = 8 << 20
 """Written before one sync: bounds how long the first of a group waits for the last."""
 IDS_READ_BYTES: Final = 4 << 20
 """Read at a time where the window of message ids is read from the log."""
 MARK_SYNC_IDLE_S: Final = 1.0
 """The mark is brought to the disk this long after appends began; see region.log.recovery for what it proves."""
-
-COMPACTION_SHARE: Final = 0.5
-"""Of a thread's time that compaction takes at most: it sleeps as long as it worked, and appends come first."""
-COMPACTION_TURN_NS: Final = 5_000_000
-"""It works so long at a time: what else waits for the interpreter waits no longer."""
-OFFLOAD_AGAIN_MS: Final = 1_000
-OFFLOAD_AGAIN_MS_MAX: Final = 60_000
-"""A store that does not answer is asked again after a second, then after twice as long each time up to this."""
 FETCHES_PER_READ_MAX: Final = 4
 """A read reaches into one segment, rarely two; a cache that is too small for its readers must not keep one for ever."""
-COMPACTION_AGAIN_MS: Final = 60_000
-"""After a pass that failed (no room, a key that is gone) the next one waits."""
-
 _T = TypeVar("_T")
-
-
-class State(Enum):
-    """FULL still reads; FAILED and STOPPED do nothing."""
-
-    OPENING = "opening"
-    SERVING = "serving"
-    FULL = "full"
-    FAILED = "failed"
-    STOPPED = "stopped"
-
-
-class Event(Enum):
-    """What happened to a shard."""
-
-    OPENED = "opened"
-    NO_ROOM = "no room"
-    ROOM = "room"
-    FAILURE = "failure"
-    CLOSED = "closed"
-
-
-TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
-    (State.OPENING, Event.OPENED): State.SERVING,
-    (State.OPENING, Event.FAILURE): State.FAILED,
-    (State.SERVING, Event.NO_ROOM): State.FULL,
-    (State.SERVING, Event.FAILURE): State.FAILED,
-    (State.SERVING, Event.CLOSED): State.STOPPED,
-    (State.FULL, Event.NO_ROOM): State.FULL,
-    (State.FULL, Event.ROOM): State.SERVING,
-    (State.FULL, Event.FAILURE): State.FAILED,
-    (State.FULL, Event.CLOSED): State.STOPPED,
-    (State.FAILED, Event.NO_ROOM): State.FAILED,
-    (State.FAILED, Event.FAILURE): State.FAILED,
-    (State.FAILED, Event.CLOSED): State.STOPPED,
-    (State.STOPPED, Event.FAILURE): State.STOPPED,
-    (State.STOPPED, Event.CLOSED): State.STOPPED,
-}
 
 
 class Appended(NamedTuple):
@@ -155,64 +116,6 @@ class Appended(NamedTuple):
 
 
 Done = Callable[[Appended | FelixError], None]
-
-
-def same_batch(batch: Batch) -> Batch:
-    """The seal and its opening for a stream that is kept unsealed."""
-    return batch
-
-
-def no_prefix(header: BatchHeader) -> bytes:
-    """Delivery bytes without a frame of the wire around them."""
-    return b""
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSettings:
-    """What a stream asks of its shards. Bytes and ms; see the constants for the reasons."""
-
-    durability: Durability = FSYNC
-    retention: Retention = field(default_factory=Retention)
-    segments: SegmentLimits = field(default_factory=SegmentLimits)
-    compaction: Compaction | None = None
-    offload: Offload | None = None
-    ring_bytes_max: int = RING_BYTES_MAX
-    ring_entries_max: int = RING_ENTRIES_MAX
-    pending_bytes_max: int = PENDING_BYTES_MAX
-    deduplication: Deduplication | None = None
-    first_offset: int = 0
-    """Where an ephemeral shard begins to count; a durable one goes on from its log."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardHooks:
-    """What the broker injects: called in threads of the pools, `seal` by a commit and a compaction at once, `open_batch`
-    by many.
-
-    A batch to seal carries its final header; a data key is of one leader epoch, so `seal` chooses it by the
-    header's. `seal` gives the batch as it stands on disk, `open_batch` undoes it (also for batches of older
-    keys); `commitment` is asked for each new segment; `frame_prefix` gives what precedes a plain batch in
-    delivery.
-    """
-
-    seal: Callable[[Batch], Batch] = same_batch
-    open_batch: Callable[[Batch], Batch] = same_batch
-    commitment: Callable[[], bytes] = no_commitment
-    frame_prefix: Callable[[BatchHeader], bytes] = no_prefix
-    clock_ms: Callable[[], int] = _now_ms
-
-
-@dataclass(frozen=True, slots=True)
-class ShardStore:
-    """What moves segments to and from stores: threads of their own, one bounded cache, and a rate, of the whole broker."""
-
-    pool: Executor
-    cache: FetchedCache = field(default_factory=FetchedCache)
-    rate_bytes: int = RATE_BYTES
 
 
 class _FetchedDamageError(Exception):
@@ -306,14 +209,9 @@ class ShardLog:
         self._held_from: int | None = 0
         self._closed = False
         self._files = Files()
-        # One compaction at a time; what it waits for between two turns ends it when the shard closes.
-        self._maintenance = asyncio.Lock()
-        self._maintenance_end = ThreadEvent()
+        self._upkeep: Upkeep | None = None
         # Ends what moves to and from a store.
         self._ending = ThreadEvent()
-        self._compaction_again_ms = 0
-        self._offload_again_ms = 0
-        self._offload_failures = 0
         self._store = store or ShardStore(read_pool)
         self._fetching: dict[int, asyncio.Future[None]] = {}
         # Truncations begun and ended: a read across one may meet bytes that are being cut.
@@ -415,6 +313,16 @@ class ShardLog:
         self._last_time_ms = max(0, disk.last_time_ms)
         self._segments_seen = disk.segment_count
         self._ring = self._new_ring(disk.end_offset)
+        self._upkeep = Upkeep(
+            self,
+            disk,
+            self._files,
+            self._hooks,
+            self._store,
+            folder=self._folder,
+            writer=self._writer,
+            ending=self._ending,
+        )
 
     def _move(self, event: Event) -> None:
         self.state = TRANSITIONS[self.state, event]
@@ -956,7 +864,7 @@ class ShardLog:
         if disk and disk.segment_count != self._segments_seen:
             self._segments_seen = disk.segment_count
             # A rolled segment: what is before it need not be read again to know the producers.
-            snapshot, truncations = self._producers.encode(self._high_watermark), self._truncations
+            snapshot, truncations = self.producers_snapshot(), self._truncations
 
             def save() -> None:
                 # A truncation in between made the snapshot claim what is no longer there.
@@ -1309,23 +1217,11 @@ class ShardLog:
         self._segments_seen = disk.segment_count
         return count
 
+    # Upkeep: see region.log.upkeep.
+
     def compaction_due(self, now_ms: int) -> bool:
         """Whether `compact` would be worth its work; never where the stream is not compacted."""
-        settings, disk = self.settings.compaction, self._disk
-        return (
-            settings is not None
-            and disk is not None
-            and not disk.offload.segments
-            and self.state is State.SERVING
-            and now_ms >= self._compaction_again_ms
-            and not self._maintenance.locked()
-            and is_due(
-                disk.dirty_spans(self._high_watermark),
-                disk.compaction.clean_to,
-                now_ms=now_ms,
-                lag_ms=settings.lag_ms,
-            )
-        )
+        return self._upkeep is not None and self._upkeep.compaction_due(now_ms)
 
     async def compact(
         self,
@@ -1341,70 +1237,13 @@ class ShardLog:
         with all as it was; SHUTTING_DOWN where the shard closes meanwhile. CorruptionError, which stops the shard, and what
         opening or sealing a batch raises.
         """
-        settings, disk = self.settings.compaction, self._disk
-        if settings is None or disk is None or disk.offload.segments:
+        if self._upkeep is None:
             return None
-        async with self._maintenance:
-            if self.state not in (State.SERVING, State.FULL) or self._hold:
-                raise (self._hold or self._not_serving()).with_traceback(None)
-            end = self._maintenance_end = ThreadEvent()
-            compactor = Compactor(
-                disk,
-                self._files,
-                PassSettings(
-                    now_ms, settings.lag_ms, settings.tombstone_ms, self._high_watermark, keys_bytes_max
-                ),
-                seal=self._hooks.seal,
-                open_batch=self._hooks.open_batch,
-                writer=self._writer,
-                pace=_Pace(share, end),
-            )
-            snapshot, epochs = self._producers.encode(self._high_watermark), self._epochs.starts
-            try:
-                work = self._loop.run_in_executor(pool, compactor.run, snapshot, epochs)
-                try:
-                    report = await asyncio.shield(work)
-                except asyncio.CancelledError:
-                    # The thread still has the folder: nobody may close it before it is done.
-                    end.set()
-                    await asyncio.wait([work])
-                    raise
-            except WorkEndedError:
-                raise
-            except (CorruptionError, StorageFailedError) as error:
-                self._fail(error)
-                raise
-            except OSError as error:
-                self._compaction_failed(now_ms)
-                raise storage_error(error, self._folder) from error
-            except FelixError:
-                self._compaction_failed(now_ms)
-                raise
-            finally:
-                self._segments_seen = disk.segment_count
-        if report:
-            self._count_compaction(report)
-        return report
+        return await self._upkeep.compact(now_ms, pool, share, keys_bytes_max)
 
     def offload_due(self, now_ms: int) -> bool:
         """Whether `offload` would do anything."""
-        disk, wanted = self._disk, self.settings.offload
-        if (
-            disk is None
-            or self.state not in (State.SERVING, State.FULL)
-            or now_ms < self._offload_again_ms
-            or self._maintenance.locked()
-        ):
-            return False
-        if disk.offload.doomed:
-            return True
-        return wanted is not None and (
-            any(
-                one.remote is None and one.header.span is None and one.next_offset <= self._high_watermark
-                for one in disk.segments[:-1]
-            )
-            or disk.droppable(wanted.local_bytes) is not None
-        )
+        return self._upkeep is not None and self._upkeep.offload_due(now_ms)
 
     async def offload(self, now_ms: int, base: str) -> OffloadReport:
         """Copy closed segments to the store, to below the URL `base`, let local files go that are beyond what is kept here,
@@ -1413,65 +1252,29 @@ class ShardLog:
         Raises UnavailableError: the store does not do what it is asked, and is tried again after a while, longer each
         time; SHUTTING_DOWN where the shard closes. CorruptionError, which stops the shard.
         """
-        disk, wanted = self._disk, self.settings.offload
-        if disk is None:
+        if self._upkeep is None:
             return OffloadReport()
-        async with self._maintenance:
-            if self.state not in (State.SERVING, State.FULL) or self._hold:
-                raise (self._hold or self._not_serving()).with_traceback(None)
-            offloader = Offloader(
-                disk,
-                self._files,
-                base,
-                wanted.local_bytes if wanted else 0,
-                writer=self._writer,
-                pace=Throttle(self._store.rate_bytes, self._ending),
-            )
-            below, epochs = self._high_watermark, self._epochs.starts
-            try:
-                work = self._loop.run_in_executor(
-                    self._store.pool, lambda: offloader.run(below, epochs, upload=bool(wanted and base))
-                )
-                try:
-                    report = await asyncio.shield(work)
-                except asyncio.CancelledError:
-                    self._ending.set()
-                    await asyncio.wait([work])
-                    raise
-            except WorkEndedError:
-                raise
-            except (CorruptionError, StorageFailedError) as error:
-                self._fail(error)
-                raise
-            except (OSError, FelixError) as error:
-                self.offload_later(now_ms)
-                raise (
-                    error if isinstance(error, FelixError) else storage_error(error, self._folder)
-                ) from error
-        if base:
-            self._offload_failures = 0
-        self.counters.offloaded_segments += report.uploaded
-        self.counters.offloaded_bytes += report.uploaded_bytes
-        return report
+        return await self._upkeep.offload(now_ms, base)
 
     def offload_later(self, now_ms: int) -> None:
         """A turn came to nothing: the next one is due after a while, longer each time."""
-        self._offload_failures += 1
-        self.counters.offload_failed += 1
-        wait_ms = min(OFFLOAD_AGAIN_MS << min(self._offload_failures - 1, 10), OFFLOAD_AGAIN_MS_MAX)
-        self._offload_again_ms = now_ms + wait_ms
+        if self._upkeep is not None:
+            self._upkeep.offload_later(now_ms)
 
-    def _compaction_failed(self, now_ms: int) -> None:
-        self._compaction_again_ms = now_ms + COMPACTION_AGAIN_MS
-        self.counters.compactions_failed += 1
+    def changes_refused(self) -> FelixError | None:
+        """Why closed segments may not be rewritten or moved now; None where they may."""
+        if self.state not in (State.SERVING, State.FULL) or self._hold:
+            return self._hold or self._not_serving()
+        return None
 
-    def _count_compaction(self, report: CompactionReport) -> None:
-        counters = self.counters
-        counters.compactions += 1
-        counters.compaction_read_bytes += report.bytes_read
-        counters.compaction_written_bytes += report.bytes_written
-        counters.compaction_removed_records += report.records_removed
-        counters.compaction_ns += report.elapsed_ns
+    def producers_snapshot(self) -> bytes:
+        """The producers and their sequences up to the high watermark, as they stand in a shard's folder."""
+        return self._producers.encode(self._high_watermark)
+
+    def segments_changed(self) -> None:
+        """Their number is another than before, and not because one was rolled."""
+        assert self._disk is not None
+        self._segments_seen = self._disk.segment_count
 
     async def _change(self, work: Callable[..., _T], *arguments: object) -> _T:
         """Change the folder in a commit thread, as its only writer."""
@@ -1496,14 +1299,15 @@ class ShardLog:
         if self.state is State.STOPPED:
             return
         self._hold = UnavailableError("The shard is closing.", code=Code.SHUTTING_DOWN)
-        self._maintenance_end.set()
+        if self._upkeep is not None:
+            self._upkeep.end()
         self._ending.set()
         await self._drained.wait()
         if self._fetching:
             await asyncio.wait(list(self._fetching.values()))
         self._store.cache.forget(self._folder)
-        async with self._maintenance:
-            pass
+        if self._upkeep is not None:
+            await self._upkeep.ended()
         if self._closed:
             return
         self._closed = True
@@ -1518,7 +1322,7 @@ class ShardLog:
         if failed:
             await self._change(disk.abandon)
             return
-        snapshot = self._producers.encode(self._high_watermark)
+        snapshot = self.producers_snapshot()
 
         def finish() -> None:
             try:
@@ -1531,23 +1335,6 @@ class ShardLog:
                 disk.close()
 
         await self._change(finish)
-
-
-class _Pace:
-    """Between two batches: sleep as its share asks, or end the work because the shard closes."""
-
-    def __init__(self, share: float, end: ThreadEvent) -> None:
-        self._rest = 1 / share - 1
-        self._end = end
-        self._begun = time.perf_counter_ns()
-
-    def __call__(self) -> None:
-        worked = time.perf_counter_ns() - self._begun
-        if worked < COMPACTION_TURN_NS:
-            return
-        if self._end.wait(worked * self._rest / 1e9):
-            raise WorkEndedError
-        self._begun = time.perf_counter_ns()
 
 
 class _Held:

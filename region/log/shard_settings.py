@@ -1,0 +1,78 @@
+"""What a shard is opened with: what its stream asks of it, what the broker injects, and where segments are moved to and from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Final
+
+from felix.batch import Batch, BatchHeader
+from felix.settings import Compaction, Deduplication, Offload
+from region.log.disk import SegmentLimits, no_commitment
+from region.log.durability import FSYNC, Durability
+from region.log.offloader import RATE_BYTES, FetchedCache
+from region.log.retention import Retention
+from region.log.ring import RING_BYTES_MAX, RING_ENTRIES_MAX
+
+PENDING_BYTES_MAX: Final = 32 << 20
+"""Appended and not yet durable, per shard: several groups ahead of a slow disk, and no more."""
+
+
+def same_batch(batch: Batch) -> Batch:
+    """The seal and its opening for a stream that is kept unsealed."""
+    return batch
+
+
+def no_prefix(header: BatchHeader) -> bytes:
+    """Delivery bytes without a frame of the wire around them."""
+    return b""
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSettings:
+    """What a stream asks of its shards. Bytes and ms; see the constants for the reasons."""
+
+    durability: Durability = FSYNC
+    retention: Retention = field(default_factory=Retention)
+    segments: SegmentLimits = field(default_factory=SegmentLimits)
+    compaction: Compaction | None = None
+    offload: Offload | None = None
+    ring_bytes_max: int = RING_BYTES_MAX
+    ring_entries_max: int = RING_ENTRIES_MAX
+    pending_bytes_max: int = PENDING_BYTES_MAX
+    deduplication: Deduplication | None = None
+    first_offset: int = 0
+    """Where an ephemeral shard begins to count; a durable one goes on from its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHooks:
+    """What the broker injects: called in threads of the pools, `seal` by a commit and a compaction at once, `open_batch`
+    by many.
+
+    A batch to seal carries its final header; a data key is of one leader epoch, so `seal` chooses it by the
+    header's. `seal` gives the batch as it stands on disk, `open_batch` undoes it (also for batches of older
+    keys); `commitment` is asked for each new segment; `frame_prefix` gives what precedes a plain batch in
+    delivery.
+    """
+
+    seal: Callable[[Batch], Batch] = same_batch
+    open_batch: Callable[[Batch], Batch] = same_batch
+    commitment: Callable[[], bytes] = no_commitment
+    frame_prefix: Callable[[BatchHeader], bytes] = no_prefix
+    clock_ms: Callable[[], int] = _now_ms
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStore:
+    """What moves segments to and from stores: threads of their own, one bounded cache, and a rate, of the whole broker."""
+
+    pool: Executor
+    cache: FetchedCache = field(default_factory=FetchedCache)
+    rate_bytes: int = RATE_BYTES
