@@ -148,17 +148,29 @@ class Queue:
             if given >= TURN_RECORDS_MAX:
                 self.changed()
                 return
+            ready = self._ready()
+            if not ready:
+                return  # `changed` comes with more: nobody is asked what they would take of nothing
             number, taker = next(iter(self._line.items()))
             del self._line[number]
             records, size = taker.room()
             if not records:
                 continue
             self._line[number] = taker
-            ready = sum(shard.state.ready for shard in self.shards)
             fair = max(1, min(records, SHARE_RECORDS_MAX, ready // len(self._line)))
             got = self._take(taker, fair, size)
             given += got
             without = 0 if got else without + 1
+
+    def _ready(self) -> int:
+        """Records that can be leased at once; what is in memory is taken up first where there are none."""
+        ready = sum(shard.state.ready for shard in self.shards)
+        if ready:
+            return ready
+        for shard in self.shards:
+            if shard.serves:
+                shard.take_up()
+        return sum(shard.state.ready for shard in self.shards)
 
     def _take(self, taker: Taker, records: int, size: int) -> int:
         shards = len(self.shards)

@@ -328,6 +328,10 @@ class QueueShard:
         if not wanted:
             self._drop_decoded()
 
+    def take_up(self) -> None:
+        """Take up what may be leased next, as far as it is in memory; what is not is read, and `changed` comes."""
+        self._fill()
+
     def _fill(self) -> None:
         """Take up what may be leased next, from memory at once, from disk in a task."""
         if self._reading is not None or not self._serving or self._closed:

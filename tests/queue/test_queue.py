@@ -525,3 +525,24 @@ async def test_nobody_can_pass_a_batch_off_as_a_dead_letter_that_has_arrived(
     second.nack()
     await letters(jobs, 2)
     assert [letter.payload for letter in await operator.queue(JOBS + ".dead").lease(10)] == [b"a", b"b"]
+
+
+async def test_a_record_costs_no_look_at_every_worker_that_waits(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    waiting = [asyncio.ensure_future(jobs.lease(1, wait=60)) for _ in range(100)]
+    await jobs.put(b"first")
+    queue = node.queues._queues[StreamName.parse(JOBS)]
+    await until(lambda: len(queue._line) == 99)
+    asked: list[int] = []
+    for taker in queue._line.values():
+        taker.room = lambda room=taker.room: (asked.append(1), room())[1]  # type: ignore[method-assign,misc]
+    for _ in range(50):
+        await jobs.put(b"x")
+    await until(lambda: len(queue._line) == 49)
+    assert len(asked) <= 150, "not each of those who wait, with each record"
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
