@@ -14,14 +14,13 @@ Invariants:
   tried again;
 - pending bytes, ring and annotations are bounded; what is beyond is refused with a code.
 
-States and what moves between them are in region.log.states, compaction and offload in region.log.upkeep.
+States and what moves between them are in region.log.states, reading from disk and store in
+region.log.disk_reader, compaction and offload in region.log.upkeep.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -51,27 +50,27 @@ from felix.errors import (
 )
 from keys.envelope import SEAL_BYTES
 from region.log.compaction import KEYS_BYTES_MAX, CompactionReport
-from region.log.compactor import ROOM_BYTES_MIN, WorkEndedError
+from region.log.compactor import WorkEndedError
 from region.log.counters import ShardCounters
 from region.log.disk import (
     ANNOTATION_SLOTS_MAX,
     FULL_RETRY_MS,
     DiskLog,
     Frame,
-    NotLocalError,
     OffsetOutOfRangeError,
     SealedBatch,
     StorageFailedError,
     disk_full,
     storage_error,
 )
+from region.log.disk_reader import DiskReader
 from region.log.durability import Kind
 from region.log.epochs import EpochHistory
 from region.log.files import Files, is_full
 from region.log.message_ids import Identified, MessageIds, identified, message_ids, repeated_offsets, sift
-from region.log.offloader import OffloadReport, Throttle, fetch
+from region.log.offloader import OffloadReport
 from region.log.producers import ProducerTable, Remembered, Verdict, refusal
-from region.log.recovery import Recovered, RecoveryReport, SegmentState
+from region.log.recovery import Recovered, RecoveryReport
 from region.log.ring import Entry, Ring
 from region.log.segment import ANNOTATION_BYTES_MAX, ShardIdentity
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
@@ -98,8 +97,7 @@ IDS_READ_BYTES: Final = 4 << 20
 """Read at a time where the window of message ids is read from the log."""
 MARK_SYNC_IDLE_S: Final = 1.0
 """The mark is brought to the disk this long after appends began; see region.log.recovery for what it proves."""
-FETCHES_PER_READ_MAX: Final = 4
-"""A read reaches into one segment, rarely two; a cache that is too small for its readers must not keep one for ever."""
+
 _T = TypeVar("_T")
 
 
@@ -116,14 +114,6 @@ class Appended(NamedTuple):
 
 
 Done = Callable[[Appended | FelixError], None]
-
-
-class _FetchedDamageError(Exception):
-    """A store gave something else than was uploaded."""
-
-    def __init__(self, found: CorruptionError) -> None:
-        super().__init__(str(found))
-        self.found = found
 
 
 @dataclass(slots=True)
@@ -209,13 +199,11 @@ class ShardLog:
         self._held_from: int | None = 0
         self._closed = False
         self._files = Files()
+        self._reader: DiskReader | None = None
         self._upkeep: Upkeep | None = None
         # Ends what moves to and from a store.
         self._ending = ThreadEvent()
         self._store = store or ShardStore(read_pool)
-        self._fetching: dict[int, asyncio.Future[None]] = {}
-        # Truncations begun and ended: a read across one may meet bytes that are being cut.
-        self._truncations = 0
         # Shared with the commit thread, under `_lock`.
         self._lock = Lock()
         self._queue: list[_Pending] = []
@@ -290,8 +278,9 @@ class ShardLog:
                     found += identified(plain)
             return found
 
+        assert self._reader is not None
         while offset < self._high_watermark:
-            batches = await self._read_disk(offset, IDS_READ_BYTES)
+            batches = await self._reader.read(offset, IDS_READ_BYTES, self._high_watermark)
             found = await self._loop.run_in_executor(self._read_pool, collect, batches)
             window.record(found)
             window.settle(now_ms)
@@ -313,6 +302,16 @@ class ShardLog:
         self._last_time_ms = max(0, disk.last_time_ms)
         self._segments_seen = disk.segment_count
         self._ring = self._new_ring(disk.end_offset)
+        self._reader = DiskReader(
+            disk,
+            self._files,
+            self._store,
+            self._read_pool,
+            self.counters,
+            folder=self._folder,
+            ending=self._ending,
+            failed=self._fail,
+        )
         self._upkeep = Upkeep(
             self,
             disk,
@@ -860,15 +859,15 @@ class ShardLog:
             )
         if self._mark_timer is None:
             self._mark_timer = self._loop.call_later(MARK_SYNC_IDLE_S, self._sync_mark_soon)
-        disk = self._disk
-        if disk and disk.segment_count != self._segments_seen:
+        disk, reader = self._disk, self._reader
+        if disk and reader and disk.segment_count != self._segments_seen:
             self._segments_seen = disk.segment_count
             # A rolled segment: what is before it need not be read again to know the producers.
-            snapshot, truncations = self.producers_snapshot(), self._truncations
+            snapshot, truncations = self.producers_snapshot(), reader.truncations
 
             def save() -> None:
                 # A truncation in between made the snapshot claim what is no longer there.
-                if truncations == self._truncations:
+                if truncations == reader.truncations:
                     disk.save_producers(snapshot)
 
             self._submit(save, optional=True)
@@ -1000,7 +999,8 @@ class ShardLog:
         hot = self.read_hot(offset, max_bytes)
         if hot is not None:
             return hot
-        batches = await self._read_disk(offset, max_bytes)
+        assert self._reader is not None
+        batches = await self._reader.read(offset, max_bytes, self._high_watermark)
         return await self._loop.run_in_executor(self._read_pool, self._open_entries, batches)
 
     def _open_entries(self, batches: Sequence[SealedBatch]) -> list[Entry]:
@@ -1017,85 +1017,19 @@ class ShardLog:
         if self._ephemeral:
             raise RequestError("An ephemeral shard keeps nothing sealed.", code=Code.UNSUPPORTED)
         self._check_readable(offset)
+        assert self._reader is not None
+        batches = await self._reader.read(offset, max_bytes, self._high_watermark)
         return [
             Entry(batch.header.base_offset, batch.header.next_offset, batch.header.append_time_ms, batch.data)
-            for batch in await self._read_disk(offset, max_bytes)
+            for batch in batches
         ]
-
-    async def _read_disk(self, offset: int, max_bytes: int) -> list[SealedBatch]:
-        disk = self._disk
-        assert disk is not None
-        batches = await self._on_disk(disk.read, offset, max_bytes, self._high_watermark)
-        self.counters.disk_reads += 1
-        self.counters.disk_read_bytes += sum(len(batch.data) for batch in batches)
-        return batches
-
-    async def _on_disk(self, read: Callable[..., _T], *arguments: int) -> _T:
-        """Read in a thread. Damage found while reading stops the shard: what else is damaged nobody knows."""
-        before = self._truncations
-        try:
-            for _ in range(FETCHES_PER_READ_MAX):
-                try:
-                    return await self._loop.run_in_executor(self._read_pool, read, *arguments)
-                except NotLocalError as error:
-                    missing = error.segment
-                await self._fetch(missing)
-            raise UnavailableError(
-                "What was fetched from the store was pushed out again before it was read.", retry_after_ms=100
-            )
-        except _FetchedDamageError as error:
-            # The store's copy: what is local is as it was.
-            raise error.found from error
-        except CorruptionError as error:
-            if before % 2 or before != self._truncations:
-                raise UnavailableError(
-                    "The log was truncated while it was read.", code=Code.UNAVAILABLE, retry_after_ms=50
-                ) from error
-            self._fail(error)
-            raise
-        except OSError as error:
-            failure = storage_error(error, self._folder)
-            self._fail(failure)
-            raise failure from error
-
-    async def _fetch(self, segment: SegmentState) -> None:
-        """Bring a segment back from its store; of several that want it, one does it."""
-        entry = segment.remote
-        assert entry is not None
-        under_way = self._fetching.get(segment.base_offset)
-        if under_way is not None:
-            await asyncio.shield(under_way)
-            return
-
-        def bring() -> None:
-            try:
-                # Appends come first: what is read back must not take the last room from them.
-                if self._files.free_bytes(self._folder) < entry.segment_bytes + ROOM_BYTES_MIN:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
-                fetch(
-                    entry,
-                    segment.fetched_path,
-                    self._store.cache,
-                    Throttle(self._store.rate_bytes, self._ending),
-                )
-            except CorruptionError as error:
-                raise _FetchedDamageError(error) from error
-            except OSError as error:
-                raise storage_error(error, self._folder) from error
-
-        future = self._loop.run_in_executor(self._store.pool, bring)
-        self._fetching[segment.base_offset] = future
-        future.add_done_callback(lambda _: self._fetching.pop(segment.base_offset, None))
-        await asyncio.shield(future)
-        self.counters.fetched_segments += 1
-        self.counters.fetched_bytes += entry.segment_bytes
 
     async def offset_for_time(self, time_ms: int) -> int:
         """Base offset of the first readable batch appended at or after `time_ms`, else the high watermark."""
         self._check_readable(self._high_watermark)
-        if self._disk is None:
+        if self._reader is None:
             return self._ring.offset_for_time(time_ms)
-        return await self._on_disk(self._disk.offset_for_time, time_ms, self._high_watermark)
+        return await self._reader.offset_for_time(time_ms, self._high_watermark)
 
     # Changing what is there.
 
@@ -1128,11 +1062,9 @@ class ShardLog:
                 return
             self._high_watermark = offset
             self._ring.truncate(offset)
-            self._truncations += 1
-            try:
+            assert self._reader is not None
+            with self._reader.truncating():
                 self._producers = await self._change(self._disk.truncate, offset)
-            finally:
-                self._truncations += 1
             self._next_offset = self._high_watermark = self._durable_end = self._disk.end_offset
             if self._ids is not None:
                 self._ids.rollback(self._next_offset)
@@ -1303,9 +1235,8 @@ class ShardLog:
             self._upkeep.end()
         self._ending.set()
         await self._drained.wait()
-        if self._fetching:
-            await asyncio.wait(list(self._fetching.values()))
-        self._store.cache.forget(self._folder)
+        if self._reader is not None:
+            await self._reader.ended()
         if self._upkeep is not None:
             await self._upkeep.ended()
         if self._closed:

@@ -1,0 +1,160 @@
+"""Reading a shard's segments in threads, wherever they are: what is only in a store is brought back first.
+
+Only region.log.shard calls this, on the loop.
+
+Invariants:
+- of several readers that want the same segment back, one fetches it;
+- damage in the folder stops the shard, since what else is damaged nobody knows; damage in a store's copy does not;
+- a read that crosses a truncation is no proof of damage: it is to be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Final, TypeVar
+
+from felix.errors import Code, CorruptionError, FelixError, UnavailableError
+from region.log.compactor import ROOM_BYTES_MIN
+from region.log.counters import ShardCounters
+from region.log.disk import DiskLog, NotLocalError, SealedBatch, storage_error
+from region.log.files import Files
+from region.log.offloader import Throttle, fetch
+from region.log.recovery import SegmentState
+from region.log.shard_settings import ShardStore
+
+FETCHES_PER_READ_MAX: Final = 4
+"""A read reaches into one segment, rarely two; a cache that is too small for its readers must not keep one for ever."""
+
+_T = TypeVar("_T")
+
+
+class _FetchedDamageError(Exception):
+    """A store gave something else than was uploaded."""
+
+    def __init__(self, found: CorruptionError) -> None:
+        super().__init__(str(found))
+        self.found = found
+
+
+class DiskReader:
+    """See the module. `failed` is told what stops the shard; `ending` ends what is being fetched."""
+
+    def __init__(
+        self,
+        disk: DiskLog,
+        files: Files,
+        store: ShardStore,
+        pool: Executor,
+        counters: ShardCounters,
+        *,
+        folder: Path,
+        ending: Event,
+        failed: Callable[[FelixError], None],
+    ) -> None:
+        self.truncations = 0
+        """Begun and ended: a read across one may meet bytes that are being cut."""
+        self._disk = disk
+        self._files = files
+        self._store = store
+        self._pool = pool
+        self._counters = counters
+        self._folder = folder
+        self._ending = ending
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._fetching: dict[int, asyncio.Future[None]] = {}
+
+    async def read(self, offset: int, max_bytes: int, below: int) -> list[SealedBatch]:
+        """Batches from the one that holds `offset` on, all of them before `below`: at least one, then up to `max_bytes`.
+
+        Raises CorruptionError, which stops the shard unless it is a store's copy that is damaged, and UnavailableError.
+        """
+        batches = await self._perform(self._disk.read, offset, max_bytes, below)
+        self._counters.disk_reads += 1
+        self._counters.disk_read_bytes += sum(len(batch.data) for batch in batches)
+        return batches
+
+    async def offset_for_time(self, time_ms: int, below: int) -> int:
+        """Base offset of the first batch before `below` that was appended at or after `time_ms`, else `below`. Raises as `read`."""
+        return await self._perform(self._disk.offset_for_time, time_ms, below)
+
+    @contextmanager
+    def truncating(self) -> Iterator[None]:
+        """The log is cut meanwhile."""
+        self.truncations += 1
+        try:
+            yield
+        finally:
+            self.truncations += 1
+
+    async def ended(self) -> None:
+        """Nothing is being fetched any more, and nothing that was is kept."""
+        if self._fetching:
+            await asyncio.wait(list(self._fetching.values()))
+        self._store.cache.forget(self._folder)
+
+    async def _perform(self, read: Callable[..., _T], *arguments: int) -> _T:
+        before = self.truncations
+        try:
+            for _ in range(FETCHES_PER_READ_MAX):
+                try:
+                    return await self._loop.run_in_executor(self._pool, read, *arguments)
+                except NotLocalError as error:
+                    missing = error.segment
+                await self._fetch(missing)
+            raise UnavailableError(
+                "What was fetched from the store was pushed out again before it was read.", retry_after_ms=100
+            )
+        except _FetchedDamageError as error:
+            # The store's copy: what is local is as it was.
+            raise error.found from error
+        except CorruptionError as error:
+            if before % 2 or before != self.truncations:
+                raise UnavailableError(
+                    "The log was truncated while it was read.", code=Code.UNAVAILABLE, retry_after_ms=50
+                ) from error
+            self._failed(error)
+            raise
+        except OSError as error:
+            failure = storage_error(error, self._folder)
+            self._failed(failure)
+            raise failure from error
+
+    async def _fetch(self, segment: SegmentState) -> None:
+        """Bring a segment back from its store; of several that want it, one does it."""
+        entry = segment.remote
+        assert entry is not None
+        under_way = self._fetching.get(segment.base_offset)
+        if under_way is not None:
+            await asyncio.shield(under_way)
+            return
+
+        def bring() -> None:
+            try:
+                # Appends come first: what is read back must not take the last room from them.
+                if self._files.free_bytes(self._folder) < entry.segment_bytes + ROOM_BYTES_MIN:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
+                fetch(
+                    entry,
+                    segment.fetched_path,
+                    self._store.cache,
+                    Throttle(self._store.rate_bytes, self._ending),
+                )
+            except CorruptionError as error:
+                raise _FetchedDamageError(error) from error
+            except OSError as error:
+                raise storage_error(error, self._folder) from error
+
+        future = self._loop.run_in_executor(self._store.pool, bring)
+        self._fetching[segment.base_offset] = future
+        future.add_done_callback(lambda _: self._fetching.pop(segment.base_offset, None))
+        await asyncio.shield(future)
+        self._counters.fetched_segments += 1
+        self._counters.fetched_bytes += entry.segment_bytes
