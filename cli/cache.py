@@ -1,4 +1,4 @@
-"""`felix cache`: create, put, get, delete, cas, incr, scan, watch, stats, list, drop."""
+"""`felix cache`: create, alter, put, get, delete, cas, incr, scan, watch, stats, list, drop."""
 
 from __future__ import annotations
 
@@ -64,6 +64,50 @@ def create(
             f"{state.stream} is created, {shards} shards of {Size.parse(size)}, {durability}, eviction {eviction}, "
             f"ttl {ttl or 'none'}"
         )
+
+
+@app.command()
+def alter(
+    name: Name,
+    size: Annotated[
+        str, typer.Option(help="Memory per shard, as in 64MiB; with less, the least recently used go.")
+    ] = "",
+    ttl: Annotated[
+        str,
+        typer.Option(help="Of values that are put without one from now on, as in 12h; none: without end."),
+    ] = "",
+    eviction: Annotated[
+        str, typer.Option(help="When it is full: lru (the least recently used goes) or refuse.")
+    ] = "",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Change a cache's settings while it serves; what is not named stays as it is."""
+    changes: dict[str, Any] = {
+        "bytes_max": int(Size.parse(size)) if size else None,
+        "ttl": felix.FOREVER if ttl == "none" else parse_ttl(ttl),
+        "eviction": eviction or None,
+    }
+    if all(value is None for value in changes.values()):
+        raise RequestError(
+            "Nothing is to be changed.", hint="Name a setting; felix cache alter --help lists them."
+        )
+    state = run(_alter(region, identity, name, changes))
+    if json:
+        print_json(state)
+        return
+    settings = state.views.cache
+    assert settings is not None
+    out.print(
+        f"{state.stream} is changed: {Size(settings.bytes_max)} per shard, eviction {settings.eviction}, "
+        f"ttl {Duration(settings.ttl_ms) if settings.ttl_ms else 'none'}"
+    )
+
+
+async def _alter(region: str, identity: str, name: str, changes: dict[str, Any]) -> StreamState:
+    async with connect(region, identity) as client:
+        return await client.cache(name).alter(**changes)
 
 
 async def _create(

@@ -82,6 +82,62 @@ def create(
         out.print(f"queue {state.stream} is created, {state.shards} shards, {format_durability(state)}")
 
 
+@app.command()
+def alter(
+    name: Name,
+    visibility: Annotated[
+        str, typer.Option(help="How long a lease lasts that asks for nothing else, from now on.")
+    ] = "",
+    attempts: Annotated[
+        int | None,
+        typer.Option(help="Deliveries before a record goes to the dead letters; 0: without bound."),
+    ] = None,
+    retry: Annotated[
+        str, typer.Option(help="Until a record that was given back is tried again; doubled each time.")
+    ] = "",
+    retry_max: Annotated[str, typer.Option(help="The longest such wait.")] = "",
+    dead_letter: Annotated[
+        str, typer.Option(help="Where dead letters go from now on; default: to NAME.dead again.")
+    ] = "",
+    ordered: Annotated[
+        bool | None, typer.Option("--ordered/--unordered", help="Cannot be another than it was created with.")
+    ] = None,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Change a queue's settings while workers go on; what is not named stays as it is."""
+    changes: dict[str, Any] = {
+        "visibility": int(Duration.parse(visibility)) / 1000 if visibility else None,
+        "attempts": attempts,
+        "retry": int(Duration.parse(retry)) / 1000 if retry else None,
+        "retry_max": int(Duration.parse(retry_max)) / 1000 if retry_max else None,
+        "dead_letter": ("" if dead_letter == "default" else dead_letter) if dead_letter else None,
+        "ordered_by_key": ordered,
+    }
+    if all(value is None for value in changes.values()):
+        raise RequestError(
+            "Nothing is to be changed.", hint="Name a setting; felix queue alter --help lists them."
+        )
+
+    async def change() -> StreamState:
+        async with connect(region, identity) as client:
+            return await client.queue(name).alter(**changes)
+
+    state = run(change())
+    if json:
+        print_json(state)
+        return
+    settings = state.views.queue
+    assert settings is not None
+    retries = settings.retries
+    out.print(
+        f"queue {state.stream} is changed: visibility {Duration(settings.visibility_ms)}, attempts "
+        f"{retries.attempts_max or 'without bound'}, retries after {Duration(retries.interval_ms)} to "
+        f"{Duration(retries.interval_ms_max)}, dead letters to {retries.dead_letter or f'{state.stream}.dead'}"
+    )
+
+
 @app.command("list")
 def list_(
     prefix: Annotated[str, typer.Argument(help="Only names that begin so.")] = "",
@@ -145,7 +201,7 @@ def describe(
             ["delayed", state.delayed],
             ["behind their key", state.waiting],
             [f"dead ({state.dead_letter})", state.dead],
-            ["oldest", str(Duration(state.oldest_ms)) if state.oldest_ms else "-"],
+            ["oldest", _age(state.oldest_ms) if state.oldest_ms else "-"],
             ["in, a second", state.in_rate],
             ["out, a second", state.out_rate],
             ["acknowledged since the start", state.acked],
@@ -213,7 +269,7 @@ def put(
     if json:
         print_json({"queue": name, "jobs": count})
     else:
-        out.print(f"{count:,} jobs are in {name}")
+        out.print(f"{_counted(count, 'job is', 'jobs are')} in {name}")
 
 
 def _chunks(records: Iterator[NewRecord], size: int = 5_000) -> Iterator[list[NewRecord]]:
@@ -318,7 +374,7 @@ async def _consume(
         lost = consumer.lost
     sys.stdout.flush()
     if command or not as_json:
-        note(f"{done:,} jobs done, {failed:,} given back, {lost:,} lost to other workers")
+        note(f"{_counted(done, 'job', 'jobs')} done, {failed:,} given back, {lost:,} lost to other workers")
 
 
 def _run_command(command: str, job: Job) -> tuple[int, str]:
@@ -463,7 +519,8 @@ def redrive(
         async with connect(region, identity) as client:
             return await client.queue(name).redrive(records)
 
-    _say_count(run(bring()), f"dead letters are back in {name}", json)
+    count = run(bring())
+    _say_count(count, f"{_counted(count, 'dead letter is', 'dead letters are')} back in {name}", json)
 
 
 @app.command()
@@ -482,7 +539,8 @@ def purge(
         async with connect(region, identity) as client:
             return await client.queue(name).purge()
 
-    _say_count(run(drop()), f"records of {name} are dropped", json)
+    count = run(drop())
+    _say_count(count, f"{_counted(count, f'record of {name} is', f'records of {name} are')} dropped", json)
 
 
 @app.command()
@@ -511,7 +569,27 @@ def _say_count(count: int, sentence: str, as_json: bool) -> None:
     if as_json:
         print_json({"records": count})
     else:
-        out.print(f"{count:,} {sentence}")
+        out.print(sentence)
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
+
+
+def _age(ms: int) -> str:
+    """In the two largest units that count: 740ms, 14s, 3m 20s, 2h 5m, 4d 1h."""
+    if ms < 1_000:
+        return f"{ms}ms"
+    units = (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1))
+    seconds = ms // 1_000
+    parts: list[str] = []
+    for unit, size in units:
+        count, seconds = divmod(seconds, size)
+        if count:
+            parts.append(f"{count}{unit}")
+        elif parts:
+            break
+    return " ".join(parts[:2])
 
 
 def _handle(job: Job) -> str:

@@ -1,10 +1,10 @@
-"""`felix subscription`: create, list, describe, seek, delete, consume."""
+"""`felix subscription`: create, alter, list, describe, seek, delete, consume."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +14,7 @@ from cli.stream import parse_start, write_record
 from felix.batch import Record
 from felix.errors import RequestError
 from felix.messages import SubscriptionState
-from felix.settings import Retries, SubscriptionSettings
+from felix.settings import Retries, RetriesChange, SubscriptionSettings
 from policy.quantity import Duration
 
 app = typer.Typer(help="Durable subscriptions of a region's streams.", no_args_is_help=True)
@@ -82,6 +82,78 @@ async def _create(
         return await client.stream(stream).create_subscription(name, settings)
 
 
+@app.command()
+def alter(
+    stream: Stream,
+    name: Name,
+    ack_timeout: Annotated[
+        str, typer.Option(help="What is not acknowledged after so long is delivered again, from now on.")
+    ] = "",
+    max_attempts: Annotated[
+        int | None, typer.Option(help="Deliveries before a record is a dead letter; 0: no bound.")
+    ] = None,
+    retry_interval: Annotated[
+        str, typer.Option(help="Wait before the second delivery, doubled each time.")
+    ] = "",
+    retry_interval_max: Annotated[str, typer.Option(help="The longest wait between two deliveries.")] = "",
+    dead_letter: Annotated[
+        str,
+        typer.Option(help="The dead-letter stream from now on; default: the stream's name and .dead again."),
+    ] = "",
+    max_unacked: Annotated[
+        int | None, typer.Option(help="Records per shard with consumers at a time.")
+    ] = None,
+    inactive_ttl: Annotated[
+        str, typer.Option(help="Delete it after so long without a consumer, as in 7d; none: never.")
+    ] = "",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Change a subscription's settings while its consumers go on; what is not named stays, its positions do, too."""
+    retries = RetriesChange(
+        max_attempts,
+        int(Duration.parse(retry_interval)) if retry_interval else None,
+        int(Duration.parse(retry_interval_max)) if retry_interval_max else None,
+        ("" if dead_letter == "default" else dead_letter) if dead_letter else None,
+    )
+    ttl_ms = 0 if inactive_ttl in ("", "none") else int(Duration.parse(inactive_ttl))
+    changes: dict[str, Any] = {
+        "ack_timeout": int(Duration.parse(ack_timeout)) / 1000 if ack_timeout else None,
+        "retries": retries if retries != RetriesChange() else None,
+        "unacked_max": max_unacked,
+        "inactive_ttl": ttl_ms / 1000 if inactive_ttl else None,
+    }
+    if all(value is None for value in changes.values()):
+        raise RequestError(
+            "Nothing is to be changed.", hint="Name a setting; felix subscription alter --help lists them."
+        )
+    state = run(_alter(region, identity, stream, name, changes))
+    if json:
+        print_json(state)
+    else:
+        out.print(f"{state.name} of {state.stream} is changed: {format_settings(state)}")
+
+
+async def _alter(
+    region: str, identity: str, stream: str, name: str, changes: dict[str, Any]
+) -> SubscriptionState:
+    async with connect(region, identity) as client:
+        return await client.stream(stream).alter_subscription(name, **changes)
+
+
+def format_settings(state: SubscriptionState) -> str:
+    """What can be altered, in one line."""
+    settings = state.settings
+    retries = settings.retries
+    ttl = f", deleted after {Duration(settings.inactive_ttl_ms)} unused" if settings.inactive_ttl_ms else ""
+    return (
+        f"ack timeout {Duration(settings.ack_timeout_ms)}, attempts {retries.attempts_max or 'without bound'}, retries "
+        f"after {Duration(retries.interval_ms)} to {Duration(retries.interval_ms_max)}, {settings.unacked_max:,} records "
+        f"out at a time{ttl}"
+    )
+
+
 @app.command("list")
 def list_(
     stream: Annotated[str, typer.Argument(help="Only of this stream.")] = "",
@@ -131,12 +203,9 @@ def describe(
     if json:
         print_json(state)
         return
-    settings = state.settings
-    attempts = settings.retries.attempts_max
     out.print(
         f"[bold]{state.name}[/] of {state.stream}, by {state.creator}, since {iso(state.created_ms)}\n"
-        f"ack timeout {Duration(settings.ack_timeout_ms)}, attempts {attempts or 'without bound'}, retries after "
-        f"{Duration(settings.retries.interval_ms)} to {Duration(settings.retries.interval_ms_max)}\n"
+        f"{format_settings(state)}\n"
         f"{state.redelivered:,} redelivered, {state.dead:,} dead letters, {state.skipped:,} taken by retention"
     )
     table(

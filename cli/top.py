@@ -21,7 +21,7 @@ import felix
 from cli.output import format_cell, out, print_json
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run, stop_signals
 from felix.errors import FelixError, RequestError
-from felix.messages import LinkState, QuotaState, ReaderTraffic, RegionState, StreamTraffic
+from felix.messages import CacheTraffic, LinkState, QuotaState, ReaderTraffic, RegionState, StreamTraffic
 from felix.names import StreamName
 
 ROWS: Final = 15
@@ -41,6 +41,7 @@ class Sample(msgspec.Struct, frozen=True):
     readers: list[ReaderTraffic]
     quotas: list[QuotaState]
     links: list[LinkState]
+    caches: list[CacheTraffic] = []
 
 
 class StreamFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +74,20 @@ class ReaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     waits: str
 
 
+class CacheFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One cache now. `hit_ratio`: of the gets between the two looks, None where there were none; evictions and expiries per second."""
+
+    cache: str
+    keys: int
+    size_bytes: int
+    bytes_limit: int
+    gets: float
+    hit_ratio: float | None
+    evicted: float
+    expired: float
+    watches: int
+
+
 class BudgetFigures(msgspec.Struct, frozen=True):
     """One memory budget: bytes in use, and allowed."""
 
@@ -98,6 +113,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     budgets: list[BudgetFigures]
     streams: list[StreamFigures]
     readers: list[ReaderFigures]
+    caches: list[CacheFigures]
     throttled: list[QuotaState]
     links: list[LinkState]
 
@@ -114,6 +130,13 @@ def figures(before: Sample, after: Sample, *, sort: SortBy = "in", tenant: str =
         streams = [each for each in streams if each.stream.startswith(f"{tenant}/")]
     streams.sort(key=_ORDERS[sort])
     readers.sort(key=lambda each: (-each.lag_records, -each.bytes, each.stream, each.name))
+    held = {each.stream: each for each in before.caches}
+    caches = [
+        _cache(each, held.get(each.stream), passed)
+        for each in after.caches
+        if not tenant or each.stream.startswith(f"{tenant}/")
+    ]
+    caches.sort(key=lambda each: (-each.gets, -each.size_bytes, each.cache))
     gauges = after.region.gauges
     slow = {(each.scope, each.name): sum(each.throttled_ms.values()) for each in before.quotas}
     refused = {(each.scope, each.name): sum(each.refused.values()) for each in before.quotas}
@@ -138,6 +161,7 @@ def figures(before: Sample, after: Sample, *, sort: SortBy = "in", tenant: str =
         ],
         streams=streams,
         readers=readers,
+        caches=caches,
         # Whoever a quota has held back since the sample before.
         throttled=[
             each
@@ -187,6 +211,23 @@ def _reader(after: ReaderTraffic, before: ReaderTraffic | None, passed: float) -
     )
 
 
+def _cache(after: CacheTraffic, before: CacheTraffic | None, passed: float) -> CacheFigures:
+    if before is None or after.hits < before.hits or after.misses < before.misses:
+        before = CacheTraffic(after.stream, 0, 0, 0)
+    hits, misses = after.hits - before.hits, after.misses - before.misses
+    return CacheFigures(
+        cache=after.stream,
+        keys=after.keys,
+        size_bytes=after.size_bytes,
+        bytes_limit=after.bytes_limit,
+        gets=(hits + misses) / passed,
+        hit_ratio=hits / (hits + misses) if hits + misses else None,
+        evicted=_per_second(after.evicted, before.evicted, passed),
+        expired=_per_second(after.expired, before.expired, passed),
+        watches=after.watches,
+    )
+
+
 _ORDERS: Final[dict[SortBy, Callable[[StreamFigures], tuple[float, str]]]] = {
     "name": lambda each: (0, each.stream),
     "in": lambda each: (-each.in_bytes, each.stream),
@@ -233,6 +274,22 @@ def picture(found: Figures, rows: int = ROWS) -> Group:
                         each.lag_records, each.waits,
                     )
                     for each in found.readers
+                ],
+                rows,
+            )
+        )  # fmt: skip
+    if found.caches:
+        parts.append(
+            _table(
+                "Caches, the most asked first",
+                ("cache", "keys#", "in memory#", "of#", "gets/s#", "hits#", "evicted/s#", "expired/s#", "watches#"),
+                [
+                    (
+                        each.cache, each.keys, size(each.size_bytes), size(each.bytes_limit), round(each.gets),
+                        "" if each.hit_ratio is None else f"{each.hit_ratio:.1%}", round(each.evicted),
+                        round(each.expired), each.watches,
+                    )
+                    for each in found.caches
                 ],
                 rows,
             )
@@ -334,6 +391,7 @@ async def sample(client: felix.RegionClient, prefix: str) -> Sample:
         await client.reader_traffic(prefix),
         await client.list_quotas(),
         await client.list_links(),
+        await client.cache_traffic(prefix),
     )
 
 

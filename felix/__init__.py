@@ -25,7 +25,14 @@ from felix.names import SpiffeId, StreamName
 from felix.profile import Profile, felix_home, load_profile
 from felix.publisher import Publisher, Receipt, Refusal
 from felix.queue import Job, Queue, QueueConsumer
-from felix.settings import Deduplication, NamespaceSettings, Retries, SubscriptionSettings, Views
+from felix.settings import (
+    Deduplication,
+    NamespaceSettings,
+    Retries,
+    RetriesChange,
+    SubscriptionSettings,
+    Views,
+)
 from felix.subscription import Gap, GapError, ReceivedBatch, Subscription
 from felix.transaction import Transaction, TransactionRecord
 
@@ -66,6 +73,7 @@ __all__ = [
     "RequestError",
     "Retention",
     "Retries",
+    "RetriesChange",
     "SessionInfo",
     "ShardState",
     "SpiffeId",

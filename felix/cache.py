@@ -39,9 +39,9 @@ from felix.connection import RegionConnection
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.exchange import Exchange
 from felix.frames import CALL_BYTES_MAX, FRAME_HEADER_BYTES, Frame
-from felix.messages import Answer, CacheOpened, OpenCache, WatchCache
+from felix.messages import AlterStream, Answer, CacheOpened, OpenCache, StreamState, WatchCache
 from felix.names import StreamName, shard_for_key
-from felix.settings import DURATION_MS_MAX
+from felix.settings import DURATION_MS_MAX, CacheChange
 
 EXCHANGES_DEFAULT: Final = 2
 """A large value on one does not hold up what travels on the other."""
@@ -258,6 +258,21 @@ class Cache:
         """What the broker counts of this cache."""
         stats: wire.CacheStats = await self._call(b"", wire.Stats())
         return stats
+
+    async def alter(
+        self, *, bytes_max: int | None = None, ttl: float | None = None, eviction: str | None = None
+    ) -> StreamState:
+        """Change the cache's settings while it serves; what is None stays, values do, too, but for what no longer fits.
+
+        `bytes_max` per shard: with less, the least recently used are evicted, some at a time (a cache that refuses is only made as
+        small as what it holds). `ttl` in seconds, FOREVER without end: of values put from now on without one. Raises
+        RequestError: FORBIDDEN, CONFIG_INVALID, UNSUPPORTED; CONFLICT where what it holds would not fit.
+        """
+        change = CacheChange(bytes_max, None if ttl is None else ttl_ms(ttl), eviction)
+        answer: Any = await self._connection.request(AlterStream(str(self.name), cache=change))
+        if not isinstance(answer, StreamState):
+            raise ProtocolError(f"The broker answered an AlterStream with a {type(answer).__name__}.")
+        return answer
 
     async def shards(self) -> int:
         """How many shards the cache has."""

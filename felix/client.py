@@ -37,7 +37,9 @@ from felix.identity import Identity
 from felix.messages import (
     PAGE_MAX,
     AlterStream,
+    AlterSubscription,
     Answer,
+    CacheTraffic,
     CreateStream,
     CreateSubscription,
     DeleteNamespace,
@@ -100,12 +102,16 @@ from felix.queue import Queue, queue_views
 from felix.quota import QuotaLimits
 from felix.settings import (
     NO_VIEWS,
+    CacheChange,
     CacheSettings,
     Compaction,
     Deduplication,
     NamespaceSettings,
     Offload,
+    QueueChange,
     Retries,
+    RetriesChange,
+    SubscriptionChange,
     SubscriptionSettings,
     Views,
 )
@@ -377,11 +383,15 @@ class RegionClient:
         compaction: Compaction | None = None,
         deduplication: Deduplication | None = None,
         offload: Offload | None = None,
+        queue: QueueChange | None = None,
+        cache: CacheChange | None = None,
         remove: Sequence[str] = (),
         incarnation: bytes = b"",
     ) -> StreamState:
         """Change settings of a stream while it serves; what is None stays. `remove` names what is taken away: compaction,
-        deduplication, offload. Raises RequestError: NOT_FOUND_OR_FORBIDDEN, CONFIG_INVALID, CONFLICT for another incarnation.
+        deduplication, offload. `queue` and `cache`: as `Queue.alter` and `Cache.alter`, which have plainer arguments. Raises
+        RequestError: NOT_FOUND_OR_FORBIDDEN, CONFIG_INVALID, UNSUPPORTED for a stream that is no queue or cache, CONFLICT for
+        another incarnation.
         """
         wanted = AlterStream(
             str(StreamName.parse(str(name))),
@@ -391,6 +401,8 @@ class RegionClient:
             deduplication,
             offload,
             list(remove),
+            queue,
+            cache,
         )
         return await self._typed(wanted, StreamState)
 
@@ -531,6 +543,15 @@ class RegionClient:
             page = await self._typed(DescribeTraffic("readers", prefix, len(found), PAGE_MAX), TrafficPage)
             found += page.readers
             if not page.more or not page.readers:
+                return found
+
+    async def cache_traffic(self, prefix: str = "") -> list[CacheTraffic]:
+        """What each cache holds at the broker that answers, and what was asked of it since it is served."""
+        found: list[CacheTraffic] = []
+        while True:
+            page = await self._typed(DescribeTraffic("caches", prefix, len(found), PAGE_MAX), TrafficPage)
+            found += page.caches
+            if not page.more or not page.caches:
                 return found
 
     async def put_rights(self, identity: str, rights: Sequence[str]) -> None:
@@ -792,6 +813,27 @@ class Stream:
         """A durable subscription, before its first consumer. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID."""
         wanted = CreateSubscription(str(self.name), name, settings or SubscriptionSettings())
         return await self._client._typed(wanted, SubscriptionState)
+
+    async def alter_subscription(
+        self,
+        name: str,
+        *,
+        ack_timeout: float | None = None,
+        retries: RetriesChange | None = None,
+        unacked_max: int | None = None,
+        inactive_ttl: float | None = None,
+    ) -> SubscriptionState:
+        """Change its settings while its consumers go on; what is None stays, positions do, too. Durations in seconds (`inactive_ttl`
+        0: never). What is out keeps the time that it was given. Raises RequestError: NOT_FOUND, CONFIG_INVALID; FORBIDDEN for
+        whoever neither made it nor has the right `admin`.
+        """
+        change = SubscriptionChange(
+            None if ack_timeout is None else round(ack_timeout * 1000),
+            retries,
+            unacked_max,
+            None if inactive_ttl is None else round(inactive_ttl * 1000),
+        )
+        return await self._client._typed(AlterSubscription(str(self.name), name, change), SubscriptionState)
 
     async def subscriptions(self) -> list[SubscriptionState]:
         """The stream's durable subscriptions, without shards and consumers."""

@@ -34,6 +34,7 @@ from felix.consumer_messages import (
     RANGES_MAX,
     Ack,
     Acknowledged,
+    Altered,
     Assigned,
     Leave,
     Nack,
@@ -657,6 +658,8 @@ class Consumer:
                     for first, following in ranges:
                         share.handed.remove(first, following)
                     share.again.append((event.attempt, ranges))
+            case Altered():
+                self._ack_timeout_s = event.ack_timeout_ms / 1000
             case Revoked():
                 share = self._share(event.shard, event.generation)
                 if share is None:

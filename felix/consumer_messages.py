@@ -103,6 +103,12 @@ class Revoked(Message, frozen=True, tag="revoked"):
     drain_ms: Natural
 
 
+class Altered(Message, frozen=True, tag="altered"):
+    """The subscription's ack timeout is this now, for what is handed out from here on."""
+
+    ack_timeout_ms: Natural
+
+
 class Redelivery(Message, frozen=True, tag="redelivery"):
     """Batches with these records follow; only these of them are meant, and this is their `attempt`-th delivery."""
 
@@ -113,7 +119,7 @@ class Redelivery(Message, frozen=True, tag="redelivery"):
 
 
 Call = Ack | Nack | Renew | Release | Leave
-Reply = Acknowledged | Assigned | Skip | Revoked | Redelivery
+Reply = Acknowledged | Altered | Assigned | Skip | Revoked | Redelivery
 
 _call_decoder: Final = msgspec.msgpack.Decoder(Call)
 _reply_decoder: Final = msgspec.msgpack.Decoder(Reply)

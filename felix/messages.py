@@ -17,10 +17,13 @@ from felix.frames import FrameType, encode_frame
 from felix.quota import QuotaLimits
 from felix.settings import (
     NO_VIEWS,
+    CacheChange,
     Compaction,
     Deduplication,
     NamespaceSettings,
     Offload,
+    QueueChange,
+    SubscriptionChange,
     SubscriptionSettings,
     Views,
 )
@@ -143,7 +146,8 @@ class CreateStream(Message, frozen=True, tag="create_stream"):
 
 class AlterStream(Message, frozen=True, tag="alter_stream"):
     """Changes settings of a stream while it serves. What is None stays; `remove` names capabilities to take away:
-    compaction, deduplication, offload. `incarnation`, where given, must be the stream's. Answered with its state."""
+    compaction, deduplication, offload; `queue` and `cache` are of a stream that is one, and name what of them is to be another.
+    `incarnation`, where given, must be the stream's. Answered with its state."""
 
     stream: Name
     incarnation: bytes = b""
@@ -152,6 +156,8 @@ class AlterStream(Message, frozen=True, tag="alter_stream"):
     deduplication: Deduplication | None = None
     offload: Offload | None = None
     remove: list[Name] = []
+    queue: QueueChange | None = None
+    cache: CacheChange | None = None
 
 
 class DeleteStream(Message, frozen=True, tag="delete_stream"):
@@ -386,7 +392,7 @@ class RegionState(Message, frozen=True, tag="region"):
 
 
 class DescribeTraffic(Message, frozen=True, tag="describe_traffic"):
-    """What goes through this broker: of `what` (streams or readers), those whose stream begins with `prefix`. Counters count since
+    """What goes through this broker: of `what` (streams, readers or caches), those whose stream begins with `prefix`. Counters count since
     the broker's start; who asks twice has rates."""
 
     what: Name
@@ -426,12 +432,27 @@ class ReaderTraffic(Message, frozen=True, tag="reader_traffic"):
     waits: Name = ""
 
 
+class CacheTraffic(Message, frozen=True, tag="cache_traffic"):
+    """What one cache holds, over all its shards, and what was counted since the broker began to serve it."""
+
+    stream: Name
+    keys: int
+    size_bytes: int
+    bytes_limit: int
+    hits: int = 0
+    misses: int = 0
+    evicted: int = 0
+    expired: int = 0
+    watches: int = 0
+
+
 class TrafficPage(Message, frozen=True, tag="traffic_page"):
     """`time_ms`: when it was counted, by the broker's clock."""
 
     time_ms: int
     streams: list[StreamTraffic] = []
     readers: list[ReaderTraffic] = []
+    caches: list[CacheTraffic] = []
     more: bool = False
 
 
@@ -648,6 +669,14 @@ class SeekSubscription(Message, frozen=True, tag="seek_subscription"):
     shards: list[int] = []
 
 
+class AlterSubscription(Message, frozen=True, tag="alter_subscription"):
+    """Changes settings of a durable subscription while it serves; positions and consumers stay. Answered with its state."""
+
+    stream: Name
+    name: Name
+    change: SubscriptionChange
+
+
 class DeleteSubscription(Message, frozen=True, tag="delete_subscription"):
     stream: Name
     name: Name
@@ -767,7 +796,7 @@ Request = (
     CreateStream | AlterStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
     | DescribeTraffic | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
     | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
-    | CreateSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
+    | CreateSubscription | AlterSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
     | OpenCache | WatchCache | OpenQueue
     | OpenTransactions | PutNamespace | DeleteNamespace | ListNamespaces
 )  # fmt: skip

@@ -32,7 +32,7 @@ from felix.batch import Headers
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.exchange import Exchange
 from felix.frames import Frame
-from felix.messages import Answer, OpenQueue, QueueOpened
+from felix.messages import Answer, OpenQueue, QueueOpened, StreamState
 from felix.names import StreamName
 from felix.publisher import Payload
 from felix.queue_messages import (
@@ -60,7 +60,7 @@ from felix.queue_messages import (
     decode_reply,
 )
 from felix.queue_messages import Job as LeasedJob
-from felix.settings import QueueSettings, Retries, Views
+from felix.settings import QueueChange, QueueSettings, Retries, RetriesChange, Views
 
 if TYPE_CHECKING:
     from felix.client import RegionClient
@@ -445,14 +445,27 @@ class QueueConsumer:
         """Keep the leases of what is here; a lease that is lost is noticed when its job is settled."""
         while True:
             await asyncio.sleep((self._visibility_ms or 1_000) / 1000 / HEARTBEAT)
-            for job in self._held:
-                job.extend(self._visibility_ms / 1000)
+            self._extend_held()
+
+    def _extend_held(self) -> None:
+        for job in self._held:
+            job.extend(self._visibility_ms / 1000)
+
+    def _take_visibility(self, visibility_ms: int) -> None:
+        """The queue's own may be altered at any time: what is held goes by the new one from here on."""
+        if self._asked_visibility_ms or visibility_ms == self._visibility_ms:
+            return
+        known, self._visibility_ms = self._visibility_ms, visibility_ms
+        if known and self._heartbeat is not None:
+            self._extend_held()
+            self._heartbeat.cancel()
+            self._heartbeat = asyncio.ensure_future(self._beat())
 
     # -- receiving -------------------------------------------------------------------------------------
 
     def _opened(self, answer: Answer) -> None:
-        if isinstance(answer, QueueOpened) and not self._asked_visibility_ms:
-            self._visibility_ms = answer.visibility_ms
+        if isinstance(answer, QueueOpened):
+            self._take_visibility(answer.visibility_ms)
         # A new exchange counts anew; what is held here keeps its lease, and its room.
         self._received_records = self._received_bytes = 0
         self._granted_records = self._granted_bytes = 0
@@ -479,6 +492,7 @@ class QueueConsumer:
             received += size
             held.add(job)
             ready.append(job)
+        self._take_visibility(jobs.visibility_ms)
         self._held_bytes += received
         self._received_bytes += received
         self._received_records += len(jobs.jobs)
@@ -704,6 +718,28 @@ class Queue:
         found: Counted = await self._call(Purge(), again=False)
         return found.records
 
+    async def alter(
+        self,
+        *,
+        visibility: float | None = None,
+        attempts: int | None = None,
+        retry: float | None = None,
+        retry_max: float | None = None,
+        dead_letter: str | None = None,
+        ordered_by_key: bool | None = None,
+    ) -> StreamState:
+        """Change the queue's settings while workers go on; what is None stays. As `RegionClient.create_queue` has them.
+
+        Leases and waits that began keep the time that they were given; attempts so far count against the new bound, and dead
+        letters that have landed stay where they are. `dead_letter` empty: NAME.dead again. `ordered_by_key` cannot be
+        another than it is. Raises RequestError: FORBIDDEN, CONFIG_INVALID, UNSUPPORTED.
+        """
+        retries = RetriesChange(attempts, _change_ms(retry), _change_ms(retry_max), dead_letter)
+        change = QueueChange(
+            _change_ms(visibility), retries if retries != RetriesChange() else None, ordered_by_key
+        )
+        return await self._client.alter_stream(self.name, queue=change)
+
     async def delete(self) -> None:
         """Delete the queue and its records; its dead letters stay."""
         await self._client.delete_stream(self.name)
@@ -717,6 +753,10 @@ class Queue:
 
 def _ms(seconds: float | None) -> int:
     return 0 if seconds is None else round(seconds * 1000)
+
+
+def _change_ms(seconds: float | None) -> int | None:
+    return None if seconds is None else round(seconds * 1000)
 
 
 def job_headers(

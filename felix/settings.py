@@ -10,7 +10,7 @@ Invariants: a stream is at most one of queue and cache; a cache is compacted; wh
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ CACHE_LAG_MS: Final = 120_000
 IDS_MAX: Final = 1_000_000
 """Message ids remembered per shard; about 100 bytes each."""
 URL_CHARS_MAX: Final = 1_024
+_Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
 class Compaction(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -134,6 +135,52 @@ class SubscriptionSettings(msgspec.Struct, frozen=True, omit_defaults=True):
         _within("records out at a time", self.unacked_max, 1, 10_000_000, "records per shard")
         _within("inactive ttl", self.inactive_ttl_ms, 0, DURATION_MS_MAX, "ms (0: never)")
         self.retries.check()
+
+
+class RetriesChange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is to be another in Retries; None stays. `dead_letter` empty: the stream's own name with `.dead` again."""
+
+    attempts_max: int | None = None
+    interval_ms: int | None = None
+    interval_ms_max: int | None = None
+    dead_letter: str | None = None
+
+
+class QueueChange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is to be another in QueueSettings; None stays."""
+
+    visibility_ms: int | None = None
+    retries: RetriesChange | None = None
+    ordered_by_key: bool | None = None
+
+
+class CacheChange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is to be another in CacheSettings; None stays."""
+
+    bytes_max: int | None = None
+    ttl_ms: int | None = None
+    eviction: str | None = None
+
+
+class SubscriptionChange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is to be another in SubscriptionSettings; None stays. Where it began and whether it is exclusive cannot be."""
+
+    ack_timeout_ms: int | None = None
+    retries: RetriesChange | None = None
+    unacked_max: int | None = None
+    inactive_ttl_ms: int | None = None
+
+
+def altered(settings: _Settings, change: msgspec.Struct) -> _Settings:
+    """The settings with what `change` names. They are not checked."""
+    named: dict[str, object] = {}
+    for field in change.__struct_fields__:
+        value = getattr(change, field)
+        if isinstance(value, RetriesChange):
+            value = altered(getattr(settings, field), value)
+        if value is not None:
+            named[field] = value
+    return msgspec.structs.replace(settings, **named)
 
 
 class Views(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

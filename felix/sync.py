@@ -58,10 +58,13 @@ from felix.publisher import (
 from felix.queue_messages import LEASE_BYTES_MAX, PeekedJob, QueueState
 from felix.settings import (
     NO_VIEWS,
+    CacheChange,
     CacheSettings,
     Compaction,
     Deduplication,
     Offload,
+    QueueChange,
+    RetriesChange,
     SubscriptionSettings,
     Views,
 )
@@ -221,6 +224,8 @@ class SyncRegion:
         compaction: Compaction | None = None,
         deduplication: Deduplication | None = None,
         offload: Offload | None = None,
+        queue: QueueChange | None = None,
+        cache: CacheChange | None = None,
         remove: Sequence[str] = (),
         incarnation: bytes = b"",
     ) -> StreamState:
@@ -231,6 +236,8 @@ class SyncRegion:
                 compaction=compaction,
                 deduplication=deduplication,
                 offload=offload,
+                queue=queue,
+                cache=cache,
                 remove=remove,
                 incarnation=incarnation,
             )
@@ -498,6 +505,25 @@ class SyncStream:
     ) -> SubscriptionState:
         return self._background.call(self._stream.create_subscription(name, settings))
 
+    def alter_subscription(
+        self,
+        name: str,
+        *,
+        ack_timeout: float | None = None,
+        retries: RetriesChange | None = None,
+        unacked_max: int | None = None,
+        inactive_ttl: float | None = None,
+    ) -> SubscriptionState:
+        return self._background.call(
+            self._stream.alter_subscription(
+                name,
+                ack_timeout=ack_timeout,
+                retries=retries,
+                unacked_max=unacked_max,
+                inactive_ttl=inactive_ttl,
+            )
+        )
+
     def subscriptions(self) -> list[SubscriptionState]:
         """The stream's durable subscriptions, without shards and consumers."""
         return self._background.call(self._stream.subscriptions())
@@ -725,6 +751,11 @@ class SyncCache:
     def stats(self) -> CacheStats:
         return self._background.call(self._inner.stats())
 
+    def alter(
+        self, *, bytes_max: int | None = None, ttl: float | None = None, eviction: str | None = None
+    ) -> StreamState:
+        return self._background.call(self._inner.alter(bytes_max=bytes_max, ttl=ttl, eviction=eviction))
+
     def watch(
         self,
         *,
@@ -876,6 +907,27 @@ class SyncQueue:
 
     def purge(self) -> int:
         return self._background.call(self._inner.purge())
+
+    def alter(
+        self,
+        *,
+        visibility: float | None = None,
+        attempts: int | None = None,
+        retry: float | None = None,
+        retry_max: float | None = None,
+        dead_letter: str | None = None,
+        ordered_by_key: bool | None = None,
+    ) -> StreamState:
+        return self._background.call(
+            self._inner.alter(
+                visibility=visibility,
+                attempts=attempts,
+                retry=retry,
+                retry_max=retry_max,
+                dead_letter=dead_letter,
+                ordered_by_key=ordered_by_key,
+            )
+        )
 
     def delete(self) -> None:
         self._background.call(self._inner.delete())

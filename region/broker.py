@@ -18,7 +18,7 @@ from typing import Final
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import Peer, Proof, TrustBundle, verify_peer
-from felix.messages import ReaderTraffic
+from felix.messages import CacheTraffic, ReaderTraffic
 from felix.names import SpiffeId, StreamName
 from felix.quota import QuotaLimits, Scope
 from felix.settings import NO_VIEWS, NamespaceSettings, Offload, Views
@@ -106,6 +106,8 @@ class Broker:
         )
         self.readers: list[Callable[[], Iterable[ReaderTraffic]]] = []
         """Asked who reads beside the sessions' own subscriptions: views add themselves, one entry for each that is read."""
+        self.caches: Callable[[], list[CacheTraffic]] = list
+        """What the caches hold; the node sets it."""
         self.leaving = False
         self._waiting: set[LiveSession] = set()
         self.namespaces: dict[str, NamespaceSettings] = {}

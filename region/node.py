@@ -198,6 +198,7 @@ class Node:
             clock_ms=now_ms,
         )
         self.caches = CacheDesk(broker)
+        broker.caches = self.caches.traffic
         pinned = await asyncio.to_thread(_trusted_files, folder)
         memory = Memory(data / "governance")
         self._stack.push_async_callback(asyncio.to_thread, memory.close)

@@ -16,7 +16,9 @@ from felix.errors import Code, ProtocolError, RequestError, UnavailableError
 from felix.frames import CONTROL_BYTES_MAX
 from felix.messages import (
     AlterStream,
+    AlterSubscription,
     Answer,
+    CacheTraffic,
     CheckpointAnswer,
     Cosign,
     CreateStream,
@@ -73,7 +75,7 @@ from felix.messages import (
 )
 from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
-from felix.settings import NO_VIEWS, Retries
+from felix.settings import NO_VIEWS, Retries, Views, altered
 from policy.access import Verb, parse_rights
 from region.broker import Broker, auto_config
 from region.export import ExportDesk
@@ -163,14 +165,36 @@ class Requests:
 
         def change(config: records.StreamConfig) -> records.StreamConfig:
             retention = config.retention if request.retention is None else _retention(request.retention)
-            views = msgspec.structs.replace(config.views, **changes)
-            return msgspec.structs.replace(config, retention=retention, views=views)
+            views = msgspec.structs.replace(
+                config.views, **changes, **_altered_view(name, config.views, request)
+            )
+            views.check()
+            if request.queue is not None and request.queue.retries is not None and views.queue is not None:
+                named = request.queue.retries.dead_letter is not None
+                self._check_dead_letters(identity, name, views.queue.retries, may_publish=not named)
+            for view in hosted.views:
+                view.prepare(views)
+            former, most = config.former_cache.ttls, config.former_cache.bytes_max
+            if config.views.cache and views.cache and config.views.cache.ttl_ms != views.cache.ttl_ms:
+                former = (*former, records.FormerTtl(self._broker.clock_ms(), config.views.cache.ttl_ms))
+            if config.views.cache and config.views.cache != views.cache:
+                most = max(most, config.views.cache.bytes_max)
+            return msgspec.structs.replace(
+                config, retention=retention, views=views, former_cache=records.FormerCache(former, most)
+            )
 
-        record = await self._catalog.alter_stream(name, hosted.record.incarnation, change)
+        try:
+            record = await self._catalog.alter_stream(name, hosted.record.incarnation, change)
+        except BaseException:
+            hosted.settle_views()
+            raise
         return (await self._broker.streams.open(record)).describe(detail=True)
 
-    def _check_dead_letters(self, identity: SpiffeId, name: StreamName, retries: Retries) -> None:
-        """Raises RequestError where a queue's dead letters have no place to go, or none that its maker may write to."""
+    def _check_dead_letters(
+        self, identity: SpiffeId, name: StreamName, retries: Retries, *, may_publish: bool = False
+    ) -> None:
+        """Raises RequestError where a queue's dead letters have no place to go, or none that its maker may write to (where that
+        is not known: `may_publish`)."""
         try:
             target = dead_letter_name(name, retries)
         except RequestError as error:
@@ -181,7 +205,7 @@ class Requests:
             ) from error
         if target == name:
             raise RequestError(f"{name} cannot be its own dead-letter stream.", code=Code.CONFIG_INVALID)
-        if retries.dead_letter:
+        if retries.dead_letter and not may_publish:
             self._broker.require(identity, Verb.PUBLISH, target)
 
     async def delete_stream(self, identity: SpiffeId, request: DeleteStream) -> Done:
@@ -437,19 +461,22 @@ class Requests:
     async def describe_traffic(self, identity: SpiffeId, request: DescribeTraffic) -> TrafficPage:
         broker = self._broker
         broker.require_operator(identity, "see the region's traffic")
-        found: list[StreamTraffic] | list[ReaderTraffic]
+        found: list[StreamTraffic] | list[ReaderTraffic] | list[CacheTraffic]
         if request.what == "streams":
             found = [stream.traffic() for stream in sorted(broker.streams, key=lambda each: each.name)]
         elif request.what == "readers":
             found = broker.traffic()
+        elif request.what == "caches":
+            found = sorted(broker.caches(), key=lambda each: each.stream)
         else:
-            raise RequestError(f"Traffic is of streams or of readers, not of {request.what[:40]!r}.")
+            raise RequestError(f"Traffic is of streams, readers or caches, not of {request.what[:40]!r}.")
         chosen = [each for each in found if each.stream.startswith(request.prefix)]
         page = _fitting(chosen[request.skip : request.skip + request.limit])
         return TrafficPage(
             broker.clock_ms(),
             [each for each in page if isinstance(each, StreamTraffic)],
             [each for each in page if isinstance(each, ReaderTraffic)],
+            [each for each in page if isinstance(each, CacheTraffic)],
             len(chosen) > request.skip + len(page),
         )
 
@@ -473,6 +500,9 @@ class Requests:
 
     async def create_subscription(self, identity: SpiffeId, request: CreateSubscription) -> SubscriptionState:
         return await self._subscriptions.create(identity, request)
+
+    async def alter_subscription(self, identity: SpiffeId, request: AlterSubscription) -> SubscriptionState:
+        return await self._subscriptions.alter(identity, request)
 
     async def describe_subscription(
         self, identity: SpiffeId, request: DescribeSubscription
@@ -504,6 +534,25 @@ def _fitting(entries: Iterable[T]) -> list[T]:
 
 
 _ALTERABLE: Final = ("compaction", "deduplication", "offload")
+
+
+def _altered_view(name: StreamName, views: Views, request: AlterStream) -> dict[str, Any]:
+    """The queue or cache as it is to be. Raises RequestError(UNSUPPORTED) for a stream that is none."""
+    found: dict[str, Any] = {}
+    for part, old, change in (
+        ("queue", views.queue, request.queue),
+        ("cache", views.cache, request.cache),
+    ):
+        if change is None:
+            continue
+        if old is None:
+            raise RequestError(
+                f"{name} is no {part}.",
+                code=Code.UNSUPPORTED,
+                hint="What a stream is is decided when it is created.",
+            )
+        found[part] = altered(old, change)
+    return found
 
 
 def _retention(asked: Retention) -> records.Retention:
@@ -539,6 +588,7 @@ _HANDLERS: dict[type, Handler] = {
     DeleteNamespace: Requests.delete_namespace,
     ListNamespaces: Requests.list_namespaces,
     CreateSubscription: Requests.create_subscription,
+    AlterSubscription: Requests.alter_subscription,
     DescribeSubscription: Requests.describe_subscription,
     ListSubscriptions: Requests.list_subscriptions,
     SeekSubscription: Requests.seek_subscription,

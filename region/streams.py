@@ -21,6 +21,7 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
 from felix.messages import Durability, Retention, ShardState, StreamState, StreamTraffic
 from felix.names import StreamName
+from felix.settings import Views
 from region.budget import Budget
 from region.log.directory import LogDirectory
 from region.log.disk import SegmentLimits
@@ -86,6 +87,16 @@ def shard_settings(config: StreamConfig, ring_bytes: int) -> ShardSettings:
     )
 
 
+class Altering(Protocol):
+    """A view of a stream whose settings may be altered while it serves."""
+
+    def prepare(self, views: Views) -> None:
+        """These are about to be written; `altered` follows, written or not. Raises FelixError where they cannot be served."""
+
+    def altered(self) -> None:
+        """Go by the settings in the stream's record from now on."""
+
+
 class HostedStream:
     """One incarnation of a stream. `shards` are in order of their number; one that is damaged is its error."""
 
@@ -100,6 +111,7 @@ class HostedStream:
         "record",
         "ring_taken",
         "shards",
+        "views",
     )
 
     def __init__(
@@ -117,6 +129,8 @@ class HostedStream:
         """Numbers of the companion logs that are open (StreamTable.open_companion)."""
         self.closing: list[Callable[[], Awaitable[None]]] = []
         """Called before the shards are closed, newest first: what the views of this incarnation must put in order."""
+        self.views: list[Altering] = []
+        """Who serves the stream by its settings beside its shards."""
 
     def _incarnation(self) -> bytes:
         """What clients know the stream's records by. What an ephemeral stream held before is gone, and its offsets
@@ -154,6 +168,12 @@ class HostedStream:
         self.record = record
         for shard in self.serving:
             shard.alter(shard_settings(record.config, shard.settings.ring_bytes_max))
+        self.settle_views()
+
+    def settle_views(self) -> None:
+        """The views go by the settings that the stream has: after a change, and where one that was prepared did not come."""
+        for view in self.views:
+            view.altered()
 
     @property
     def serving(self) -> list[ShardLog]:

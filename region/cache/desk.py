@@ -35,7 +35,7 @@ from felix.cache_messages import (
 )
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import CALL_BYTES_MAX
-from felix.messages import CacheOpened, OpenCache, Request
+from felix.messages import CacheOpened, CacheTraffic, OpenCache, Request
 from felix.names import StreamName, shard_for_key
 from felix.settings import CacheSettings, Views
 from policy.access import Verb, not_found_or_forbidden
@@ -75,6 +75,8 @@ class Cache:
                 broker.budgets.cache,
                 broker.budgets.catch_up,
                 lambda: broker.clock_ms(),
+                stream.record.config.former_cache.ttls,
+                stream.record.config.former_cache.bytes_max,
             )
             if isinstance(shard, ShardLog)
             else shard
@@ -98,6 +100,34 @@ class Cache:
                 shard.failure = FelixError(
                     f"The broker could not read it: {type(error).__name__}.", code=Code.INTERNAL
                 )
+
+    def prepare(self, views: Views) -> None:
+        """region.streams.Altering: nothing that is written or accepted from here on contradicts these. Raises as CacheShard.prepare."""
+        if views.cache is not None and views.cache != self.settings:
+            for shard in self.serving:
+                shard.prepare(views.cache)
+
+    def altered(self) -> None:
+        config = self.stream.record.config
+        assert config.views.cache is not None
+        self.settings = config.views.cache
+        for shard in self.serving:
+            shard.alter(self.settings, config.former_cache.ttls)
+
+    def traffic(self) -> CacheTraffic:
+        """What it holds and what was counted, over all shards."""
+        states = [shard.state for shard in self.serving]
+        return CacheTraffic(
+            str(self.stream.name),
+            sum(len(state.entries) for state in states),
+            sum(state.size_bytes for state in states),
+            self.settings.bytes_max * len(self.shards),
+            sum(state.hits for state in states),
+            sum(state.misses for state in states),
+            sum(state.evicted for state in states),
+            sum(state.expired for state in states),
+            self.watches,
+        )
 
     def shard(self, number: int) -> CacheShard:
         """Raises RequestError(INVALID) where there is none, UnavailableError(SHARD_STOPPED)."""
@@ -152,6 +182,7 @@ class CacheDesk:
                 continue
             cache = self._caches[stream] = Cache(stream, settings, self.broker)
             stream.closing.append(partial(self._close, cache))
+            stream.views.append(cache)
 
     async def _close(self, cache: Cache) -> None:
         self._caches.pop(cache.stream, None)
@@ -171,6 +202,10 @@ class CacheDesk:
     def open(self, session: Exchanging, stream_id: int) -> Role:
         """The role of an exchange of calls."""
         return Exchange(self.broker, session, stream_id, partial(CacheCalls, self), decode_call)
+
+    def traffic(self) -> list[CacheTraffic]:
+        """Every cache that is served."""
+        return [cache.traffic() for cache in self._caches.values()]
 
     def figures(self, stream: HostedStream, number: int) -> dict[str, float]:
         """A shard's gauges, by name; none where the stream is no cache."""

@@ -17,9 +17,11 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final, NamedTuple, Protocol
+
+import msgspec
 
 from felix.batch import Batch, decode_batch
 from felix.cache_messages import DEFAULT_TTL
@@ -32,6 +34,7 @@ from region.cache.records import RECORD_BYTES, Change, decode_changes, encode_ch
 from region.cache.state import CacheState, Staged, Waiter
 from region.log.ring import Entry as LogEntry
 from region.log.shard import Appended, ShardLog, State
+from region.metadata.records import FormerTtl
 
 log = logging.getLogger("felix.region.cache")
 
@@ -92,10 +95,16 @@ class CacheShard:
         budget: Budget,
         catch_up: Budget,
         clock_ms: Callable[[], int],
+        former_ttls: Sequence[FormerTtl] = (),
+        former_bytes_max: int = 0,
     ) -> None:
+        """`former_ttls`, `former_bytes_max`: see region.metadata.records.FormerCache."""
         self.name, self.number, self.log = name, number, shard
         self.settings = settings
-        self.state = CacheState(settings, budget)
+        self.former_ttls = former_ttls
+        self._tells_forever = bool(former_ttls)
+        """Whether values that never expire say so in the log: always, where the cache's own ttl is or was another."""
+        self.state = CacheState(settings, budget, former_bytes_max)
         self.applied = shard.log_start_offset
         """Everything below is in the state."""
         self.ready = asyncio.Event()
@@ -215,6 +224,37 @@ class CacheShard:
         self.failure = self.failure or gone
         self.ready.set()
         self.state.close()
+
+    def prepare(self, settings: CacheSettings) -> None:
+        """These may be the settings soon; `alter` follows. Raises RequestError(CONFLICT) where what is held would have to go,
+        UnavailableError while the log is being read."""
+        old = self.settings
+        if settings.ttl_ms != old.ttl_ms:
+            self._tells_forever = True
+        if settings.eviction != "refuse" or (settings.bytes_max, "refuse") == (old.bytes_max, old.eviction):
+            return
+        if not self.ready.is_set():
+            raise UnavailableError(
+                f"The log of {self.name} is still being read.", code=Code.UNAVAILABLE, retry_after_ms=1000
+            )
+        held = self.state.coming_bytes
+        if held > settings.bytes_max:
+            raise RequestError(
+                f"Shard {self.number} of {self.name} holds {held} bytes, and a cache that refuses evicts nothing for "
+                f"{settings.bytes_max}.",
+                code=Code.CONFLICT,
+                hint="Delete keys first, leave it more bytes, or let it evict: eviction lru.",
+            )
+        if settings.bytes_max < old.bytes_max:
+            # Nothing may come in between that would not fit any more.
+            self.state.settings = msgspec.structs.replace(self.state.settings, bytes_max=settings.bytes_max)
+
+    def alter(self, settings: CacheSettings, former_ttls: Sequence[FormerTtl]) -> None:
+        """Go by other settings from now on. What is too much then is evicted, some with every turn."""
+        self.settings = self.state.settings = settings
+        self.former_ttls = former_ttls
+        if self.ready.is_set() and not self._closed and self.failure is None:
+            self._loop.call_soon(self.follow)
 
     def check(self) -> None:
         """Raises UnavailableError(SHARD_STOPPED …) where the shard does not serve."""
@@ -378,7 +418,8 @@ class CacheShard:
         staged = state.take_open()
         try:
             batch = encode_changes(
-                (change for _, change in staged.changes), default_ttl=self.settings.ttl_ms > 0
+                (change for _, change in staged.changes),
+                default_ttl=self._tells_forever or self.settings.ttl_ms > 0,
             )
         except RequestError as error:
             self._fail(state.drop(staged), error)
@@ -416,7 +457,7 @@ class CacheShard:
 
     def _decode(self, batch: Batch) -> list[tuple[int, Change]]:
         try:
-            return decode_changes(batch, self.settings.ttl_ms)
+            return decode_changes(batch, self._ttl_at(batch.header.append_time_ms))
         except RequestError as error:
             # Checksums hold: somebody published what is no batch inside. Subscribers get it as it is; here it does nothing.
             self.malformed += 1
@@ -425,6 +466,13 @@ class CacheShard:
                 self.name, self.number, batch.header.base_offset, error,
             )  # fmt: skip
             return []
+
+    def _ttl_at(self, time_ms: int) -> int:
+        """The cache's own ttl when a record was appended: what stands in the log does not change with the settings."""
+        for former in self.former_ttls:
+            if time_ms <= former.until_ms:
+                return former.ttl_ms
+        return self.settings.ttl_ms
 
     def _fail(self, gone: list[Staged], error: FelixError) -> None:
         if gone:

@@ -87,8 +87,10 @@ class Decision(NamedTuple):
 class CacheState:
     """See the module. `open` are the changes staged since the last batch was appended."""
 
-    def __init__(self, settings: CacheSettings, budget: Budget) -> None:
+    def __init__(self, settings: CacheSettings, budget: Budget, former_bytes_max: int = 0) -> None:
+        """`former_bytes_max`: the log may hold as much, before the evictions with which the cache was made smaller."""
         self.settings = settings
+        self._former_bytes_max = former_bytes_max
         self.entries: OrderedDict[bytes, Entry] = OrderedDict()
         self.index = KeyIndex()
         self.size_bytes = 0
@@ -150,6 +152,11 @@ class CacheState:
         """When the next value may expire."""
         return self._deadlines[0][0] if self._deadlines else None
 
+    @property
+    def coming_bytes(self) -> int:
+        """What it will hold once all that is staged is settled."""
+        return self._coming_bytes
+
     # -- deciding --------------------------------------------------------------------------------------
 
     def check_size(self, key: bytes, value: bytes) -> None:
@@ -168,7 +175,11 @@ class CacheState:
         if after > limit or after > self._charged:
             free = self._budget.limit_bytes - self._budget.used_bytes
             room = min(limit, self._charged + free)
-            if after > room and (self.settings.eviction == "refuse" or not self._evict(after - room, key)):
+            wanted = after - room
+            if self._coming_bytes > limit:
+                # It was made smaller, and `relieve` sees to that some at a time: a put makes room for itself alone.
+                wanted = min(wanted, max(0, after - self._coming_bytes))
+            if after > room and (self.settings.eviction == "refuse" or not self._evict(wanted, key)):
                 if room < limit:
                     self._budget.refused += 1
                 raise _full(self.settings, room < limit)
@@ -363,7 +374,8 @@ class CacheState:
         self.evicted, self.expired, self.puts, self.deletes = evicted, expired, puts, deletes
         self._coming_bytes = self.size_bytes
         self._charge()
-        while self.entries and self.size_bytes > min(self._charged, self.settings.bytes_max):
+        limit = max(self.settings.bytes_max, self._former_bytes_max)
+        while self.entries and self.size_bytes > min(self._charged, limit):
             key = next(iter(self.entries))
             self._remove(key)
             self._let_go.append(key)
@@ -476,5 +488,5 @@ def _full(settings: CacheSettings, is_budget: bool) -> UnavailableError:
     return UnavailableError(
         f"The cache holds the {settings.bytes_max} bytes a shard that it may.",
         code=Code.LIMIT_MEMORY,
-        hint="Delete keys, give values a ttl, or make the cache with more bytes or eviction lru.",
+        hint="Delete keys, give values a ttl, or alter the cache: more bytes, or eviction lru.",
     )

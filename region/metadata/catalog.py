@@ -21,7 +21,7 @@ import msgspec
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
-from felix.settings import NamespaceSettings
+from felix.settings import NamespaceSettings, SubscriptionSettings
 from region.metadata.port import (
     Absent,
     Compare,
@@ -210,6 +210,21 @@ class Catalog:
             return encode_subscription(msgspec.structs.replace(held, incarnation=incarnation))
 
         value, revision = await self._swap(key, change)
+        return decode_subscription(value, key, revision)
+
+    async def alter_subscription(
+        self, subscription: Subscription, change: Callable[[SubscriptionSettings], SubscriptionSettings]
+    ) -> Subscription:
+        """Change its settings as they are when they are changed. Raises RequestError(CONFLICT, NOT_FOUND), and what `change` does."""
+        key = self.keys.subscription(StreamName.parse(subscription.stream), subscription.name)
+
+        def altered(entry: Entry | None) -> bytes:
+            held = None if entry is None else decode_subscription(entry.value, key, entry.mod_revision)
+            if held is None or held.id != subscription.id:
+                raise _no_subscription(subscription.stream, subscription.name)
+            return encode_subscription(msgspec.structs.replace(held, settings=change(held.settings)))
+
+        value, revision = await self._swap(key, altered)
         return decode_subscription(value, key, revision)
 
     async def delete_subscription(self, subscription: Subscription) -> int:

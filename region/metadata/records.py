@@ -35,6 +35,8 @@ RING_BYTES_MAX: Final = 4 << 30
 RING_BYTES_DEFAULT: Final = 64 << 20
 INCARNATION_BYTES: Final = 16
 SUBSCRIPTION_ID_BYTES: Final = 8
+FORMER_TTLS_MAX: Final = 256
+"""Times that a cache's own ttl may be altered: each is remembered for as long as the cache is there."""
 DurabilityKind = Literal["fsync", "interval", "ephemeral"]
 DocumentKind = Literal["grants", "revocations", "denies"]
 Side = Literal["export", "import", "state"]
@@ -59,14 +61,31 @@ class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
     acked: bool = False
 
 
+class FormerTtl(msgspec.Struct, frozen=True, array_like=True):
+    """A cache's own ttl up to a time: values appended until then that name none still go by it."""
+
+    until_ms: int
+    ttl_ms: int
+
+
+class FormerCache(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a cache's settings were, as far as its log is still read by them: `ttls`, oldest first, and of one that was altered
+    `bytes_max`, the most that it had."""
+
+    ttls: tuple[FormerTtl, ...] = ()
+    bytes_max: int = 0
+
+
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What an owner chooses for a stream. `ring_bytes`: memory per shard of an `ephemeral` stream."""
+    """What an owner chooses for a stream. `ring_bytes`: memory per shard of an `ephemeral` stream. `former_cache`: of a
+    cache that was altered."""
 
     shards: int = 1
     durability: Durability = Durability()
     retention: Retention = Retention()
     ring_bytes: int = RING_BYTES_DEFAULT
     views: Views = NO_VIEWS
+    former_cache: FormerCache = FormerCache()
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +223,23 @@ def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) 
             f"durability cannot change from {old.durability.kind} to {new.durability.kind}: one is in memory, "
             "the other on disk",
             "Create another stream and copy into it.",
+        )
+    if (
+        old.views.queue
+        and new.views.queue
+        and old.views.queue.ordered_by_key != new.views.queue.ordered_by_key
+    ):
+        raise _invalid(
+            name,
+            "whether it is ordered by key is decided when it is created: records of a key may be with several workers "
+            "now, and would be again after a restart",
+            "Create another queue and move what is left into it.",
+        )
+    if len(new.former_cache.ttls) > FORMER_TTLS_MAX:
+        raise _invalid(
+            name,
+            f"its ttl was altered {FORMER_TTLS_MAX} times, the most that are remembered",
+            "Name a ttl with each put, or create another cache.",
         )
     for view in ("queue", "cache"):
         if (getattr(new.views, view) is None) != (getattr(old.views, view) is None):

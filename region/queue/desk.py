@@ -20,6 +20,7 @@ from felix.errors import Code, FelixError, RequestError
 from felix.messages import ReaderTraffic
 from felix.names import SpiffeId, StreamName
 from felix.queue_messages import Held, QueueState, Worker
+from felix.settings import Views
 from policy.access import Verb
 from region.broker import Broker
 from region.queue.shard import Leased, QueueShard
@@ -56,8 +57,11 @@ class Taker(Protocol):
 
     number: int
     worker: int
-    visibility_ms: int
     granted: bool
+
+    @property
+    def visibility_ms(self) -> int:
+        """How long it has what it takes."""
 
     def room(self) -> tuple[int, int]:
         """How many records and bytes it takes now; no records: it leaves the line."""
@@ -113,6 +117,14 @@ class Queue:
         async with self._opening:
             for shard in self.shards:
                 await shard.close()
+
+    def prepare(self, views: Views) -> None:
+        """region.streams.Altering: whatever a queue's settings may be counts from one decision to the next."""
+
+    def altered(self) -> None:
+        """New settings count for what is leased and given back from now on."""
+        for shard in self.shards:
+            shard.state.settings = shard.settings
 
     # -- sharing out -----------------------------------------------------------------------------------
 
@@ -263,6 +275,7 @@ class QueueDesk:
             held = Queue(self._broker, stream)
             self._queues[stream.name] = held
             stream.closing.append(lambda: self._close(held))
+            stream.views.append(held)
         if self._sweeper is None:
             self._sweeper = asyncio.ensure_future(self._sweep())
         await held.open(start=start)

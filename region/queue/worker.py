@@ -104,7 +104,7 @@ class QueueWorker:
         self._broker = exchange.broker
         self.number = self.worker = desk.next_number()
         self.identity: SpiffeId = exchange.identity
-        self.visibility_ms = 0
+        self._asked_visibility_ms = 0
         self._queue: Queue
         self._name: StreamName
         self._used: set[Verb] = set()
@@ -139,13 +139,17 @@ class QueueWorker:
         self._is_open = True
         self._queue.workers[self.worker] = self
         settings = self._settings
-        self.visibility_ms = settings.visibility_ms
         self._exchange.opened(
             correlation,
             QueueOpened(
                 len(stream.shards), stream.incarnation, settings.visibility_ms, settings.ordered_by_key
             ),
         )
+
+    @property
+    def visibility_ms(self) -> int:
+        """Of what is pushed from now on."""
+        return self._asked_visibility_ms or int(self._settings.visibility_ms)
 
     @property
     def _settings(self) -> Any:
@@ -293,7 +297,8 @@ class QueueWorker:
 
     def _grant(self, correlation: int, call: Grant) -> None:
         self._require(Verb.SUBSCRIBE)
-        self.visibility_ms = self._visibility(call.visibility_ms)
+        self._visibility(call.visibility_ms)  # raises where it is not allowed
+        self._asked_visibility_ms = call.visibility_ms
         if not call.records:
             # What is being leased just now is given back: nothing more follows this reply.
             self._granted_records, self._granted_bytes = self._sent_records, self._sent_bytes

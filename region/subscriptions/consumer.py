@@ -14,6 +14,7 @@ from felix.consumer_messages import (
     RANGES_MAX,
     Ack,
     Acknowledged,
+    Altered,
     Assigned,
     Leave,
     Nack,
@@ -238,6 +239,9 @@ class Consumer:
             self._exchange.event(Redelivery(shard, generation, part, again.attempt))
         self._delivery.detour(shard, again.ranges)
         self.wake()
+
+    def altered(self, ack_timeout_ms: int) -> None:
+        self._exchange.event(Altered(ack_timeout_ms))
 
     def wake(self) -> None:
         asyncio.get_running_loop().call_soon(self.pump)

@@ -20,6 +20,7 @@ from felix.consumer_messages import SubscriptionAcks, decode_call
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES
 from felix.messages import (
+    AlterSubscription,
     CreateSubscription,
     DeleteSubscription,
     DescribeSubscription,
@@ -34,7 +35,7 @@ from felix.messages import (
     SubscriptionState,
 )
 from felix.names import SpiffeId, StreamName, parse_subscription
-from felix.settings import SubscriptionSettings
+from felix.settings import SubscriptionSettings, altered
 from policy.access import Verb
 from region.broker import Broker
 from region.delivery import resolve_starts
@@ -158,8 +159,11 @@ class SubscriptionDesk:
             if defined and not held.shelves:
                 await self._open_shelves(held)
             for definition in defined.values():
-                if definition.name not in held.by_name:
+                known = held.by_name.get(definition.name)
+                if known is None:
                     await self._take(held, definition)
+                else:
+                    known.alter(definition)
         return held
 
     async def _open_shelves(self, held: _Shelves) -> None:
@@ -296,16 +300,7 @@ class SubscriptionDesk:
                 code=Code.UNSUPPORTED,
                 hint="Lease from a queue, watch a cache.",
             )
-        if settings.retries.attempts_max:
-            dead = dead_letter_name(stream.name, settings.retries)
-            if dead == stream.name:
-                raise RequestError(
-                    f"Dead letters of {dead} would go into it again.",
-                    code=Code.CONFIG_INVALID,
-                    hint="Name another stream, or leave the name away.",
-                )
-            if settings.retries.dead_letter:
-                self._broker.require(identity, Verb.PUBLISH, dead)
+        self._check_dead_letters(identity, stream.name, settings)
         if sum(1 for _ in self._definitions(stream.name)) >= SUBSCRIPTIONS_MAX:
             raise UnavailableError(
                 f"{stream.name} has {SUBSCRIPTIONS_MAX} durable subscriptions, the most that are allowed.",
@@ -400,6 +395,40 @@ class SubscriptionDesk:
         return Done(
             f"{request.name} goes on from {', '.join(f'{n}: {o}' for n, o in sorted(starts.items()))}."
         )
+
+    async def alter(self, identity: SpiffeId, request: AlterSubscription) -> SubscriptionState:
+        """Raises RequestError: NOT_FOUND, FORBIDDEN, CONFIG_INVALID."""
+        found = await self._find(identity, request.stream, request.name)
+        self._require_owner(identity, found)
+
+        def change(settings: SubscriptionSettings) -> SubscriptionSettings:
+            new = altered(settings, request.change)
+            new.check()
+            if request.change.retries is not None:
+                self._check_dead_letters(identity, found.stream.name, new)
+            return new
+
+        definition = await self._catalog.alter_subscription(found.definition, change)
+        # Before it counts: what is read back from a journal goes by what the mirror says.
+        await self._seen(definition.revision)
+        found.alter(definition)
+        return found.describe(await self._lag_ms(found))
+
+    def _check_dead_letters(
+        self, identity: SpiffeId, stream: StreamName, settings: SubscriptionSettings
+    ) -> None:
+        """Raises RequestError where they have no place to go, or none that the asker may write to."""
+        if not settings.retries.attempts_max:
+            return
+        dead = dead_letter_name(stream, settings.retries)
+        if dead == stream:
+            raise RequestError(
+                f"Dead letters of {dead} would go into it again.",
+                code=Code.CONFIG_INVALID,
+                hint="Name another stream, or leave the name away.",
+            )
+        if settings.retries.dead_letter:
+            self._broker.require(identity, Verb.PUBLISH, dead)
 
     async def delete(self, identity: SpiffeId, request: DeleteSubscription) -> Done:
         """Raises RequestError: NOT_FOUND, FORBIDDEN."""

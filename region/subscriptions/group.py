@@ -39,11 +39,11 @@ class Move(NamedTuple):
 class Group:
     """The consumers of one subscription, by number, in the order in which they came."""
 
-    __slots__ = ("_drain_ms", "_exclusive", "_shards", "draining", "members", "owners")
+    __slots__ = ("_exclusive", "_shards", "drain_ms", "draining", "members", "owners")
 
     def __init__(self, shards: int, *, drain_ms: int, exclusive: bool = False) -> None:
         self._shards = shards
-        self._drain_ms = drain_ms
+        self.drain_ms = drain_ms
         self._exclusive = exclusive
         self.members: dict[int, bool] = {}
         """True for one that is stalled."""
@@ -98,7 +98,7 @@ class Group:
             if owner == member or shard in self.draining:
                 continue
             if owner is not None and not self.members[owner]:
-                self.draining[shard] = now_ms + self._drain_ms
+                self.draining[shard] = now_ms + self.drain_ms
                 moves.append(Move(Step.REVOKE, shard, owner))
                 continue
             if owner is not None:

@@ -205,6 +205,13 @@ class Shelf:
             )
         return letters
 
+    def alter(self, subscription: bytes, settings: SubscriptionSettings) -> None:
+        """The subscription has other settings."""
+        self.progress(subscription).settings = settings
+        letters = self._letters.get(subscription)
+        if letters is not None:
+            letters.alter(settings.retries)
+
     # -- endings ---------------------------------------------------------------------------------------
 
     def drop(self, subscription: bytes, done: Done) -> None:

@@ -60,6 +60,9 @@ class Member(Protocol):
     def redelivered(self, shard: int, generation: int, again: Redelivered) -> None:
         """Deliver these once more."""
 
+    def altered(self, ack_timeout_ms: int) -> None:
+        """The ack timeout is another."""
+
     def wake(self) -> None:
         """There is room for more."""
 
@@ -103,6 +106,23 @@ class DurableSubscription:
         return Group(
             len(self._shelves), drain_ms=self._drain_ms, exclusive=self.definition.settings.exclusive
         )
+
+    def alter(self, definition: Subscription) -> None:
+        """Go by other settings from now on, where the definition is a newer one; what is out keeps its time."""
+        if definition.id != self.definition.id or definition.revision <= self.definition.revision:
+            return
+        settings, before = definition.settings, self.definition.settings
+        self.definition = definition
+        if self._over or settings == before:
+            return
+        self._drain_ms = self._group.drain_ms = min(settings.ack_timeout_ms, DRAIN_MS_MAX)
+        for shelf in self._shelves:
+            shelf.alter(self.id, settings)
+        for member in self._members.values():
+            if settings.ack_timeout_ms != before.ack_timeout_ms:
+                member.altered(settings.ack_timeout_ms)
+            member.wake()
+        self._arm()
 
     def progress(self, shard: int) -> Progress:
         return self._shelves[shard].progress(self.id)
@@ -245,7 +265,10 @@ class DurableSubscription:
 
     def renew(self, number: int, shard: int, generation: int, offset: int) -> None:
         """What is out from `offset` on has its whole ack timeout again. Raises RequestError(CONSUMER_FENCED)."""
-        self._owned(number, shard, generation).renew(offset, self._broker.clock_ms())
+        now_ms = self._broker.clock_ms()
+        self._owned(number, shard, generation).renew(offset, now_ms)
+        if self._is_sooner(now_ms):
+            self._arm()
 
     def _sign(self, number: int) -> None:
         """The consumer works."""
@@ -267,8 +290,12 @@ class DurableSubscription:
         progress = self.progress(shard)
         now_ms = self._broker.clock_ms()
         progress.delivered(base_offset, next_offset, now_ms)
-        if not self._timer_ms or progress.waiting_count:
+        if not self._timer_ms or progress.waiting_count or self._is_sooner(now_ms):
             self._arm()
+
+    def _is_sooner(self, now_ms: int) -> bool:
+        """Whether what goes out now is due before what is waited for: only after the ack timeout was altered."""
+        return now_ms + self.definition.settings.ack_timeout_ms < self._timer_ms
 
     def gone(self, shard: int, next_offset: int) -> None:
         progress = self.progress(shard)

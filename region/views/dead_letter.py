@@ -288,6 +288,11 @@ class DeadLetters:
             some = slice(at, at + MOVE_RECORDS_MAX)
             self._begin(self._outbox.plan(name, number, offsets[some], attempts[some], reason, back=False))
 
+    def alter(self, retries: Retries) -> None:
+        """Of a durable subscription: what dies from now on goes where these say. A queue's are asked anew each time."""
+        if self._origin is not None:
+            self._origin = self._origin._replace(retries=retries)
+
     def give_back(self, stream: StreamName, shard: int, offsets: Sequence[int]) -> None:
         """Move dead letters back to `shard` of the stream that they came from, in this order; attempts begin anew."""
         for at in range(0, len(offsets), MOVE_RECORDS_MAX):

@@ -60,6 +60,13 @@ def test_a_cache_from_create_to_drop(home: Home) -> None:
     assert "hit ratio" in home.cache("stats").out
     assert NAME in home.felix("cache", "list").out
     assert json.loads(home.felix("cache", "list", "--json").out)[0]["views"]["cache"]["eviction"] == "refuse"
+    said = home.cache("alter", "--size", "2MiB", "--ttl", "none").out
+    assert "2MiB per shard, eviction refuse, ttl none" in " ".join(said.split())
+    assert (
+        json.loads(home.cache("alter", "--eviction", "lru", "--json").out)["views"]["cache"]["bytes_max"]
+        == 2 << 20
+    )
+    home.cache("alter", code=1)
     home.cache("drop", "--yes")
     assert NAME not in home.felix("cache", "list").out
 
@@ -77,6 +84,7 @@ def test_what_is_not_there_or_not_as_expected_has_its_exit_code(home: Home) -> N
     home.felix("cache", "get", "acme/web/nothing", "a", code=3)
     home.felix("stream", "create", "acme/web/plain")
     assert "no cache" in home.felix("cache", "get", "acme/web/plain", "a", code=1).err
+    assert "no cache" in home.felix("cache", "alter", "acme/web/plain", "--ttl", "1h", code=1).err
     assert "no cache" in home.felix("cache", "drop", "acme/web/plain", "--yes", code=1).err
     home.felix("cache", "create", "acme/web/other", "--eviction", "sometimes", code=1)
     home.cache("drop", "--yes")

@@ -11,6 +11,7 @@ from e2e.command_mesh import felix_command, free_port
 from typer.testing import CliRunner
 
 from cli.main import app
+from cli.queue import _age
 from felix.errors import Code, FelixError
 
 NAME = "acme/ops/mails"
@@ -53,13 +54,32 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
         felix_command(tmp_path, "region", "down", "us-east")
 
 
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (740, "740ms"),
+        (14_003, "14s"),
+        (200_900, "3m 20s"),
+        (3_600_000, "1h"),
+        (7_500_000, "2h 5m"),
+        (349_300_000, "4d 1h"),
+    ],
+)
+def test_an_age_has_the_two_units_that_count(ms: int, text: str) -> None:
+    assert _age(ms) == text
+
+
 def test_a_queue_from_create_to_delete(home: Home) -> None:
     assert NAME in home.queue("create", "--attempts", "2", "--retry", "10ms", "--visibility", "1m").out
     assert json.loads(home.felix("queue", "list", "--json").out)[0]["stream"] == NAME
     assert NAME in home.felix("queue", "list", "acme/").out
+    said = home.queue("alter", "--retry", "20ms", "--attempts", "2").out
+    assert "attempts 2" in said and "retries after 20ms" in said
+    home.queue("alter", refused=Code.INVALID)
+    home.queue("alter", "--ordered", refused=Code.CONFIG_INVALID)
     lines = b'{"id": "a"}\n\n{"id": "b"}\n{"id": "c"}\n'
     assert json.loads(home.queue("put", "--key-field", "id", "--json", stdin=lines).out)["jobs"] == 3
-    home.queue("put", "later", "--delay", "10m")
+    assert home.queue("put", "later", "--delay", "10m").out == f"1 job is in {NAME}\n"
     home.queue("put", "first", "--priority", "9", "--key", "k")
 
     # By hand: lease, acknowledge, give back; what is lost is said with the exit code of a failure.
@@ -80,7 +100,7 @@ def test_a_queue_from_create_to_delete(home: Home) -> None:
         "consume", "--exec", 'grep -q \'"b"\' || { echo "not mine: $FELIX_JOB_KEY" >&2; exit 4; }',
         "--until-empty", "--workers", "2",
     )  # fmt: skip
-    assert "1 jobs done" in said.err and "exit code 4: not mine: c" in said.err
+    assert "1 job done" in said.err and "exit code 4: not mine: c" in said.err
     state = json.loads(home.queue("describe", "--json").out)
     assert (state["ready"], state["delayed"], state["dead"], state["acked"]) == (0, 1, 2, 2)
     assert "dead (acme/ops/mails.dead)" in home.queue("describe").out
@@ -88,10 +108,10 @@ def test_a_queue_from_create_to_delete(home: Home) -> None:
     assert letter[0][5]
 
     assert json.loads(home.queue("redrive", "--records", "1", "--json").out) == {"records": 1}
-    assert "1 dead letters are back" in home.queue("redrive").out
+    assert "1 dead letter is back" in home.queue("redrive").out
     printed = home.queue("consume", "--count", "2").out.splitlines()
     assert sorted(json.loads(line)["id"] for line in printed) == ["a", "c"]
 
-    assert "1 records" in home.queue("purge", "--yes").out
+    assert "1 record of" in home.queue("purge", "--yes").out
     home.queue("delete", "--yes")
     home.queue("describe", refused=Code.NOT_FOUND_OR_FORBIDDEN)

@@ -55,6 +55,28 @@ def test_a_subscription_from_its_creation_to_its_end(felix: Felix) -> None:
     assert felix("subscription", "consume", ORDERS, "billing", "--wait", "1s") == "two\nthree\n"
     described = felix("subscription", "describe", ORDERS, "billing")
     assert "attempts 3" in described and "Shards" in described
+    said = felix(
+        "subscription", "alter", ORDERS, "billing", "--max-attempts", "4", "--ack-timeout", "20s", "--inactive-ttl", "7d"
+    )  # fmt: skip
+    assert said.startswith(f"billing of {ORDERS} is changed: ack timeout 20s, attempts 4, ")
+    state = json.loads(
+        felix(
+            "subscription",
+            "alter",
+            ORDERS,
+            "billing",
+            "--inactive-ttl",
+            "none",
+            "--max-unacked",
+            "9",
+            "--json",
+        )
+    )
+    settings = state["settings"]
+    assert (settings["unacked_max"], settings["ack_timeout_ms"]) == (9, 20_000)
+    assert "inactive_ttl_ms" not in settings or settings["inactive_ttl_ms"] == 0
+    assert state["shards"][0]["committed"] == 3
+    felix("subscription", "alter", ORDERS, "billing", refused=True)
     felix("subscription", "seek", ORDERS, "billing", "nowhere", refused=True)
     felix("subscription", "delete", ORDERS, "billing", "--yes")
     felix("subscription", "describe", ORDERS, "billing", refused=True)

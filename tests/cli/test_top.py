@@ -17,7 +17,7 @@ import felix
 from cli.main import app
 from cli.top import Figures, Sample, figures, picture, size
 from felix.errors import RequestError
-from felix.messages import LinkState, QuotaState, ReaderTraffic, RegionState, StreamTraffic
+from felix.messages import CacheTraffic, LinkState, QuotaState, ReaderTraffic, RegionState, StreamTraffic
 from felix.quota import QuotaLimits
 from felix.settings import SubscriptionSettings
 
@@ -34,8 +34,14 @@ CREW, PAY = "acme/ops/crew", "globex/payments/orders"
 def sample_of(at_s: float, *streams: StreamTraffic, **more: list[object]) -> Sample:
     region = RegionState("us-east", "acme", "b1", 0, GAUGES)
     return Sample(
-        at_s, region, list(streams), more.get("readers", []), more.get("quotas", []), more.get("links", [])
-    )  # type: ignore[arg-type]
+        at_s,
+        region,
+        list(streams),
+        more.get("readers", []),  # type: ignore[arg-type]
+        more.get("quotas", []),  # type: ignore[arg-type]
+        more.get("links", []),  # type: ignore[arg-type]
+        more.get("caches", []),  # type: ignore[arg-type]
+    )
 
 
 def drawn(found: Figures, rows: int = 15) -> str:
@@ -83,6 +89,26 @@ def test_only_whom_a_quota_held_back_meanwhile_is_shown() -> None:
     assert [each.name for each in figures(before, after).throttled] == ["globex", "initech"]
 
 
+def test_caches_have_the_hit_ratio_of_the_gets_between_two_looks() -> None:
+    def cache(name: str, hits: int, misses: int, evicted: int = 0) -> CacheTraffic:
+        return CacheTraffic(name, 7, 500, 1_000, hits, misses, evicted, watches=2)
+
+    crew, pay, idle = "acme/ops/seats", "globex/web/sessions", "acme/ops/idle"
+    before = sample_of(0.0, caches=[cache(crew, 100, 0), cache(pay, 9_000, 9_000), cache(idle, 5, 5)])
+    after = sample_of(2.0, caches=[cache(crew, 130, 10, 50), cache(pay, 30, 70), cache(idle, 5, 5)])
+    found = figures(before, after)
+    assert [(each.cache, each.gets, each.hit_ratio) for each in found.caches] == [
+        (pay, 50, 0.3),  # the broker began anew: from nothing
+        (crew, 20, 0.75),
+        (idle, 0, None),
+    ]
+    assert found.caches[1].evicted == 25
+    text = drawn(found)
+    for words in (crew, "75.0%", "30.0%", "500 B", "1.0 KiB", "watches"):
+        assert words in text, words
+    assert [each.cache for each in figures(before, after, tenant="globex").caches] == [pay]
+
+
 def test_the_picture_names_everything_and_keeps_to_its_rows() -> None:
     link = LinkState("g-1", CREW, 0, "us-east", "eu-west", "b", "paused", "by eu-west", lag_records=12)
     readers = [ReaderTraffic("subscription", f"s/{n}", CREW, lag_records=n) for n in range(30)]
@@ -128,6 +154,11 @@ async def test_one_look_at_a_broker_that_works(tmp_path: Path, monkeypatch: pyte
             assert crew["stored_bytes"] > 0
             (one,) = found["readers"]
             assert (one["kind"], one["stream"], one["identity"]) == ("subscription", CREW, "operator")
+            cache = await client.create_cache("acme/ops/seats")
+            await cache.put("a", b"1")
+            await cache.get("a")
+            (held,) = json.loads((await command("top", "--json", "--interval", "0.2")).stdout)["caches"]
+            assert (held["cache"], held["keys"], held["hit_ratio"]) == ("acme/ops/seats", 1, None)
             for_people = await command("top", "--once", "--interval", "0.2", "--tenant", "globex")
             assert PAY in for_people.stdout
             assert CREW not in for_people.stdout

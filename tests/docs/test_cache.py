@@ -31,7 +31,7 @@ STRUCTS = [
 async def test_every_example_and_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FELIX_HOME", str(tmp_path))
     examples = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
-    assert len(examples) == 5
+    assert len(examples) == 6
     async with running(make_region(tmp_path, "us-east")):
         for number, example in enumerate(examples):
             code = compile(example, f"docs/cache.md example {number}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

@@ -45,6 +45,8 @@ def work(profile: felix.Profile) -> None:
         with pytest.raises(RequestError) as refused:
             again.ack()
         assert refused.value.code is Code.LEASE_LOST
+        altered = jobs.alter(visibility=7, attempts=3).views.queue
+        assert altered is not None and (altered.visibility_ms, altered.retries.attempts_max) == (7_000, 3)
         assert jobs.purge() == 1 and jobs.describe().ready == 0
         jobs.delete()
 
