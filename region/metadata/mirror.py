@@ -104,6 +104,7 @@ class CatalogMirror:
         self._rights: dict[SpiffeId, tuple[Right, ...]] = {}
         self._deleted: dict[str, DeletedStream] = {}
         self._subscriptions: dict[str, Subscription] = {}
+        self._subscriptions_of: dict[str, dict[str, Subscription]] = {}
         self._quotas: dict[tuple[Scope, str], QuotaLimits] = {}
         self._namespaces: dict[str, NamespaceSettings] = {}
         self._policy: Policy | None = None
@@ -145,6 +146,10 @@ class CatalogMirror:
     def subscriptions(self) -> Mapping[str, Subscription]:
         """Durable subscriptions, by `tenant/namespace/stream/name`."""
         return MappingProxyType(self._subscriptions)
+
+    def subscriptions_of(self, stream: str) -> Mapping[str, Subscription]:
+        """Durable subscriptions of one stream, by name."""
+        return MappingProxyType(self._subscriptions_of.get(stream, {}))
 
     @property
     def policy(self) -> Policy | None:
@@ -328,10 +333,17 @@ class CatalogMirror:
                     if entry is not None:
                         self._deleted[name] = decode(entry.value, DeletedStream, key)
                 case "subscriptions":
+                    stream, _, own = name.rpartition("/")
                     if entry is None:
                         self._subscriptions.pop(name, None)
+                        held = self._subscriptions_of.get(stream, {})
+                        held.pop(own, None)
+                        if not held:
+                            self._subscriptions_of.pop(stream, None)
                     else:
-                        self._subscriptions[name] = decode_subscription(entry.value, key, entry.mod_revision)
+                        made = decode_subscription(entry.value, key, entry.mod_revision)
+                        self._subscriptions[name] = made
+                        self._subscriptions_of.setdefault(stream, {})[own] = made
                 case "rights":
                     identity = SpiffeId.parse("spiffe://" + name)
                     self._rights.pop(identity, None)

@@ -141,8 +141,7 @@ class SubscriptionDesk:
     # -- loading ---------------------------------------------------------------------------------------
 
     def _definitions(self, name: StreamName) -> Iterator[records.Subscription]:
-        prefix = f"{name}/"
-        return (held for key, held in list(self._mirror.subscriptions.items()) if key.startswith(prefix))
+        return iter(list(self._mirror.subscriptions_of(str(name)).values()))
 
     async def _load(self, stream: HostedStream) -> _Shelves:
         """Everything that is defined for the stream, ready to be used. Raises what opening the journals raises."""
@@ -301,7 +300,7 @@ class SubscriptionDesk:
                 hint="Lease from a queue, watch a cache.",
             )
         self._check_dead_letters(identity, stream.name, settings)
-        if sum(1 for _ in self._definitions(stream.name)) >= SUBSCRIPTIONS_MAX:
+        if len(self._mirror.subscriptions_of(str(stream.name))) >= SUBSCRIPTIONS_MAX:
             raise UnavailableError(
                 f"{stream.name} has {SUBSCRIPTIONS_MAX} durable subscriptions, the most that are allowed.",
                 code=Code.LIMIT_SUBSCRIPTIONS,

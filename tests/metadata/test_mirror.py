@@ -240,3 +240,30 @@ async def test_durable_subscriptions_come_and_go(region: Region) -> None:
     await region.catalog.delete_subscription(made)
     await region.caught_up()
     assert not region.mirror.subscriptions
+
+
+async def test_the_subscriptions_of_a_stream_are_found_without_those_of_others(region: Region) -> None:
+    await region.mirror.start()
+    other = StreamName.parse("acme/payments/orders-eu")
+    for stream in (ORDERS, other):
+        await region.create(stream)
+        for name in ("billing", "audit"):
+            await region.catalog.create_subscription(
+                Subscription(
+                    stream=str(stream),
+                    name=name,
+                    id=bytes(8).hex(),
+                    incarnation=bytes(16).hex(),
+                    creator=str(CLIENT),
+                    created_ms=1,
+                    settings=SubscriptionSettings(),
+                )
+            )
+    await region.caught_up()
+    mine = region.mirror.subscriptions_of(str(ORDERS))
+    assert sorted(mine) == ["audit", "billing"] and {each.stream for each in mine.values()} == {str(ORDERS)}
+    for name in ("billing", "audit"):
+        await region.catalog.delete_subscription(mine[name])
+        await region.caught_up()
+    assert not region.mirror.subscriptions_of(str(ORDERS))
+    assert len(region.mirror.subscriptions_of(str(other))) == 2
