@@ -31,7 +31,7 @@ GRAINS: Final = 16
 """Deadlines and due times that are closer than this part of their delay are treated as one, so that they stay few."""
 REASON_CHARS_MAX: Final = 200
 WAITING_MAX: Final = 1_024
-"""Kinds of waiting records (attempts, due time, reason) told apart; beyond it reasons are no longer kept."""
+"""Kinds of waiting records (attempts, due time, reason) told apart; beyond it reasons are no longer kept, and due times are coarse."""
 DYING_MAX: Final = 256
 """Records under way to the dead-letter stream at a time, per shard."""
 
@@ -475,7 +475,10 @@ class Progress:
         """These records had `attempts` in vain; again after `delay_ms` (-1: as the settings say), if at all."""
         if delay_ms < 0:
             delay_ms = self.settings.retries.delay_ms(attempts)
-        kind = _Kind(_grained(now_ms, delay_ms), attempts, reason)
+        due_ms = _grained(now_ms, delay_ms)
+        if len(self._waiting) >= WAITING_MAX:
+            due_ms = _coarse(now_ms, due_ms)
+        kind = _Kind(due_ms, attempts, reason)
         if self._is_dead(kind):
             kind = kind._replace(due_ms=now_ms)
         self._wait(ranges, kind)
@@ -495,3 +498,9 @@ def _grained(now_ms: int, delay_ms: int) -> int:
     """`delay_ms` from now, rounded up to a grain."""
     grain = max(1, delay_ms // GRAINS)
     return -(-(now_ms + delay_ms) // grain) * grain
+
+
+def _coarse(now_ms: int, due_ms: int) -> int:
+    """A time that is as far away as `due_ms`, or up to twice as far: of these there are few."""
+    grain = 1 << max(0, (due_ms - now_ms).bit_length() - 1)
+    return -(-due_ms // grain) * grain
