@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from region_home import make_region, running
+from region_home import running
 from region_peer import client, until
 
 import felix
@@ -20,23 +19,6 @@ from region.node import Node
 NAME = "acme/web/sessions"
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> RegionFolder:
-    return make_region(tmp_path_factory.mktemp("home"), "us-east")
-
-
-@pytest.fixture
-async def node(folder: RegionFolder, tmp_path: Path) -> AsyncIterator[Node]:
-    async with running(folder, data=str(tmp_path / "data")) as made:
-        yield made
-
-
-@pytest.fixture
-async def region(node: Node) -> AsyncIterator[felix.RegionClient]:
-    async with client(node.folder) as made:
-        yield made
 
 
 @pytest.fixture(params=["fsync", "ephemeral"])

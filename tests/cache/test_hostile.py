@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
 import pytest
-from region_home import make_region, running
 from region_peer import RawPeer, client, encode_request, raw_peer, until
 
 import felix
@@ -19,23 +17,11 @@ from felix.frames import Credit, FrameType, encode_frame
 from felix.messages import OpenCache, Subscribe, WatchCache, decode_answer, encode_message
 from region.cache.watch import CREDIT_BYTES_MIN
 from region.exchange import Exchange
-from region.folder import RegionFolder
 from region.node import Node
 
 NAME = "acme/web/sessions"
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> RegionFolder:
-    return make_region(tmp_path_factory.mktemp("home"), "us-east")
-
-
-@pytest.fixture
-async def node(folder: RegionFolder, tmp_path: Path) -> AsyncIterator[Node]:
-    async with running(folder, data=str(tmp_path / "data")) as made:
-        yield made
 
 
 @pytest.fixture

@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-from region_home import make_region, running
 from region_peer import client, until
 
 import felix
@@ -18,30 +15,12 @@ from felix.errors import Code, UnavailableError
 from felix.quota import QuotaLimits
 from felix.settings import CacheSettings, Views
 from region.cache import watch as broker_watch
-from region.folder import RegionFolder
 from region.metadata.records import RING_BYTES_MIN
 from region.node import Node
 
 NAME = "acme/web/sessions"
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> RegionFolder:
-    return make_region(tmp_path_factory.mktemp("home"), "us-east")
-
-
-@pytest.fixture
-async def node(folder: RegionFolder, tmp_path: Path) -> AsyncIterator[Node]:
-    async with running(folder, data=str(tmp_path / "data")) as made:
-        yield made
-
-
-@pytest.fixture
-async def region(node: Node) -> AsyncIterator[felix.RegionClient]:
-    async with client(node.folder) as made:
-        yield made
 
 
 class Replica:

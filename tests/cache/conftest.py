@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import pytest
+from region_fixtures import founded, node
+from region_fixtures import operator as region
+
+from region.folder import RegionFolder
+
+__all__ = ["node", "region"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> RegionFolder:
+    return founded(tmp_path_factory)
