@@ -26,9 +26,10 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 from felix.batch import Headers
+from felix.connection import RegionConnection
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.exchange import Exchange
 from felix.frames import Frame
@@ -61,9 +62,6 @@ from felix.queue_messages import (
 )
 from felix.queue_messages import Job as LeasedJob
 from felix.settings import QueueChange, QueueSettings, Retries, RetriesChange, Views
-
-if TYPE_CHECKING:
-    from felix.client import RegionClient
 
 PREFETCH_DEFAULT: Final = 64
 PREFETCH_MAX: Final = 100_000
@@ -550,10 +548,39 @@ class _Ears:
         """A queue delivers in replies."""
 
 
+class Publishing(Protocol):
+    """What a queue asks of its stream: `felix.client.Stream`."""
+
+    async def publish(
+        self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
+    ) -> int: ...
+
+    async def publish_many(
+        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+    ) -> list[int]: ...
+
+    async def publish_nowait(
+        self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
+    ) -> asyncio.Future[int]: ...
+
+
+class Region(Protocol):
+    """What a queue asks of the client that made it: `felix.client.RegionClient`."""
+
+    @property
+    def connection(self) -> RegionConnection: ...
+
+    def stream(self, name: StreamName) -> Publishing: ...
+
+    async def alter_stream(self, name: StreamName, *, queue: QueueChange) -> StreamState: ...
+
+    async def delete_stream(self, name: StreamName) -> None: ...
+
+
 class Queue:
     """One queue of a region. Cheap to make; made by `RegionClient.queue`, which gives the same one for the same name."""
 
-    def __init__(self, client: RegionClient, name: StreamName) -> None:
+    def __init__(self, client: Region, name: StreamName) -> None:
         self._client = client
         self.name = name
         self._calls: Exchange | None = None
