@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+import msgspec
+
 from felix.batch import NewRecord, encode_batch
 from felix.errors import FelixError, RequestError, UnavailableError
 from felix.messages import OpenQueue, QueueOpened, Request
@@ -59,6 +61,7 @@ READING_WAIT_S: Final = 1.0
 """A lease that does not wait still gives what is being read from disk the time to come."""
 PEEK_BYTES_MAX: Final = 512 << 10
 _VERBS: Final = (Verb.SUBSCRIBE, Verb.PUBLISH, Verb.ADMIN)
+_SEES_WORKERS: Final = (Verb.SUBSCRIBE, Verb.ADMIN)
 
 
 class _Waiting:
@@ -444,7 +447,11 @@ class QueueWorker:
             raise not_found_or_forbidden(Verb.SUBSCRIBE, self._name)
 
         async def describe() -> None:
-            self._exchange.reply(correlation, self._queue.describe(await self.desk.dead(self._queue)))
+            state = self._queue.describe(await self.desk.dead(self._queue))
+            if not any(self._broker.allows(self.identity, verb, self._name) for verb in _SEES_WORKERS):
+                # Who works, and what stands in another stream, is not for those who only bring records.
+                state = msgspec.structs.replace(state, workers=[], dead=0)
+            self._exchange.reply(correlation, state)
 
         self._exchange.spawn(correlation, describe())
 

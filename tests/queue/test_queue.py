@@ -453,6 +453,10 @@ async def test_rights_are_asked_for_each_verb_and_live(
             with pytest.raises(RequestError) as forbidden:
                 await refused
             assert forbidden.value.code is Code.NOT_FOUND_OR_FORBIDDEN
+        assert [shown.identity for shown in (await mine.describe()).workers] == [identity]
+        await operator.put_rights(identity, [f"publish {JOBS}"])
+        brought = await mine.describe()
+        assert brought.ready + brought.leased == 2 and not brought.workers
         await operator.put_rights(identity, [])
         with pytest.raises(RequestError) as ended:
             while True:
