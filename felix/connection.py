@@ -506,8 +506,13 @@ class Link:
 
     def close_exchange(self, stream_id: int) -> None:
         """Nothing more is sent on it, and what still comes back is dropped."""
-        if self._exchanges.pop(stream_id, None) is not None and not self.over.done():
-            self.connection.send(stream_id, b"", end=True)
+        if self._exchanges.pop(stream_id, None) is not None:
+            self.send_exchange(stream_id, b"", end=True)
+
+    def send_exchange(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
+        """Bytes on an exchange; dropped where the connection is closed, which its end is about to say."""
+        if not self.over.done() and not self.connection.is_closed:
+            self.connection.send(stream_id, data, end=end)
 
     # -- publishing -----------------------------------------------------------------------------------
 

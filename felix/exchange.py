@@ -173,7 +173,7 @@ class Exchange:
         self._last_correlation = number
         future: asyncio.Future[Any] = loop.create_future()
         self._calls[number] = future
-        link.connection.send(self._stream_id, encode_message(FrameType.CALL, message, number))
+        link.send_exchange(self._stream_id, encode_message(FrameType.CALL, message, number))
         return number, future
 
     def tell(self, message: Message) -> None:
@@ -182,12 +182,12 @@ class Exchange:
             self._last_correlation = self._last_correlation % CORRELATION_MAX + 1
             if self._last_correlation not in self._calls:
                 frame = encode_message(FrameType.CALL, message, self._last_correlation)
-                self._link.connection.send(self._stream_id, frame)
+                self._link.send_exchange(self._stream_id, frame)
 
     def extend_credit(self, limit_bytes: int) -> None:
         """Let the broker deliver this much in all since the exchange was opened on this link."""
         if self._is_open and self._link is not None:
-            self._link.connection.send(self._stream_id, Credit(0, limit_bytes).encode())
+            self._link.send_exchange(self._stream_id, Credit(0, limit_bytes).encode())
 
     def _limit_s(self, timeout_s: float | None) -> float:
         return self._connection.request_timeout_s if timeout_s is None else timeout_s
@@ -224,9 +224,7 @@ class Exchange:
             return
         self._link = link
         self._opening = 1
-        link.connection.send(
-            self._stream_id, encode_message(FrameType.REQUEST, self._request(), self._opening)
-        )
+        link.send_exchange(self._stream_id, encode_message(FrameType.REQUEST, self._request(), self._opening))
 
     def link_down(self, error: FelixError) -> None:
         self._lose(error)

@@ -82,6 +82,20 @@ async def test_a_lost_connection_changes_nothing(node: Node, operator: felix.Reg
     assert await payloads(operator, A) == [b"%d" % n for n in range(20)]
 
 
+async def test_a_client_that_leaves_as_its_connection_closes_leaves_in_order(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    """The transport is closed before the session hears of it: what was open has nothing left to say."""
+    await operator.create_stream(A)
+    async with client(node.folder) as region:
+        async with region.transaction() as transaction:
+            await transaction.publish(A, b"1")
+        link = region.connection.link
+        assert link is not None
+        link.connection.close()
+    assert await payloads(operator, A) == [b"1"]
+
+
 async def test_an_instance_that_was_replaced_is_told_so(node: Node, operator: felix.RegionClient) -> None:
     await operator.create_stream(A)
     async with client(node.folder) as old, client(node.folder) as new:
