@@ -5,10 +5,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 RECORDS ?= all
 KILLS   ?= 100
+# How many times the quick number of random cases `make attack` tries.
+SCALE   ?= 20
 # Test processes side by side; a file's tests stay together, since they share brokers and Spark.
 WORKERS ?= 2
 
-.PHONY: demo test soak check format bench clean help
+.PHONY: demo test attack soak check format bench clean help
 
 help: ## show this list
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +33,9 @@ demo-%: $(STAMP) ## a demo of its own, one of examples/demos: make demo-slow-con
 
 test: $(STAMP) ## all tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+attack: $(STAMP) ## every attack on the evidence that is known, with SCALE times the quick number of cases (minutes)
+	@FELIX_ATTACK_SCALE=$(SCALE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 tests/attacks
 
 soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile peers by the thousand (minutes)
 	@FELIX_SOAK_KILLS=$(KILLS) FELIX_HOSTILE_CASES=5000 $(BIN)/python -m pytest -s --timeout 3600 tests/soak tests/region/test_kill.py \
