@@ -6,7 +6,8 @@ Callers: bridge (egress), region ingest (ingress), before the first INTENT or AC
 
 from __future__ import annotations
 
-from audit.leaf import DOCUMENT_BYTES_MAX, FieldLineage, Header, Kind, Leaf, Side, Terms
+from audit.document_leaf import document_leaf
+from audit.leaf import FieldLineage, Kind, Leaf, Side, Terms
 from policy.lineage import field_lineage
 from policy.terms import GrantTerms, grant_id
 
@@ -50,29 +51,24 @@ def grant_leaf(
     policy_hash: bytes = b"",
     source_country: str = "",
     destination_country: str = "",
-    document: bytes = b"",
+    document: bytes,
 ) -> Leaf:
-    """The GRANT leaf. `actor`: who put the grant into force here (SPIFFE id); `document`: the signed grant.
-
-    A document over `DOCUMENT_BYTES_MAX` is left out: `terms_hash` names it.
-    """
+    """The GRANT leaf. `actor`: who put the grant into force here (SPIFFE id); `document`: the signed grant."""
     terms_hash = terms.hash()
-    return Leaf(
-        Header(
-            kind=Kind.GRANT,
-            side=side,
-            time_ms=time_ms,
-            source_region=terms.from_region,
-            destination_region=terms.to_region,
-            bridge=terms.bridge,
-            stream=terms.stream,
-            destination_stream=terms.destination_stream,
-            grant_id=grant_id(terms_hash),
-            terms_hash=terms_hash,
-            policy_version=policy_version,
-            policy_hash=policy_hash,
-            actor=actor,
-            terms=terms_of(terms, source_country, destination_country),
-            document=document if len(document) <= DOCUMENT_BYTES_MAX else b"",
-        )
+    return document_leaf(
+        Kind.GRANT,
+        document,
+        side=side,
+        time_ms=time_ms,
+        source_region=terms.from_region,
+        destination_region=terms.to_region,
+        bridge=terms.bridge,
+        stream=terms.stream,
+        destination_stream=terms.destination_stream,
+        grant_id=grant_id(terms_hash),
+        terms_hash=terms_hash,
+        policy_version=policy_version,
+        policy_hash=policy_hash,
+        actor=actor,
+        terms=terms_of(terms, source_country, destination_country),
     )

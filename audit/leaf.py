@@ -6,7 +6,7 @@ a payload, nor a plain hash of one: only commitments under a key that can be des
 Layout, big-endian (docs/audit.md)::
 
     0  magic "FL"        2
-    2  version           1
+    2  version           1    2; leaves of version 1 are still read
     3  reserved          1    zero
     4  header length     2
     6  entries           2
@@ -19,13 +19,20 @@ Which leaves a link writes, and in which order (the verifier holds a log to this
   once the destination answered, one ACK with its receipt. A batch that is too long for one leaf is split:
   each part covers its own range, the ranges follow each other without a gap, `part` counts from 0.
 - ingress, per batch: ACK leaves with the same entries as the INTENT, and the destination's offsets.
-- entries commit to the payload *as it crosses* (after transforms), under the link's commitment key, which both
-  sides hold; so the two logs' entries are equal byte for byte. A WITHHELD entry commits to the payload as it was.
+- entries commit to key, headers, payload and time of a record *as it crosses* (after transforms), under the link's
+  commitment key, which both sides hold; so the two logs' entries are equal byte for byte. A WITHHELD entry commits to
+  the record as it was, under a key of its own, which the destination cannot derive.
 - an envelope of which every record was withheld still moves the destination's position: its INTENT and ACK cover
   the range and have no records, no entries and no destination offsets.
-- a GAP leaf covers source offsets that nobody can read any more.
+- a GAP leaf covers source offsets that nobody can read any more;
+- a document leaf (`DOCUMENT_KINDS`) carries a signed document, or names it by its hash where it stands in a file beside
+  the log (audit.document_leaf).
 
-Invariants: `decode_leaf(encode_leaf(leaf)) == leaf`; a leaf has at most 65,535 bytes (the entry bundle of C2SP
+Version 1 committed to payloads alone, counted them in `payload_bytes`, had no kinds above SEAL and kept a grant's
+terms in its leaf. Its leaves may stand before those of version 2 in one log, and are never written any more.
+
+Invariants: `decode_leaf(encode_leaf(leaf)) == leaf`, and `encode_leaf` has tried it before it returns: what is written
+can be read; a leaf has at most 65,535 bytes (the entry bundle of C2SP
 tlog-tiles counts lengths in 16 bits); entries are in ascending order of offset inside the leaf's range; whatever
 a kind needs is there (`REQUIRED`). Bytes that do not hold raise CorruptionError; a leaf that cannot be made
 raises RequestError. Callers: bridge (egress), region ingest (ingress), audit.*, audit.spark.
@@ -34,13 +41,14 @@ raises RequestError. Callers: bridge (egress), region ingest (ingress), audit.*,
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum, StrEnum
 from hashlib import blake2b, sha256
 from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from felix.batch import encode_headers
 from felix.errors import CorruptionError, RequestError
 
 LEAF_BYTES_MAX: Final = 65_535
@@ -52,12 +60,16 @@ COMMITMENT_BYTES: Final = 32
 TAG_BYTES: Final = 16
 INCARNATION_BYTES: Final = 16
 KEY_ID_BYTES: Final = 16
+OFFSET_MAX: Final = (1 << 63) - 2
+"""The highest offset of a record: the one after it is a position, and must fit 63 bits, too."""
 SHA256_BYTES: Final = 32
 COMMITMENT_SECRET_BYTES: Final = 32
 DOCUMENT_BYTES_MAX: Final = 24_000
-"""A signed grant or policy as it stands in the leaf; whoever has more keeps it elsewhere and names its hash."""
+"""A signed document as it stands in the leaf; a longer one stands in a file beside the log (audit.document_leaf)."""
 
-_VERSION: Final = 1
+VERSION: Final = 2
+"""Of every leaf that is made now."""
+_VERSIONS: Final = (1, VERSION)
 _PREFIX: Final = struct.Struct(">2sBBHH")
 _ENTRY: Final = struct.Struct(">QqI32s16s")
 _OFFSET: Final = struct.Struct(">Q")
@@ -69,6 +81,7 @@ Buffer = bytes | bytearray | memoryview
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Sentence = Annotated[str, msgspec.Meta(max_length=2_048)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Offset = Annotated[int, msgspec.Meta(ge=0, le=OFFSET_MAX)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=SHA256_BYTES)]
 Id16 = Annotated[bytes, msgspec.Meta(max_length=16)]
 Texts = Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
@@ -97,6 +110,20 @@ class Kind(IntEnum):
     """a key was made, rotated or destroyed"""
     SEAL = 10
     """a file was exported from this log; its hash"""
+    ACCEPT = 11
+    """the destination accepted a grant: its import grant"""
+    APPROVE = 12
+    """one approver signed a grant's terms"""
+    STANDING = 13
+    """a grant was paused or resumed"""
+    DENY_ENTRY = 14
+    """a region denied streams to or from another, or lifted that"""
+
+
+DOCUMENT_KINDS: Final = frozenset(
+    (Kind.GRANT, Kind.ACCEPT, Kind.APPROVE, Kind.STANDING, Kind.DENY_ENTRY, Kind.REVOKE, Kind.POLICY)
+)
+"""Kinds that are about a signed document."""
 
 
 class Side(StrEnum):
@@ -182,14 +209,17 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """the source shard's leader epoch, to which the transfer key is bound"""
     incarnation: Id16 = b""
     """the source stream's incarnation id"""
-    first_offset: Natural | None = None
-    last_offset: Natural | None = None
+    first_offset: Offset | None = None
+    last_offset: Offset | None = None
     """the source offsets covered, both ends included; records withheld lie inside"""
-    destination_first_offset: Natural | None = None
-    destination_last_offset: Natural | None = None
+    destination_first_offset: Offset | None = None
+    destination_last_offset: Offset | None = None
     records: Natural = 0
     """INTENT, ACK, WITHHELD: how many records; an egress ACK, which has no entries, counts those of its batch"""
     payload_bytes: Natural = 0
+    """version 1: payload bytes of the records listed"""
+    record_bytes: Natural = 0
+    """from version 2: bytes of key, encoded headers and payload of the records listed, together"""
     part: Natural = 0
     parts: Natural = 1
     source_key_id: Id16 = b""
@@ -211,9 +241,9 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     receipt: Annotated[bytes, msgspec.Meta(max_length=4_096)] = b""
     """egress ACK: the destination's signed receipt (audit.receipt)"""
     actor: Text = ""
-    """DENY, GRANT, REVOKE, POLICY, KEY: who (SPIFFE id)"""
+    """DENY, KEY and documents: who (SPIFFE id); for a document who put it, not who signed it"""
     action: Text = ""
-    """DENY: what was tried; KEY: made, rotated, destroyed"""
+    """DENY: what was tried; KEY: made, rotated, destroyed; STANDING: pause, resume"""
     rule: Text = ""
     """DENY: the rule that refused"""
     code: Natural = 0
@@ -227,9 +257,16 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """KEY: which"""
     terms: Terms | None = None
     document: Annotated[bytes, msgspec.Meta(max_length=DOCUMENT_BYTES_MAX)] = b""
-    """GRANT, REVOKE, POLICY: the signed document"""
+    """`DOCUMENT_KINDS`: the signed document, where it is short enough to stand here"""
+    document_sha256: Digest = b""
+    """from version 2: of the signed document, wherever it stands"""
     seal_file: Text = ""
     seal_sha256: Digest = b""
+
+    @property
+    def listed_bytes(self) -> int:
+        """Bytes of the records listed, as the leaf's version counts them."""
+        return self.record_bytes or self.payload_bytes
 
 
 class Entry(NamedTuple):
@@ -238,7 +275,7 @@ class Entry(NamedTuple):
     offset: int
     time_ms: int
     size: int
-    """payload bytes"""
+    """bytes of key, encoded headers and payload (version 1: of the payload)"""
     commitment: bytes
     tag: bytes
     """keyed tag of the record key; zero bytes where the record has none"""
@@ -249,6 +286,7 @@ class Leaf(msgspec.Struct, frozen=True):
 
     header: Header
     entries: bytes = b""
+    version: int = VERSION
 
     @property
     def entry_count(self) -> int:
@@ -282,13 +320,33 @@ REQUIRED: Final[dict[Kind, tuple[str, ...]]] = {
         "commitment_key_id",
     ),
     Kind.GAP: ("bridge", "stream", "incarnation", *_RANGE, "gap"),
-    Kind.GRANT: ("grant_id", "terms_hash", "terms", "bridge", "stream", "destination_stream", "actor"),
-    Kind.REVOKE: ("grant_id", "actor"),
-    Kind.POLICY: ("policy_version", "policy_hash", "actor"),
+    Kind.GRANT: (
+        "grant_id",
+        "terms_hash",
+        "bridge",
+        "stream",
+        "destination_stream",
+        "actor",
+        "document_sha256",
+    ),
+    Kind.ACCEPT: ("grant_id", "terms_hash", "actor", "document_sha256"),
+    Kind.APPROVE: ("grant_id", "terms_hash", "actor", "document_sha256"),
+    Kind.STANDING: ("grant_id", "action", "actor", "document_sha256"),
+    Kind.DENY_ENTRY: ("actor", "document_sha256"),
+    Kind.REVOKE: ("grant_id", "actor", "document_sha256"),
+    Kind.POLICY: ("policy_version", "policy_hash", "actor", "document_sha256"),
     Kind.KEY: ("key_id", "action"),
     Kind.SEAL: ("seal_file", "seal_sha256"),
 }
 """Fields that a leaf of this kind must have (neither empty nor None nor 0)."""
+
+_REQUIRED_1: Final[dict[Kind, tuple[str, ...]]] = {
+    **{kind: names for kind, names in REQUIRED.items() if kind not in DOCUMENT_KINDS},
+    Kind.GRANT: ("grant_id", "terms_hash", "terms", "bridge", "stream", "destination_stream", "actor"),
+    Kind.REVOKE: ("grant_id", "actor"),
+    Kind.POLICY: ("policy_version", "policy_hash", "actor"),
+}
+"""The same for version 1, which had no kinds but these."""
 
 _DIGESTS: Final = (
     "terms_hash",
@@ -296,17 +354,18 @@ _DIGESTS: Final = (
     "source_batch_sha256",
     "envelope_sha256",
     "seal_sha256",
+    "document_sha256",
 )
 _IDS: Final = ("incarnation", "source_key_id", "destination_key_id", "commitment_key_id", "key_id")
 
 
-def _mistake(leaf: Leaf) -> str:
-    """What does not hold about a leaf, or an empty string."""
-    header, count = leaf.header, len(leaf.entries) // ENTRY_BYTES
+def _header_mistake(header: Header, version: int) -> str:
+    """What does not hold about a header alone, or an empty string."""
     kind = header.kind
-    if len(leaf.entries) % ENTRY_BYTES:
-        return f"{len(leaf.entries)} bytes of entries are not a multiple of {ENTRY_BYTES}"
-    for name in REQUIRED[kind]:
+    required = (REQUIRED if version > 1 else _REQUIRED_1).get(kind)
+    if required is None:
+        return f"version {version} has no kind {kind.name}"
+    for name in required:
         value = getattr(header, name)
         if not value and not (name.endswith("_offset") and value == 0):
             return f"a leaf of kind {kind.name} needs {name}"
@@ -328,11 +387,27 @@ def _mistake(leaf: Leaf) -> str:
         return "an ACK has destination offsets if and only if it has records"
     if not header.part < header.parts:
         return f"part {header.part} of {header.parts}"
+    if version == 1:
+        return "version 1 has no record_bytes" if header.record_bytes else ""
+    if header.payload_bytes:
+        return f"version {version} has no payload_bytes"
+    if header.document and sha256(header.document).digest() != header.document_sha256:
+        return "its document is not the one that document_sha256 names"
+    return ""
+
+
+def _entries_mistake(leaf: Leaf) -> str:
+    """What does not hold about a leaf's entries, whose header holds; or an empty string."""
+    header, count = leaf.header, len(leaf.entries) // ENTRY_BYTES
+    kind = header.kind
+    if len(leaf.entries) % ENTRY_BYTES:
+        return f"{len(leaf.entries)} bytes of entries are not a multiple of {ENTRY_BYTES}"
     listed = kind in (Kind.INTENT, Kind.WITHHELD) or (kind is Kind.ACK and header.side is Side.INGRESS)
     if not listed:
         return f"a leaf of kind {kind.name} lists no records" if count else ""
     if count != header.records:
         return f"{count} entries where the header says {header.records} records"
+    first, last = header.first_offset, header.last_offset
     assert first is not None and last is not None
     before, size = first - 1, 0
     for offset, _, entry_size, _, _ in _ENTRY.iter_unpack(leaf.entries):
@@ -342,8 +417,9 @@ def _mistake(leaf: Leaf) -> str:
         size += entry_size
     if before > last:
         return f"entry {before} is outside {first}..{last}"
-    if size != header.payload_bytes:
-        return f"{size} payload bytes in entries where the header says {header.payload_bytes}"
+    said = header.payload_bytes if leaf.version == 1 else header.record_bytes
+    if size != said:
+        return f"{size} bytes in entries where the header says {said}"
     return ""
 
 
@@ -354,49 +430,57 @@ _decoder: Final = msgspec.msgpack.Decoder(Header)
 def encode_leaf(leaf: Leaf) -> bytes:
     """The leaf's bytes, as they stand in the log and are hashed into the tree.
 
-    Raises RequestError(INVALID) where the leaf lacks what its kind needs, or is over `LEAF_BYTES_MAX`.
+    They are decoded before they are returned. Raises RequestError(INVALID) where the leaf lacks what its kind needs, does
+    not come back as it is, or is over `LEAF_BYTES_MAX`.
     """
-    mistake = _mistake(leaf)
-    head = _encoder.encode(leaf.header)
-    if not mistake and len(head) > HEADER_BYTES_MAX:
-        mistake = f"its header has {len(head)} bytes, {HEADER_BYTES_MAX} are allowed"
-    data = (
-        b""
-        if mistake
-        else _PREFIX.pack(_MAGIC, _VERSION, 0, len(head), leaf.entry_count) + head + leaf.entries
-    )
-    if len(data) > LEAF_BYTES_MAX:
-        mistake = f"it has {len(data)} bytes, {LEAF_BYTES_MAX} are allowed"
+    data, mistake = b"", ""
+    try:
+        data = _encode(leaf)
+        if len(data) > LEAF_BYTES_MAX:
+            mistake = f"it has {len(data)} bytes, {LEAF_BYTES_MAX} are allowed"
+        elif _decode(data) != (leaf.version, leaf.header, len(data) - len(leaf.entries)):
+            mistake = "it would be read as another one"
+        else:
+            mistake = _entries_mistake(leaf)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, struct.error) as error:
+        mistake = f"it cannot be encoded: {error}"
+    except CorruptionError as error:
+        mistake = f"it could not be read again: {error.sentence}"
     if mistake:
         raise RequestError(f"This audit leaf cannot be written: {mistake}.")
     return data
 
 
-def decode_header(data: Buffer) -> Header:
-    """The header alone, for scans. Checks prefix, lengths and field types; not the entries.
+def _encode(leaf: Leaf) -> bytes:
+    head = _encoder.encode(leaf.header)
+    if len(head) > HEADER_BYTES_MAX:
+        raise ValueError(f"its header has {len(head)} bytes, {HEADER_BYTES_MAX} are allowed")
+    return _PREFIX.pack(_MAGIC, leaf.version, 0, len(head), leaf.entry_count) + head + leaf.entries
 
-    Raises CorruptionError.
-    """
-    return _decode(data)[0]
+
+def decode_header(data: Buffer) -> Header:
+    """The header alone, for scans. Everything is checked but the entries. Raises CorruptionError."""
+    return _decode(data)[1]
 
 
 def decode_leaf(data: Buffer) -> Leaf:
     """One whole leaf, nothing after it, everything checked. Raises CorruptionError."""
-    header, entries_at = _decode(data)
-    leaf = Leaf(header, bytes(memoryview(data)[entries_at:]))
-    mistake = _mistake(leaf)
+    version, header, entries_at = _decode(data)
+    leaf = Leaf(header, bytes(memoryview(data)[entries_at:]), version)
+    mistake = _entries_mistake(leaf)
     if mistake:
         raise CorruptionError(f"An audit leaf does not hold: {mistake}.")
     return leaf
 
 
-def _decode(data: Buffer) -> tuple[Header, int]:
+def _decode(data: Buffer) -> tuple[int, Header, int]:
+    """Version, header, and where the entries begin."""
     if not _PREFIX.size <= len(data) <= LEAF_BYTES_MAX:
         raise CorruptionError(f"{len(data)} bytes are not an audit leaf.")
     magic, version, reserved, header_length, entries = _PREFIX.unpack_from(data, 0)
-    if magic != _MAGIC or version != _VERSION or reserved:
+    if magic != _MAGIC or version not in _VERSIONS or reserved:
         raise CorruptionError(
-            f"An audit leaf starts with {magic!r} version {version}, this version reads {_MAGIC!r} {_VERSION}."
+            f"An audit leaf starts with {magic!r} version {version}; {_MAGIC!r} with versions 1 and {VERSION} is read."
         )
     entries_at = _PREFIX.size + header_length
     if header_length > HEADER_BYTES_MAX or len(data) != entries_at + entries * ENTRY_BYTES:
@@ -407,7 +491,10 @@ def _decode(data: Buffer) -> tuple[Header, int]:
         header = _decoder.decode(memoryview(data)[_PREFIX.size : entries_at])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptionError(f"An audit leaf's header does not decode: {error}.") from error
-    return header, entries_at
+    mistake = _header_mistake(header, version)
+    if mistake:
+        raise CorruptionError(f"An audit leaf does not hold: {mistake}.")
+    return version, header, entries_at
 
 
 def iter_entries(leaf: Leaf) -> Iterator[Entry]:
@@ -432,7 +519,7 @@ def find_entry(leaf: Leaf, offset: int) -> Entry | None:
 
 
 class CommitmentKey(NamedTuple):
-    """The key under which a link commits to payloads. Destroy `secret`, and the commitments say nothing."""
+    """A key to commit to records under. Destroy `secret`, and the commitments say nothing."""
 
     key_id: bytes
     """16 bytes"""
@@ -445,33 +532,24 @@ class Committer:
 
     BLAKE2b in its keyed mode (RFC 7693), 256 bits, one person string per use:
 
-    - commitment = BLAKE2b-256(key, "felix/payload/1", context ‖ offset u64 ‖ payload),
-      context = u16 length ‖ stream ‖ incarnation ‖ shard u32. Offset and context keep equal payloads apart.
+    - commitment = BLAKE2b-256(key, "felix/record/2", context ‖ offset u64 ‖ time_ms i64 ‖ u32 length of the key ‖ u32 length
+      of the headers ‖ key ‖ headers ‖ payload), context = u16 length ‖ stream ‖ incarnation ‖ shard u32. The headers are the
+      bytes that stand in the batch's body. Offset and context keep equal records apart.
     - tag = BLAKE2b-128(key, "felix/key/1", u16 length ‖ stream ‖ record key). Equal record keys of one stream have
       equal tags, in every shard, so that a key's records can be found by whoever holds the commitment key.
     """
 
-    __slots__ = ("_payload", "_tag", "key_id")
+    __slots__ = ("_record", "_tag", "key_id")
 
     def __init__(self, key: CommitmentKey, stream: str, incarnation: bytes, shard: int) -> None:
-        if len(key.secret) != COMMITMENT_SECRET_BYTES or len(key.key_id) != KEY_ID_BYTES:
-            raise RequestError("A commitment key has a 16-byte id and a 32-byte secret.")
-        if len(incarnation) != INCARNATION_BYTES:
-            raise RequestError(
-                f"An incarnation id has {INCARNATION_BYTES} bytes, this one {len(incarnation)}."
-            )
-        name = stream.encode()
         self.key_id = key.key_id
-        self._payload = blake2b(key=key.secret, digest_size=COMMITMENT_BYTES, person=b"felix/payload/1")
-        self._payload.update(struct.pack(">H", len(name)) + name + incarnation + struct.pack(">I", shard))
-        self._tag = blake2b(key=key.secret, digest_size=TAG_BYTES, person=b"felix/key/1")
-        self._tag.update(struct.pack(">H", len(name)) + name)
+        self._record = _keyed(key, b"felix/record/2", COMMITMENT_BYTES, _context(stream, incarnation, shard))
+        self._tag = _keyed(key, b"felix/key/1", TAG_BYTES, _named(stream))
 
-    def commit(self, offset: int, payload: Buffer) -> bytes:
-        """The 32-byte commitment to the payload at this source offset."""
-        state = self._payload.copy()
-        state.update(_OFFSET.pack(offset))
-        state.update(payload)
+    def commit(self, offset: int, time_ms: int, key: Buffer, headers: Buffer, payload: Buffer) -> bytes:
+        """The 32-byte commitment to a record at this source offset; `headers` as encoded, no key and no headers are empty."""
+        state = self._record.copy()
+        state.update(b"".join((_BEFORE.pack(offset, time_ms, len(key), len(headers)), key, headers, payload)))
         return state.digest()
 
     def tag(self, key: Buffer | None) -> bytes:
@@ -483,7 +561,35 @@ class Committer:
         return state.digest()
 
 
+def payload_commitment(
+    key: CommitmentKey, stream: str, incarnation: bytes, shard: int, offset: int, payload: Buffer
+) -> bytes:
+    """What leaves of version 1 commit to: BLAKE2b-256(key, "felix/payload/1", context ‖ offset u64 ‖ payload)."""
+    state = _keyed(key, b"felix/payload/1", COMMITMENT_BYTES, _context(stream, incarnation, shard))
+    state.update(_OFFSET.pack(offset))
+    state.update(payload)
+    return state.digest()
+
+
 _NO_TAG: Final = bytes(TAG_BYTES)
+_BEFORE: Final = struct.Struct(">QqII")
+
+
+def _keyed(key: CommitmentKey, person: bytes, size: int, context: bytes) -> blake2b:
+    if len(key.secret) != COMMITMENT_SECRET_BYTES or len(key.key_id) != KEY_ID_BYTES:
+        raise RequestError("A commitment key has a 16-byte id and a 32-byte secret.")
+    return blake2b(context, key=key.secret, digest_size=size, person=person)
+
+
+def _named(stream: str) -> bytes:
+    name = stream.encode()
+    return struct.pack(">H", len(name)) + name
+
+
+def _context(stream: str, incarnation: bytes, shard: int) -> bytes:
+    if len(incarnation) != INCARNATION_BYTES:
+        raise RequestError(f"An incarnation id has {INCARNATION_BYTES} bytes, this one {len(incarnation)}.")
+    return _named(stream) + incarnation + struct.pack(">I", shard)
 
 
 class SourceRecord(Protocol):
@@ -496,27 +602,27 @@ class SourceRecord(Protocol):
     @property
     def key(self) -> bytes | memoryview | None: ...
     @property
+    def headers(self) -> Mapping[str, bytes]: ...
+    @property
     def payload(self) -> bytes | memoryview: ...
 
 
 def pack_entries(records: Iterable[SourceRecord], committer: Committer) -> bytes:
     """Entries for these records, in the given order (ascending offsets), 68 bytes each."""
-    pack, offset_of, tag = _ENTRY.pack, _OFFSET.pack, committer.tag
-    copy = committer._payload.copy
+    pack, commit, tag = _ENTRY.pack, committer.commit, committer.tag
     packed = []
     for record in records:
-        offset, payload = record.offset, record.payload
-        state = copy()
-        state.update(offset_of(offset))
-        state.update(payload)
-        packed.append(pack(offset, record.timestamp_ms, len(payload), state.digest(), tag(record.key)))
+        offset, time_ms, key, payload = record.offset, record.timestamp_ms, record.key or b"", record.payload
+        headers = encode_headers(record.headers) if record.headers else b""
+        size = len(key) + len(headers) + len(payload)
+        packed.append(pack(offset, time_ms, size, commit(offset, time_ms, key, headers, payload), tag(key)))
     return b"".join(packed)
 
 
 def intent_leaves(header: Header, records: Iterable[SourceRecord], committer: Committer) -> list[Leaf]:
     """INTENT (or ingress ACK, or WITHHELD) leaves for a batch, split so that each fits into an entry bundle.
 
-    `header` describes the batch: kind, both offset ranges, the envelope …; records, payload_bytes, part, parts and
+    `header` describes the batch: kind, both offset ranges, the envelope …; records, record_bytes, part, parts and
     commitment_key_id are filled in here. Each part covers its own source range; together they cover the
     header's range exactly. Destination offsets are shared out one per record. No records make one leaf without
     entries (nothing of the range crosses). Raises RequestError(INVALID) where the header has no range.
@@ -534,8 +640,8 @@ def split_leaves(header: Header, entries: bytes) -> list[Leaf]:
     if len(entries) % ENTRY_BYTES or header.first_offset is None or header.last_offset is None:
         raise RequestError("A leaf that lists records needs whole entries and an offset range.")
     if not entries:
-        return [Leaf(msgspec.structs.replace(header, records=0, payload_bytes=0, part=0, parts=1), b"")]
-    head = len(_encoder.encode(msgspec.structs.replace(header, records=1 << 62, payload_bytes=1 << 62)))
+        return [Leaf(msgspec.structs.replace(header, records=0, record_bytes=0, part=0, parts=1), b"")]
+    head = len(_encoder.encode(msgspec.structs.replace(header, records=1 << 62, record_bytes=1 << 62)))
     # Part numbers and narrower ranges may need a few bytes more than the header as it was given.
     room = (LEAF_BYTES_MAX - _PREFIX.size - min(head + 64, HEADER_BYTES_MAX)) // ENTRY_BYTES
     count = len(entries) // ENTRY_BYTES
@@ -556,7 +662,7 @@ def split_leaves(header: Header, entries: bytes) -> list[Leaf]:
             destination_first_offset=to_first,
             destination_last_offset=None if to_first is None else to_first + records - 1,
             records=records,
-            payload_bytes=sum(fields[2] for fields in _ENTRY.iter_unpack(chunk)),
+            record_bytes=sum(fields[2] for fields in _ENTRY.iter_unpack(chunk)),
             part=part,
             parts=parts,
         )
@@ -583,7 +689,7 @@ LEAF_COLUMNS: Final[tuple[tuple[str, str], ...]] = (
     ("destination_first_offset", "bigint"),
     ("destination_last_offset", "bigint"),
     ("records", "bigint"),
-    ("payload_bytes", "bigint"),
+    ("record_bytes", "bigint"),  # of version 1: payload bytes
     ("part", "int"),
     ("parts", "int"),
     ("source_key_id", "string"),
@@ -607,6 +713,7 @@ LEAF_COLUMNS: Final[tuple[tuple[str, str], ...]] = (
     ("gap", "string"),
     ("key_id", "string"),
     ("document", "binary"),
+    ("document_sha256", "string"),
     ("seal_file", "string"),
     ("seal_sha256", "string"),
     ("purpose", "string"),  # from here: GRANT only, the grant's terms
@@ -632,6 +739,7 @@ LEAF_COLUMNS: Final[tuple[tuple[str, str], ...]] = (
     ("onward", "boolean"),
     ("rate_bytes_per_second", "bigint"),
     ("budget_bytes", "bigint"),
+    ("version", "int"),  # of the leaf's format
     (
         "entries_sha256",
         "string",
@@ -641,7 +749,7 @@ LEAF_COLUMNS: Final[tuple[tuple[str, str], ...]] = (
 
 _TERMS_FROM: Final = [name for name, _ in LEAF_COLUMNS].index("purpose")
 _HEADER_NAMES: Final = tuple(name for name, _ in LEAF_COLUMNS[:_TERMS_FROM])
-_TERMS_NAMES: Final = tuple(name for name, _ in LEAF_COLUMNS[_TERMS_FROM:-1])
+_TERMS_NAMES: Final = tuple(name for name, _ in LEAF_COLUMNS[_TERMS_FROM:-2])
 _HEX_NAMES: Final = frozenset((*_DIGESTS, *_IDS))
 _ZERO_IS_NULL: Final = frozenset(("code", "attempt", "policy_version"))
 
@@ -661,6 +769,8 @@ def leaf_row(leaf: Leaf) -> dict[str, Any]:
             value = value.name
         elif name == "path":
             value = list(value)
+        elif name == "record_bytes":
+            value = header.listed_bytes
         elif value in ("", b"") or (name in _ZERO_IS_NULL and not value):
             value = None
         elif isinstance(value, StrEnum):
@@ -676,6 +786,7 @@ def leaf_row(leaf: Leaf) -> dict[str, Any]:
         elif value == "":
             value = None
         row[name] = value
+    row["version"] = leaf.version
     row["entries_sha256"] = sha256(leaf.entries).hexdigest() if leaf.entries else None
     return row
 

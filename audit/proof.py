@@ -25,9 +25,11 @@ from audit.leaf import (
     Kind,
     Leaf,
     Side,
+    SourceRecord,
     decode_header,
     decode_leaf,
     find_entry,
+    payload_commitment,
 )
 from audit.merkle import (
     HASH_BYTES,
@@ -42,6 +44,7 @@ from audit.note import VerifierKey, encode_note
 from audit.range_index import INDEX_PATH, candidate_bundles
 from audit.receipt import Receipt, differences, open_receipt
 from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, Files, TileHashes, read_bundle
+from felix.batch import encode_headers
 from felix.errors import Code, RequestError, TamperError
 
 FORMAT: Final = "felix/proof/1"
@@ -80,6 +83,8 @@ class Proven(msgspec.Struct, frozen=True):
     entry: Entry
     intent: Header
     intent_index: int
+    intent_version: int
+    """of its leaf's format; with version 1 nothing is shown of key and headers"""
     ack: Header | None
     ack_index: int | None
     receipt: Receipt | None
@@ -274,6 +279,7 @@ def check_proof(
         entry,
         header,
         proof.intent.index,
+        intent.version,
         ack,
         None if proof.ack is None else proof.ack.index,
         receipt,
@@ -283,15 +289,25 @@ def check_proof(
     )
 
 
-def check_payload(proven: Proven, key: CommitmentKey, payload: bytes) -> None:
-    """Check that this payload is the one committed to, by whoever holds the commitment key. Raises TamperError."""
-    header = proven.intent
-    committer = Committer(key, header.stream, header.incarnation, header.shard)
-    if (
-        header.commitment_key_id != key.key_id
-        or committer.commit(proven.offset, payload) != proven.entry.commitment
-    ):
-        raise TamperError(f"That payload is not the one that crossed as record {proven.offset}.")
+def check_record(proven: Proven, key: CommitmentKey, record: SourceRecord) -> None:
+    """Check that this record is the one committed to, by whoever holds the commitment key. Raises TamperError.
+
+    `record` is as it crossed: its time at the source, key, headers in their order (with `felix-path`) and payload. Its
+    offset is the proof's and not looked at. A leaf of version 1 says something about the payload alone.
+    """
+    header, entry = proven.intent, proven.entry
+    if proven.intent_version == 1:
+        found = payload_commitment(
+            key, header.stream, header.incarnation, header.shard, proven.offset, record.payload
+        )
+    else:
+        committer = Committer(key, header.stream, header.incarnation, header.shard)
+        headers = encode_headers(record.headers) if record.headers else b""
+        found = committer.commit(
+            proven.offset, record.timestamp_ms, record.key or b"", headers, record.payload
+        )
+    if header.commitment_key_id != key.key_id or found != entry.commitment:
+        raise TamperError(f"That record is not the one that crossed as record {proven.offset}.")
 
 
 def _parse(data: bytes) -> _Proof:

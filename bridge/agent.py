@@ -20,8 +20,9 @@ from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
 
+from audit.document_leaf import document_leaf
 from audit.grant_leaf import grant_leaf
-from audit.leaf import Header, Kind, Leaf, Side
+from audit.leaf import Kind, Side
 from audit.note import Algorithm, NoteSigner
 from audit.origin import egress_origin, region_origin, witness_keys
 from audit.trail import TrailStatus
@@ -358,8 +359,11 @@ class Agent:
             if shop.trail is None or not account.granted or account.revoked or busy:
                 continue
             standing, document = self._revocation(grant)
-            header = Header(
-                kind=Kind.REVOKE,
+            if not document:
+                continue
+            leaf = document_leaf(
+                Kind.REVOKE,
+                document,
                 side=Side.EGRESS,
                 time_ms=self._clock_ms(),
                 source_region=shop.source.region,
@@ -369,10 +373,9 @@ class Agent:
                 grant_id=grant,
                 actor=standing.by if standing else str(shop.bridge),
                 sentence=(standing.reason if standing else "") or row.reason,
-                document=document,
             )
-            await shop.open_trail().append([Leaf(header)])
-            shop.ledger.apply(header)
+            await shop.open_trail().append([leaf])
+            shop.ledger.apply(leaf.header)
 
     def _revocation(self, grant: str) -> tuple[Standing | None, bytes]:
         for held in self._documents.values():

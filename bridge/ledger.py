@@ -94,7 +94,7 @@ class Ledger:
             account.crossed += header.records
             grant = self._grant(header.grant_id)
             grant.crossed_records += header.records
-            grant.crossed_bytes += header.payload_bytes
+            grant.crossed_bytes += header.listed_bytes
         elif header.kind is Kind.WITHHELD:
             account.withheld += header.records
             account.filtered += header.records if header.reason == "filtered" else 0

@@ -22,6 +22,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from audit.document_disk import keep_document
+from audit.document_leaf import document_leaf
 from audit.grant_leaf import grant_leaf
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.origin import log_keys, witness_keys
@@ -509,8 +511,9 @@ class Governance:
             return
         now = self.broker.clock_ms()
         terms = self._book.get(standing.grant, now).export
-        header = Header(
-            kind=Kind.REVOKE,
+        leaf = document_leaf(
+            Kind.REVOKE,
+            document.encode_file(),
             side=Side.EGRESS if standing.region == self._own.region else Side.INGRESS,
             time_ms=now,
             source_region=terms.terms.from_region if terms else standing.region,
@@ -519,17 +522,17 @@ class Governance:
             grant_id=standing.grant,
             actor=str(actor),
             sentence=standing.reason or f"{standing.region} revoked the grant.",
-            document=document.encode_file(),
         )
-        await self.trail.append([Leaf(header)])
+        await self.trail.append([leaf])
 
     async def _put_policy(self, actor: SpiffeId, document: SignedDocument) -> str:
         policy = open_policy(document, {self._own.region: self._own.policy_keys}, "the policy")
         if self._policy is not None:
             check_successor(self._policy, policy)
         await self._catalog.put_policy(policy.revision, document.encode_file())
-        header = Header(
-            kind=Kind.POLICY,
+        leaf = document_leaf(
+            Kind.POLICY,
+            document.encode_file(),
             side=Side.INGRESS,
             time_ms=self.broker.clock_ms(),
             source_region=self._own.region,
@@ -538,7 +541,8 @@ class Governance:
             policy_version=policy.revision,
             policy_hash=policy.hash,
         )
-        await self.trail.append([Leaf(header)])
+        await asyncio.to_thread(keep_document, self.trail.files.path, document.encode_file())
+        await self.trail.append([leaf])
         return f"Policy revision {policy.revision} of {policy.region} is in force."
 
     async def _put_bundle(self, body: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from hashlib import sha256
-from typing import Final
+from typing import Any, Final
 
 from audit.leaf import (
     CommitmentKey,
@@ -31,6 +31,7 @@ OPERATOR: Final = "spiffe://us-east.acme/operator/alice"
 INCARNATION: Final = b"i" * 16
 COMMITMENT_KEY: Final = CommitmentKey(b"c" * 16, b"s" * 32)
 TIME_MS: Final = 1_760_000_000_000
+DOCUMENT: Final[dict[str, Any]] = {"document": b"signed", "document_sha256": sha256(b"signed").digest()}
 EGRESS_ORIGIN: Final = "us-east.acme/audit/us-to-eu/egress"
 INGRESS_ORIGIN: Final = "eu-west.acme/audit/us-to-eu/ingress"
 
@@ -101,13 +102,10 @@ class Link:
         return Header(**(fields | more))  # type: ignore[arg-type]
 
     def grant(self, side: Side = Side.EGRESS, **more: object) -> Leaf:
-        return Leaf(self.header(Kind.GRANT, side, actor=OPERATOR, terms=TERMS, document=b"signed", **more))
+        return Leaf(self.header(Kind.GRANT, side, actor=OPERATOR, terms=TERMS, **DOCUMENT, **more))
 
     def records(self, count: int) -> list[Record]:
-        return [
-            Record(self.offset + i, self.time_ms, b"key-%d" % (i % 5), {}, payload(self.offset + i))
-            for i in range(count)
-        ]
+        return [record(self.offset + i, self.time_ms) for i in range(count)]
 
     def intent(self, count: int = 3, withhold: tuple[int, ...] = ()) -> list[Leaf]:
         """WITHHELD and INTENT leaves of the next batch; `withhold` counts from the batch's first record."""
@@ -185,7 +183,7 @@ class Link:
         )
 
     def revoke(self) -> Leaf:
-        return Leaf(self.header(Kind.REVOKE, actor=OPERATOR, sentence="No longer needed."))
+        return Leaf(self.header(Kind.REVOKE, actor=OPERATOR, sentence="No longer needed.", **DOCUMENT))
 
 
 def _fields(header: Header) -> dict[str, object]:
@@ -216,6 +214,12 @@ def receipt_for(ack: Header, ingress_index: int = 0) -> bytes:
         time_ms=ack.time_ms,
     )
     return sign_receipt(receipt, RECEIPT_KEY)
+
+
+def record(offset: int, time_ms: int) -> Record:
+    """The record at this offset, as it crosses; every third has headers."""
+    headers = {} if offset % 3 else {"felix-path": b"us-east", "note": b"n%d" % offset}
+    return Record(offset, time_ms, b"key-%d" % (offset % 5), headers, payload(offset))
 
 
 def payload(offset: int) -> bytes:

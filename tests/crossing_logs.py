@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit_log import BRIDGE, OPERATOR, RECEIPT_KEYS, log_signer, receipt_for, witness_signer
+from audit_log import BRIDGE, DOCUMENT, OPERATOR, RECEIPT_KEYS, log_signer, receipt_for, witness_signer
 
 from audit.errors import AuditUnavailableError
 from audit.leaf import (
@@ -148,7 +148,7 @@ class World:
         for side, appends in ((Side.EGRESS, self.egress), (Side.INGRESS, self.ingress)):
             header = self.header(
                 Kind.GRANT, side, time_ms, stream, destination_stream=stream, grant_id=grant_id(stream),
-                terms_hash=terms_hash(stream), terms=terms or TERMS[stream], actor=OPERATOR, document=b"signed",
+                terms_hash=terms_hash(stream), terms=terms or TERMS[stream], actor=OPERATOR, **DOCUMENT,
             )  # fmt: skip
             appends.append([Leaf(header)])
 
@@ -254,7 +254,7 @@ class World:
     def revoke(self, stream: str, time_ms: int) -> None:
         header = self.header(
             Kind.REVOKE, Side.EGRESS, time_ms, stream, grant_id=grant_id(stream), actor=OPERATOR,
-            sentence="The contract ended.",
+            sentence="The contract ended.", **DOCUMENT,
         )  # fmt: skip
         self.egress.append([Leaf(header)])
 
@@ -264,7 +264,7 @@ def five_days(batches: int = 200) -> World:
     world = World()
     policy = Header(
         kind=Kind.POLICY, side=Side.EGRESS, time_ms=START_MS - 2_000, source_region="us-east",
-        destination_region="eu-west", policy_version=3, policy_hash=sha256(b"policy").digest(), actor=OPERATOR,
+        destination_region="eu-west", policy_version=3, policy_hash=sha256(b"policy").digest(), actor=OPERATOR, **DOCUMENT,
     )  # fmt: skip
     world.egress.append([Leaf(policy)])
     for stream in TERMS:

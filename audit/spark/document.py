@@ -54,7 +54,7 @@ class Totals:
     """The sums over the register and the reconciliation."""
 
     records: int
-    payload_bytes: int
+    record_bytes: int
     withheld: int
     denied: int
     acknowledged: int

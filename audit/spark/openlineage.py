@@ -169,7 +169,7 @@ def _run(row: Mapping[str, Any], fields: Sequence[Mapping[str, Any]]) -> list[di
         "outputStatistics": _facet(
             _named("OutputStatisticsOutputDatasetFacet", "1-0-2"),
             rowCount=row["delivered"] or row["acknowledged"],
-            size=row["payload_bytes"],
+            size=row["record_bytes"],
         )
     }
     base = {"producer": PRODUCER, "schemaURL": SCHEMA_URL, "run": run, "job": job}

@@ -193,7 +193,7 @@ def _summary(report: Report) -> str:
     transfers = [row for row in report.register.records() if row["terms_hash"]]
     cards = "".join(
         (
-            _card("Records crossed", count(totals.records), f"{size(totals.payload_bytes)} of payload"),
+            _card("Records crossed", count(totals.records), f"{size(totals.record_bytes)}"),
             _card(
                 "Records delivered", count(totals.delivered), f"{count(totals.acknowledged)} with a receipt"
             ),
@@ -281,7 +281,7 @@ def _flows(report: Report, colours: dict[str, int]) -> str:
         (
             f'<span class="nowrap">{escape(row["day"])}</span>', _link(row),
             _text(row["stream"]), _text(row["purpose"]), _text(row["basis"]), count(row["records"]),
-            f'<span title="{row["payload_bytes"]} bytes">{size(row["payload_bytes"])}</span>', count(row["withheld"]),
+            f'<span title="{row["record_bytes"]} bytes">{size(row["record_bytes"])}</span>', count(row["withheld"]),
             count(row["denied"]),
         )
         for row in report.volumes.records()[:ROWS_MAX]
@@ -289,14 +289,14 @@ def _flows(report: Report, colours: dict[str, int]) -> str:
     total = report.volumes.total
     foot = (
         '<tfoot><tr><th scope="row" colspan="5">Total</th>'
-        f'<td class="num">{count(total("records"))}</td><td class="num">{size(total("payload_bytes"))}</td>'
+        f'<td class="num">{count(total("records"))}</td><td class="num">{size(total("record_bytes"))}</td>'
         f'<td class="num">{count(total("withheld"))}</td><td class="num">{count(total("denied"))}</td></tr></tfoot>'
     )
     table = _table(
         "Volumes by day",
         (
             ("Day (UTC)", False), ("Link", False), ("Stream", False), ("Purpose", False), ("Basis", False),
-            ("Records", True), ("Payload", True), ("Withheld", True), ("Denied", True),
+            ("Records", True), ("Bytes", True), ("Withheld", True), ("Denied", True),
         ),
         rows,
         _shown(len(report.volumes.rows)),
@@ -329,7 +329,7 @@ def _register(report: Report, colours: dict[str, int]) -> str:
         "All transfers",
         (
             ("Stream", False), ("Link", False), ("Purpose", False), ("Basis, article, reference", False),
-            ("Records", True), ("Payload", True), ("Withheld", True), ("Denied", True), ("Reconciliation", False),
+            ("Records", True), ("Bytes", True), ("Withheld", True), ("Denied", True), ("Reconciliation", False),
         ),
         [
             (
@@ -338,7 +338,7 @@ def _register(report: Report, colours: dict[str, int]) -> str:
                 _text(row["purpose"]),
                 _legal(row),
                 count(row["records"]),
-                size(row["payload_bytes"]),
+                size(row["record_bytes"]),
                 count(row["withheld"]),
                 count(row["denied"]),
                 _state(row),
@@ -400,7 +400,7 @@ def _transfer(number: int, row: dict[str, Any], colours: dict[str, int]) -> str:
     moved = [
         ("First crossing (UTC)", moment(row["first_time"])),
         ("Last crossing (UTC)", moment(row["last_time"])),
-        ("Payload", f"{size(row['payload_bytes'])} ({count(row['payload_bytes'])} bytes)"),
+        ("Size", f"{size(row['record_bytes'])} ({count(row['record_bytes'])} bytes)"),
         ("Records crossed", count(row["records"])),
         ("With a receipt", count(row["acknowledged"])),
         ("Delivered", count(row["delivered"])),

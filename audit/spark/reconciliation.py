@@ -94,7 +94,7 @@ def envelopes(leaves: DataFrame) -> DataFrame:
     def side(kind: str, where: str, prefix: str) -> str:
         return f"""
             SELECT {_ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
-                   sum(records) AS {prefix}_records, sum(payload_bytes) AS {prefix}_bytes,
+                   sum(records) AS {prefix}_records, sum(record_bytes) AS {prefix}_bytes,
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
                    array_sort(collect_list(struct(part, entries_sha256))) AS {prefix}_entries
             FROM {{leaves}} WHERE kind = '{kind}' AND side = '{where}' GROUP BY {_ENVELOPE}"""  # noqa: S608
@@ -309,9 +309,9 @@ def shards(leaves: DataFrame, findings: DataFrame) -> DataFrame:
                    coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'WITHHELD'), 0) AS withheld,
                    coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'ACK'), 0) AS acknowledged,
                    coalesce(sum(records) FILTER (WHERE side = 'ingress' AND kind = 'ACK'), 0) AS delivered,
-                   coalesce(sum(payload_bytes) FILTER (WHERE side = 'egress' AND kind = 'INTENT'), 0)
+                   coalesce(sum(record_bytes) FILTER (WHERE side = 'egress' AND kind = 'INTENT'), 0)
                        AS crossed_bytes,
-                   coalesce(sum(payload_bytes) FILTER (WHERE side = 'ingress' AND kind = 'ACK'), 0)
+                   coalesce(sum(record_bytes) FILTER (WHERE side = 'ingress' AND kind = 'ACK'), 0)
                        AS delivered_bytes
             FROM {{leaves}}
             WHERE kind IN ('INTENT', 'ACK') OR (side = 'egress' AND kind IN ('WITHHELD', 'GAP'))

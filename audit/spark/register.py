@@ -61,7 +61,7 @@ COLUMNS: Final = (
     Column("first_time", Type.TIME, "First crossing", "or arrival, where the egress log is not here"),
     Column("last_time", Type.TIME, "Last crossing", "or arrival, where the egress log is not here"),
     Column("records", Type.COUNT, "Records crossed", "from INTENT leaves; each record has exactly one"),
-    Column("payload_bytes", Type.COUNT, "Payload bytes crossed"),
+    Column("record_bytes", Type.COUNT, "Bytes crossed: keys, headers and payloads"),
     Column("acknowledged", Type.COUNT, "Records with a receipt", "from egress ACK leaves"),
     Column("delivered", Type.COUNT, "Records delivered", "from ingress ACK leaves"),
     Column("withheld", Type.COUNT, "Records withheld"),
@@ -186,7 +186,7 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
                        max(time_ms) FILTER (WHERE is_receipt)
                    ) AS last_time,
                    coalesce(sum(records) FILTER (WHERE is_intent), 0) AS records,
-                   coalesce(sum(payload_bytes) FILTER (WHERE is_intent), 0) AS payload_bytes,
+                   coalesce(sum(record_bytes) FILTER (WHERE is_intent), 0) AS record_bytes,
                    coalesce(sum(records) FILTER (WHERE is_receipt), 0) AS acknowledged,
                    coalesce(sum(records) FILTER (WHERE is_arrival), 0) AS delivered,
                    coalesce(sum(records) FILTER (WHERE is_withheld), 0) AS withheld,

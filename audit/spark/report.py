@@ -337,7 +337,7 @@ def _compute(
     unusual_table = from_rows("exceptions", "Exceptions", exceptions.COLUMNS, unusual)
     totals = Totals(
         records=table.total("records"),
-        payload_bytes=table.total("payload_bytes"),
+        record_bytes=table.total("record_bytes"),
         withheld=table.total("withheld"),
         denied=sum(row["denied"] for row in daily),
         acknowledged=table.total("acknowledged"),
@@ -355,7 +355,7 @@ def _compute(
         from_rows("lineage", "Lineage", lineage.COLUMNS, fields),
         totals, width,
         tuple(
-            (row["start_ms"], row["stream"], row["records"], row["payload_bytes"], row["withheld"]) for row in line
+            (row["start_ms"], row["stream"], row["records"], row["record_bytes"], row["withheld"]) for row in line
         ),
         more_findings + more_exceptions,
     )  # fmt: skip

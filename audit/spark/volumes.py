@@ -25,7 +25,7 @@ COLUMNS: Final = (
     Column("purpose", Type.TEXT, "Purpose"),
     Column("basis", Type.TEXT, "Legal basis"),
     Column("records", Type.COUNT, "Records crossed"),
-    Column("payload_bytes", Type.COUNT, "Payload bytes crossed"),
+    Column("record_bytes", Type.COUNT, "Bytes crossed: keys, headers and payloads"),
     Column("withheld", Type.COUNT, "Records withheld"),
     Column("denied", Type.COUNT, "Attempts denied"),
 )
@@ -38,7 +38,7 @@ def by_day(leaves: DataFrame, terms: DataFrame) -> DataFrame:
         SELECT date_format(timestamp_millis(leaves.time_ms), 'yyyy-MM-dd') AS day,
                leaves.source_region, leaves.destination_region, leaves.stream, terms.purpose, terms.basis,
                coalesce(sum(leaves.records) FILTER (WHERE leaves.kind = 'INTENT'), 0) AS records,
-               coalesce(sum(leaves.payload_bytes) FILTER (WHERE leaves.kind = 'INTENT'), 0) AS payload_bytes,
+               coalesce(sum(leaves.record_bytes) FILTER (WHERE leaves.kind = 'INTENT'), 0) AS record_bytes,
                coalesce(sum(leaves.records) FILTER (WHERE leaves.kind = 'WITHHELD'), 0) AS withheld,
                count(*) FILTER (WHERE leaves.kind = 'DENY') AS denied
         FROM {leaves} AS leaves LEFT JOIN {terms} AS terms ON leaves.terms_hash = terms.terms_hash
@@ -62,7 +62,7 @@ def time_line(leaves: DataFrame, width_ms: int) -> DataFrame:
         f"""
         SELECT time_ms - time_ms % {int(width_ms)} AS start_ms, stream,
                coalesce(sum(records) FILTER (WHERE kind = 'INTENT'), 0) AS records,
-               coalesce(sum(payload_bytes) FILTER (WHERE kind = 'INTENT'), 0) AS payload_bytes,
+               coalesce(sum(record_bytes) FILTER (WHERE kind = 'INTENT'), 0) AS record_bytes,
                coalesce(sum(records) FILTER (WHERE kind = 'WITHHELD'), 0) AS withheld
         FROM {{leaves}} WHERE kind IN ('INTENT', 'WITHHELD') AND side = 'egress'
         GROUP BY ALL ORDER BY start_ms, stream

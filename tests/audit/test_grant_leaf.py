@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 from audit.grant_leaf import grant_leaf
 from audit.leaf import DOCUMENT_BYTES_MAX, Kind, Side, decode_leaf, encode_leaf, leaf_row
 from policy.terms import Basis, GrantTerms, grant_id
@@ -79,4 +81,5 @@ def test_a_document_that_is_too_long_is_named_by_its_hash_alone() -> None:
         TERMS, side=Side.INGRESS, time_ms=5, actor="a", document=b"x" * (DOCUMENT_BYTES_MAX + 1)
     )
     assert leaf.header.document == b"" and leaf.header.terms_hash == TERMS.hash()
+    assert leaf.header.document_sha256 == sha256(b"x" * (DOCUMENT_BYTES_MAX + 1)).digest()
     encode_leaf(leaf)

@@ -117,7 +117,7 @@ def check_tiles(log: Path, hashes: list[bytes]) -> int:
 
 def read_leaf(data: bytes) -> tuple[dict[str, Any], list[tuple[int, int, int, bytes, bytes]]]:
     magic, version, reserved, header_length, entries = struct.unpack(">2sBBHH", data[:8])
-    assert (magic, version, reserved) == (b"FL", 1, 0)
+    assert (magic, version, reserved) == (b"FL", 2, 0)
     header = msgspec.msgpack.decode(data[8 : 8 + header_length])
     rows = list(struct.iter_unpack(">QqI32s16s", data[8 + header_length :]))
     assert len(rows) == entries
@@ -194,6 +194,18 @@ def test_the_other_verifier_notices_a_changed_byte(log: Path, tmp_path: Path) ->
         open_note(data[:at] + b"7" + data[at:], vkeys)
 
 
+def encoded(offset: int) -> tuple[bytes, bytes, bytes]:
+    """Key, headers and payload of the record at this offset, as docs/wire.md lays them out."""
+    headers = b""
+    if offset % 3 == 0:
+        held = [(b"felix-path", b"us-east"), (b"note", b"n%d" % offset)]
+        headers = struct.pack(">H", len(held)) + b"".join(
+            struct.pack(">H", len(name)) + name + struct.pack(">I", len(value)) + value
+            for name, value in held
+        )
+    return b"key-%d" % (offset % 5), headers, payload(offset)
+
+
 def test_the_other_reader_understands_every_leaf(log: Path) -> None:
     size = int((log / "checkpoint").read_text().split("\n")[1])
     crossed: list[int] = []
@@ -203,20 +215,25 @@ def test_the_other_reader_understands_every_leaf(log: Path) -> None:
         if header["kind"] in (1, 4):
             accounted += len(rows)
             assert header.get("records", 0) == len(rows)
-            assert header.get("payload_bytes", 0) == sum(row[2] for row in rows)
+            assert header.get("record_bytes", 0) == sum(row[2] for row in rows)
         if header["kind"] == 1:
             crossed += [row[0] for row in rows]
-            for offset, _time_ms, length, commitment, tag in rows:
+            for offset, time_ms, length, commitment, tag in rows:
                 name = STREAM.encode()
                 context = struct.pack(">H", len(name)) + name + INCARNATION + struct.pack(">I", 0)
-                plain = payload(offset)
+                key, headers, plain = encoded(offset)
                 keyed = hashlib.blake2b(
-                    context + struct.pack(">Q", offset) + plain,
+                    context
+                    + struct.pack(">QqII", offset, time_ms, len(key), len(headers))
+                    + key
+                    + headers
+                    + plain,
                     key=COMMITMENT_KEY.secret,
                     digest_size=32,
-                    person=b"felix/payload/1",
+                    person=b"felix/record/2",
                 )
-                assert (length, commitment) == (len(plain), keyed.digest()) and len(tag) == 16
+                size = len(key) + len(headers) + len(plain)
+                assert (length, commitment) == (size, keyed.digest()) and len(tag) == 16
         if header["kind"] == 5:
             accounted += header["last_offset"] - header["first_offset"] + 1
         if header["kind"] == 2:

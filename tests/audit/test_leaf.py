@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 
 import msgspec
 import pytest
@@ -30,6 +30,7 @@ from audit.leaf import (
     intent_leaves,
     iter_entries,
     leaf_row,
+    payload_commitment,
     split_leaves,
 )
 from felix.batch import Record
@@ -38,6 +39,7 @@ from felix.errors import CorruptionError, RequestError
 KEY = CommitmentKey(b"c" * 16, b"s" * 32)
 INCARNATION = b"i" * 16
 STREAM = "acme/ops/departures"
+DOCUMENT = {"document": b"signed", "document_sha256": sha256(b"signed").digest()}
 
 
 def header(kind: Kind = Kind.INTENT, side: Side = Side.EGRESS, **more: object) -> Header:
@@ -74,21 +76,46 @@ def test_an_intent_goes_round() -> None:
     again = decode_leaf(encode_leaf(leaf))
     assert again == leaf
     assert [entry.offset for entry in iter_entries(again)] == list(range(10))
-    assert again.header.records == 10 and again.header.payload_bytes == 200
+    assert again.header.records == 10 and again.header.record_bytes == 220
     assert decode_header(encode_leaf(leaf)) == leaf.header
 
 
-def test_the_commitment_is_blake2b_over_context_offset_and_payload() -> None:
+def test_the_commitment_is_blake2b_over_context_and_the_whole_record() -> None:
     name = STREAM.encode()
     context = len(name).to_bytes(2, "big") + name + INCARNATION + (0).to_bytes(4, "big")
-    plain = context + (7).to_bytes(8, "big") + b"payload"
-    expected = blake2b(plain, key=KEY.secret, digest_size=32, person=b"felix/payload/1").digest()
-    assert committer().commit(7, b"payload") == expected
+    headers = b"\x00\x01\x00\x01h\x00\x00\x00\x01v"
+    plain = context + (7).to_bytes(8, "big") + (1).to_bytes(8, "big") + (3).to_bytes(4, "big")
+    plain += len(headers).to_bytes(4, "big") + b"key" + headers + b"payload"
+    expected = blake2b(plain, key=KEY.secret, digest_size=32, person=b"felix/record/2").digest()
+    assert committer().commit(7, 1, b"key", headers, b"payload") == expected
+    (leaf,) = intent_leaves(
+        header(first_offset=7, last_offset=7), [Record(7, 1, b"key", {"h": b"v"}, b"payload")], committer()
+    )
+    (entry,) = iter_entries(leaf)
+    assert entry.commitment == expected and entry.size == 3 + 10 + 7
     (leaf,) = intent_leaves(
         header(first_offset=7, last_offset=7), [Record(7, 1, None, {}, b"payload")], committer()
     )
     (entry,) = iter_entries(leaf)
-    assert entry.commitment == expected and entry.tag == bytes(16)
+    assert entry.tag == bytes(16) and entry.size == 7
+
+
+def test_a_leaf_of_version_1_commits_to_the_payload_alone() -> None:
+    name = STREAM.encode()
+    context = len(name).to_bytes(2, "big") + name + INCARNATION + (0).to_bytes(4, "big")
+    plain = context + (7).to_bytes(8, "big") + b"payload"
+    expected = blake2b(plain, key=KEY.secret, digest_size=32, person=b"felix/payload/1").digest()
+    assert payload_commitment(KEY, STREAM, INCARNATION, 0, 7, b"payload") == expected
+
+
+def test_bytes_that_move_between_key_headers_and_payload_change_the_commitment() -> None:
+    seen = {
+        committer().commit(0, 0, key, headers, payload)
+        for key, headers, payload in [
+            (b"ab", b"", b""), (b"a", b"b", b""), (b"a", b"", b"b"), (b"", b"ab", b""), (b"", b"a", b"b"), (b"", b"", b"ab"),
+        ]
+    }  # fmt: skip
+    assert len(seen) == 6
 
 
 def test_equal_payloads_have_different_commitments_and_equal_keys_equal_tags() -> None:
@@ -97,7 +124,7 @@ def test_equal_payloads_have_different_commitments_and_equal_keys_equal_tags() -
     assert len({entry.commitment for entry in entries}) == 10
     assert entries[0].tag == entries[7].tag != entries[1].tag
     other = Committer(KEY, STREAM, INCARNATION, 1)
-    assert other.commit(0, b"p") != committer().commit(0, b"p")
+    assert other.commit(0, 0, b"", b"", b"p") != committer().commit(0, 0, b"", b"", b"p")
     assert other.tag(b"k0") == entries[0].tag
 
 
@@ -144,7 +171,7 @@ def test_withheld_records_leave_holes_that_the_range_still_covers() -> None:
         ({"first_offset": 10}, "is no range"),
         ({"last_offset": 3}, "outside"),
         ({"records": 11}, "10 entries"),
-        ({"payload_bytes": 1}, "payload bytes"),
+        ({"record_bytes": 1}, "bytes in entries"),
         ({"part": 1}, "part 1 of 1"),
         ({"kind": Kind.GAP, "gap": GapKind.RETENTION}, "lists no records"),
     ],
@@ -155,7 +182,7 @@ def test_a_leaf_that_does_not_hold_is_neither_written_nor_read(change: dict[str,
     with pytest.raises(RequestError, match=says):
         encode_leaf(wrong)
     head = msgspec.msgpack.encode(wrong.header)
-    data = b"FL\x01\x00" + len(head).to_bytes(2, "big") + (10).to_bytes(2, "big") + head + wrong.entries
+    data = b"FL\x02\x00" + len(head).to_bytes(2, "big") + (10).to_bytes(2, "big") + head + wrong.entries
     with pytest.raises(CorruptionError, match=says):
         decode_leaf(data)
 
@@ -178,7 +205,7 @@ def test_every_truncation_is_refused() -> None:
 
 @given(st.binary(max_size=300))
 def test_arbitrary_bytes_raise_only_corruption(data: bytes) -> None:
-    for candidate in (data, b"FL\x01\x00" + data):
+    for candidate in (data, b"FL\x01\x00" + data, b"FL\x02\x00" + data):
         with pytest.raises(CorruptionError):
             decode_leaf(candidate)
 
@@ -219,9 +246,7 @@ def test_a_grant_keeps_its_terms_and_the_row_shows_them_flat() -> None:
         expires_ms=5,
         lineage=(FieldLineage(field="tailnum", action="pseudonymize"),),
     )
-    leaf = Leaf(
-        header(Kind.GRANT, actor="spiffe://us-east.acme/operator/alice", terms=terms, document=b"signed")
-    )
+    leaf = Leaf(header(Kind.GRANT, actor="spiffe://us-east.acme/operator/alice", terms=terms, **DOCUMENT))
     again = decode_leaf(encode_leaf(leaf))
     assert again.header.terms == terms
     row = leaf_row(again)

@@ -18,12 +18,13 @@ from audit_log import (
     key,
     log_signer,
     payload,
+    record,
     witness_signer,
 )
 
 from audit.checkpoint import open_checkpoint
 from audit.leaf import Leaf
-from audit.proof import Proven, check_payload, check_proof, prove
+from audit.proof import Proven, check_proof, check_record, prove
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
 from audit.witness import MemoryWitnessStore, Witness
@@ -77,7 +78,7 @@ def test_every_record_that_crossed_has_a_proof_and_no_other(log: Folder) -> None
                 assert proven.offset == proven.entry.offset == offset + at
                 assert proven.receipt is not None and proven.ack is not None
                 assert proven.receipt.first_offset == offset
-                check_payload(proven, COMMITMENT_KEY, payload(offset + at))
+                check_record(proven, COMMITMENT_KEY, record(offset + at, proven.entry.time_ms))
         offset += 3
     for beyond in (offset, 75, 10**9):
         with pytest.raises(RequestError, match="No record"):
@@ -90,15 +91,22 @@ def test_a_record_without_an_answer_has_a_proof_of_its_intent(log: Folder) -> No
         assert proven.ack is None and proven.receipt is None and proven.entry.offset == offset
 
 
-def test_the_payload_is_checked_by_whoever_holds_the_commitment_key(log: Folder) -> None:
-    proven = check(prove(log, SIGNER.key, STREAM, 0, 1))
-    check_payload(proven, COMMITMENT_KEY, payload(1))
-    with pytest.raises(TamperError):
-        check_payload(proven, COMMITMENT_KEY, payload(2))
-    with pytest.raises(TamperError):
-        check_payload(proven, COMMITMENT_KEY._replace(secret=b"x" * 32), payload(1))
-    with pytest.raises(TamperError):
-        check_payload(proven, COMMITMENT_KEY._replace(key_id=b"x" * 16), payload(1))
+def test_the_record_is_checked_by_whoever_holds_the_commitment_key(log: Folder) -> None:
+    proven = check(prove(log, SIGNER.key, STREAM, 0, 0))
+    crossed = record(0, proven.entry.time_ms)
+    check_record(proven, COMMITMENT_KEY, crossed)
+    for other in (
+        crossed._replace(payload=payload(2)),
+        crossed._replace(key=b"key-1"),
+        crossed._replace(headers={"felix-path": b"us-east"}),
+        crossed._replace(headers=dict(reversed(crossed.headers.items()))),
+        crossed._replace(timestamp_ms=crossed.timestamp_ms + 1),
+    ):
+        with pytest.raises(TamperError):
+            check_record(proven, COMMITMENT_KEY, other)
+    for wrong in (COMMITMENT_KEY._replace(secret=b"x" * 32), COMMITMENT_KEY._replace(key_id=b"x" * 16)):
+        with pytest.raises(TamperError):
+            check_record(proven, wrong, crossed)
 
 
 def test_the_index_is_a_hint_that_may_be_missing(log: Folder, tmp_path: Path) -> None:

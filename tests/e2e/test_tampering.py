@@ -396,7 +396,7 @@ def count(log: Path) -> Iterator[tuple[dict[str, Any], int]]:
             leaf = data[at + 2 : at + 2 + length]
             at += 2 + length
             magic, version, reserved, header_bytes, entries = struct.unpack_from(">2sBBHH", leaf)
-            assert (magic, version, reserved) == (b"FL", 1, 0)
+            assert (magic, version, reserved) == (b"FL", 2, 0)
             assert len(leaf) == 8 + header_bytes + 68 * entries
             yield msgspec.msgpack.decode(leaf[8 : 8 + header_bytes]), entries
 
@@ -417,7 +417,7 @@ def counted(logs: list[Path]) -> tuple[Counter[tuple[str, ...]], Counter[str]]:
             found: dict[str, int] = {}
             if kind == INTENT and egress:
                 assert records == entries
-                found = {"records": records, "payload_bytes": header.get("payload_bytes", 0)}
+                found = {"records": records, "record_bytes": header.get("record_bytes", 0)}
             elif kind == WITHHELD and egress:
                 assert records == entries
                 found = {"withheld": records}
@@ -449,16 +449,16 @@ def report(told: Told, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 def test_spark_and_a_plain_count_of_the_files_agree(told: Told, report: tuple[Path, dict[str, Any]]) -> None:
     by_day, totals = counted(logs_of(told.home))
     said = report[1]
-    for name in ("records", "payload_bytes", "withheld", "denied", "acknowledged", "delivered"):
+    for name in ("records", "record_bytes", "withheld", "denied", "acknowledged", "delivered"):
         assert said["totals"][name] == totals[name] > 0, name
     found: Counter[tuple[str, ...]] = Counter()
     for row in rows(report, "volumes"):
-        for name in ("records", "payload_bytes", "withheld", "denied"):
+        for name in ("records", "record_bytes", "withheld", "denied"):
             found[row["day"], row["stream"] or "", row["destination_region"], name] += row[name]
     assert +found == by_day
     registered: Counter[str] = Counter()
     for row in rows(report, "register"):
-        for name in ("records", "payload_bytes", "withheld", "acknowledged", "delivered"):
+        for name in ("records", "record_bytes", "withheld", "acknowledged", "delivered"):
             registered[name] += row[name]
     assert all(registered[name] == totals[name] for name in registered)
     print({name: totals[name] for name in sorted(totals)}, "over", len({key[1] for key in by_day}), "streams")

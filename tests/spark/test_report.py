@@ -65,7 +65,7 @@ def files_of(out: Path) -> dict[str, bytes]:
 def test_every_total_equals_a_count_of_the_files_in_plain_python(five: Made) -> None:
     counts = count_files(*five.logs)
     assert by_stream(five.result, "records") == counts["crossed"]
-    assert by_stream(five.result, "payload_bytes") == counts["bytes"]
+    assert by_stream(five.result, "record_bytes") == counts["bytes"]
     assert by_stream(five.result, "withheld") == counts["withheld"]
     denied = Counter[str]()
     for row in five.result.report.volumes.records():
@@ -75,7 +75,7 @@ def test_every_total_equals_a_count_of_the_files_in_plain_python(five: Made) -> 
     assert by_stream(five.result, "acknowledged") == counts["acknowledged"]
     totals = five.result.report.totals
     assert totals.records == counts["crossed"].total() > 5_000
-    assert totals.payload_bytes == counts["bytes"].total()
+    assert totals.record_bytes == counts["bytes"].total()
     assert five.result.record_entries == counts["entries"]["all"]
     assert (
         sum(row["gap"] for row in five.result.report.reconciliation.records()) == counts["gap"].total() == 25
@@ -278,7 +278,7 @@ def ill(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> ReportResult:
         size = int.from_bytes(leaf.entries[-52:-48], "big")
         fields |= {
             "records": fields["records"] - 1,
-            "payload_bytes": fields["payload_bytes"] - size,
+            "record_bytes": fields["record_bytes"] - size,
             "destination_last_offset": fields["destination_last_offset"] - 1,
         }
         return [Leaf(Header(**fields), leaf.entries[:-68])]
@@ -307,7 +307,7 @@ def ill(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> ReportResult:
         ):
             own = fields | {
                 "part": part, "parts": 2, "records": len(entries) // 68, "first_offset": first, "last_offset": last,
-                "payload_bytes": sum(
+                "record_bytes": sum(
                     int.from_bytes(entries[at + 16 : at + 20], "big") for at in range(0, len(entries), 68)
                 ),
                 "destination_first_offset": to, "destination_last_offset": to + len(entries) // 68 - 1,

@@ -48,7 +48,7 @@ def test_entries_come_only_when_they_are_asked_for(reader: Any, logs: list[Path]
     )
     leaves = read_leaves(logs[1])
     assert listed["records"] == sum(leaf.entry_count for leaf in leaves)
-    assert listed["bytes"] == sum(leaf.header.payload_bytes for leaf in leaves if leaf.entries)
+    assert listed["bytes"] == sum(leaf.header.record_bytes for leaf in leaves if leaf.entries)
 
 
 def test_a_prefix_can_be_read(spark: Any, logs: list[Path]) -> None:
