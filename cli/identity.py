@@ -19,7 +19,7 @@ from region.founding import issue_identity
 
 app = typer.Typer(help="Identities and rights of a region.", no_args_is_help=True)
 
-Kind = Annotated[str, typer.Option(help="client, bridge, operator or broker.")]
+Kind = Annotated[str, typer.Option(help="client, bridge, operator, approver or broker.")]
 
 
 @app.command()

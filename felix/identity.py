@@ -38,7 +38,7 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 from felix.context import bind, purpose_prefix
 from felix.errors import Code, RequestError
 from felix.files import PRIVATE, read_file, replace_file
-from felix.names import IDENTITY_KINDS, SpiffeId, parse_region, trust_domain
+from felix.names import SESSION_KINDS, SpiffeId, parse_region, trust_domain
 
 NONCE_BYTES: Final = 32
 CHAIN_BYTES_MAX: Final = 16_384
@@ -274,7 +274,7 @@ def verify_peer(
     server_name: str | tuple[str, ...],
     bundle: TrustBundle,
     now_ms: int,
-    expected_kinds: Collection[str] = IDENTITY_KINDS,
+    expected_kinds: Collection[str] = SESSION_KINDS,
 ) -> Peer:
     """Who sent this proof. `server_name` is this broker's name or names: what its own certificate carries.
 
@@ -301,7 +301,7 @@ def verify_proof(
     server_name: str | tuple[str, ...],
     bundle: TrustBundle,
     now_ms: int,
-    expected_kinds: Collection[str] = IDENTITY_KINDS,
+    expected_kinds: Collection[str] = SESSION_KINDS,
 ) -> SpiffeId:
     """`verify_peer`, for those who only need the name."""
     return verify_peer(proof, nonce, region, server_name, bundle, now_ms, expected_kinds).spiffe_id
@@ -311,7 +311,7 @@ def verify_chain(
     chain_pem: bytes,
     bundle: TrustBundle,
     now_ms: int,
-    expected_kinds: Collection[str] = IDENTITY_KINDS,
+    expected_kinds: Collection[str] = SESSION_KINDS,
 ) -> Peer:
     """Steps 1 to 5: whose certificate this is, if its region is trusted. The holder of the key is not proved by it.
 
@@ -330,7 +330,9 @@ def _verify_chain(
     leaf = chain[0]
     spiffe_id = _leaf_id(leaf)
     if spiffe_id.kind not in expected_kinds:
-        raise _refuse(f"{spiffe_id} is a {spiffe_id.kind}; here only {_either(expected_kinds)} may come.")
+        raise _refuse(
+            f"{spiffe_id} is of kind {spiffe_id.kind}; here only {_either(expected_kinds)} may come."
+        )
     anchor = bundle.anchor(spiffe_id.trust_domain)
     if anchor is None:
         known = ", ".join(a.trust_domain for a in bundle.anchors()) or "none"

@@ -21,7 +21,10 @@ _PART: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _PATTERN_PART: Final = re.compile(r"\*|[a-z0-9][a-z0-9._-]{0,62}\*?")
 
-IDENTITY_KINDS: Final = ("broker", "client", "bridge", "operator")
+SESSION_KINDS: Final = ("broker", "client", "bridge", "operator")
+"""Kinds of identities that may open a session."""
+IDENTITY_KINDS: Final = (*SESSION_KINDS, "approver")
+"""An approver signs approvals of grants (policy.approval), and can do nothing else."""
 
 
 def _refuse(what: str, text: str, expected: str) -> RequestError:
@@ -122,7 +125,7 @@ def trust_domain(region: str, mesh: str) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class SpiffeId:
-    """`spiffe://<region>.<mesh>/<kind>/<name>`; kind is broker, client, bridge or operator.
+    """`spiffe://<region>.<mesh>/<kind>/<name>`; kind is broker, client, bridge, operator or approver.
 
     Source: SPIFFE ID specification, section 2 (trust domain, path), narrowed to two path segments.
     """

@@ -48,9 +48,10 @@ IDENTITY_LIFETIME: Final = {
     "bridge": timedelta(days=7),
     "client": timedelta(days=30),
     "operator": timedelta(days=30),
+    "approver": timedelta(days=30),
 }
 """Short, because nothing is revoked: what must end sooner loses its rights. Brokers and bridges run where renewal is
-automatic, clients and operators where somebody may be on holiday."""
+automatic, clients, operators and approvers where somebody may be on holiday."""
 CLOCK_SKEW: Final = timedelta(minutes=5)
 """Certificates begin this much earlier, for peers whose clock is behind."""
 DNS_NAMES_MAX: Final = 16

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import Annotated, Final, Literal, NamedTuple, Self
+from typing import Final, Literal, NamedTuple, Self
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -52,16 +52,13 @@ from policy.signed import (
     sign,
     verify,
 )
-from policy.terms import GrantTerms, Line, Number, OptionalLine, grant_id
+from policy.terms import GrantId, GrantTerms, Hash, Line, Number, OptionalLine, grant_id
 
 DOCUMENTS_MAX: Final = 100_000
 """Signed documents in one book: each is verified once when the book is made."""
 DECISIONS_MAX: Final = 4_096
 """Remembered policy decisions; beyond that the memory starts anew."""
 EVERYWHERE: Final = "*"
-
-Hash = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-GrantId = Annotated[str, msgspec.Meta(pattern=r"\Ag-[a-z2-7]{16}\Z")]
 
 
 class GrantError(RequestError):
@@ -513,8 +510,8 @@ class GrantBook:
                 key = (entry_.region, entry_.streams, entry_.peer)
                 if key not in self._denies or self._denies[key].sequence < entry_.sequence:
                     self._denies[key] = entry_
-            case Purpose.POLICY:
-                raise SignatureError("A residency policy is no grant document.")
+            case Purpose.POLICY | Purpose.APPROVAL:
+                raise SignatureError(f"A {document.purpose} is no grant document.")
 
     def _index(self) -> None:
         """Every read of a bridge asks this book, so an exact name is looked up, not searched for."""

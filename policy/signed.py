@@ -52,6 +52,8 @@ class Purpose(StrEnum):
     STANDING = "grant-standing"
     DENY = "bridge-deny"
     POLICY = "residency-policy"
+    APPROVAL = "grant-approval"
+    """By a person, with an identity of kind `approver` (policy.approval); no `SignedDocument`."""
 
 
 class SignatureError(RequestError):

@@ -33,6 +33,8 @@ APPROVERS_MAX: Final = 2
 Line = Annotated[str, msgspec.Meta(min_length=1, max_length=TEXT_CHARS_MAX, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]
 OptionalLine = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
 Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+Hash = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+GrantId = Annotated[str, msgspec.Meta(pattern=r"\Ag-[a-z2-7]{16}\Z")]
 
 
 class Basis(StrEnum):

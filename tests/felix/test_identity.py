@@ -210,7 +210,7 @@ def test_an_expired_issuing_certificate_is_refused_too() -> None:
 
 
 def test_a_kind_that_is_not_expected_here_is_refused() -> None:
-    with refused(Code.IDENTITY_REFUSED, "is a client; here only bridge may come"):
+    with refused(Code.IDENTITY_REFUSED, "is of kind client; here only bridge may come"):
         verify_chain(orders().chain_pem, trusting("us-east"), NOW, {"bridge"})
 
 

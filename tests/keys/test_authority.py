@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from felix.errors import Code, RequestError
 from felix.identity import TrustBundle, verify_chain
-from felix.names import SpiffeId
+from felix.names import IDENTITY_KINDS, SpiffeId
 from keys.authority import (
     IDENTITY_LIFETIME,
     RegionAuthority,
@@ -45,7 +45,8 @@ def test_each_kind_has_one_uri_name_and_its_own_lifetime(kind: str) -> None:
         str(spiffe_id)
     ]
     assert identity.not_after_ms == NOW + IDENTITY_LIFETIME[kind] / timedelta(milliseconds=1)
-    assert verify_chain(identity.chain_pem, TrustBundle([us_east().anchor()]), NOW).spiffe_id == spiffe_id
+    trusted = TrustBundle([us_east().anchor()])
+    assert verify_chain(identity.chain_pem, trusted, NOW, IDENTITY_KINDS).spiffe_id == spiffe_id
 
 
 def test_whoever_made_their_own_key_gets_a_chain_and_gives_no_key_away() -> None:

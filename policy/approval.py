@@ -1,0 +1,292 @@
+"""Approvals: one person's signature over the terms of a grant, made with an identity that can do nothing else.
+
+An approval names a grant, the hash of its terms, the region for which it speaks, and the approver
+(`spiffe://<region>.<mesh>/approver/<name>`). The approver's key (ECDSA P-256, felix.identity) signs its canonical bytes
+for the purpose `grant-approval`; the certificate chain goes with it. It can be made offline, on a machine that has
+neither region nor broker, and is brought as a file or a token.
+
+Checked by `open_approval`, in this order:
+
+1. the body is of a version that is known here, and its grant id is that of its terms hash;
+2. the approver is an identity of kind `approver` of the region that the approval speaks for;
+3. the chain leads to the root of that region in its bundle, and was valid at `at` (felix.identity, steps 1 to 5);
+4. the signature is by the leaf's key, over these bytes and for this purpose.
+
+Invariants:
+- a file or token is accepted only as exactly the bytes that `encode_file` or `encode_token` write;
+- parsing proves nothing: only `open_approval` does, against roots that the caller trusts;
+- an approval holds for as long as the grant: its certificate need not live that long, but it was valid at `at`. The
+  approver states `at`; the broker of the approver's region takes an approval only while its certificate is valid.
+
+Pure. Anyone may call.
+"""
+
+from __future__ import annotations
+
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Annotated, Any, Final, Literal, Self
+
+import msgspec
+from cryptography import x509
+
+from felix.errors import FelixError, RequestError
+from felix.identity import (
+    CHAIN_BYTES_MAX,
+    SIGNATURE_BYTES_MAX,
+    Identity,
+    TrustAnchor,
+    TrustBundle,
+    encode_chain,
+    verify_chain,
+)
+from felix.names import SpiffeId, parse_region
+from policy.signed import FILE_BYTES_MAX, Purpose, SignatureError, SignedDocument, canonical
+from policy.terms import GrantId, Hash, Number, OptionalLine, grant_id
+
+APPROVAL_BYTES_MAX: Final = 2 * CHAIN_BYTES_MAX
+"""A chain of the largest size, its line feeds escaped, and a body of some 500 bytes."""
+VERIFIED_MAX: Final = 4_096
+"""Approvals whose verification is remembered: some 10 MB."""
+APPROVER: Final = "approver"
+"""The kind of identity that approves; it opens no session."""
+
+
+class ApprovalBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the approver signs. `at`: ms since the Unix epoch, by the approver's clock."""
+
+    version: Literal[1] = 1
+    grant: GrantId
+    terms_hash: Hash
+    region: str
+    approver: str
+    at: Number
+    comment: OptionalLine = ""
+
+    def __post_init__(self) -> None:
+        if self.grant != grant_id(bytes.fromhex(self.terms_hash)):
+            raise ValueError("its grant id is not that of its terms hash")
+        approver = SpiffeId.parse(self.approver)
+        if approver.kind != APPROVER or approver.region != parse_region(self.region):
+            raise ValueError(f"{self.approver} is not an approver of {self.region}")
+
+    @property
+    def name(self) -> str:
+        """The approver's name: what `separate` compares, and what a policy's `approvers` lists."""
+        return SpiffeId.parse(self.approver).name
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    body: Any
+    chain: Annotated[str, msgspec.Meta(max_length=CHAIN_BYTES_MAX)]
+    purpose: Literal["grant-approval"] = "grant-approval"
+    signature: str
+
+
+@dataclass(frozen=True, slots=True)
+class Approval:
+    """A body, the approver's certificate chain (PEM, leaf first) and the signature (DER). That it holds is
+    `open_approval`'s to say."""
+
+    body: bytes
+    chain_pem: bytes
+    signature: bytes
+
+    @property
+    def purpose(self) -> Purpose:
+        """What the signature is for."""
+        return Purpose.APPROVAL
+
+    @property
+    def claim(self) -> ApprovalBody:
+        """The body, as it stands. Raises SignatureError where it is none."""
+        return _decode(self.body)
+
+    @property
+    def region(self) -> str:
+        """The region that the approval claims to speak for. Raises SignatureError."""
+        return self.claim.region
+
+    def _file(self) -> _File:
+        signature = urlsafe_b64encode(self.signature).rstrip(b"=").decode()
+        return _File(body=msgspec.json.decode(self.body), chain=self.chain_pem.decode(), signature=signature)
+
+    def encode_file(self) -> bytes:
+        """Readable JSON that ends in a line feed."""
+        return msgspec.json.format(canonical(self._file()), indent=2) + b"\n"
+
+    def encode_token(self) -> str:
+        """One line of base64url without padding."""
+        return urlsafe_b64encode(canonical(self._file())).rstrip(b"=").decode()
+
+    @classmethod
+    def parse(cls, data: bytes | str) -> Self:
+        """A file or a token. Raises SignatureError for anything that was not written by this class."""
+        raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+        if len(raw) > 2 * APPROVAL_BYTES_MAX:
+            raise _unreadable(f"it has {len(raw)} bytes, and {2 * APPROVAL_BYTES_MAX} are allowed")
+        if raw.startswith(b"{"):
+            approval = cls._from_json(raw)
+            if raw not in (approval.encode_file(), canonical(approval._file())):
+                raise _unreadable("it was edited or reformatted since it was signed")
+            return approval
+        try:
+            packed = urlsafe_b64decode(raw.strip() + b"=" * (-len(raw.strip()) % 4))
+        except ValueError:
+            raise _unreadable("it is neither a JSON file nor a base64 token") from None
+        approval = cls._from_json(packed)
+        if raw.strip() != approval.encode_token().encode():
+            raise _unreadable("the token was edited since it was signed")
+        return approval
+
+    @classmethod
+    def _from_json(cls, data: bytes) -> Self:
+        try:
+            file = msgspec.json.decode(data, type=_File)
+            padding = "=" * (-len(file.signature) % 4)
+            signature = urlsafe_b64decode(file.signature.encode("ascii") + padding.encode())
+            chain = file.chain.encode()
+            approval = cls(canonical(file.body), chain, signature)
+            if len(signature) > SIGNATURE_BYTES_MAX:
+                raise _unreadable(f"a signature of {len(signature)} bytes is none")
+            if _rewritten(chain) != chain:
+                raise _unreadable("its certificate chain is not in canonical form")
+            _decode(approval.body)
+        except msgspec.ValidationError as error:
+            raise _unreadable(str(error)) from None
+        except (msgspec.MsgspecError, x509.InvalidVersion, ValueError, OverflowError, RecursionError):
+            raise _unreadable("it is not an approval") from None
+        return approval
+
+
+Document = SignedDocument | Approval
+"""All that regions and people sign about a grant."""
+
+
+def _unreadable(reason: str) -> SignatureError:
+    return SignatureError(
+        f"The approval cannot be read: {reason.removesuffix('.')}.",
+        hint="Have it made again with `felix bridge approve`.",
+    )
+
+
+def _rewritten(chain: bytes) -> bytes:
+    """The chain without comments and other spellings, so that no two files are the same approval."""
+    return encode_chain(x509.load_pem_x509_certificates(chain))
+
+
+@lru_cache(maxsize=VERIFIED_MAX)
+def _decode(body: bytes) -> ApprovalBody:
+    try:
+        claim = msgspec.json.decode(body, type=ApprovalBody)
+    except FelixError as error:
+        raise _unreadable(error.sentence) from None
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise _unreadable(str(error)) from None
+    if canonical(claim) != body:
+        raise _unreadable("its body is not in canonical form")
+    return claim
+
+
+def parse_document(data: bytes | str) -> Document:
+    """A signed document or an approval, from a file or a token. Raises SignatureError."""
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    return Approval.parse(raw) if _purpose_of(raw) == Purpose.APPROVAL else SignedDocument.parse(raw)
+
+
+class _Purposed(msgspec.Struct):
+    purpose: str = ""
+
+
+def _purpose_of(raw: bytes) -> str:
+    """What a file or token says it is for; empty where it says nothing. Believed by nobody: the parser checks."""
+    if len(raw) > FILE_BYTES_MAX:
+        return ""
+    try:
+        packed = (
+            raw if raw.startswith(b"{") else urlsafe_b64decode(raw.strip() + b"=" * (-len(raw.strip()) % 4))
+        )
+        return msgspec.json.decode(packed, type=_Purposed).purpose
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+
+
+def sign_approval(terms_hash: bytes, identity: Identity, at: int, comment: str = "") -> Approval:
+    """The approval of the terms with this hash by `identity`, at `at` (ms).
+
+    Raises SignatureError where the identity is no approver's, RequestError for an unusable comment.
+    """
+    approver = identity.spiffe_id
+    if approver.kind != APPROVER:
+        raise SignatureError(
+            f"{approver} is of kind {approver.kind}; approvals are signed by identities of kind {APPROVER}.",
+            hint=f"Issue one: felix identity issue {approver.name}-approver --kind {APPROVER}.",
+        )
+    body = canonical(
+        ApprovalBody(
+            grant=grant_id(terms_hash),
+            terms_hash=terms_hash.hex(),
+            region=approver.region,
+            approver=str(approver),
+            at=at,
+            comment=comment,
+        )
+    )
+    try:
+        _decode(body)
+    except SignatureError as error:
+        raise RequestError(error.sentence, hint="See docs/policy.md.") from None
+    return Approval(body, identity.chain_pem, identity.sign(Purpose.APPROVAL, body))
+
+
+def open_approval(approval: Approval, trust: TrustBundle) -> ApprovalBody:
+    """A verified approval. `trust`: the roots of the regions whose approvers may speak.
+
+    Raises SignatureError(GRANT_INVALID) with the step that failed.
+    """
+    claim = approval.claim
+    approver = SpiffeId.parse(claim.approver)
+    anchor = trust.anchor(approver.trust_domain)
+    if anchor is None:
+        raise SignatureError(
+            f"The approval is by {claim.approver}, and the root of {approver.trust_domain} is not known here.",
+            hint="Import that region's bundle first.",
+        )
+    failure = _verified(approval, anchor)
+    if failure:
+        raise SignatureError(failure, hint="Do not use it; have the approver sign again.")
+    return claim
+
+
+def refuse_ended(approval: Approval, trust: TrustBundle, now: int) -> None:
+    """Raises SignatureError where the approver's certificate is not valid at `now` (ms): an approval is handed in
+    while its certificate lives, so that nobody dates one back to when he still was an approver."""
+    claim = open_approval(approval, trust)
+    anchor = trust.anchor(SpiffeId.parse(claim.approver).trust_domain)
+    assert anchor is not None
+    failure = _failure(approval, anchor, now)
+    if failure:
+        raise SignatureError(
+            failure, hint="Renew the approver's identity, and have the grant approved with the new one."
+        )
+
+
+@lru_cache(maxsize=VERIFIED_MAX)
+def _verified(approval: Approval, anchor: TrustAnchor) -> str:
+    """Remembered, because a changed grant book is a new one, of mostly the same documents."""
+    return _failure(approval, anchor, approval.claim.at)
+
+
+def _failure(approval: Approval, anchor: TrustAnchor, at: int) -> str:
+    """Why an approval does not hold under this root at `at`, or nothing."""
+    claim = approval.claim
+    try:
+        peer = verify_chain(approval.chain_pem, TrustBundle([anchor]), at, (APPROVER,))
+    except FelixError as error:
+        return f"The approval by {claim.approver} does not hold: {error.sentence}"
+    if str(peer.spiffe_id) != claim.approver:
+        return f"The approval names {claim.approver}, and its certificate {peer.spiffe_id}."
+    if not peer.signed(Purpose.APPROVAL, approval.body, approval.signature):
+        return f"The signature of {claim.approver} does not hold: the approval was forged or changed."
+    return ""
