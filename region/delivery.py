@@ -223,7 +223,7 @@ class Subscription:
             cursor = self._cursors[number]
             detour = self._detours.get(number)
             if not detour and (
-                cursor >= shard.high_watermark
+                cursor >= self._readable_to(shard)
                 or (self._guide is not None and not self._guide.may_deliver(number))
             ):
                 self._order.rotate(-1)
@@ -247,6 +247,10 @@ class Subscription:
                 return False
             sent = True
         return sent
+
+    def _readable_to(self, shard: ShardLog) -> int:
+        """A bridge reads what is synced; everybody else what is durable by the stream's own terms."""
+        return shard.high_watermark if self._reader is None else shard.synced_offset
 
     def _room(self) -> int:
         """Bytes that may be sent now; 0 where credit or the connection is at its end."""

@@ -27,6 +27,7 @@ from region.log.directory import LogDirectory
 from region.log.disk import SegmentLimits
 from region.log.durability import Durability as LogDurability
 from region.log.durability import Kind
+from region.log.epochs import next_epoch
 from region.log.retention import Retention as LogRetention
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.metadata.records import RING_BYTES_MIN, SHARDS_MAX, Stream, StreamConfig
@@ -338,8 +339,9 @@ class StreamTable:
         except FelixError as error:
             log.error("%s shard %d does not serve: %s", name, number, error)
             return error
-        if not shard.epochs.current:
-            await shard.begin_epoch(1)
+        if settings.durability.kind is not Kind.EPHEMERAL or not shard.epochs.current:
+            # Of every opening its own, so that who reads the log later sees where a restored one parts from what it was.
+            await shard.begin_epoch(next_epoch(shard.epochs.current, hooks.clock_ms()))
         if shard.report.cut_bytes:
             log.warning("%s shard %d: %s", name, number, shard.report)
         return shard

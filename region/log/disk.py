@@ -179,6 +179,8 @@ class DiskLog:
         self._indexes: OrderedDict[Path, SparseIndex] = OrderedDict()
         self._indexes_lock = Lock()
         self._synced_to = 0
+        self.synced_offset = self._segments[-1].next_offset if self._segments else 0
+        """Every offset below is on the disk: recovery syncs what it lets stand, and `sync` moves it."""
         self._active = -1
         self._mark = -1
         self._failure: StorageFailedError | None = None
@@ -346,6 +348,7 @@ class DiskLog:
             with self._fatal("A sync", active.path):
                 self._files.sync(self._active)
             self._synced_to = active.segment_bytes
+            self.synced_offset = active.next_offset
             self._write_mark()
 
     def sync_mark(self) -> None:
@@ -827,7 +830,7 @@ class DiskLog:
         target.index, target.next_offset = index, index.next_offset
         target.segment_bytes, target.last_time_ms = index.segment_bytes, index.last_time_ms
         self._segments = self._segments[: at + 1]
-        self._synced_to = index.segment_bytes
+        self._synced_to, self.synced_offset = index.segment_bytes, index.next_offset
         with self._indexes_lock:
             self._indexes.clear()
         self._write_mark()

@@ -1,15 +1,32 @@
 """The leader-epoch history of a shard: which leader's epoch begins at which offset.
 
-A follower finds with it where its log and a new leader's part. Pure; the caller makes it durable before the
-first batch of an epoch is appended. Invariants: epochs strictly increase, start offsets never decrease.
+A follower finds with it where its log and a new leader's part; a bridge finds with it that a log was cut back or restored
+since it read it (docs/bridges.md). That needs numbers that are never given twice, also not by a log that was put back to
+an earlier copy of itself: so every opening of a shard begins an epoch, and `next_epoch` takes the number from the clock.
+
+Pure; the caller makes it durable before the first batch of an epoch is appended. Invariants: epochs strictly increase,
+start offsets never decrease.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from felix.errors import Code, RequestError
+
+EPOCHS_MAX: Final = 1_024
+"""Epochs remembered, one for each start of the broker in which something was appended: 40 KB, years of restarts. They are
+kept beyond the records that they began with: a bridge that was away for long asks about records that retention took."""
+EPOCH_TICK_MS: Final = 250
+"""Two starts of one shard are further apart than this, whoever stops, copies and starts; 32 bits of it last until 2060."""
+EPOCH_ORIGIN_MS: Final = 1_767_225_600_000
+"""2026-01-01T00:00:00Z."""
+
+
+def next_epoch(current: int, now_ms: int) -> int:
+    """The number of an epoch that begins now: above `current`, and above any given before by a clock that goes right."""
+    return max(current + 1, (now_ms - EPOCH_ORIGIN_MS) // EPOCH_TICK_MS)
 
 
 class EpochStart(NamedTuple):
@@ -20,7 +37,7 @@ class EpochStart(NamedTuple):
 
 
 class EpochHistory:
-    """The epochs that still have a place in the log, oldest first."""
+    """The newest EPOCHS_MAX epochs in which something was appended, oldest first."""
 
     __slots__ = ("_starts",)
 
@@ -54,6 +71,7 @@ class EpochHistory:
         while self._starts and self._starts[-1].start_offset >= start_offset:
             self._starts.pop()
         self._starts.append(EpochStart(epoch, start_offset))
+        del self._starts[:-EPOCHS_MAX]
         return True
 
     def end_of(self, epoch: int, log_end: int) -> EpochStart:
@@ -73,8 +91,3 @@ class EpochHistory:
     def clamp(self, log_end: int) -> None:
         """An epoch cannot begin past the end of the log; its number stays."""
         self._starts = [EpochStart(start.epoch, min(start.start_offset, log_end)) for start in self._starts]
-
-    def trim(self, log_start: int) -> None:
-        """Forget epochs that ended at or before `log_start`."""
-        while len(self._starts) > 1 and self._starts[1].start_offset <= log_start:
-            del self._starts[0]

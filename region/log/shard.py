@@ -339,6 +339,14 @@ class ShardLog:
         return self._high_watermark
 
     @property
+    def synced_offset(self) -> int:
+        """The offset after the last record that readers may see and that is on the disk, so that no power cut takes it back.
+
+        Below the high watermark on a stream that syncs in intervals; 0 on an ephemeral one.
+        """
+        return 0 if self._disk is None else min(self._high_watermark, self._disk.synced_offset)
+
+    @property
     def log_end_offset(self) -> int:
         """The offset that the next batch will get."""
         return self._next_offset
@@ -889,6 +897,8 @@ class ShardLog:
     def _count_sync(self, elapsed_ns: int) -> None:
         self.counters.syncs += 1
         self.counters.sync_ns += elapsed_ns
+        # Who may read only what is synced has something to read now.
+        self._wake_tail()
 
     def _sync_mark_soon(self) -> None:
         self._mark_timer = None
@@ -1010,7 +1020,9 @@ class ShardLog:
         ]
 
     async def read_sealed(self, offset: int, max_bytes: int) -> list[Entry]:
-        """Batches as they stand on disk, below the high watermark: for bridges and followers. Raises as `read` does.
+        """Batches as they stand on disk, below the synced offset: for bridges and followers. Raises as `read` does.
+
+        What is not synced may be gone after a power cut, and its offsets given to other records: it stays here until then.
 
         Raises RequestError(UNSUPPORTED) on an ephemeral shard, which has nothing sealed.
         """
@@ -1018,7 +1030,10 @@ class ShardLog:
             raise RequestError("An ephemeral shard keeps nothing sealed.", code=Code.UNSUPPORTED)
         self._check_readable(offset)
         assert self._reader is not None
-        batches = await self._reader.read(offset, max_bytes, self._high_watermark)
+        synced = self.synced_offset
+        if offset >= synced:
+            return []
+        batches = await self._reader.read(offset, max_bytes, synced)
         return [
             Entry(batch.header.base_offset, batch.header.next_offset, batch.header.append_time_ms, batch.data)
             for batch in batches
@@ -1126,7 +1141,6 @@ class ShardLog:
                 return 0
             raise
         self._log_start = disk.start_offset
-        self._epochs.trim(self._log_start)
         self.counters.segments_deleted += count
         self._segments_seen = disk.segment_count
         return count
@@ -1144,7 +1158,6 @@ class ShardLog:
             return 0
         count = await self._change(disk.trim, offset, self._hooks.clock_ms())
         self._log_start = disk.start_offset
-        self._epochs.trim(self._log_start)
         self.counters.segments_deleted += count
         self._segments_seen = disk.segment_count
         return count

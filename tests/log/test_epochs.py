@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from felix.errors import Code, RequestError
-from region.log.epochs import EpochHistory, EpochStart
+from region.log.epochs import (
+    EPOCH_ORIGIN_MS,
+    EPOCH_TICK_MS,
+    EPOCHS_MAX,
+    EpochHistory,
+    EpochStart,
+    next_epoch,
+)
 
 
 def test_follower_finds_where_an_epoch_ended() -> None:
@@ -36,11 +43,25 @@ def test_epoch_without_a_batch_leaves_its_place_to_the_next() -> None:
     assert history.starts == (EpochStart(1, 0), EpochStart(3, 10))
 
 
-def test_truncate_trim_and_clamp() -> None:
+def test_truncate_and_clamp() -> None:
     history = EpochHistory([EpochStart(1, 0), EpochStart(2, 10), EpochStart(3, 20)])
-    history.trim(15)
-    assert [start.epoch for start in history.starts] == [2, 3]
     history.clamp(15)
     assert history.starts[-1] == EpochStart(3, 15)
     history.truncate(15)
     assert history.current == 2
+
+
+def test_history_is_bounded_and_keeps_the_newest() -> None:
+    history = EpochHistory()
+    for number in range(1, EPOCHS_MAX + 11):
+        history.begin(number, number * 5)
+    assert len(history.starts) == EPOCHS_MAX
+    assert history.starts[-1] == EpochStart(EPOCHS_MAX + 10, (EPOCHS_MAX + 10) * 5)
+
+
+def test_next_epoch_is_above_the_last_and_above_those_of_a_copy_that_began_earlier() -> None:
+    now = EPOCH_ORIGIN_MS + 1_000_000
+    lost = next_epoch(1, now)
+    assert lost > 1
+    assert next_epoch(1, now + EPOCH_TICK_MS) > lost, "an older copy, opened later"
+    assert next_epoch(lost, now - 60_000) == lost + 1, "a clock that was set back"

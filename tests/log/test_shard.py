@@ -38,6 +38,7 @@ from keys.envelope import BatchSealer, DataKey, open_batch
 from keys.key_id import KeyKind, new_key_id
 from region.log.disk import OffsetOutOfRangeError
 from region.log.durability import EPHEMERAL, Durability
+from region.log.durability import Kind as DurabilityKind
 from region.log.retention import Retention
 from region.log.shard import TRANSITIONS, Appended, Event, ShardHooks, ShardLog, ShardSettings, State
 
@@ -330,6 +331,27 @@ async def test_what_is_sealed_on_disk_is_delivered_plain_hot_and_cold(tmp_path: 
         assert [entry.base_offset for entry in sealed] == list(range(20))
         assert b"secret" not in b"".join(entry.data for entry in sealed)
     assert b"secret" not in first_segment(tmp_path).read_bytes()
+
+
+async def test_only_what_is_synced_is_read_sealed_and_the_tail_hears_of_it(tmp_path: Path) -> None:
+    interval = ShardSettings(Durability(DurabilityKind.INTERVAL, 60_000))
+    async with serving(tmp_path, interval) as shard:
+        await shard.append(batch_of(b"0"))
+        assert (shard.high_watermark, shard.synced_offset) == (1, 0)
+        assert len(await shard.read(0, 1_000)) == 1, "whoever reads within the region sees it at once"
+        assert await shard.read_sealed(0, 1_000) == []
+        heard: list[int] = []
+        unsubscribe = shard.subscribe_tail(lambda: heard.append(shard.synced_offset))
+        shard._sync_soon()
+        await until(lambda: 1 in heard)
+        unsubscribe()
+        assert [entry.base_offset for entry in await shard.read_sealed(0, 1_000)] == [0]
+        await shard.append(batch_of(b"1", b"2"))
+        assert [entry.base_offset for entry in await shard.read_sealed(0, 1_000)] == [0]
+        assert await shard.read_sealed(1, 1_000) == []
+    async with serving(tmp_path, interval) as shard:
+        assert shard.synced_offset == 3, "recovery syncs what it lets stand"
+        assert len(await shard.read_sealed(0, 1_000)) == 2
 
 
 async def test_real_seal_across_epochs_and_restart(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ async def test_a_lost_folder_is_restored_with_the_command(
         await fill(region, 0, 200)
         await until(lambda: shard_of(node).segment_count > 3 and not shard_of(node).offload_waiting_bytes)
         last = shard_of(node)._disk.segments[-1].base_offset  # type: ignore[union-attr]
+        before = shard_of(node).epochs.current
     lost = folder.root / "data" / "streams"
 
     def run(*words: str) -> tuple[int, str]:
@@ -140,7 +141,7 @@ async def test_a_lost_folder_is_restored_with_the_command(
     assert run("log", "verify", "--open", "--remote")[0] == 0
     async with running(folder, storage=storage) as node, client(folder) as region:
         assert await read_all(region, last) == expected(last)
-        assert shard_of(node).epochs.current == 2
+        assert shard_of(node).epochs.current > before
         await fill(region, last, 20)
         assert await read_all(region, last + 20) == expected(last + 20)
     assert store.list_names(f"file://{tmp_path}/nowhere") == []
