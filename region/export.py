@@ -157,10 +157,17 @@ class ExportDesk:
     # -- the board of links ----------------------------------------------------------------------------
 
     def report(self, bridge: SpiffeId, links: list[LinkState]) -> None:
-        """Take what an agent says about its links. Raises RequestError(FORBIDDEN) for anybody else's."""
+        """Take what an agent says about its links. Raises RequestError(FORBIDDEN) for anybody but a bridge of this region,
+        and for another's links."""
+        if bridge.kind != "bridge" or bridge.region != self._broker.region:
+            raise RequestError(
+                f"{bridge} cannot report links; a bridge of {self._broker.region} can.", code=Code.FORBIDDEN
+            )
         for link in links:
-            if bridge.kind != "bridge" or bridge.region != self._broker.region or link.bridge != str(bridge):
-                raise RequestError(f"{bridge} cannot report for {link.bridge}.", code=Code.FORBIDDEN)
+            if link.bridge != str(bridge):
+                raise RequestError(f"{bridge} cannot report for another bridge.", code=Code.FORBIDDEN)
+        if not links:
+            return
         if str(bridge) not in self._links and len(self._links) >= BRIDGES_MAX:
             raise UnavailableError(
                 f"{BRIDGES_MAX} bridges report already, the most that are kept.", code=Code.LIMIT_MEMORY

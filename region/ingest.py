@@ -259,6 +259,8 @@ class IngestStream:
         self._check_partial()
         if end:
             self._decoder.finish()
+            # Both halves end, or the stream would keep its place among the session's for ever.
+            self._send(b"", end=True)
             self._end()
 
     def _check_partial(self) -> None:

@@ -140,6 +140,7 @@ class Requests:
         )
         if request.views.queue is not None:
             self._check_dead_letters(identity, name, request.views.queue.retries)
+            config = msgspec.structs.replace(config, dead_letter_by=str(identity))
         return (await self._broker.create_stream(name, config)).describe(detail=True)
 
     async def alter_stream(self, identity: SpiffeId, request: AlterStream) -> StreamState:
@@ -169,9 +170,12 @@ class Requests:
                 config.views, **changes, **_altered_view(name, config.views, request)
             )
             views.check()
+            named_by = config.dead_letter_by
             if request.queue is not None and request.queue.retries is not None and views.queue is not None:
                 named = request.queue.retries.dead_letter is not None
                 self._check_dead_letters(identity, name, views.queue.retries, may_publish=not named)
+                if named:
+                    named_by = str(identity)
             for view in hosted.views:
                 view.prepare(views)
             former, most = config.former_cache.ttls, config.former_cache.bytes_max
@@ -180,7 +184,11 @@ class Requests:
             if config.views.cache and config.views.cache != views.cache:
                 most = max(most, config.views.cache.bytes_max)
             return msgspec.structs.replace(
-                config, retention=retention, views=views, former_cache=records.FormerCache(former, most)
+                config,
+                retention=retention,
+                views=views,
+                former_cache=records.FormerCache(former, most),
+                dead_letter_by=named_by,
             )
 
         try:

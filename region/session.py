@@ -11,6 +11,7 @@ the session with a code and a sentence, never silently; nothing is left behind w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import logging
 import os
@@ -175,6 +176,10 @@ class ClientSession:
         role = self._roles.pop(stream_id, None)
         if role is not None:
             role.closed()
+        if not stream_id & 2:
+            # Its other half is ours to end: an open one would keep its place among the session's streams.
+            with contextlib.suppress(ValueError):
+                self.send(stream_id, b"", end=True)
 
     def drained(self) -> None:
         self.pump()

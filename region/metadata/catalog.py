@@ -21,7 +21,7 @@ import msgspec
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
-from felix.settings import NamespaceSettings, SubscriptionSettings
+from felix.settings import NamespaceSettings
 from region.metadata.port import (
     Absent,
     Compare,
@@ -213,16 +213,16 @@ class Catalog:
         return decode_subscription(value, key, revision)
 
     async def alter_subscription(
-        self, subscription: Subscription, change: Callable[[SubscriptionSettings], SubscriptionSettings]
+        self, subscription: Subscription, change: Callable[[Subscription], Subscription]
     ) -> Subscription:
-        """Change its settings as they are when they are changed. Raises RequestError(CONFLICT, NOT_FOUND), and what `change` does."""
+        """Change it as it is when it is changed. Raises RequestError(CONFLICT, NOT_FOUND), and what `change` does."""
         key = self.keys.subscription(StreamName.parse(subscription.stream), subscription.name)
 
         def altered(entry: Entry | None) -> bytes:
             held = None if entry is None else decode_subscription(entry.value, key, entry.mod_revision)
             if held is None or held.id != subscription.id:
                 raise _no_subscription(subscription.stream, subscription.name)
-            return encode_subscription(msgspec.structs.replace(held, settings=change(held.settings)))
+            return encode_subscription(change(held))
 
         value, revision = await self._swap(key, altered)
         return decode_subscription(value, key, revision)

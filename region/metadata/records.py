@@ -78,7 +78,8 @@ class FormerCache(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an owner chooses for a stream. `ring_bytes`: memory per shard of an `ephemeral` stream. `former_cache`: of a
-    cache that was altered."""
+    cache that was altered. `dead_letter_by`: who named the stream for a queue's dead letters; they flow there while that
+    identity may publish there."""
 
     shards: int = 1
     durability: Durability = Durability()
@@ -86,6 +87,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     ring_bytes: int = RING_BYTES_DEFAULT
     views: Views = NO_VIEWS
     former_cache: FormerCache = FormerCache()
+    dead_letter_by: str = ""
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,7 +111,8 @@ class DeletedStream(msgspec.Struct, frozen=True, kw_only=True):
 
 class Subscription(msgspec.Struct, frozen=True, kw_only=True):
     """A durable subscription. `id`: 8 random bytes as hex, made at creation; its progress stands under it. `incarnation`: the
-    stream's whose records it counts. `revision` is not stored; it is the store's."""
+    stream's whose records it counts. `dead_letter_by`: who named the stream for its dead letters, where not the creator.
+    `revision` is not stored; it is the store's."""
 
     stream: str
     name: str
@@ -118,6 +121,7 @@ class Subscription(msgspec.Struct, frozen=True, kw_only=True):
     creator: str
     created_ms: int
     settings: SubscriptionSettings
+    dead_letter_by: str = ""
     revision: int = 0
 
 

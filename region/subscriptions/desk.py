@@ -15,6 +15,8 @@ import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Final
 
+import msgspec
+
 from felix.batch import BATCH_BYTES_MAX, decode_header
 from felix.consumer_messages import SubscriptionAcks, decode_call
 from felix.errors import Code, FelixError, RequestError, UnavailableError
@@ -400,12 +402,14 @@ class SubscriptionDesk:
         found = await self._find(identity, request.stream, request.name)
         self._require_owner(identity, found)
 
-        def change(settings: SubscriptionSettings) -> SubscriptionSettings:
-            new = altered(settings, request.change)
+        def change(held: records.Subscription) -> records.Subscription:
+            new = altered(held.settings, request.change)
             new.check()
+            named_by = held.dead_letter_by
             if request.change.retries is not None:
                 self._check_dead_letters(identity, found.stream.name, new)
-            return new
+                named_by = str(identity)
+            return msgspec.structs.replace(held, settings=new, dead_letter_by=named_by)
 
         definition = await self._catalog.alter_subscription(found.definition, change)
         # Before it counts: what is read back from a journal goes by what the mirror says.

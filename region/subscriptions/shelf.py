@@ -202,8 +202,13 @@ class Shelf:
                 landed,
                 lambda move: None,
                 Origin(definition.name, subscription, definition.settings.retries),
+                lambda: self._dead_letters_named_by(subscription),
             )
         return letters
+
+    def _dead_letters_named_by(self, subscription: bytes) -> str:
+        definition = self._definitions().get(subscription)
+        return "" if definition is None else definition.dead_letter_by or definition.creator
 
     def alter(self, subscription: bytes, settings: SubscriptionSettings) -> None:
         """The subscription has other settings."""

@@ -12,7 +12,9 @@ entries that it finds in its journal to `apply`, in order, puts `entries` into i
 Invariants:
 - nothing is appended to the target before the move is durable in the journal;
 - a move has at most MOVE_RECORDS_MAX records, fewer than a log remembers batches of a producer;
-- where the target no longer knows the producer (silent for a week, made anew), the move begins another epoch, durably, first.
+- where the target no longer knows the producer (silent for a week, made anew), the move begins another epoch, durably, first;
+- a named stream is written to only while whoever named it may publish there, asked anew for each move: else its records go to the
+  stream that needs no name, `<stream>.dead`, durably redirected first.
 """
 
 from __future__ import annotations
@@ -39,9 +41,10 @@ from felix.batch import (
 )
 from felix.errors import Code, CorruptionError, FelixError, RequestError
 from felix.frames import FRAME_HEADER_BYTES
-from felix.names import StreamName
+from felix.names import SpiffeId, StreamName
 from felix.settings import QueueSettings, Retries, Views
 from keys.envelope import SEALABLE_BYTES_MAX
+from policy.access import Verb
 from region.broker import Broker
 from region.log.disk import OffsetOutOfRangeError
 from region.log.producers import BATCHES_REMEMBERED
@@ -204,6 +207,7 @@ class Outbox:
             if not self.pending:
                 raise CorruptionError("A journal says that a record arrived which was never sent.")
             return self.pending.popleft()
+        # A move that was renumbered or redirected stands in the place of the one with the same records.
         if move is None or not 0 < len(move.offsets) == len(move.attempts):
             raise CorruptionError("A journal names a move without records.")
         if kind == _RENUMBERED:
@@ -252,9 +256,10 @@ class DeadLetters:
         landed: Callable[[Move], None],
         given_up: Callable[[Move], None],
         origin: Origin | None = None,
+        named_by: Callable[[], str] | None = None,
     ) -> None:
         """`landed`: a move is in its target, durably, and journaled as such. `given_up`: a redrive whose target is gone; its
-        records are the view's again."""
+        records are the view's again. `named_by`: who named the stream for dead letters (else: who did for the queue)."""
         self._broker = broker
         self._source = source
         self._shard = shard
@@ -263,6 +268,7 @@ class DeadLetters:
         self._landed = landed
         self._given_up = given_up
         self._origin = origin
+        self._named_by = named_by or (lambda: source.record.config.dead_letter_by)
         self._outbox = Outbox()
         self._task: asyncio.Task[None] | None = None
         self._unsettled = 0
@@ -281,8 +287,7 @@ class DeadLetters:
 
     def send(self, offsets: Sequence[int], attempts: Sequence[int], reason: str) -> None:
         """Move these records to the stream's dead letters, in this order. `landed` comes once per move."""
-        retries = self._retries()
-        name = str(dead_letter_name(self._source.name, retries))
+        name = self._goes_to()
         number = self._shard.identity.shard
         for at in range(0, len(offsets), MOVE_RECORDS_MAX):
             some = slice(at, at + MOVE_RECORDS_MAX)
@@ -298,6 +303,34 @@ class DeadLetters:
         for at in range(0, len(offsets), MOVE_RECORDS_MAX):
             some = offsets[at : at + MOVE_RECORDS_MAX]
             self._begin(self._outbox.plan(str(stream), shard, some, [0] * len(some), "", back=True))
+
+    def _goes_to(self) -> str:
+        """The stream that dead letters go to now: the one that was named, while whoever named it may publish there."""
+        retries = self._retries()
+        if retries.dead_letter and not self._may_flow():
+            log.warning(
+                "dead letters of %s no longer go to %s: %s may not publish there",
+                self._source.name,
+                retries.dead_letter,
+                self._named_by() or "nobody known named it, who",
+            )
+            retries = Retries()
+        return str(dead_letter_name(self._source.name, retries))
+
+    def _may_flow(self) -> bool:
+        named_by, name = self._named_by(), StreamName.parse(self._retries().dead_letter)
+        return bool(named_by) and self._broker.allows(SpiffeId.parse(named_by), Verb.PUBLISH, name)
+
+    def _redirect(self, move: Move) -> bool:
+        """Send a dead letter elsewhere that may not go where it was to: a right was taken away after it was planned."""
+        own = str(dead_letter_name(self._source.name, Retries()))
+        if move.back or move.stream == own or move.stream == (target := self._goes_to()):
+            return False
+        self._record(
+            _RENUMBERED,
+            self._outbox.plan(target, move.shard, move.offsets, move.attempts, move.reason, back=False),
+        )
+        return True
 
     def _retries(self) -> Retries:
         if self._origin is not None:
@@ -371,6 +404,8 @@ class DeadLetters:
         while self._outbox.pending:
             move = self._outbox.pending[0]
             try:
+                if self._redirect(move):
+                    continue
                 await self._settled.wait()
                 await self._land(move)
             except FelixError as error:
