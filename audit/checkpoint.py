@@ -1,23 +1,32 @@
 """Checkpoints: what a log says about itself, signed. Pure. Source: https://c2sp.org/tlog-checkpoint.
 
-A checkpoint is a signed note of origin, size and root hash, and possibly extension lines. The log signs with a key
-named as its origin; witnesses add cosignatures. Invariants: `Checkpoint.parse(c.text()) == c`; sizes have no
-leading zeroes; the root has 32 bytes. Callers: audit.trail, audit.witness, audit.verify, audit.proof.
+A checkpoint is a signed note of origin, size and root hash. The log signs with keys named as its origin, Ed25519 and
+ML-DSA-44 side by side; witnesses add cosignatures. Invariants: `Checkpoint.parse(c.text()) == c`; what `open_checkpoint`
+gave has no extension line: no log of Felix writes any, an ML-DSA-44 signature does not cover them, and whoever keeps
+the checkpoints of others must not keep a text that they chose. Callers: audit.trail, audit.witness, audit.verify,
+audit.proof.
 """
 
 from __future__ import annotations
 
-import binascii
-from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from audit.merkle import HASH_BYTES
-from audit.note import Algorithm, Note, Verified, VerifierKey, parse_note, verify_note
+from audit.note import Note, Verified, VerifierKey, parse_note, verify_note
+from audit.tree_head import TreeHead, parse_tree_head
 from felix.errors import TamperError
 
-_SIZE_DIGITS_MAX: Final = 19
+LogKey = VerifierKey | tuple[VerifierKey, ...]
+"""What a log's checkpoints verify under: one key, or several of one name (an Ed25519 and an ML-DSA-44 one; one that is
+being changed). Any of them will do; who demands a certain one gives that one alone."""
+
+
+def keys_of(log_key: LogKey) -> tuple[VerifierKey, ...]:
+    """The log's keys, one or more, all of one name."""
+    keys = (log_key,) if isinstance(log_key, VerifierKey) else log_key
+    assert keys and len({key.name for key in keys}) == 1
+    return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,52 +40,53 @@ class Checkpoint:
 
     def text(self) -> str:
         """The note's text, with its last newline."""
-        lines = (self.origin, str(self.size), b64encode(self.root).decode(), *self.extensions)
-        return "\n".join(lines) + "\n"
+        return TreeHead(self.origin, self.size, self.root, self.extensions).text()
 
     @classmethod
     def parse(cls, text: str) -> Checkpoint:
         """Read a note's text. Raises TamperError where it is not a checkpoint."""
-        lines = text.split("\n")
-        if len(lines) < 4 or lines.pop() or not all(lines):
-            raise TamperError(
-                "A checkpoint has three lines or more (origin, size, root), none of them empty."
-            )
-        origin, size, root, *extensions = lines
-        plain = size.isascii() and size.isdecimal() and len(size) <= _SIZE_DIGITS_MAX
-        if not plain or (size[0] == "0" and size != "0"):
-            raise TamperError(f"{size[:40]!r} is not a checkpoint's size.")
-        try:
-            digest = b64decode(root, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise TamperError(f"{root[:80]!r} is not a checkpoint's root hash.") from error
-        if len(digest) != HASH_BYTES or b64encode(digest).decode() != root:
-            raise TamperError(f"{root[:80]!r} is not a checkpoint's root hash.")
-        return cls(origin, int(size), digest, tuple(extensions))
+        return cls(*parse_tree_head(text))
 
 
 class SignedCheckpoint(NamedTuple):
-    """A checkpoint whose log signature holds, its note, and the witnesses whose cosignatures hold."""
+    """A checkpoint that its log signed, its note as it came, and whose signatures hold."""
 
     checkpoint: Checkpoint
     note: Note
     cosigned: tuple[Verified, ...]
+    """witnesses"""
+    signed: tuple[Verified, ...] = ()
+    """keys of the log"""
+
+    def known_note(self) -> Note:
+        """The note with the lines that were verified and no others: what strangers appended is not kept."""
+        known = {(by.key.name, by.key.key_id) for by in (*self.signed, *self.cosigned)}
+        lines = tuple(line for line in self.note.signatures if (line.name, line.key_id) in known)
+        return Note(self.note.text, lines)
 
 
-def open_checkpoint(
-    data: bytes, log_key: VerifierKey, witnesses: Iterable[VerifierKey] = ()
-) -> SignedCheckpoint:
-    """Read and verify a checkpoint note: signed by the log, its origin the log key's name.
+def open_checkpoint(data: bytes, log_key: LogKey, witnesses: Iterable[VerifierKey] = ()) -> SignedCheckpoint:
+    """Read and verify a checkpoint note: signed by the log, its origin the name of the log's key.
 
-    Cosignatures of unknown witnesses are ignored, a bad one of a known witness refuses the note.
-    Raises TamperError.
+    Cosignatures of unknown witnesses are ignored, a bad one of a known witness refuses the note, and so does a bad one
+    of any of the log's keys. An ML-DSA-44 line without a time is no cosignature: it does not say when. Raises
+    TamperError.
     """
+    keys = keys_of(log_key)
     note = parse_note(data)
-    verified = verify_note(note, (log_key, *witnesses))
+    verified = verify_note(note, (*keys, *witnesses))
     checkpoint = Checkpoint.parse(note.text)
-    if checkpoint.origin != log_key.name:
-        raise TamperError(f"The checkpoint is of the log {checkpoint.origin!r}, expected {log_key.name!r}.")
-    if not any(by.key == log_key for by in verified):
+    if checkpoint.origin != keys[0].name:
+        raise TamperError(
+            f"The checkpoint is of the log {checkpoint.origin[:200]!r}, expected {keys[0].name!r}."
+        )
+    signed = tuple(by for by in verified if by.key in keys)
+    if not signed:
         raise TamperError(f"The checkpoint of {checkpoint.origin} is not signed by the log's own key.")
-    cosigned = tuple(by for by in verified if by.key.algorithm is Algorithm.COSIGNATURE)
-    return SignedCheckpoint(checkpoint, note, cosigned)
+    if checkpoint.extensions:
+        raise TamperError(
+            f"The checkpoint of {checkpoint.origin} has {len(checkpoint.extensions)} extension lines, which are not taken.",
+            hint="Felix's logs have none; a log that writes them can say anything there.",
+        )
+    cosigned = tuple(by for by in verified if by.key not in keys and by.time_s)
+    return SignedCheckpoint(checkpoint, note, cosigned, signed)

@@ -1,11 +1,13 @@
 """Signed notes: text with signature lines. Pure. Source: https://c2sp.org/signed-note.
 
 A key is known by name and key id; signatures of unknown keys are ignored, a signature of a known key that does not
-verify refuses the whole note, and a note that no known key signed is refused. Two signature types:
+verify refuses the whole note, and a note that no known key signed is refused. Three signature types:
 
 - 0x01, Ed25519 over the text;
 - 0x04, a witness's timestamped cosignature (https://c2sp.org/tlog-cosignature, `cosignature/v1`): eight bytes of
-  POSIX seconds, then Ed25519 over ``cosignature/v1\\ntime <seconds>\\n`` and the text.
+  POSIX seconds, then Ed25519 over ``cosignature/v1\\ntime <seconds>\\n`` and the text;
+- 0x06, ML-DSA-44, of a log or a witness (the same page, `subtree/v1`): eight bytes of POSIX seconds, then the signature
+  over the signer's name, the time, and the checkpoint's origin, size and root. It is over nothing else of the text.
 
 Invariants: `parse_note(encode_note(note)) == note`; nothing of a note is used before `verify_note` returned.
 Callers: audit.checkpoint, audit.witness, audit.verify, audit.proof.
@@ -19,20 +21,25 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
+from struct import pack
 from typing import Final, NamedTuple
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
+from audit.tree_head import parse_tree_head
 from felix.errors import RequestError, TamperError
+from keys.post_quantum import ML_DSA_PUBLIC_BYTES, ML_DSA_SIGNATURE_BYTES, MlDsaKey, ml_dsa_holds
 from keys.signing import SigningKey
 
-NOTE_BYTES_MAX: Final = 65_536
+NOTE_BYTES_MAX: Final = 131_072
+"""A line with an ML-DSA-44 signature has about 3,300 bytes: room for the log's and some 36 witnesses'."""
 SIGNATURES_MAX: Final = 64
 """The specification asks for at least 16."""
 KEY_ID_BYTES: Final = 4
 _ED25519_BYTES: Final = 64
-_PUBLIC_BYTES: Final = 32
+_NAME_BYTES_MAX: Final = 255
+"""Of a name in an ML-DSA-44 message, which counts it in one byte; and of an origin there."""
 _TIME_BYTES: Final = 8
 _TIME_MAX: Final = (1 << 63) - 1
 
@@ -42,6 +49,19 @@ class Algorithm(IntEnum):
 
     ED25519 = 0x01
     COSIGNATURE = 0x04
+    ML_DSA_44 = 0x06
+
+    @property
+    def is_post_quantum(self) -> bool:
+        """True where a quantum computer is not known to forge it."""
+        return self is Algorithm.ML_DSA_44
+
+
+_PUBLIC_BYTES: Final = {
+    Algorithm.ED25519: 32,
+    Algorithm.COSIGNATURE: 32,
+    Algorithm.ML_DSA_44: ML_DSA_PUBLIC_BYTES,
+}
 
 
 class Signature(NamedTuple):
@@ -82,8 +102,12 @@ class VerifierKey:
 
     def __post_init__(self) -> None:
         check_key_name(self.name)
-        if len(self.public) != _PUBLIC_BYTES:
-            raise RequestError(f"An Ed25519 key has {_PUBLIC_BYTES} bytes, this one {len(self.public)}.")
+        expected = _PUBLIC_BYTES[self.algorithm]
+        if len(self.public) != expected:
+            what = "An ML-DSA-44" if self.algorithm is Algorithm.ML_DSA_44 else "An Ed25519"
+            raise RequestError(f"{what} key has {expected} bytes, this one {len(self.public)}.")
+        if self.algorithm is Algorithm.ML_DSA_44 and len(self.name.encode()) > _NAME_BYTES_MAX:
+            raise RequestError(f"An ML-DSA-44 key's name has {_NAME_BYTES_MAX} bytes at most.")
 
     @property
     def key_id(self) -> bytes:
@@ -98,7 +122,8 @@ class VerifierKey:
             name, key_id, encoded = text.strip().split("+", 2)
             material = b64decode(encoded, validate=True)
             key = cls(name, Algorithm(material[0]), material[1:])
-            if bytes.fromhex(key_id) != key.key_id or len(key_id) != 2 * KEY_ID_BYTES:
+            # One spelling per key: hexadecimal in small letters, base64 without stray bits.
+            if key_id != key.key_id.hex() or b64encode(material).decode() != encoded:
                 raise ValueError("its key id does not fit")
         except (ValueError, IndexError) as error:
             raise RequestError(
@@ -111,22 +136,51 @@ class VerifierKey:
         return f"{self.name}+{self.key_id.hex()}+{b64encode(material).decode()}"
 
     def verify(self, text: str, data: bytes) -> int | None:
-        """Check a signature by this key. Returns the POSIX seconds of a cosignature, None for a plain one.
+        """Check a signature by this key. Returns the POSIX seconds of a cosignature, None for a plain signature.
 
-        Raises TamperError.
+        An ML-DSA-44 signature may have the time 0: then it does not say that there was no larger tree. Raises
+        TamperError.
         """
         time_s: int | None = None
-        if self.algorithm is Algorithm.COSIGNATURE:
+        if self.algorithm is not Algorithm.ED25519:
             time_s = int.from_bytes(data[:_TIME_BYTES], "big")
             data = data[_TIME_BYTES:]
         wrong = f"The signature by {self.name} does not hold."
-        if len(data) != _ED25519_BYTES or (time_s is not None and time_s > _TIME_MAX):
+        if time_s is not None and time_s > _TIME_MAX:
+            raise TamperError(wrong)
+        message = signed_message(self, text, time_s)
+        if self.algorithm is Algorithm.ML_DSA_44:
+            if len(data) != ML_DSA_SIGNATURE_BYTES or not ml_dsa_holds(self.public, message, data):
+                raise TamperError(wrong)
+            return time_s
+        if len(data) != _ED25519_BYTES:
             raise TamperError(wrong)
         try:
-            Ed25519PublicKey.from_public_bytes(self.public).verify(data, _message(text, time_s).encode())
+            Ed25519PublicKey.from_public_bytes(self.public).verify(data, message)
         except (InvalidSignature, ValueError) as error:
             raise TamperError(wrong) from error
         return time_s
+
+
+def signed_message(key: VerifierKey, text: str, time_s: int | None) -> bytes:
+    """What a signature of this key's type is over. Raises TamperError where the text is no checkpoint and must be one."""
+    if key.algorithm is Algorithm.ML_DSA_44:
+        assert time_s is not None
+        head = parse_tree_head(text)
+        name, origin = key.name.encode(), head.origin.encode()
+        if len(origin) > _NAME_BYTES_MAX:
+            raise TamperError(f"An origin of {len(origin)} bytes; ML-DSA-44 signs up to {_NAME_BYTES_MAX}.")
+        return b"".join(
+            (
+                b"subtree/v1\n\0",
+                pack(">B", len(name)) + name,
+                pack(">Q", time_s),
+                pack(">B", len(origin)) + origin,
+                pack(">QQ", 0, head.size),
+                head.root,
+            )
+        )
+    return (text if time_s is None else f"cosignature/v1\ntime {time_s}\n{text}").encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,38 +188,59 @@ class NoteSigner:
     """A name, a public key, and whatever signs with the private one (in memory, or in a key service)."""
 
     key: VerifierKey
-    sign_text: Callable[[str], bytes]
-    """Ed25519 over the text's UTF-8 bytes as they stand, 64 bytes out; may block, may raise."""
+    sign_message: Callable[[bytes], bytes]
+    """Signs the message as it stands, by the key's algorithm; may block, may raise."""
 
     @classmethod
     def from_key(cls, name: str, key: SigningKey, algorithm: Algorithm) -> NoteSigner:
-        """A signer with its key in memory. A witness's key must sign nothing else."""
-        return cls(VerifierKey(name, algorithm, key.verify_key.public), key.sign_note)
+        """An Ed25519 signer with its key in memory. A witness's key must sign nothing else."""
+        assert algorithm is not Algorithm.ML_DSA_44
+        return cls(
+            VerifierKey(name, algorithm, key.verify_key.public),
+            lambda message: key.sign_note(message.decode()),
+        )
 
-    def sign(self, text: str) -> Signature:
-        """An Ed25519 signature line for this text."""
-        assert self.key.algorithm is Algorithm.ED25519
-        return Signature(self.key.name, self.key.key_id, self.sign_text(_message(text, None)))
+    @classmethod
+    def from_ml_dsa(cls, name: str, key: MlDsaKey) -> NoteSigner:
+        """An ML-DSA-44 signer with its key in memory, for a log or a witness."""
+        return cls(VerifierKey(name, Algorithm.ML_DSA_44, key.public), key.sign_note)
+
+    def sign(self, text: str, time_s: int = 0) -> Signature:
+        """A log's signature line for this text. `time_s` in POSIX seconds; Ed25519 signatures carry none."""
+        assert self.key.algorithm is not Algorithm.COSIGNATURE
+        return self._line(text, None if self.key.algorithm is Algorithm.ED25519 else time_s)
 
     def cosign(self, text: str, time_s: int) -> Signature:
-        """A timestamped cosignature for this text; `time_s` in POSIX seconds."""
-        assert self.key.algorithm is Algorithm.COSIGNATURE and 0 <= time_s <= _TIME_MAX
-        data = time_s.to_bytes(_TIME_BYTES, "big") + self.sign_text(_message(text, time_s))
-        return Signature(self.key.name, self.key.key_id, data)
+        """A witness's timestamped cosignature for this text; `time_s` in POSIX seconds."""
+        assert self.key.algorithm is not Algorithm.ED25519 and 0 < time_s <= _TIME_MAX
+        return self._line(text, time_s)
 
-
-def _message(text: str, time_s: int | None) -> str:
-    return text if time_s is None else f"cosignature/v1\ntime {time_s}\n{text}"
+    def _line(self, text: str, time_s: int | None) -> Signature:
+        data = self.sign_message(signed_message(self.key, text, time_s))
+        stamp = b"" if time_s is None else time_s.to_bytes(_TIME_BYTES, "big")
+        return Signature(self.key.name, self.key.key_id, stamp + data)
 
 
 def encode_note(note: Note) -> bytes:
     """The note's bytes: text, blank line, signature lines."""
     assert note.text.endswith("\n") and note.signatures
-    lines = [
+    return f"{note.text}\n".encode() + encode_signatures(note.signatures)
+
+
+def encode_signatures(signatures: Iterable[Signature]) -> bytes:
+    """Signature lines alone, as a witness answers with them."""
+    return "".join(
         f"— {signature.name} {b64encode(signature.key_id + signature.data).decode()}\n"
-        for signature in note.signatures
-    ]
-    return (note.text + "\n" + "".join(lines)).encode()
+        for signature in signatures
+    ).encode()
+
+
+def parse_signatures(data: bytes) -> tuple[Signature, ...]:
+    """Read signature lines alone. Raises TamperError where they are not one to SIGNATURES_MAX of them."""
+    note = parse_note(b"\n\n" + data)
+    if note.text != "\n":
+        raise TamperError("Signature lines alone have no text before them.")
+    return note.signatures
 
 
 def parse_note(data: bytes) -> Note:

@@ -25,31 +25,34 @@ def witness_name(region: str, mesh: str) -> str:
 
 
 def log_keys(bundle: RegionBundle) -> list[VerifierKey]:
-    """The keys of every log of the region."""
-    return [
-        VerifierKey(key.name, Algorithm.ED25519, key.public) for key in bundle.audit_keys if key.role == "log"
-    ]
+    """The keys of every log of the region, a log's Ed25519 key before its ML-DSA-44 one."""
+    return _keys(bundle, "log", Algorithm.ED25519)
 
 
-def log_key(bundle: RegionBundle, origin: str) -> VerifierKey:
-    """The key of one of the region's logs. Raises RequestError(NOT_FOUND)."""
-    for key in log_keys(bundle):
-        if key.name == origin:
-            return key
-    raise RequestError(
-        f"The bundle of {bundle.region} names no key for the audit log {origin!r}.",
-        code=Code.NOT_FOUND,
-        hint="Take the region's newest bundle; it names the logs of all its bridges.",
-    )
+def log_key(bundle: RegionBundle, origin: str) -> tuple[VerifierKey, ...]:
+    """The keys of one of the region's logs. Raises RequestError(NOT_FOUND)."""
+    found = tuple(key for key in log_keys(bundle) if key.name == origin)
+    if not found:
+        raise RequestError(
+            f"The bundle of {bundle.region} names no key for the audit log {origin!r}.",
+            code=Code.NOT_FOUND,
+            hint="Take the region's newest bundle; it names the logs of all its bridges.",
+        )
+    return found
 
 
 def witness_keys(bundle: RegionBundle) -> list[VerifierKey]:
     """The keys under which the region cosigns."""
-    return [
-        VerifierKey(key.name, Algorithm.COSIGNATURE, key.public)
+    return _keys(bundle, "cosigner", Algorithm.COSIGNATURE)
+
+
+def _keys(bundle: RegionBundle, role: str, ed25519: Algorithm) -> list[VerifierKey]:
+    found = [
+        VerifierKey(key.name, ed25519 if key.algorithm == "ed25519" else Algorithm.ML_DSA_44, key.public)
         for key in bundle.audit_keys
-        if key.role == "cosigner"
+        if key.role == role
     ]
+    return sorted(found, key=lambda key: key.algorithm.is_post_quantum)
 
 
 def receipt_keys(bundle: RegionBundle) -> dict[bytes, bytes]:

@@ -16,7 +16,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from audit.checkpoint import SignedCheckpoint, open_checkpoint
+from audit.checkpoint import LogKey, SignedCheckpoint, open_checkpoint
 from audit.leaf import (
     CommitmentKey,
     Committer,
@@ -97,7 +97,7 @@ class Proven(msgspec.Struct, frozen=True):
 
 def prove(
     files: Files,
-    log_key: VerifierKey,
+    log_key: LogKey,
     stream: str,
     shard: int,
     offset: int,
@@ -162,7 +162,7 @@ def prove(
 
 
 def _checkpoints(
-    files: Files, log_key: VerifierKey, witnesses: tuple[VerifierKey, ...]
+    files: Files, log_key: LogKey, witnesses: tuple[VerifierKey, ...]
 ) -> tuple[SignedCheckpoint, SignedCheckpoint | None]:
     data = files.read(CHECKPOINT_PATH)
     if data is None:
@@ -230,7 +230,7 @@ def find_leaves(
 
 def check_proof(
     data: bytes,
-    log_key: VerifierKey,
+    log_key: LogKey,
     *,
     witnesses: Iterable[VerifierKey] = (),
     cosignatures_min: int = 0,

@@ -112,12 +112,12 @@ class Trail:
         self,
         folder: Folder,
         lock: IO[bytes],
-        signer: NoteSigner,
+        signers: tuple[NoteSigner, ...],
         settings: TrailSettings,
         state: _Opened,
         wal: Wal,
     ) -> None:
-        self._folder, self._lock_file, self._signer, self._settings = folder, lock, signer, settings
+        self._folder, self._lock_file, self._signers, self._settings = folder, lock, signers, settings
         self._witnesses = state.witnesses
         self._wal = wal
         self.recovered: Torn | None = state.torn
@@ -161,6 +161,7 @@ class Trail:
         path: Path,
         signer: NoteSigner,
         *,
+        also: Iterable[NoteSigner] = (),
         witnesses: Iterable[VerifierKey] = (),
         cosigned: Iterable[bytes] = (),
         settings: TrailSettings | None = None,
@@ -168,13 +169,16 @@ class Trail:
     ) -> Trail:
         """Open the log in this folder, or begin one; recover what a crash left. Blocks.
 
-        `signer`: the log's key; its name is the log's origin. `cosigned`: notes that witnesses remember of this
-        log; a log that does not reach them, or differs, is not opened. `sync`: what makes a file durable.
+        `signer`: the log's key; its name is the log's origin. `also`: further keys of the same name that sign each
+        checkpoint beside it (ML-DSA-44). `cosigned`: notes that witnesses remember of this log; a log that does not
+        reach them, or differs, is not opened. `sync`: what makes a file durable.
 
         Raises RequestError(CONFLICT) where another process has it open, CorruptionError where leaves are damaged,
         RolledBackError where it is shorter than what was signed, TamperError where files do not fit each other.
         """
         settings = settings or TrailSettings()
+        signers = (signer, *also)
+        assert len({each.key.name for each in signers}) == 1, "a log's keys have one name"
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / LOCK_PATH).open("ab")
         try:
@@ -187,11 +191,11 @@ class Trail:
                     hint="Stop that one first; a log has one writer.",
                 ) from error
             folder = Folder(path)
-            state = _Opening(folder, signer, tuple(witnesses)).open(tuple(cosigned))
+            state = _Opening(folder, signers, tuple(witnesses)).open(tuple(cosigned))
             wal = Wal(
                 path / WAL_FOLDER, state.tree.size, sync=sync, segment_bytes_max=settings.segment_bytes_max
             )
-            trail = cls(folder, lock, signer, settings, state, wal)
+            trail = cls(folder, lock, signers, settings, state, wal)
         except BaseException:
             lock.close()
             raise
@@ -201,8 +205,13 @@ class Trail:
 
     @property
     def key(self) -> VerifierKey:
-        """The key under which the log's checkpoints verify; its name is the log's origin."""
-        return self._signer.key
+        """A key under which the log's checkpoints verify; its name is the log's origin."""
+        return self._signers[0].key
+
+    @property
+    def keys(self) -> tuple[VerifierKey, ...]:
+        """Every key that signs the log's checkpoints."""
+        return tuple(signer.key for signer in self._signers)
 
     # Appending
 
@@ -349,9 +358,11 @@ class Trail:
         Raises TamperError where a signature does not hold or no known witness signed, RolledBackError where it is
         not a checkpoint of this log as it is.
         """
-        added = open_checkpoint(data, self.key, self._witnesses)
+        added = open_checkpoint(data, self.keys, self._witnesses)
         if not added.cosigned:
             raise TamperError("That checkpoint carries no cosignature of a known witness.")
+        # Lines under unknown names are whatever the sender chose: they are not kept.
+        added = added._replace(note=added.known_note())
         with self._files_lock:
             with self._lock:
                 current, cosigned = self._current, self._cosigned
@@ -371,7 +382,7 @@ class Trail:
     def _merge(self, to: SignedCheckpoint, more: SignedCheckpoint) -> SignedCheckpoint:
         ids = {(by.key.name, by.key.key_id) for by in more.cosigned}
         lines = [line for line in more.note.signatures if (line.name, line.key_id) in ids]
-        return open_checkpoint(encode_note(to.note.with_signatures(lines)), self.key, self._witnesses)
+        return open_checkpoint(encode_note(to.note.with_signatures(lines)), self.keys, self._witnesses)
 
     def trust_witnesses(self, keys: Iterable[VerifierKey]) -> None:
         """Take more witnesses in: their cosignatures count from now on."""
@@ -511,8 +522,7 @@ class Trail:
             folder.write(tile_path(tile.level, tile.number, tile.width), tile.hashes)
         folder.flush()
         checkpoint = Checkpoint(self.key.name, tree.size, tree.root())
-        text = checkpoint.text()
-        signed = SignedCheckpoint(checkpoint, Note(text, (self._signer.sign(text),)), ())
+        signed = sign_checkpoint(checkpoint, self._signers)
         with self._files_lock:
             folder.write(CHECKPOINT_PATH, encode_note(signed.note))
             folder.flush()
@@ -542,6 +552,13 @@ class Trail:
         if size == self._tree.size and size > self._snapshot_size:
             self._folder.write(SNAPSHOT_PATH, self._tree_positions.encode(size, self._last_leaf_hash))
             self._snapshot_size = size
+
+
+def sign_checkpoint(checkpoint: Checkpoint, signers: Iterable[NoteSigner]) -> SignedCheckpoint:
+    """The checkpoint with a line of every signer; an ML-DSA-44 line says that it is of now."""
+    text, now_s = checkpoint.text(), int(time.time())
+    note = Note(text, tuple(signer.sign(text, now_s) for signer in signers))
+    return SignedCheckpoint(checkpoint, note, ())
 
 
 def _call_done(taken: list[_Waiting], error: AuditUnavailableError | None) -> None:
@@ -618,8 +635,12 @@ class _Opened(NamedTuple):
 class _Opening:
     """Recovery, step by step; see `open`."""
 
-    def __init__(self, folder: Folder, signer: NoteSigner, witnesses: tuple[VerifierKey, ...]) -> None:
-        self._folder, self._signer, self._witnesses = folder, signer, witnesses
+    def __init__(
+        self, folder: Folder, signers: tuple[NoteSigner, ...], witnesses: tuple[VerifierKey, ...]
+    ) -> None:
+        self._folder, self._signers, self._witnesses = folder, signers, witnesses
+        self._keys = tuple(signer.key for signer in signers)
+        self._name = signers[0].key.name
         self._wal_path = folder.path / WAL_FOLDER
 
     def open(self, remembered: tuple[bytes, ...]) -> _Opened:
@@ -663,28 +684,27 @@ class _Opening:
     def _read_checkpoint(self) -> SignedCheckpoint:
         data = self._folder.read(CHECKPOINT_PATH)
         if data is not None:
-            return open_checkpoint(data, self._signer.key, self._witnesses)
+            return open_checkpoint(data, self._keys, self._witnesses)
         if self._folder.names(WAL_FOLDER) or self._folder.names("tile") or self._folder.names(COSIGNED_PATH):
             raise RolledBackError(
-                f"The audit log {self._signer.key.name} has leaves and no checkpoint: the file was removed.",
+                f"The audit log {self._name} has leaves and no checkpoint: the file was removed.",
                 hint=VERIFY_HINT,
             )
-        checkpoint = Checkpoint(self._signer.key.name, 0, EMPTY_ROOT)
-        note = Note(checkpoint.text(), (self._signer.sign(checkpoint.text()),))
-        self._folder.write(CHECKPOINT_PATH, encode_note(note))
+        signed = sign_checkpoint(Checkpoint(self._name, 0, EMPTY_ROOT), self._signers)
+        self._folder.write(CHECKPOINT_PATH, encode_note(signed.note))
         self._folder.flush()
-        return SignedCheckpoint(checkpoint, note, ())
+        return signed
 
     def _check_cosigned(
         self, checkpoint: Checkpoint, remembered: tuple[bytes, ...]
     ) -> SignedCheckpoint | None:
         for data in remembered:
-            before = open_checkpoint(data, self._signer.key, self._witnesses)
+            before = open_checkpoint(data, self._keys, self._witnesses)
             _check_continues(self._folder, checkpoint, before.checkpoint)
         own = self._folder.read(COSIGNED_PATH)
         if own is None:
             return None
-        cosigned = open_checkpoint(own, self._signer.key, self._witnesses)
+        cosigned = open_checkpoint(own, self._keys, self._witnesses)
         _check_continues(self._folder, checkpoint, cosigned.checkpoint)
         return cosigned
 
@@ -731,7 +751,7 @@ class _Opening:
         recovery = Recovery(self._wal_path, size)
         if size and (not recovery.firsts or recovery.firsts[0] > size):
             raise RolledBackError(
-                f"The audit log {self._signer.key.name} has no write-ahead file that reaches its checkpoint at {size}.",
+                f"The audit log {self._name} has no write-ahead file that reaches its checkpoint at {size}.",
                 hint=VERIFY_HINT,
             )
         tree, bundle, headers = state.tree, state.bundle, state.bundle_headers
@@ -762,7 +782,7 @@ class _Opening:
                 headers.clear()
         if recovery.size < size:
             raise RolledBackError(
-                f"The audit log {self._signer.key.name} ends at leaf {recovery.size}, its checkpoint covers {size}.",
+                f"The audit log {self._name} ends at leaf {recovery.size}, its checkpoint covers {size}.",
                 hint=VERIFY_HINT,
             )
         recovery.cut()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
+from audit.checkpoint import Checkpoint, LogKey, SignedCheckpoint, keys_of, open_checkpoint
 from audit.continuity import Continuity
 from audit.leaf import Kind, Leaf, Side, decode_leaf
 from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash
@@ -110,7 +110,7 @@ class Report:
 
 def verify_log(
     files: Files,
-    log_key: VerifierKey,
+    log_key: LogKey,
     *,
     witnesses: Iterable[VerifierKey] = (),
     cosignatures_min: int = 0,
@@ -132,13 +132,13 @@ class _Run:
     def __init__(
         self,
         files: Files,
-        log_key: VerifierKey,
+        log_key: LogKey,
         witnesses: tuple[VerifierKey, ...],
         receipt_keys: Mapping[bytes, bytes] | None,
     ) -> None:
         self._files, self._log_key, self._witnesses = files, log_key, witnesses
         self._receipt_keys = receipt_keys
-        self._report = Report(log_key.name)
+        self._report = Report(keys_of(log_key)[0].name)
         self._continuity = Continuity()
         self._tree = Tree()
         self._roots_due: list[tuple[Checkpoint, str]] = []

@@ -82,23 +82,37 @@ class Witness:
     """
 
     def __init__(
-        self, signer: NoteSigner, logs: Iterable[VerifierKey], store: WitnessStore, now_s: Callable[[], int]
+        self,
+        signer: NoteSigner,
+        logs: Iterable[VerifierKey],
+        store: WitnessStore,
+        now_s: Callable[[], int],
+        *,
+        also: Iterable[NoteSigner] = (),
     ) -> None:
-        assert signer.key.algorithm is Algorithm.COSIGNATURE
-        self._signer = signer
-        self._logs = {key.name: key for key in logs}
+        """`also`: further keys of the same name that cosign beside `signer` (ML-DSA-44)."""
+        self._signers = (signer, *also)
+        assert all(each.key.algorithm is not Algorithm.ED25519 for each in self._signers)
+        self._logs: dict[str, tuple[VerifierKey, ...]] = {}
         self._store = store
         self._now_s = now_s
+        for key in logs:
+            self.trust(key)
 
     @property
     def key(self) -> VerifierKey:
-        """The key under which this witness's cosignatures verify."""
-        return self._signer.key
+        """A key under which this witness's cosignatures verify."""
+        return self._signers[0].key
 
     def trust(self, key: VerifierKey) -> None:
-        """Take another log in. Raises RequestError(CONFLICT) where its origin has another key already."""
-        if self._logs.setdefault(key.name, key) != key:
+        """Take another log in, or a log's other key. Raises RequestError(CONFLICT) where its origin has another key of
+        that algorithm already."""
+        held = self._logs.get(key.name, ())
+        if key in held:
+            return
+        if any(each.algorithm is key.algorithm for each in held):
             raise RequestError(f"The log {key.name} is known under another key.", code=Code.CONFLICT)
+        self._logs[key.name] = (*held, key)
 
     def last(self, origin: str) -> Checkpoint | None:
         """The last checkpoint cosigned for this log: the one that the next proof has to start from."""
@@ -129,12 +143,13 @@ class Witness:
             raise TamperError(
                 f"Nothing of {origin} was cosigned yet, so its first checkpoint needs no proof."
             )
-        # Durable before signing: after a crash between the two, nothing older can be signed any more.
-        bare = encode_note(offered.note)
+        # Durable before signing: after a crash between the two, nothing older can be signed any more. Only the log's
+        # own signatures are kept: a line under any other name is a text that the sender chose.
+        bare = offered.known_note()
         if last is None or last.checkpoint != offered.checkpoint:
-            self._store.put(origin, bare)
-        cosignature = self._signer.cosign(offered.note.text, self._now_s())
-        return encode_note(offered.note.with_signatures([cosignature]))
+            self._store.put(origin, encode_note(bare))
+        now_s = self._now_s()
+        return encode_note(bare.with_signatures(signer.cosign(bare.text, now_s) for signer in self._signers))
 
     def _last_note(self, origin: str) -> SignedCheckpoint | None:
         key, data = self._logs.get(origin), self._store.last(origin)
@@ -144,7 +159,7 @@ class Witness:
         self, last: SignedCheckpoint, offered: SignedCheckpoint, proof: Sequence[bytes]
     ) -> None:
         old, new = last.checkpoint, offered.checkpoint
-        notes = encode_note(last.note), encode_note(offered.note)
+        notes = encode_note(last.note), encode_note(offered.known_note())
         if new.size < old.size:
             raise ForkError(
                 f"The log {old.origin} was rolled back: {old.size} leaves were cosigned, it offers {new.size}.",

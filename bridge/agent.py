@@ -58,6 +58,7 @@ from felix.profile import Profile
 from felix.transport.port import Engine
 from keys.bundle import RegionBundle, decode_bundle
 from keys.hybrid import HybridKeyPair, load_key_pair
+from keys.post_quantum import MlDsaKey, load_ml_dsa_key
 from keys.signing import SigningKey, load_signing_key
 from policy.grant import GrantBook, Standing, StandingAction
 from policy.signed import Purpose, SignedDocument, decode_body
@@ -91,6 +92,7 @@ class AgentFiles(NamedTuple):
     identity: Identity
     handoff: HybridKeyPair
     egress_key: SigningKey
+    egress_ml_dsa_key: MlDsaKey | None
     bundles: dict[str, RegionBundle]
 
 
@@ -106,7 +108,13 @@ def load_files(config: BridgeConfig, paths: BridgePaths) -> AgentFiles:
         region: _load_bundle(path, region, config.mesh)
         for region, path in ((config.source, paths.bundle), *paths.trusted.items())
     }
-    return AgentFiles(identity, load_key_pair(paths.handoff_key), load_signing_key(paths.egress_key), bundles)
+    named = bool(config.egress_ml_dsa_key)
+    ml_dsa_key = (
+        load_ml_dsa_key(paths.egress_ml_dsa_key) if named or paths.egress_ml_dsa_key.exists() else None
+    )
+    return AgentFiles(
+        identity, load_key_pair(paths.handoff_key), load_signing_key(paths.egress_key), ml_dsa_key, bundles
+    )
 
 
 def _load_bundle(path: Path, region: str, mesh: str) -> RegionBundle:
@@ -291,14 +299,15 @@ class Agent:
     async def _open_log(self) -> None:
         """Open it, or wait for whoever has it open."""
         config, files, shop = self.config, self._files, self.shop
-        signer = NoteSigner.from_key(
-            egress_origin(config.source, config.mesh, config.name), files.egress_key, Algorithm.ED25519
-        )
+        origin = egress_origin(config.source, config.mesh, config.name)
+        signer = NoteSigner.from_key(origin, files.egress_key, Algorithm.ED25519)
+        ml_dsa = files.egress_ml_dsa_key
+        also = [NoteSigner.from_ml_dsa(origin, ml_dsa)] if ml_dsa is not None else []
         witnesses = [key for bundle in files.bundles.values() for key in witness_keys(bundle)]
         while True:
             try:
                 trail, shop.ledger = await asyncio.to_thread(
-                    open_egress, self.paths.egress, signer, witnesses
+                    open_egress, self.paths.egress, signer, witnesses, also
                 )
                 shop.trail = trail
                 log.info("the egress log %s is open, %d leaves", self.paths.egress, trail.status().durable)

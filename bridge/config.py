@@ -89,6 +89,8 @@ class BridgeConfig(Part, frozen=True, kw_only=True):
     """the certificate chain and key; empty: `identities/<name>.pem`"""
     egress_key: str = ""
     """signs the egress log's checkpoints; empty: `identities/<name>.audit.pem`"""
+    egress_ml_dsa_key: str = ""
+    """signs them beside it, with ML-DSA-44; empty: `identities/<name>.audit.mldsa.pem`, if that is there"""
     handoff_key: str = ""
     """what keys are sealed to; empty: `identities/<name>.handoff.key`"""
     egress: str = ""
@@ -110,6 +112,7 @@ class BridgePaths(NamedTuple):
     bundle: Path
     identity: Path
     egress_key: Path
+    egress_ml_dsa_key: Path
     handoff_key: Path
     egress: Path
     trusted: dict[str, Path]
@@ -123,6 +126,7 @@ def paths_of(config: BridgeConfig, base: Path) -> BridgePaths:
         home / config.bundle,
         home / (config.identity or f"identities/{name}.pem"),
         home / (config.egress_key or f"identities/{name}.audit.pem"),
+        home / (config.egress_ml_dsa_key or f"identities/{name}.audit.mldsa.pem"),
         home / (config.handoff_key or f"identities/{name}.handoff.key"),
         home / (config.egress or f"bridges/{name}/egress"),
         {each.region: home / (each.bundle or f"trusted/{each.region}.json") for each in config.destinations},

@@ -23,9 +23,11 @@ SNAPSHOT_LEAVES: Final = 8_192
 """A restart reads at most about so many leaves for the ledger."""
 
 
-def open_egress(path: Path, signer: NoteSigner, witnesses: Iterable[VerifierKey]) -> tuple[Trail, Ledger]:
+def open_egress(
+    path: Path, signer: NoteSigner, witnesses: Iterable[VerifierKey], also: Iterable[NoteSigner] = ()
+) -> tuple[Trail, Ledger]:
     """Open or begin the log. Raises as `Trail.open` does."""
-    trail = Trail.open(path, signer, witnesses=witnesses)
+    trail = Trail.open(path, signer, also=also, witnesses=witnesses)
     try:
         size = note_size(trail.publish())
         ledger, at = _snapshot(trail, size)

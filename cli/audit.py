@@ -53,7 +53,7 @@ class TrustedKeys:
         """The keys of these regions."""
         held = list(bundles)
         return cls(
-            {key.name: key for bundle in held for key in log_keys(bundle)},
+            {key.name: key for bundle in held for key in reversed(log_keys(bundle))},
             tuple(key for bundle in held for key in witness_keys(bundle)),
             {key: value for bundle in held for key, value in receipt_keys(bundle).items()},
         )

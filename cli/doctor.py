@@ -133,7 +133,7 @@ def _region(name: str) -> Iterator[Finding]:
         if path.is_dir() and path.stat().st_mode & 0o077:
             yield Finding(what, "problem", f"{path} can be read by others", f"chmod 700 {path}")
     for path in sorted(folder.identities.glob("*.pem")):
-        if path.name.endswith(".audit.pem"):
+        if path.name.endswith((".audit.pem", ".audit.mldsa.pem")):
             continue
         identity = load_identity(path)
         if identity.not_after_ms <= now_ms():

@@ -101,7 +101,7 @@ def list_(region: RegionOption = "", identity: IdentityOption = "", json: JsonOp
     rights = run(_rights(config.region, identity)) if read_state(folder.broker_pid) else {}
     rows: list[dict[str, object]] = []
     for path in sorted(folder.identities.glob("*.pem")):
-        if path.name.endswith(".audit.pem"):
+        if path.name.endswith((".audit.pem", ".audit.mldsa.pem")):
             continue
         try:
             held = load_identity(path)

@@ -24,24 +24,42 @@ from felix.errors import Code, RequestError, TamperError
 from felix.identity import TrustAnchor
 from felix.names import trust_domain
 from keys.hybrid import PUBLIC_BYTES, HybridPublicKey
+from keys.post_quantum import ML_DSA_PUBLIC_BYTES
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
 
 BUNDLE_BYTES_MAX: Final = 65_536
 """A bundle takes about 4 KiB; the rest is room for keys that are being rotated."""
 KEYS_MAX: Final = 16
 """Keys of one kind: the one in use, and some that it takes over from or hands over to."""
+AUDIT_KEYS_MAX: Final = 32
+"""Half of them ML-DSA-44 keys, of 1.8 kB in base64 each: the region's log and witness, and the logs of 14 bridges."""
 _PURPOSE: Final = "region-bundle"
 
 PublicKeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 PublicKeys = Annotated[tuple[PublicKeyBytes, ...], msgspec.Meta(min_length=1, max_length=KEYS_MAX)]
 
 
-class AuditKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A key that signs audit checkpoints (`log`) or cosigns those of others (`cosigner`), by its name in signed notes."""
+class AuditKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A key that signs audit checkpoints (`log`) or cosigns those of others (`cosigner`), by its name in signed notes.
+
+    A log or witness may have one of each algorithm, under one name. `ed25519` is left out of the file, so bundles from
+    before there was another one are signed over the same bytes.
+    """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
     role: Literal["log", "cosigner"]
-    public: PublicKeyBytes
+    public: Annotated[bytes, msgspec.Meta(min_length=32, max_length=ML_DSA_PUBLIC_BYTES)]
+    algorithm: Literal["ed25519", "ml-dsa-44"] = "ed25519"
+
+    def check(self) -> None:
+        """Raises RequestError(INVALID) where these are not the bytes of a key of this algorithm."""
+        if self.algorithm == "ed25519":
+            VerifyKey(self.public)
+        elif len(self.public) != ML_DSA_PUBLIC_BYTES:
+            raise RequestError(
+                f"Not an ML-DSA-44 public key: {len(self.public)} bytes, not {ML_DSA_PUBLIC_BYTES}.",
+                code=Code.INVALID,
+            )
 
 
 class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -56,7 +74,7 @@ class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     root_pem: Annotated[str, msgspec.Meta(max_length=8192)]
     policy_keys: PublicKeys
     receipt_keys: PublicKeys
-    audit_keys: Annotated[tuple[AuditKey, ...], msgspec.Meta(max_length=KEYS_MAX)]
+    audit_keys: Annotated[tuple[AuditKey, ...], msgspec.Meta(max_length=AUDIT_KEYS_MAX)]
     import_key: Annotated[bytes, msgspec.Meta(min_length=PUBLIC_BYTES, max_length=PUBLIC_BYTES)]
 
     def anchor(self) -> TrustAnchor:
@@ -117,8 +135,10 @@ def decode_bundle(data: bytes) -> SignedBundle:
     bundle.anchor()
     bundle.hybrid_import_key()
     keys = [VerifyKey(public) for public in bundle.policy_keys]
-    for public in (*bundle.receipt_keys, *(key.public for key in bundle.audit_keys)):
+    for public in bundle.receipt_keys:
         VerifyKey(public)
+    for audit_key in bundle.audit_keys:
+        audit_key.check()
     # 3. the signature
     message = bundle.signed_bytes()
     if not any(key.holds(_PURPOSE, message, signed.signature) for key in keys):

@@ -73,13 +73,27 @@ class RegionFolder:
         return self.secrets / "audit.pem"
 
     @property
+    def audit_ml_dsa_key(self) -> Path:
+        """Signs them beside it, with ML-DSA-44."""
+        return self.secrets / "audit.mldsa.pem"
+
+    @property
     def witness_key(self) -> Path:
         """Cosigns other regions' checkpoints."""
         return self.secrets / "witness.pem"
 
+    @property
+    def witness_ml_dsa_key(self) -> Path:
+        """Cosigns them beside it, with ML-DSA-44."""
+        return self.secrets / "witness.mldsa.pem"
+
     def egress_key(self, bridge: str) -> Path:
         """Signs the checkpoints of a bridge's egress log; lies beside its identity."""
         return self.identities / f"{bridge}.audit.pem"
+
+    def egress_ml_dsa_key(self, bridge: str) -> Path:
+        """Signs them beside it, with ML-DSA-44."""
+        return self.identities / f"{bridge}.audit.mldsa.pem"
 
     def handoff_key(self, bridge: str) -> Path:
         """What a bridge's data keys are sealed to."""

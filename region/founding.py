@@ -24,6 +24,7 @@ from keys.authority import create_authority, load_authority, save_authority
 from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sign_bundle
 from keys.hybrid import HybridKeyPair, load_key_pair, save_key_pair
 from keys.keyring import create_keyring
+from keys.post_quantum import MlDsaKey, load_ml_dsa_key, save_ml_dsa_key
 from keys.signing import SigningKey, load_signing_key, save_signing_key
 from region.config import RegionConfig
 from region.folder import RegionFolder
@@ -86,6 +87,12 @@ def found_region(
     }
     for path, key in made.items():
         save_signing_key(key, path)
+    post_quantum = {
+        path: MlDsaKey.generate() for path in (folder.audit_ml_dsa_key, folder.witness_ml_dsa_key)
+    }
+    for path, ml_dsa_key in post_quantum.items():
+        save_ml_dsa_key(ml_dsa_key, path)
+    log_name, cosigner_name = region_origin(region, mesh), witness_name(region, mesh)
     import_key = HybridKeyPair.generate()
     save_key_pair(import_key, folder.import_key)
     bundle = sign_bundle(
@@ -99,8 +106,12 @@ def found_region(
             policy_keys=(policy_key.verify_key.public,),
             receipt_keys=(made[folder.receipt_key].verify_key.public,),
             audit_keys=(
-                AuditKey(region_origin(region, mesh), "log", made[folder.audit_key].verify_key.public),
-                AuditKey(witness_name(region, mesh), "cosigner", made[folder.witness_key].verify_key.public),
+                AuditKey(log_name, "log", made[folder.audit_key].verify_key.public),
+                AuditKey(log_name, "log", post_quantum[folder.audit_ml_dsa_key].public, "ml-dsa-44"),
+                AuditKey(cosigner_name, "cosigner", made[folder.witness_key].verify_key.public),
+                AuditKey(
+                    cosigner_name, "cosigner", post_quantum[folder.witness_ml_dsa_key].public, "ml-dsa-44"
+                ),
             ),
             import_key=import_key.public.encoded,
         ),
@@ -172,16 +183,27 @@ def _found_bridge(folder: RegionFolder, config: RegionConfig, name: str, now_ms:
         save_key_pair(HybridKeyPair.generate(), folder.handoff_key(name))
     if not folder.egress_key(name).exists():
         save_signing_key(SigningKey.generate(), folder.egress_key(name))
-    egress = load_signing_key(folder.egress_key(name))
+    if not folder.egress_ml_dsa_key(name).exists():
+        save_ml_dsa_key(MlDsaKey.generate(), folder.egress_ml_dsa_key(name))
+    egress, ml_dsa = (
+        load_signing_key(folder.egress_key(name)),
+        load_ml_dsa_key(folder.egress_ml_dsa_key(name)),
+    )
     load_key_pair(folder.handoff_key(name))
     origin = egress_origin(config.region, config.mesh, name)
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
-    if any(key.name == origin for key in bundle.audit_keys):
+    wanted = (
+        AuditKey(origin, "log", egress.verify_key.public),
+        AuditKey(origin, "log", ml_dsa.public, "ml-dsa-44"),
+    )
+    named = {(key.name, key.algorithm) for key in bundle.audit_keys}
+    missing = tuple(key for key in wanted if (key.name, key.algorithm) not in named)
+    if not missing:
         return
     renewed = msgspec.structs.replace(
         bundle,
         issued_ms=max(now_ms, bundle.issued_ms + 1),
-        audit_keys=(*bundle.audit_keys, AuditKey(origin, "log", egress.verify_key.public)),
+        audit_keys=(*bundle.audit_keys, *missing),
     )
     signed = sign_bundle(renewed, load_signing_key(folder.policy_key))
     replace_file(folder.bundle, signed.encode(), PUBLIC)

@@ -40,6 +40,7 @@ from keys.authority import RegionAuthority, load_authority
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle
 from keys.hybrid import load_key_pair
 from keys.keyring import open_keyring
+from keys.post_quantum import load_ml_dsa_key
 from keys.signing import load_signing_key
 from region.broker import Broker
 from region.budget import Budgets
@@ -317,10 +318,12 @@ class Node:
             [key for bundle in known for key in log_keys(bundle)],
             DiskWitnessStore(data / "witness"),
             lambda: now_ms() // 1000,
+            also=_post_quantum(witness_name(region, mesh), self.folder.witness_ml_dsa_key),
         )
         trail = Trail.open(
             data / "audit",
             NoteSigner.from_key(region_origin(region, mesh), audit_key, Algorithm.ED25519),
+            also=_post_quantum(region_origin(region, mesh), self.folder.audit_ml_dsa_key),
             witnesses=[key for bundle in (*known, own) for key in witness_keys(bundle)],
             settings=TrailSettings(checkpoint_interval_ms=self.config.audit.checkpoint_every),
         )
@@ -552,6 +555,11 @@ class Node:
         """Close everything, with every acknowledgement kept. Safe to call twice."""
         await self._stack.aclose()
         log.info("broker %s of %s stopped", self.config.broker, self.config.region)
+
+
+def _post_quantum(name: str, path: Path) -> list[NoteSigner]:
+    """The ML-DSA-44 signer whose key is in this file; none in a region that was founded before there were any."""
+    return [NoteSigner.from_ml_dsa(name, load_ml_dsa_key(path))] if path.exists() else []
 
 
 def _tls(identity: Identity) -> ServerTls:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from base64 import b64decode
+from hashlib import sha256
 
 import pytest
 from audit_log import key, log_signer, witness_signer
+from cryptography.hazmat.primitives.asymmetric.mldsa import MLDSA44PublicKey
 from hypothesis import given
 from hypothesis import strategies as st
 
 from audit.checkpoint import Checkpoint, open_checkpoint
 from audit.note import (
+    NOTE_BYTES_MAX,
     Algorithm,
     Note,
     NoteSigner,
     VerifierKey,
     check_key_name,
     encode_note,
+    encode_signatures,
     parse_note,
+    parse_signatures,
+    signed_message,
     verify_note,
 )
 from felix.errors import FelixError, RequestError, TamperError
+from keys.post_quantum import MlDsaKey
 
 # The cosigned checkpoint that https://c2sp.org/tlog-cosignature shows.
 COSIGNED_EXAMPLE = (
@@ -68,7 +75,8 @@ def test_the_specification_example_is_read_as_it_says() -> None:
 
 @pytest.mark.parametrize("algorithm", list(Algorithm))
 def test_a_verifier_key_goes_round(algorithm: Algorithm) -> None:
-    verifier = VerifierKey("eu-west.acme/witness", algorithm, key(4).verify_key.public)
+    public = MlDsaKey.from_seed(b"4" * 32).public if algorithm.is_post_quantum else key(4).verify_key.public
+    verifier = VerifierKey("eu-west.acme/witness", algorithm, public)
     assert VerifierKey.parse(str(verifier)) == verifier
 
 
@@ -136,6 +144,96 @@ def test_a_cosignature_and_a_signature_by_one_key_are_not_taken_for_each_other()
         plain.key.verify("text\n", cosigner.cosign("text\n", 1).data)
 
 
+def ml_dsa(name: str, seed: bytes) -> NoteSigner:
+    return NoteSigner.from_ml_dsa(name, MlDsaKey.from_seed(seed * 32))
+
+
+def test_an_ml_dsa_message_is_laid_out_as_the_specification_says() -> None:
+    signer = ml_dsa("example.com/w", b"1")
+    text = Checkpoint("example.com/log", 258, b"r" * 32).text()
+    expected = (
+        b"subtree/v1\n\0"
+        + b"\x0dexample.com/w"
+        + (1679315147).to_bytes(8, "big")
+        + b"\x0fexample.com/log"
+        + bytes(8)
+        + b"\0\0\0\0\0\0\x01\x02"
+        + b"r" * 32
+    )
+    assert signed_message(signer.key, text, 1679315147) == expected
+    line = signer.cosign(text, 1679315147)
+    assert len(line.data) == 8 + 2420 and line.data[:8] == expected[26:34]
+    # Checked with the library alone: nothing of ours between the bytes above and the signature.
+    MLDSA44PublicKey.from_public_bytes(signer.key.public).verify(line.data[8:], expected)
+    material = b"example.com/w\n\x06" + signer.key.public
+    assert signer.key.key_id == sha256(material).digest()[:4]
+    assert b64decode(str(signer.key).split("+", 2)[2]) == b"\x06" + signer.key.public
+
+
+def test_a_log_signs_with_both_algorithms_and_either_is_enough_or_one_is_demanded() -> None:
+    log, quantum, witness = log_signer(), ml_dsa(log_signer().key.name, b"2"), ml_dsa("w.example/1", b"3")
+    text = Checkpoint(log.key.name, 3, b"r" * 32).text()
+    both = Note(text, (log.sign(text), quantum.sign(text, 5), witness.cosign(text, 7)))
+    keys = (log.key, quantum.key)
+    signed = open_checkpoint(encode_note(both), keys, [witness.key])
+    assert [by.key for by in signed.signed] == list(keys), "the log's own ML-DSA line is no cosignature"
+    assert [(by.key, by.time_s) for by in signed.cosigned] == [(witness.key, 7)]
+    only_ed25519 = Note(text, (log.sign(text), witness.cosign(text, 7)))
+    assert open_checkpoint(encode_note(only_ed25519), keys).checkpoint.size == 3
+    with pytest.raises(TamperError, match="not signed by the log's own key"):
+        open_checkpoint(encode_note(only_ed25519), quantum.key, [witness.key])
+    other = Checkpoint(log.key.name, 4, b"r" * 32).text()
+    bad = Note(text, (log.sign(text), quantum.sign(other, 5)))
+    with pytest.raises(TamperError, match="does not hold"):
+        open_checkpoint(encode_note(bad), keys)
+
+
+def test_an_ml_dsa_cosignature_without_a_time_does_not_count() -> None:
+    log, witness = log_signer(), ml_dsa("w.example/1", b"3")
+    text = Checkpoint(log.key.name, 3, b"r" * 32).text()
+    untimed = witness.sign(text)
+    assert witness.key.verify(text, untimed.data) == 0
+    note = Note(text, (log.sign(text), untimed))
+    assert open_checkpoint(encode_note(note), log.key, [witness.key]).cosigned == ()
+
+
+def test_an_ml_dsa_signature_is_of_one_name_time_origin_size_and_root() -> None:
+    witness, twin = ml_dsa("w.example/1", b"3"), ml_dsa("w.example/2", b"3")
+    text = Checkpoint("example.com/log", 3, b"r" * 32).text()
+    line = witness.cosign(text, 7)
+    assert witness.key.verify(text, line.data) == 7
+    for key_, changed, data in (
+        (twin.key, text, line.data),
+        (witness.key, text, bytes(7) + b"\x08" + line.data[8:]),
+        (witness.key, Checkpoint("example.com/log2", 3, b"r" * 32).text(), line.data),
+        (witness.key, Checkpoint("example.com/log", 4, b"r" * 32).text(), line.data),
+        (witness.key, Checkpoint("example.com/log", 3, b"s" * 32).text(), line.data),
+        (witness.key, text, line.data[:-1]),
+        (witness.key, text, line.data + b"\0"),
+        (witness.key, "text\n", line.data),
+        (witness.key, text, b""),
+    ):
+        with pytest.raises(TamperError):
+            key_.verify(changed, data)
+
+
+def test_sixteen_ml_dsa_signatures_fit_a_note() -> None:
+    log = log_signer()
+    text = Checkpoint(log.key.name, 3, b"r" * 32).text()
+    witnesses = [ml_dsa(f"w.example/{at:02}", bytes([at + 1])) for at in range(16)]
+    note = Note(text, (log.sign(text), *(witness.cosign(text, 7) for witness in witnesses)))
+    signed = open_checkpoint(encode_note(note), log.key, [witness.key for witness in witnesses])
+    assert len(signed.cosigned) == 16
+    lines = note.signatures[1:]
+    assert parse_signatures(encode_signatures(lines)) == lines
+
+
+def test_signature_lines_alone_have_no_text_before_them() -> None:
+    for data in (b"", b"\n", b"text\n\n\xe2\x80\x94 name AAAAAAA=\n", b"\n\n\xe2\x80\x94 name AAAAAAA=\n"):
+        with pytest.raises(TamperError):
+            parse_signatures(data)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -153,7 +251,7 @@ def test_a_cosignature_and_a_signature_by_one_key_are_not_taken_for_each_other()
         b"te\xffxt\n\n\xe2\x80\x94 name AAAAAAA=\n",
         b"text\r\n\r\n\xe2\x80\x94 name AAAAAAA=\r\n",
         b"text\n\n" + b"\xe2\x80\x94 name AAAAAAA=\n" * 65,
-        b"a" * 70_000,
+        b"a" * (NOTE_BYTES_MAX + 1),
     ],
 )
 def test_what_is_no_note_is_refused(data: bytes) -> None:

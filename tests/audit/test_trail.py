@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from audit_log import RECEIPT_KEYS, Link, egress_appends, log_signer, witness_si
 from audit.checkpoint import open_checkpoint
 from audit.errors import AuditUnavailableError, RolledBackError
 from audit.leaf import Leaf, decode_leaf
+from audit.note import NoteSigner
 from audit.tile import read_bundle
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
@@ -23,6 +25,7 @@ from audit.verify import verify_log
 from audit.wal_disk import RECORD_HEADER_BYTES, Record, read_segment, segments
 from audit.witness import MemoryWitnessStore, Witness
 from felix.errors import Code, CorruptionError, RequestError, TamperError
+from keys.post_quantum import MlDsaKey
 
 QUIET = TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30)
 """Checkpoints only when they are asked for, and on closing."""
@@ -573,3 +576,20 @@ def test_a_killed_process_loses_nothing_that_was_acknowledged(tmp_path: Path) ->
     assert report.size > acknowledged
     # Each run begins its link anew, so offsets repeat; every hash and leaf must hold all the same.
     assert {finding.step for finding in report.findings} <= {7}
+
+
+def test_checkpoints_are_signed_with_both_algorithms_and_a_log_may_take_the_second_later(
+    tmp_path: Path,
+) -> None:
+    signer = log_signer()
+    quantum = NoteSigner.from_ml_dsa(signer.key.name, MlDsaKey.from_seed(b"q" * 32))
+    with closing(open_trail(tmp_path)) as trail:
+        append(trail, [Link().grant()])
+        only = trail.publish()
+    assert [by.key for by in open_checkpoint(only, (signer.key, quantum.key)).signed] == [signer.key]
+    with closing(open_trail(tmp_path, also=[quantum])) as trail:
+        assert trail.keys == (signer.key, quantum.key)
+        append(trail, [Link().grant()])
+        signed = open_checkpoint(trail.publish(), quantum.key)
+        assert signed.checkpoint.size == 2 and signed.signed[0].time_s
+    open_trail(tmp_path).close()

@@ -112,7 +112,7 @@ def test_nothing_is_signed_before_it_is_remembered() -> None:
 
     signed: list[str] = []
     signer = witness_signer()
-    counting = NoteSigner(signer.key, lambda text: signed.append(text) or signer.sign_text(text))  # type: ignore[func-returns-value]
+    counting = NoteSigner(signer.key, lambda text: signed.append(text) or signer.sign_message(text))  # type: ignore[func-returns-value]
     witness = Witness(counting, [log_signer().key], Failing(), lambda: NOW_S)
     with pytest.raises(OSError, match="No space"):
         witness.cosign(Log().grow(3).note(3), [])

@@ -16,6 +16,7 @@ from felix.names import SpiffeId
 from keys.authority import RegionAuthority, create_authority
 from keys.bundle import BUNDLE_BYTES_MAX, AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
 from keys.hybrid import HybridKeyPair
+from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 
 NOW = 1_764_000_000_000
@@ -53,6 +54,22 @@ def test_a_bundle_survives_its_file_and_its_parts_work() -> None:
     assert verify_chain(identity.chain_pem, TrustBundle([signed.bundle.anchor()]), NOW)
     sealed = signed.bundle.hybrid_import_key().seal(b"secret", b"")
     assert PAIR.open(sealed, b"", "it") == b"secret"
+
+
+def test_a_log_may_have_an_ml_dsa_key_besides_and_bundles_without_keep_their_bytes() -> None:
+    plain = bundle().audit_keys[0]
+    assert b"algorithm" not in bundle().signed_bytes(), "a bundle of before is signed over the same bytes"
+    quantum = AuditKey(plain.name, "log", MlDsaKey.from_seed(b"q" * 32).public, "ml-dsa-44")
+    signed = decode_bundle(sign_bundle(bundle(audit_keys=(plain, quantum)), POLICY).encode())
+    assert signed.bundle.audit_keys == (plain, quantum)
+    for wrong in (
+        AuditKey(plain.name, "log", plain.public, "ml-dsa-44"),
+        AuditKey(plain.name, "log", quantum.public),
+    ):
+        with pytest.raises(RequestError):
+            sign_bundle(bundle(audit_keys=(wrong,)), POLICY)
+    most = tuple(AuditKey(f"{plain.name}{at}", "log", quantum.public, "ml-dsa-44") for at in range(16))
+    assert len(sign_bundle(bundle(audit_keys=most), POLICY).encode()) < BUNDLE_BYTES_MAX * 3 // 4
 
 
 def test_another_layout_of_the_file_is_the_same_bundle() -> None:
