@@ -20,7 +20,7 @@ from audit.tile_disk import Folder
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from cli.bridge import known_bundles, parse_moment
-from cli.output import err, iso, note, out, print_json, progress, table
+from cli.output import err, iso, note, out, print_json, progress, styled, table, verdict
 from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file
 from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.names import StreamName
@@ -190,9 +190,13 @@ def _plain(report: Report) -> dict[str, Any]:
 
 
 def _print_report(path: Path, report: Report) -> None:
-    verdict = "[green]verifies[/]" if report.ok else "[bold red]DOES NOT VERIFY[/]"
     out.print(
-        f"[bold]{report.origin}[/] {verdict}: {report.size:,} leaves, root {report.root.hex()[:16]}…  ({path})"
+        styled(
+            (report.origin, "bold"),
+            " ",
+            verdict(report.ok, "verifies", "DOES NOT VERIFY"),
+            f": {report.size:,} leaves, root {report.root.hex()[:16]}…  ({path})",
+        )
     )
     if report.cosigned_size:
         by = ", ".join(report.cosigned_by)
@@ -206,12 +210,9 @@ def _print_report(path: Path, report: Report) -> None:
     )
     for finding in report.findings[:20]:
         where = f"leaf {finding.leaf}" if finding.leaf is not None else finding.path
-        err.print(f"  step {finding.step}, {where}: {finding.sentence}", style="red", markup=False)
+        err.print(f"  step {finding.step}, {where}: {finding.sentence}", style="red")
     if len(report.findings) + report.left_off > 20:
-        err.print(
-            f"  … and {len(report.findings) + report.left_off - 20} more (all of them with --json)",
-            markup=False,
-        )
+        err.print(f"  … and {len(report.findings) + report.left_off - 20} more (all of them with --json)")
 
 
 # -- show ----------------------------------------------------------------------------------------------
@@ -350,7 +351,7 @@ def check_proof_(
     if json:
         print_json(proven)
         return
-    out.print(f"[green]The proof holds.[/] {file}")
+    out.print(styled(("The proof holds.", "green"), f" {file}"))
     intent, receipt = proven.intent, proven.receipt
     rows = [
         [

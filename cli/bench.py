@@ -6,14 +6,12 @@ A rate is printed only for what came whole, once and in order; otherwise the boo
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cli import bench_beside, bench_tenants
@@ -21,6 +19,7 @@ from cli.benchmark.accounting import PAYLOAD_BYTES_MIN
 from cli.benchmark.crossing import ENGINES, CrossingPlan, CrossingReport, measure_crossing
 from cli.benchmark.figures import LatencySpread, Spread
 from cli.benchmark.measurement import DURABILITIES, CaseResult, Kind, Plan, Report, measure
+from cli.output import err, out, print_json
 from felix.batch import BATCH_BYTES_MAX
 from felix.errors import Code, RequestError
 from felix.transport.port import ENGINE_NAMES
@@ -51,8 +50,6 @@ app.command("fanout")(bench_beside.fanout)
 app.command("queue")(bench_beside.queue)
 app.command("cache")(bench_beside.cache)
 
-_out = Console(highlight=False)
-_err = Console(stderr=True, highlight=False)
 
 EngineOption = Annotated[
     list[str] | None, typer.Option("--engine", help=f"Of {', '.join(ENGINE_NAMES)}; may be repeated.")
@@ -140,16 +137,16 @@ def bridge(
     """Records per second from one region into another under a grant, audited, and how long a record takes."""
     plan = crossing_plan_of(engine, records, batch, shards, repeats, quick)
     logging.getLogger("felix").setLevel(logging.WARNING)
-    with _err.status("starting") as status:
+    with err.status("starting") as status:
         report = measure_crossing(plan, folder, status.update)
     if not report.is_reconciled:
         for result in report.results:
             for problem in result.settlement.problems:
-                _err.print(f"{result.engine}: does not reconcile: {problem}", style="bold red", markup=False)
-        _err.print("No rate stands for records that did not all cross once, audited.", markup=False)
+                err.print(f"{result.engine}: does not reconcile: {problem}", style="bold red")
+        err.print("No rate stands for records that did not all cross once, audited.")
         raise typer.Exit(EXIT_UNRECONCILED)
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+        print_json(report)
     else:
         print_crossing(report)
 
@@ -219,10 +216,10 @@ def plan_of(
 def _bench(plan: Plan, folder: Path | None, json: bool) -> None:
     # The broker's sessions come and go a lot here; only what is wrong is of interest.
     logging.getLogger("felix").setLevel(logging.WARNING)
-    with _err.status("starting") as status:
+    with err.status("starting") as status:
         report = measure(plan, folder, status.update)
     if json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+        print_json(report)
     elif report.is_lossless:
         print_report(report)
     if not report.is_lossless:
@@ -236,8 +233,8 @@ def print_losses(report: Report) -> None:
         if not result.account.is_lossless:
             account = msgspec.to_builtins(result.account)
             found = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in account.items())
-            _err.print(f"{result.case}: not lossless: {found}", style="bold red", markup=False)
-    _err.print("No rate stands for records that did not all come once and in order.", markup=False)
+            err.print(f"{result.case}: not lossless: {found}", style="bold red")
+    err.print("No rate stands for records that did not all come once and in order.")
 
 
 def print_report(report: Report) -> None:
@@ -255,13 +252,13 @@ def print_report(report: Report) -> None:
         table.add_column(column, justify="right")
     for result in report.results:
         table.add_row(*_row(result))
-    _out.print(table)
+    out.print(table)
     for yardstick in report.yardsticks:
-        _out.print(f"raw QUIC echo over {yardstick.engine}: {_latency(yardstick.echo)} ms")
-    _out.print(f"one write and fdatasync: {_latency(report.sync)} ms")
+        out.print(f"raw QUIC echo over {yardstick.engine}: {_latency(yardstick.echo)} ms")
+    out.print(f"one write and fdatasync: {_latency(report.sync)} ms")
     records = sum(result.account.published for result in report.results)
     rounds = max(result.repeats for result in report.results)
-    _out.print(
+    out.print(
         f"{records:,} records published, each found once, in order and unchanged; {rounds} "
         f"round{'s' if rounds > 1 else ''} in {report.seconds:.0f} s on {report.machine.cpus} CPUs, "
         f"Python {report.machine.python}"
@@ -294,20 +291,20 @@ def print_crossing(report: CrossingReport) -> None:
         )
         table.add_row("published at the source alone, fsync", _spread(result.publish, 1, 0), "")
         table.add_row("read by a local subscriber", _spread(result.local, 1, 0), "")
-        _out.print(table)
-        _out.print(
+        out.print(table)
+        out.print(
             f"a single record, p50 / p99: {_latency(result.lone)} ms to a subscriber at the destination, "
             f"{_latency(result.lone_publish)} ms to its acknowledgement at the source"
         )
         found = result.settlement
-        _out.print(
+        out.print(
             f"{found.published:,} published = {found.crossed:,} crossed + {found.withheld:,} withheld; "
             f"{found.crossed:,} INTENT entries = {found.acknowledged:,} acknowledged = {found.delivered:,} "
             f"delivered; {found.egress_leaves:,} egress and {found.ingress_leaves:,} ingress leaves verify"
         )
-    _out.print(f"one write and fdatasync: {_latency(report.sync)} ms")
+    out.print(f"one write and fdatasync: {_latency(report.sync)} ms")
     rounds = max(result.repeats for result in report.results)
-    _out.print(
+    out.print(
         f"{rounds} round{'s' if rounds > 1 else ''} in {report.seconds:.0f} s on {report.machine.cpus} CPUs, "
         f"Python {report.machine.python}"
     )

@@ -7,14 +7,12 @@ What is not installed is left out, with a sentence that says how to get it; that
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cli.benchmark.accounting import PAYLOAD_BYTES_MIN, Account
@@ -23,6 +21,7 @@ from cli.benchmark.fanout import FanoutPlan, FanoutReport, FanoutResult, measure
 from cli.benchmark.figures import LatencySpread, Spread
 from cli.benchmark.queueing import QueueAccount, QueuePlan, QueueReport, measure_queue
 from cli.benchmark.systems import CACHES, FELIX, QUEUES, SYSTEMS
+from cli.output import err, out, print_json
 from felix.batch import BATCH_BYTES_MAX
 from felix.errors import Code, RequestError
 
@@ -34,8 +33,6 @@ SUBSCRIBERS_MAX: Final = 64
 
 R = TypeVar("R")
 
-_out = Console(highlight=False)
-_err = Console(stderr=True, highlight=False)
 
 SystemOption = Annotated[
     list[str] | None, typer.Option("--system", help=f"Of {', '.join(SYSTEMS)}; may be repeated.")
@@ -216,17 +213,17 @@ def known_systems(systems: Sequence[str] | None, known: Collection[str]) -> tupl
 
 def _measured(measure: Callable[[Callable[[str], None]], R]) -> R:
     logging.getLogger("felix").setLevel(logging.WARNING)
-    with _err.status("starting") as status:
+    with err.status("starting") as status:
         return measure(status.update)
 
 
 def _say_skipped(skipped: Sequence[str]) -> None:
     for sentence in skipped:
-        _err.print(sentence, markup=False)
+        err.print(sentence)
 
 
 def _print_json(report: msgspec.Struct) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    print_json(report)
 
 
 def print_losses(accounts: Sequence[tuple[str, Account | QueueAccount | CacheAccount]]) -> None:
@@ -235,8 +232,8 @@ def print_losses(accounts: Sequence[tuple[str, Account | QueueAccount | CacheAcc
         if not account.is_lossless:
             items = msgspec.to_builtins(account).items()
             found = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in items)
-            _err.print(f"{case}: not lossless: {found}", style="bold red", markup=False)
-    _err.print("No rate stands for what was lost, repeated or wrong.", markup=False)
+            err.print(f"{case}: not lossless: {found}", style="bold red")
+    err.print("No rate stands for what was lost, repeated or wrong.")
 
 
 def print_fanout(report: FanoutReport) -> None:
@@ -268,7 +265,7 @@ def print_fanout(report: FanoutReport) -> None:
             *(ratio(result.felix.get(name)) for name in FELIX),
             latency(result.paced),
         )
-    _out.print(table)
+    out.print(table)
     records = sum(result.account.received for result in report.results)
     _print_end(f"{records:,} records delivered, to each subscriber once, in order and unchanged", report)
 
@@ -305,7 +302,7 @@ def print_queue(report: QueueReport) -> None:
             latency(result.to_hand),
             latency(result.to_ack),
         )
-    _out.print(table)
+    out.print(table)
     jobs = sum(result.account.finished for result in report.results)
     _print_end(f"{jobs:,} jobs, each finished once and nothing left", report)
 
@@ -335,7 +332,7 @@ def print_cache(report: CacheReport) -> None:
             latency(result.get),
             latency(result.put),
         )
-    _out.print(table)
+    out.print(table)
     got = sum(result.account.got for result in report.results)
     _print_end(f"{got:,} gets, each of the newest value", report)
 
@@ -351,7 +348,7 @@ def _table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
 
 def _print_end(what: str, report: FanoutReport | QueueReport | CacheReport) -> None:
     servers = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    _out.print(
+    out.print(
         f"{what}, in {report.seconds:.0f} s on {report.machine.cpus} CPUs, Python {report.machine.python}"
         f"{'; ' + servers if servers else ''}"
     )

@@ -5,20 +5,19 @@ cli.benchmark say how it is measured. The verbs are registered by cli.bench.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from cli.benchmark.accounting import Account
 from cli.benchmark.fairness import FairnessPlan, FairnessReport, measure_fairness
 from cli.benchmark.figures import LatencySpread, Spread
 from cli.benchmark.slow_consumer import SlowPlan, SlowReport, measure_slow_consumer
+from cli.output import err, out, print_json
 from felix.errors import Code, RequestError
 from felix.transport.port import ENGINE_NAMES
 from policy.quantity import Rate, Size
@@ -34,8 +33,6 @@ BACKLOG_BYTES_MIN: Final = 80 << 20
 
 R = TypeVar("R")
 
-_out = Console(highlight=False)
-_err = Console(stderr=True, highlight=False)
 
 EngineOption = Annotated[str, typer.Option("--engine", help=f"Of {', '.join(ENGINE_NAMES)}.")]
 SecondsOption = Annotated[
@@ -119,7 +116,7 @@ def slow_consumer(
     _settle([("the one that reads", report.reader), ("the slow one", report.slow)])
     _print(report) if json else print_slow(report)
     if not report.memory.is_within:
-        _err.print("The broker took more memory than its limits allow.", style="bold red", markup=False)
+        err.print("The broker took more memory than its limits allow.", style="bold red")
         raise typer.Exit(EXIT_UNRECONCILED)
 
 
@@ -136,7 +133,7 @@ def _known(engine: str) -> str:
 def _measured(measure: Callable[[Callable[[str], None]], R]) -> R:
     # Sessions that are slowed down say so, as they should; here it is what is asked for.
     logging.getLogger("felix").setLevel(logging.ERROR)
-    with _err.status("starting") as status:
+    with err.status("starting") as status:
         return measure(status.update)
 
 
@@ -147,14 +144,14 @@ def _settle(books: list[tuple[str, Account]]) -> None:
         found = ", ".join(
             f"{name.replace('_', ' ')} {value}" for name, value in msgspec.to_builtins(account).items()
         )
-        _err.print(f"{what}: not lossless: {found}", style="bold red", markup=False)
+        err.print(f"{what}: not lossless: {found}", style="bold red")
     if wrong:
-        _err.print("No latency stands for records that did not all come once and in order.", markup=False)
+        err.print("No latency stands for records that did not all come once and in order.")
         raise typer.Exit(EXIT_UNRECONCILED)
 
 
 def _print(report: msgspec.Struct) -> None:
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+    print_json(report)
 
 
 def print_fairness(report: FairnessReport) -> None:
@@ -173,8 +170,8 @@ def print_fairness(report: FairnessReport) -> None:
             _spread(result.p99_ratio),
             f"{result.noise.median / 1e6:,.1f}" if result.noise.median else "",
         )
-    _out.print(table)
-    _out.print(f"the quota: {Rate(plan.quota_bytes)} of publishing, and the same of delivery")
+    out.print(table)
+    out.print(f"the quota: {Rate(plan.quota_bytes)} of publishing, and the same of delivery")
     _closing(sum((result.account for result in report.results), Account()), plan.repeats, report.seconds)
 
 
@@ -190,10 +187,10 @@ def print_slow(report: SlowReport) -> None:
         table.add_row(
             phase.phase, _latency(phase.latency), _spread(phase.p50_ratio), _spread(phase.p99_ratio)
         )
-    _out.print(table)
-    _out.print(f"the slow one caught up with {report.catch_up.median / 1e6:,.0f} MB/s")
+    out.print(table)
+    out.print(f"the slow one caught up with {report.catch_up.median / 1e6:,.0f} MB/s")
     grown = memory.resident_most - memory.resident_before
-    _out.print(
+    out.print(
         f"the broker's resident memory: {memory.resident_before >> 20} MiB before, {grown >> 20} MiB more at most; "
         f"its limits allow {memory.growth_allowed >> 20} MiB more"
     )
@@ -202,7 +199,7 @@ def print_slow(report: SlowReport) -> None:
         for name, (most, limit) in memory.budgets.items()
         if most
     )
-    _out.print(f"budgets at most, in MiB: {used}")
+    out.print(f"budgets at most, in MiB: {used}")
     _closing(report.reader + report.slow, plan.repeats, report.seconds)
 
 
@@ -215,7 +212,7 @@ def _table(title: str, columns: tuple[str, ...]) -> Table:
 
 
 def _closing(account: Account, rounds: int, seconds: float) -> None:
-    _out.print(
+    out.print(
         f"{account.received:,} records, each found once, in order and unchanged; {rounds} "
         f"round{'s' if rounds > 1 else ''} in {seconds:.0f} s"
     )

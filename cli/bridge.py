@@ -15,7 +15,7 @@ from bridge.agent import Agent
 from bridge.config import BridgeConfig
 from bridge.config import load_config as load_agent_config
 from bridge.sample import Sample, sample_as_bridge, sample_as_reader
-from cli.output import iso, note, out, print_json, table
+from cli.output import iso, note, out, print_json, styled, table
 from cli.policy import fetch_policy
 from cli.process import PidFile, start_detached, stop
 from cli.setting import (
@@ -237,7 +237,9 @@ def allow(
         )
         return
     out.print(
-        f"[bold]{export.grant}[/]  {name} may leave {config.region} for {to} until {iso(terms.expires)}"
+        styled(
+            (export.grant, "bold"), f"  {name} may leave {config.region} for {to} until {iso(terms.expires)}"
+        )
     )
     out.print(f"  file   {path}")
     out.print(f"Nothing crosses until {to} accepts it:  felix bridge accept {path} --region {to}")
@@ -288,8 +290,10 @@ def accept(
         return
     terms = export.terms
     out.print(
-        f"[bold]{export.grant}[/]  {config.region} takes {terms.stream} from {terms.from_region} "
-        f"until {iso(terms.expires)}"
+        styled(
+            (export.grant, "bold"),
+            f"  {config.region} takes {terms.stream} from {terms.from_region} until {iso(terms.expires)}",
+        )
     )
     out.print(f"  file   {path}")
     out.print("The bridge carries the acceptance back by itself.")
@@ -492,12 +496,14 @@ def explain(what: What, name: Name, to: To, region: RegionOption = "", json: Jso
             }
         )  # fmt: skip
     else:
-        out.print(f"{name} from {config.region} to {to}: [bold]{'crosses' if may else 'does not cross'}[/]")
+        out.print(
+            styled(f"{name} from {config.region} to {to}: ", ("crosses" if may else "does not cross", "bold"))
+        )
         out.print(
             f"  policy: {'allows it' if decision.allowed else 'does not allow it'}, rule {decision.rule or 'none'}"
         )
         for reason in reasons + denied:
-            out.print(f"    - {reason}", markup=False)
+            out.print(f"    - {reason}")
         out.print(f"  grant:  {concerned[-1].grant + ', ' if concerned else ''}{state}")
     if not may:
         raise typer.Exit(EXIT_DENIED)

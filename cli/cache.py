@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 import felix
-from cli.output import iso, note, out, print_json, table
+from cli.output import iso, note, out, print_json, table, write_data, write_json_line
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, read_file, run
 from cli.stream import format_durability, parse_durability
 from felix.cache import Change, Entry
@@ -18,6 +18,7 @@ from felix.cache_messages import CacheStats
 from felix.errors import Code, RequestError
 from felix.messages import StreamState
 from felix.settings import CACHE_BYTES_DEFAULT, CacheSettings
+from felix.visible import visible
 from policy.quantity import Duration, Size
 
 EXIT_NOT_FOUND = 7
@@ -159,7 +160,7 @@ def _say_version(as_json: bool, name: str, key: str, version: int) -> None:
     if as_json:
         print_json({"cache": name, "key": key, "version": version})
     else:
-        out.print(f"{key} has version {version}", markup=False)
+        out.print(f"{key} has version {version}")
 
 
 @app.command()
@@ -173,9 +174,7 @@ def get(
     if json:
         print_json({"cache": name, **entry_row(key.encode(), entry)})
         return
-    sys.stdout.buffer.write(entry.value)
-    if sys.stdout.isatty():
-        sys.stdout.buffer.write(b"\n")
+    write_data(entry.value, b"\n" if sys.stdout.isatty() else b"")
     sys.stdout.flush()
 
 
@@ -304,7 +303,7 @@ async def _scan(
     async with connect(region, identity) as client:
         async for key, entry in client.cache(name).scan(prefix):
             if as_json:
-                sys.stdout.buffer.write(msgspec.json.encode(entry_row(key, entry)) + b"\n")
+                write_json_line(entry_row(key, entry))
             else:
                 ttl = "" if entry.ttl is None else f"{entry.ttl:,.1f} s"
                 text = shown(entry.value)
@@ -372,10 +371,11 @@ def _print_change(change: Change, as_json: bool) -> None:
         if change.value is not None:
             row |= {"value": shown(change.value), "expires_at": change.expires_at_ms or None}
         row["position"] = str(change.position) if change.position is not None else None
-        sys.stdout.buffer.write(msgspec.json.encode(row) + b"\n")
+        write_json_line(row)
     elif change.key:
         value = "" if change.value is None else f"  {shown(change.value)}"
-        sys.stdout.write(f"{change.kind:8}{change.version:>10,}  {shown(change.key)}{value}\n")
+        # One change is one line, also in a pipe.
+        sys.stdout.write(visible(f"{change.kind:8}{change.version:>10,}  {shown(change.key)}{value}") + "\n")
     else:
         sys.stdout.write(f"{change.kind}\n")
     sys.stdout.flush()

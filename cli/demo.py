@@ -29,7 +29,7 @@ from cli import bridge as bridge_command
 from cli.audit import trusted, verify_one
 from cli.bridge import add_right, put_document
 from cli.flights import FLIGHTS, departures, flights_file, rosters
-from cli.output import err, note, out, progress, table
+from cli.output import err, note, out, progress, styled, table, verdict
 from cli.policy import load_policy
 from cli.process import start_detached, stop
 from cli.setting import connect, now_ms, run
@@ -378,7 +378,7 @@ def _verify(home: Path, figures: Figures) -> dict[str, Verification]:
         figures.verified[name] = report.ok
         figures.cosigned[name] = report.cosigned_size
         for finding in report.findings[:5]:
-            err.print(f"{name} log, step {finding.step}: {finding.sentence}", style="red", markup=False)
+            err.print(f"{name} log, step {finding.step}: {finding.sentence}", style="red")
     for header in _headers(_logs(home)["egress"]):
         if header[0] is Kind.INTENT:
             figures.crossed += header[1]
@@ -458,7 +458,6 @@ def reconcile(
 def _print(figures: Figures, home: Path, seconds: float, problems: list[str]) -> None:
     published_rate = figures.published / max(figures.published_seconds, 1e-9)
     crossed_rate = figures.crossed / max(figures.crossing_seconds, 1e-9)
-    verdicts = {True: "[green]verifies[/]", False: "[bold red]DOES NOT VERIFY[/]"}
     rows: list[list[object]] = [
         [
             f"published in {SOURCE}",
@@ -481,7 +480,10 @@ def _print(figures: Figures, home: Path, seconds: float, problems: list[str]) ->
             [
                 f"{name} audit leaves",
                 figures.leaves[name],
-                f"{verdicts[ok]}, cosigned up to {figures.cosigned[name]:,}",
+                styled(
+                    verdict(ok, "verifies", "DOES NOT VERIFY"),
+                    f", cosigned up to {figures.cosigned[name]:,}",
+                ),
             ]
         )
     if figures.page:
@@ -489,9 +491,9 @@ def _print(figures: Figures, home: Path, seconds: float, problems: list[str]) ->
     table(f"Felix: {SOURCE} → {DESTINATION}, {seconds:.0f} s", ["", "records#", ""], rows)
     if problems:
         for problem in problems:
-            err.print(f"does not reconcile: {problem}", style="bold red", markup=False)
+            err.print(f"does not reconcile: {problem}", style="bold red")
     else:
-        out.print("[green]Every number reconciles.[/]")
+        out.print(styled(("Every number reconciles.", "green")))
     out.print(
         f"Everything is in {home}; look around with FELIX_HOME={home}, for example: felix audit show --region {SOURCE}"
     )

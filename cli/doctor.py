@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from cli.output import print_json, table
+from cli.output import print_json, styled, table
 from cli.process import read_state
 from cli.setting import JsonOption, folder_of, known_regions, now_ms, run
 from felix.errors import FelixError
@@ -48,11 +48,11 @@ def doctor(
     if json:
         print_json([finding._asdict() for finding in findings])
     else:
-        colours = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[bold red]problem[/]"}
+        colours = {"ok": "green", "note": "yellow", "problem": "bold red"}
         table(
             "felix doctor",
             ["what", "state", "found", "what to do"],
-            [[f.what, colours[f.state], f.found, f.advice] for f in findings],
+            [[f.what, styled((f.state, colours[f.state])), f.found, f.advice] for f in findings],
         )
     if any(finding.state == "problem" for finding in findings):
         raise typer.Exit(EXIT_PROBLEMS)

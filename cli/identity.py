@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cli.output import iso, note, out, print_json, table
+from cli.output import iso, note, out, print_json, styled, table
 from cli.process import read_state
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, folder_of, now_ms, run
 from felix.errors import FelixError, RequestError
@@ -45,7 +45,7 @@ def issue(
     identity = issue_identity(folder, config, kind, name, issued_ms, lifetime=life)
     if rights:
         run(_put_rights(config.region, str(identity.spiffe_id), rights))
-    out.print(f"[bold]{identity.spiffe_id}[/] holds until {iso(identity.not_after_ms)}")
+    out.print(styled((str(identity.spiffe_id), "bold"), f" holds until {iso(identity.not_after_ms)}"))
     # Certificates count in seconds.
     if life is not None and identity.not_after_ms + 1000 < issued_ms + life / timedelta(milliseconds=1):
         note(

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from cli.output import err, iso, out, print_json, progress, table
+from cli.output import err, iso, out, print_json, progress, styled, table
 from cli.setting import JsonOption, RegionOption, folder_of, read_file
 from felix.errors import Code, RequestError
 from felix.names import StreamName
@@ -210,12 +210,10 @@ def _print_verdicts(verdicts: list[ShardVerdict], *, unsealed: bool) -> None:
             err.print(
                 f"{'damaged' if finding.is_damage else 'note'}: {where}: {finding.what}",
                 style="red" if finding.is_damage else None,
-                markup=False,
             )
         if one.findings_left_out:
             err.print(
                 f"{one.findings_left_out:,} more findings in {one.stream} {_shard_name(one.shard)}",
-                markup=False,
             )
 
 
@@ -256,8 +254,11 @@ def inspect(
     else:
         records = sum(line.records for line in entries)
         out.print(
-            f"[bold]{identity.stream}[/] shard {_shard_name(identity.shard)} of {identity.region}, incarnation "
-            f"{identity.incarnation.hex()}, from offset {header.base_offset}, made {iso(header.created_ms)}"
+            styled(
+                (str(identity.stream), "bold"),
+                f" shard {_shard_name(identity.shard)} of {identity.region}, incarnation "
+                f"{identity.incarnation.hex()}, from offset {header.base_offset}, made {iso(header.created_ms)}",
+            )
         )
         if span := header.span:
             out.print(
@@ -287,7 +288,6 @@ def inspect(
             err.print(
                 f"damaged: {line.length:,} bytes at {line.position:,}: {line.reason}",
                 style="red",
-                markup=False,
             )
     if damaged:
         raise typer.Exit(EXIT_DAMAGED)

@@ -34,6 +34,7 @@ from cli import (
 )
 from cli.output import err
 from felix.errors import Code, FelixError
+from felix.visible import VisibleFormatter
 
 EXIT_FAILED: Final = 1
 EXIT_REFUSED: Final = 3
@@ -76,11 +77,10 @@ def options(
     ] = "warning",
 ) -> None:
     """Options before the command."""
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=log_level.upper(),
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    # What strangers send stands in log lines too: one record is one line, and nothing in it is obeyed.
+    handler.setFormatter(VisibleFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=log_level.upper())
 
 
 def exit_code(error: FelixError) -> int:
@@ -106,17 +106,16 @@ def main() -> None:
     try:
         app()
     except FelixError as error:
-        err.print(f"felix: {error.sentence}", style="bold red", markup=False)
+        err.print(f"felix: {error.sentence}", style="bold red")
         if error.hint:
-            err.print(f"       {error.hint}", markup=False)
+            err.print(f"       {error.hint}")
         err.print(
             f"       ({error.code.name.lower().replace('_', '-')}, {int(error.code)})",
             style="dim",
-            markup=False,
         )
         sys.exit(exit_code(error))
     except KeyboardInterrupt:
-        err.print("felix: interrupted", markup=False)
+        err.print("felix: interrupted")
         sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)

@@ -1,4 +1,9 @@
-"""What the commands print: tables for people on standard output, JSON with `--json`, notices on standard error."""
+"""What the commands print: tables for people on standard output, JSON with `--json`, notices on standard error.
+
+Most of what is printed was written by somebody else: names, sentences of refusals, headers, keys. So nothing that is
+printed is read as markup, a string is one line, and control and format characters are shown as escapes
+(`felix.visible`). `SafeConsole` sees to it, whatever is printed; what a command wants bold it says with `styled`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -17,41 +22,98 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
+
+from felix.visible import visible, visible_json
 
 PIPE_COLUMNS: Final = 200
 """Where output goes into a file or a pipe there is no terminal to fit."""
 
 
-def _console(*, stderr: bool) -> Console:
+class SafeConsole(Console):
+    """A console for text from outside: no markup, no emoji codes, and nothing that a terminal would obey.
+
+    Styles are ours: they come as `Text`, `style=` or a table's own. A string that is printed is one line.
+    """
+
+    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
+        super().__init__(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich prints, strings as plain text."""
+        plain = (Text(visible(each)) if isinstance(each, str) else each for each in objects)
+        super().print(*plain, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """The segments of anything printed, each without a character that a terminal would obey."""
+        for segment in super().render(renderable, options):
+            # Control segments are rich's own (move the cursor, clear a line): data never makes one.
+            if segment.control or segment.text.isprintable() or segment.text == "\n":
+                yield segment
+            else:
+                yield Segment(visible(segment.text, keep="\n"), segment.style)
+
+
+def _console(*, stderr: bool) -> SafeConsole:
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else PIPE_COLUMNS)
+    return SafeConsole(stderr=stderr, width=None if stream.isatty() else PIPE_COLUMNS)
 
 
 out = _console(stderr=False)
 err = _console(stderr=True)
 
 
+def styled(*parts: str | tuple[str, str]) -> Text:
+    """A line of parts, some as (text, style): `styled(("acme/ops", "bold"), " is deleted")`."""
+    made = Text()
+    for part in parts:
+        text, style = part if isinstance(part, tuple) else (part, "")
+        made.append(visible(text), style)
+    return made
+
+
+def verdict(holds: bool, good: str, bad: str) -> tuple[str, str]:
+    """A part of `styled`: `good` in green, `bad` in red."""
+    return (good, "green") if holds else (bad, "bold red")
+
+
 def print_json(value: Any) -> None:
     """One JSON document. Structs become objects, bytes base64 (msgspec), times stay numbers."""
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2)
+    sys.stdout.buffer.write(visible_json(text) + b"\n")
     sys.stdout.flush()
 
 
+def write_json_line(value: Any) -> None:
+    """One JSON value on a line of standard output; the caller flushes."""
+    sys.stdout.buffer.write(visible_json(msgspec.json.encode(value)) + b"\n")
+
+
+def write_data(data: bytes, end: bytes = b"") -> None:
+    """Somebody's payload on standard output: as it is into a file or a pipe, with escapes on a terminal."""
+    if sys.stdout.isatty():
+        data = visible(data.decode(errors="backslashreplace"), keep="\n\t").encode()
+    sys.stdout.buffer.write(data + end)
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table for people; columns that end in `#` are numbers and stand to the right."""
-    made = Table(title=title, title_justify="left", header_style="bold", pad_edge=False)
+    """A table for people; columns that end in `#` are numbers and stand to the right. A cell is plain text, or `Text`."""
+    made = Table(title=visible(title), title_justify="left", header_style="bold", pad_edge=False)
     for column in columns:
         made.add_column(
             column.rstrip("#"), justify="right" if column.endswith("#") else "left", overflow="fold"
         )
     for row in rows:
-        made.add_row(*(cell if isinstance(cell, str) else format_cell(cell) for cell in row))
+        made.add_row(*(cell if isinstance(cell, Text) else Text(visible(format_cell(cell))) for cell in row))
     out.print(made)
 
 
 def format_cell(value: object) -> str:
-    """Numbers with thousands separators, nothing for None."""
+    """Text as it is, numbers with thousands separators, nothing for None."""
+    if isinstance(value, str):
+        return value
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -72,7 +134,7 @@ def iso(time_ms: int) -> str:
 
 def progress(*, counted: bool = True) -> Progress:
     """A progress bar on standard error."""
-    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn()]
+    columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()]
     if counted:
         columns.append(MofNCompleteColumn())
     return Progress(*columns, TimeElapsedColumn(), console=err)
@@ -80,4 +142,4 @@ def progress(*, counted: bool = True) -> Progress:
 
 def note(text: str) -> None:
     """A line on standard error."""
-    err.print(text, markup=False)
+    err.print(text)

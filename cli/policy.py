@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cli.output import out, print_json, table
+from cli.output import out, print_json, styled, table, write_data
 from cli.setting import JsonOption, RegionOption, choose_region, connect, folder_of, read_file, run
 from felix.errors import Code, RequestError
 from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
@@ -82,7 +83,8 @@ def show(
     """Show the policy in force."""
     policy = run(fetch_policy(region))
     if text:
-        typer.echo(policy.text, nl=False)
+        write_data(policy.text.encode())
+        sys.stdout.flush()
     else:
         _show(policy, json)
 
@@ -100,7 +102,10 @@ def _show(policy: ResidencyPolicy, json: bool) -> None:
         )
         return
     out.print(
-        f"[bold]{file.name}[/] of {policy.region}, revision {policy.revision}, SHA-256 {policy.hash.hex()}"
+        styled(
+            (file.name, "bold"),
+            f" of {policy.region}, revision {policy.revision}, SHA-256 {policy.hash.hex()}",
+        )
     )
     table(
         "Regions",

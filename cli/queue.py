@@ -15,7 +15,7 @@ from typing import IO, Annotated, Any
 import msgspec
 import typer
 
-from cli.output import iso, note, out, print_json, table
+from cli.output import iso, note, out, print_json, table, write_data, write_json_line
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run, stop_signals
 from cli.stream import Name, format_durability, parse_durability, parse_retention, records_of_lines
 from felix.batch import NewRecord
@@ -418,7 +418,7 @@ def lease(
         if json:
             _print_job(job, as_json=True)
         else:
-            sys.stdout.buffer.write(_handle(job).encode() + b"\t" + job.payload + b"\n")
+            write_data(_handle(job).encode() + b"\t" + job.payload, b"\n")
     sys.stdout.flush()
 
 
@@ -610,7 +610,7 @@ def _parse_handle(text: str) -> Held:
 
 def _print_job(job: Job, *, as_json: bool) -> None:
     if not as_json:
-        sys.stdout.buffer.write(job.payload + b"\n")
+        write_data(job.payload, b"\n")
         return
     row: dict[str, Any] = {
         "job": _handle(job),
@@ -623,7 +623,7 @@ def _print_job(job: Job, *, as_json: bool) -> None:
         row["value"] = msgspec.json.decode(job.payload)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         row["payload"] = job.payload.decode(errors="replace")
-    sys.stdout.buffer.write(msgspec.json.encode(row) + b"\n")
+    write_json_line(row)
 
 
 def _short(data: bytes) -> str:

@@ -244,9 +244,9 @@ def print_quotas(states: list[QuotaState]) -> None:
             )
         title = f"{state.scope.capitalize()} {state.name}"
         if not rows:
-            out.print(f"{title}: no limits, nothing used", markup=False)
+            out.print(f"{title}: no limits, nothing used")
             continue
         table(title, ["limit of", "used#", "limit#", "share#", "set by", "slowed s#"], rows)
         if state.refused:
             found = ", ".join(f"{code} {count:,}" for code, count in sorted(state.refused.items()))
-            out.print(f"refused since the start: {found}", markup=False)
+            out.print(f"refused since the start: {found}")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from cli.output import iso, note, out, print_json, table
+from cli.output import iso, note, out, print_json, styled, table
 from cli.process import PidFile, read_state, start_detached, stop
 from cli.setting import (
     JsonOption,
@@ -68,7 +68,7 @@ def init(
         health=health_address,
         now_ms=now_ms(),
     )
-    out.print(f"Region [bold]{name}[/] of mesh {mesh} is founded in {folder.root}")
+    out.print(styled("Region ", (name, "bold"), f" of mesh {mesh} is founded in {folder.root}"))
     out.print(f"  listens at    {address} (UDP), health {health_address or 'none'}")
     out.print(f"  country       {signed.bundle.country}, jurisdiction {signed.bundle.jurisdiction}")
     out.print(f"  fingerprint   {signed.bundle.fingerprint()}")

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 import felix
-from cli.output import iso, note, out, print_json, progress, table
+from cli.output import iso, note, out, print_json, progress, styled, table, write_data, write_json_line
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
 from felix.batch import Record
 from felix.errors import Code, RequestError
@@ -293,7 +293,10 @@ def describe(
         print_json(state)
         return
     out.print(
-        f"[bold]{state.stream}[/]  {format_durability(state)}  retention {format_retention(state)}{format_views(state)}"
+        styled(
+            (state.stream, "bold"),
+            f"  {format_durability(state)}  retention {format_retention(state)}{format_views(state)}",
+        )
     )
     out.print(f"incarnation {state.incarnation.hex()}, created {iso(state.created_ms)}")
     table(
@@ -575,10 +578,9 @@ def _say_gap(gap: Gap) -> None:
 
 def write_record(record: Record, shard: int, *, as_json: bool) -> None:
     """One record on standard output: its payload and a line feed, or an object."""
-    stdout = sys.stdout.buffer
     payload = bytes(record.payload)
     if not as_json:
-        stdout.write(payload + b"\n")
+        write_data(payload, b"\n")
         return
     row: dict[str, Any] = {
         "shard": shard,
@@ -591,7 +593,7 @@ def write_record(record: Record, shard: int, *, as_json: bool) -> None:
         row["value"] = msgspec.json.decode(payload)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         row["payload"] = _text(payload)
-    stdout.write(msgspec.json.encode(row) + b"\n")
+    write_json_line(row)
 
 
 def _text(data: bytes) -> str:

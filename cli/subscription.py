@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cli.output import iso, note, out, print_json, table
+from cli.output import iso, note, out, print_json, styled, table
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
 from cli.stream import parse_start, write_record
 from felix.batch import Record
@@ -204,8 +204,10 @@ def describe(
         print_json(state)
         return
     out.print(
-        f"[bold]{state.name}[/] of {state.stream}, by {state.creator}, since {iso(state.created_ms)}\n"
-        f"{format_settings(state)}\n"
+        styled((state.name, "bold"), f" of {state.stream}, by {state.creator}, since {iso(state.created_ms)}")
+    )
+    out.print(format_settings(state))
+    out.print(
         f"{state.redelivered:,} redelivered, {state.dead:,} dead letters, {state.skipped:,} taken by retention"
     )
     table(

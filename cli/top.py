@@ -23,6 +23,7 @@ from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run, 
 from felix.errors import FelixError, RequestError
 from felix.messages import CacheTraffic, LinkState, QuotaState, ReaderTraffic, RegionState, StreamTraffic
 from felix.names import StreamName
+from felix.visible import visible
 
 ROWS: Final = 15
 """Of each table, where nothing else is asked for: what fits a screen."""
@@ -343,7 +344,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]],
     for column in columns:
         made.add_column(column.rstrip("#"), justify="right" if column.endswith("#") else "left", no_wrap=True)
     for row in rows[:most]:
-        made.add_row(*(format_cell(cell) for cell in row))
+        made.add_row(*(visible(format_cell(cell)) for cell in row))
     return made
 
 

@@ -7,18 +7,19 @@ settings must not be the one who says where to: the region's operator does, in r
 from __future__ import annotations
 
 from felix.errors import Code, RequestError
-from region.log.fsspec_store import check_url, is_allowed
+from region.log.fsspec_store import check_package, check_parts, is_allowed
 
 
 def check_offload(url: str, allowed: tuple[str, ...]) -> None:
     """Raises RequestError: FORBIDDEN where the region does not allow the URL, CONFIG_INVALID where it is no store here.
 
-    Blocks: it may import the package of the URL's scheme.
+    Blocks: it may import the package of the URL's scheme, and does so only for a URL that the operator has allowed.
     """
-    check_url(url)
+    check_parts(url)
     if not is_allowed(url, allowed):
         raise RequestError(
             f"This region does not allow its data to be copied to {url[:200]}.",
             code=Code.FORBIDDEN,
             hint="The operator names the places that are allowed as storage.offload_allow in region.yaml.",
         )
+    check_package(url)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Final
+
+from audit.spark.markup import escape
 
 COLOURS: Final = 8
 """`--c0` to `--c7` in page.css; further streams share the last one."""

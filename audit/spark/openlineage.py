@@ -27,6 +27,7 @@ from audit.spark.document import Report
 from audit.spark.lineage import OTHER_FIELDS
 from audit.spark.table import iso
 from felix.errors import RequestError, UnavailableError
+from felix.visible import visible_json
 
 PRODUCER: Final = "urn:felix:audit-report:1"
 SCHEMA_URL: Final = "https://openlineage.io/spec/2-0-2/OpenLineage.json#/$defs/RunEvent"
@@ -187,7 +188,11 @@ def _run(row: Mapping[str, Any], fields: Sequence[Mapping[str, Any]]) -> list[di
 
 def encode(made: Sequence[Mapping[str, Any]]) -> bytes:
     """One event per line."""
-    return b"".join(json.dumps(event, ensure_ascii=False).encode() + b"\n" for event in made)
+    return b"".join(_line(event) + b"\n" for event in made)
+
+
+def _line(event: Mapping[str, Any]) -> bytes:
+    return visible_json(json.dumps(event, ensure_ascii=False).encode())
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -216,7 +221,7 @@ def post(made: Sequence[Mapping[str, Any]], url: str, timeout_s: float = POST_TI
     for number, event in enumerate(made):
         request = urllib.request.Request(  # noqa: S310  # check_url allows http and https alone
             endpoint,
-            data=json.dumps(event, ensure_ascii=False).encode(),
+            data=_line(event),
             headers={"Content-Type": "application/json"},
             method="POST",
         )

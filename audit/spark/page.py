@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from html import escape
 from importlib import resources
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from audit.spark.document import STATEMENT, Report, VerifiedLog
 from audit.spark.exceptions import BREACH, REFUSED
 from audit.spark.figure import Flow, colour, count, flows_svg, size, time_svg
 from audit.spark.lineage import OTHER_FIELDS
+from audit.spark.markup import escape
 from audit.spark.table import iso
 from audit.spark.volumes import DAY_MS
 

@@ -42,6 +42,7 @@ from audit.spark.verification import (
     problem_of,
 )
 from felix.errors import Code, CorruptionError, RequestError, TamperError
+from felix.visible import visible_json
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -441,7 +442,7 @@ def _made(spark: SparkSession, now: float, seconds: float, master: str | None) -
 
 
 def _json(value: Any) -> bytes:
-    return (json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode()
+    return visible_json((json.dumps(value, ensure_ascii=False, indent=1) + "\n").encode())
 
 
 def _prepare(target: Path) -> None:

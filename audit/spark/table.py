@@ -8,8 +8,8 @@ Invariants:
 - same rows, same bytes: no time, no random name, no host in a file, columns and rows in the order given;
 - a time is whole milliseconds since the Unix epoch inside a row, ISO 8601 in UTC in CSV and JSON, and
   `timestamp[ms, UTC]` in Parquet;
-- text in CSV that a spreadsheet would take for a formula is preceded by an apostrophe (CSV alone; Parquet and
-  JSON hold what the log holds).
+- text in CSV that a spreadsheet would take for a formula is preceded by an apostrophe, and its control and format
+  characters stand as escapes (CSV alone; Parquet and, once decoded, JSON hold what the log holds).
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
-_FORMULA_STARTS: Final = ("=", "+", "-", "@", "\t", "\r")
+from felix.visible import visible
+
+_FORMULA_STARTS: Final = ("=", "+", "-", "@")
+"""Also behind blanks, which some spreadsheets strip. Tabs and line feeds stand as escapes before this is asked."""
 LIST_SEPARATOR: Final = "; "
 """Between the items of a list in CSV, which has no lists."""
 
@@ -118,8 +121,8 @@ def _csv_cell(value: Value, kind: Type) -> str:
         return iso(value) or ""
     if kind is Type.FLAG:
         return "true" if value else "false"
-    text = LIST_SEPARATOR.join(value) if isinstance(value, list) else str(value)
-    if kind in (Type.TEXT, Type.LIST) and text.startswith(_FORMULA_STARTS):
+    text = visible(LIST_SEPARATOR.join(value) if isinstance(value, list) else str(value))
+    if kind in (Type.TEXT, Type.LIST) and text.lstrip().startswith(_FORMULA_STARTS):
         return "'" + text
     return text
 

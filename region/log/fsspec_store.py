@@ -39,6 +39,12 @@ def no_pace(moved: int) -> None:
 def check_url(url: str) -> None:
     """Raises RequestError(CONFIG_INVALID) where this URL can never be a store here: wrong scheme, a package that is not
     installed, or parts that would lead somewhere else than its text says. Imports the scheme's package."""
+    check_parts(url)
+    check_package(url)
+
+
+def check_parts(url: str) -> None:
+    """The URL's text alone: nothing is imported. Raises RequestError(CONFIG_INVALID)."""
     parts = urlsplit(url)
     if not parts.scheme or "::" in url or ".." in parts.path.split("/") or parts.query or parts.fragment:
         raise _wrong(
@@ -50,16 +56,19 @@ def check_url(url: str) -> None:
         raise _wrong(
             url, "it carries a password", "Give the broker's process its credentials by its environment."
         )
+
+
+def check_package(url: str) -> None:
+    """Imports the package of the URL's scheme. Raises RequestError(CONFIG_INVALID) where there is none."""
+    scheme = urlsplit(url).scheme
     try:
-        fsspec.get_filesystem_class(parts.scheme)
+        fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         raise _wrong(
-            url,
-            f"{parts.scheme}:// needs a package that is not installed: {error}",
-            "Install it for the broker.",
+            url, f"{scheme}:// needs a package that is not installed: {error}", "Install it for the broker."
         ) from error
     except ValueError as error:
-        raise _wrong(url, f"{parts.scheme}:// is no scheme that fsspec knows", "") from error
+        raise _wrong(url, f"{scheme}:// is no scheme that fsspec knows", "") from error
 
 
 def is_allowed(url: str, prefixes: tuple[str, ...]) -> bool:

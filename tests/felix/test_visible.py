@@ -1,0 +1,59 @@
+"""Text made safe to show: what a terminal obeys is seen, all other text is as it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import unicodedata
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from felix.visible import VisibleFormatter, is_visible, visible, visible_json
+
+ANY_TEXT = st.text(st.characters(codec=None, exclude_categories=()))
+
+
+def test_of_all_of_unicode_no_control_or_format_character_is_left() -> None:
+    shown = visible("".join(map(chr, range(sys.maxunicode + 1))))
+    assert not {unicodedata.category(one) for one in shown} & {"Cc", "Cf", "Cs", "Zl", "Zp"}
+    assert is_visible(shown)
+
+
+def test_escapes_are_those_that_people_know() -> None:
+    assert visible("a\x1b[2J\n\r\t\x9b\u202e\U000e0041") == r"a\x1b[2J\n\r\t\x9b\u202e\U000e0041"
+    assert visible("a\nb\x07", keep="\n") == "a\nb\\x07"
+
+
+def test_names_of_people_and_places_stay_as_they_are() -> None:
+    for text in ("Łódź", "東京", "القاهرة", "naïve [bold] \\x1b", "100\u00a0€", "🛫 07:15"):
+        assert visible(text) == text and is_visible(text)
+
+
+@given(ANY_TEXT)
+def test_what_is_visible_stays_so(text: str) -> None:
+    assert visible(visible(text)) == visible(text)
+    assert is_visible(visible(text))
+
+
+@given(st.dictionaries(st.text(), st.text() | st.integers() | st.lists(st.text())))
+def test_json_decodes_to_the_same_values_and_holds_nothing_hidden(value: dict[str, object]) -> None:
+    data = visible_json(json.dumps(value, ensure_ascii=False, indent=1).encode())
+    assert json.loads(data) == value
+    assert is_visible(data.decode().replace("\n", ""))
+
+
+def test_one_log_record_is_one_line_and_a_traceback_cannot_pass_for_a_record() -> None:
+    formatter = VisibleFormatter("%(levelname)s %(name)s: %(message)s")
+    record = logging.LogRecord(
+        "felix", logging.WARNING, "", 0, "from %s", ("x\nERROR felix: forged \x1b[2J",), None
+    )
+    assert formatter.format(record) == r"WARNING felix: from x\nERROR felix: forged \x1b[2J"
+    try:
+        raise ValueError("bad\nERROR felix: forged \x1b[2J")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    lines = formatter.format(record).split("\n")
+    assert sum(not line.startswith((" ", "Traceback")) for line in lines) == 1
+    assert "\x1b" not in "".join(lines)
