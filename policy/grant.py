@@ -2,7 +2,8 @@
 
 The **export grant** carries the terms and is signed by the source region's policy key; the **import grant** names
 the same terms hash and is signed by the destination's. One without the other moves nothing. Later changes are
-signed documents too: a `Standing` pauses, resumes or revokes; a `DenyEntry` forbids a stream whatever is granted.
+signed documents too: a `Standing` pauses, resumes or revokes, or accepts a truncation; a `DenyEntry` forbids a stream
+whatever is granted.
 
 States of a grant (TRANSITIONS is the table that the code runs on)::
 
@@ -53,6 +54,7 @@ from policy.signed import (
     verify,
 )
 from policy.terms import GrantId, GrantTerms, Hash, Line, Number, OptionalLine, grant_id
+from policy.truncation import Accepted, Live, Truncation, live_incarnation
 
 DOCUMENTS_MAX: Final = 100_000
 """Signed documents in one book: each is verified once when the book is made."""
@@ -111,6 +113,8 @@ class StandingAction(StrEnum):
     PAUSE = "pause"
     RESUME = "resume"
     REVOKE = "revoke"
+    ACCEPT_TRUNCATION = "accept-truncation"
+    """a link that stopped because what had crossed is gone goes on (policy.truncation)"""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +128,12 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     at: Number
     by: Line
     reason: OptionalLine = ""
+    truncation: Truncation | msgspec.UnsetType = msgspec.UNSET
+    """of `accept-truncation`, and of nothing else"""
+
+    def __post_init__(self) -> None:
+        if (self.action is StandingAction.ACCEPT_TRUNCATION) != isinstance(self.truncation, Truncation):
+            raise ValueError("accept-truncation names a truncation, and nothing else does")
 
 
 class DenyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -456,6 +466,7 @@ class GrantBook:
         "_exact",
         "_forged",
         "_standings",
+        "_truncations",
         "_trusted",
         "_wild",
         "problems",
@@ -473,6 +484,7 @@ class GrantBook:
         self._entries: dict[str, _Entry] = {}
         self._forged: list[_Forged] = []
         self._standings: dict[tuple[str, str], Standing] = {}
+        self._truncations: dict[tuple[str, str, int], dict[str, Accepted]] = {}
         self._denies: dict[tuple[str, str, str], DenyEntry] = {}
         self._decisions: dict[tuple[bytes, str, str, bool, bool], Decision] = {}
         problems: list[Problem] = []
@@ -539,11 +551,26 @@ class GrantBook:
         if standing.region != signer:
             raise SignatureError(f"A {standing.action} by {standing.region} is signed by {signer}.")
         key = (standing.grant, standing.region)
+        if isinstance(standing.truncation, Truncation):
+            self._accept(Accepted(standing.truncation, standing.region, standing.at), standing.grant)
+            return
         held = self._standings.get(key)
         if held is not None and held.action is StandingAction.REVOKE:
             return
         if held is None or standing.action is StandingAction.REVOKE or held.sequence < standing.sequence:
             self._standings[key] = standing
+
+    def _accept(self, accepted: Accepted, grant: str) -> None:
+        cut = accepted.truncation
+        of_shard = self._truncations.setdefault((grant, cut.stream, cut.shard), {})
+        held = of_shard.get(cut.incarnation)
+        # Where both regions accept the end of one incarnation, the later word counts, whatever order they came in.
+        if held is None or (held.at, held.region) < (accepted.at, accepted.region):
+            of_shard[cut.incarnation] = accepted
+
+    def live_incarnation(self, grant: str, stream: str, shard: int, incarnation: bytes) -> Live:
+        """What a shard crosses under, given its stream's own incarnation: another where a truncation was accepted."""
+        return live_incarnation(incarnation, self._truncations.get((grant, stream, shard), {}))
 
     def _remember_forged(self, document: SignedDocument, error: SignatureError) -> None:
         # Only to answer "there is a grant, but it is forged" instead of "there is none"; it allows nothing.

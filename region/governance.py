@@ -93,6 +93,7 @@ _DONE: Final = {
     StandingAction.PAUSE: "paused",
     StandingAction.RESUME: "resumed",
     StandingAction.REVOKE: "revoked",
+    StandingAction.ACCEPT_TRUNCATION: "to go on after a truncation, accepted",
 }
 _PURPOSES: Final = {
     "export": Purpose.EXPORT,

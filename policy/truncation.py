@@ -1,0 +1,76 @@
+"""Truncations that an operator accepted: where a link goes on whose source, or whose destination, lost what had crossed. Pure.
+
+A link that finds the history of its source cut back, or its destination behind what was acknowledged, stops. One of the
+two regions decides that it goes on, and signs where: a `Standing` with the action `accept-truncation` and a `Truncation`.
+From there on the link's records cross under a *derived incarnation*: positions, leaves and proofs of both sides begin
+anew at the offset that was accepted, under the same rules as those of any stream.
+
+Invariants: what is accepted ends one incarnation and begins one, which nothing else derives; the chain from the stream's
+own incarnation to the one that lives follows from the signed documents alone, in whatever order they came.
+Callers: policy.grant (collects them), bridge and region.ingest (cross under them), cli.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+
+from felix.context import bind
+from policy.terms import Number
+
+TRUNCATIONS_MAX: Final = 64
+"""Accepted for one shard under one grant. Beyond that it takes a new stream, or somebody who looks after the disks."""
+
+Incarnation = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+
+
+class Truncation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is accepted: `incarnation` (hex), under which the shard crossed so far, ends; it goes on from source offset `offset`.
+
+    `epoch` is the source's epoch that begins there, or was current where the destination lost records.
+    """
+
+    stream: str
+    shard: Number
+    incarnation: Incarnation
+    epoch: Number
+    offset: Number
+
+
+class Accepted(NamedTuple):
+    """A truncation, who accepted it, and when (ms since the Unix epoch)."""
+
+    truncation: Truncation
+    region: str
+    at: int
+
+    @property
+    def incarnation(self) -> bytes:
+        """The derived incarnation that begins: 16 bytes of SHA-256 over all of it."""
+        cut = self.truncation
+        ended = bytes.fromhex(cut.incarnation)
+        message = bind(
+            "accepted-truncation", cut.stream, cut.shard, ended, cut.epoch, cut.offset, self.region, self.at
+        )
+        return hashlib.sha256(message).digest()[:16]
+
+
+class Live(NamedTuple):
+    """The incarnation that a shard crosses under, and where it begins: None where that is the stream's own."""
+
+    incarnation: bytes
+    accepted: Accepted | None
+
+
+def live_incarnation(incarnation: bytes, accepted: Mapping[str, Accepted]) -> Live:
+    """From the stream's own incarnation to the one that lives. `accepted`: by the incarnation (hex) that each ends."""
+    live = Live(incarnation, None)
+    for _ in range(TRUNCATIONS_MAX):
+        following = accepted.get(live.incarnation.hex())
+        if following is None:
+            break
+        live = Live(following.incarnation, following)
+    return live

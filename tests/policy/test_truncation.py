@@ -1,0 +1,103 @@
+"""Accepted truncations: the chain of incarnations follows from the documents alone."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from policy.grant import GrantBook, Standing, StandingAction, sign_standing
+from policy.signed import Purpose, SignatureError, SignedDocument, canonical, decode_body, sign
+from policy.truncation import Accepted, Truncation
+
+GRANT = "g-" + "a" * 16
+OWN = bytes(range(16))
+STREAM = "acme/ops/departures"
+KEYS = {region: Ed25519PrivateKey.generate() for region in ("us-east", "eu-west")}
+TRUSTED = {region: (key.public_key().public_bytes_raw(),) for region, key in KEYS.items()}
+
+
+def accepted(ended: bytes, offset: int, at: int, region: str = "us-east") -> Standing:
+    cut = Truncation(stream=STREAM, shard=0, incarnation=ended.hex(), epoch=7, offset=offset)
+    return Standing(
+        grant=GRANT,
+        action=StandingAction.ACCEPT_TRUNCATION,
+        region=region,
+        sequence=1,
+        at=at,
+        by="alice",
+        truncation=cut,
+    )
+
+
+def derived(standing: Standing) -> bytes:
+    assert isinstance(standing.truncation, Truncation)
+    return Accepted(standing.truncation, standing.region, standing.at).incarnation
+
+
+def signed(standing: Standing) -> SignedDocument:
+    return sign_standing(standing, KEYS[standing.region])
+
+
+def test_a_stream_crosses_under_its_own_incarnation_until_a_truncation_is_accepted() -> None:
+    book = GrantBook([], TRUSTED)
+    assert book.live_incarnation(GRANT, STREAM, 0, OWN) == (OWN, None)
+    book = book.including([signed(accepted(OWN, 5, 100))])
+    live = book.live_incarnation(GRANT, STREAM, 0, OWN)
+    assert live.incarnation != OWN
+    assert live.accepted is not None and live.accepted.truncation.offset == 5
+    assert book.live_incarnation(GRANT, STREAM, 1, OWN) == (OWN, None), "another shard"
+    assert book.live_incarnation("g-" + "b" * 16, STREAM, 0, OWN) == (OWN, None), "another grant"
+    assert book.live_incarnation(GRANT, STREAM, 0, bytes(16)) == (bytes(16), None), "the stream made anew"
+
+
+def test_the_chain_is_the_same_whatever_order_documents_come_in() -> None:
+    first = accepted(OWN, 5, 100)
+    second = accepted(derived(first), 8, 200, "eu-west")
+    third = accepted(derived(second), 8, 300, "eu-west")
+    rival = accepted(OWN, 3, 99, "eu-west")
+    documents = [signed(each) for each in (first, second, third, rival)]
+    found = {
+        GrantBook(order, TRUSTED).live_incarnation(GRANT, STREAM, 0, OWN).incarnation
+        for order in permutations(documents)
+    }
+    assert found == {derived(third)}
+    assert derived(second) != derived(third), "the same offset, lost twice"
+
+
+def test_a_document_of_a_region_that_did_not_sign_it_counts_for_nothing() -> None:
+    forged = accepted(OWN, 5, 100)
+    document = sign(Purpose.STANDING, "us-east", canonical(forged), KEYS["eu-west"])
+    book = GrantBook([document], TRUSTED)
+    assert book.problems
+    assert book.live_incarnation(GRANT, STREAM, 0, OWN) == (OWN, None)
+
+
+def test_only_an_acceptance_names_a_truncation_and_it_neither_pauses_nor_resumes() -> None:
+    cut = accepted(OWN, 5, 100).truncation
+    with pytest.raises(ValueError, match="accept-truncation"):
+        Standing(
+            grant=GRANT,
+            action=StandingAction.PAUSE,
+            region="us-east",
+            sequence=1,
+            at=1,
+            by="a",
+            truncation=cut,
+        )
+    with pytest.raises(ValueError, match="accept-truncation"):
+        Standing(
+            grant=GRANT, action=StandingAction.ACCEPT_TRUNCATION, region="us-east", sequence=1, at=1, by="a"
+        )
+    book = GrantBook([signed(accepted(OWN, 5, 100))], TRUSTED)
+    assert book.next_sequence(GRANT, "us-east") == 1
+
+
+def test_a_standing_of_version_0_1_still_reads_as_it_was_signed() -> None:
+    pause = Standing(grant=GRANT, action=StandingAction.PAUSE, region="us-east", sequence=1, at=1, by="alice")
+    assert b"truncation" not in canonical(pause)
+    assert decode_body(signed(pause), Standing, Purpose.STANDING) == pause
+    body = canonical(accepted(OWN, 5, 100)).replace(b'"shard":0', b'"shard":-1')
+    with pytest.raises(SignatureError):
+        decode_body(sign(Purpose.STANDING, "us-east", body, KEYS["us-east"]), Standing, Purpose.STANDING)
