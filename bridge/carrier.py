@@ -18,6 +18,7 @@ source never waits; what is held here is bounded by the limits of the configurat
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -351,7 +352,7 @@ class Carrier:
             action="carry",
             rule=error.code.name.lower().replace("_", "-"),
             code=int(error.code),
-            sentence=error.sentence[:SENTENCE_CHARS_MAX],
+            sentence=_sentence(error),
         )
         try:
             shop.append([Leaf(header)], lambda index, failure: None)
@@ -828,3 +829,11 @@ class Carrier:
     def _acknowledged(self, index: int, error: FelixError | None) -> None:
         if error is not None:
             self._fail(error)
+
+
+def _sentence(error: FelixError) -> str:
+    """A refusal's sentence for a leaf. What a broker said is its text: a hash of it stands in the log, the code says why."""
+    if not error.told:
+        return error.sentence[:SENTENCE_CHARS_MAX]
+    digest = hashlib.sha256(error.sentence.encode()).hexdigest()
+    return f"A region refused it with {error.code.name}; its sentence is sha256:{digest}."

@@ -113,6 +113,8 @@ class FelixError(Exception):
     """
 
     default_code: Code = Code.INTERNAL
+    told: bool = False
+    """True where a peer said it: sentence and hint are the peer's words then."""
 
     def __init__(
         self,

@@ -36,6 +36,10 @@ Name = Annotated[str, msgspec.Meta(max_length=255)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Page = Annotated[int, msgspec.Meta(ge=1, le=PAGE_MAX)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+GrantName = Annotated[str, msgspec.Meta(pattern=r"\Ag-[a-z2-7]{16}\Z")]
+"""A grant's id: what does not look like one is no request, and nothing of it is kept."""
+OptionalGrant = Annotated[str, msgspec.Meta(pattern=r"\A(g-[a-z2-7]{16})?\Z")]
+RegionName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")]
 Correlated = Annotated[int, msgspec.Meta(ge=1, le=(1 << 32) - 1)]
 
 
@@ -240,7 +244,7 @@ class Subscribe(Message, frozen=True, tag="subscribe"):
     shards: list[int] = []
     credit_bytes: Natural = 0
     incarnation: bytes = b""
-    grant: Name = ""
+    grant: OptionalGrant = ""
 
 
 class Subscribed(Message, frozen=True, tag="subscribed"):
@@ -497,7 +501,7 @@ class LinkPage(Message, frozen=True, tag="link_page"):
 class GetDataKey(Message, frozen=True, tag="get_data_key"):
     """From a bridge agent: the data key of sealed batches, sealed to `public_key` (keys.handoff)."""
 
-    grant: Name
+    grant: GrantName
     stream: Name
     key: bytes
     public_key: bytes
@@ -515,7 +519,7 @@ class DataKeySealed(Message, frozen=True, tag="data_key_sealed"):
 class GetLinkSecret(Message, frozen=True, tag="get_link_secret"):
     """From a bridge agent: the secrets of one grant (transfer, commitment, pseudonyms), sealed to `public_key`."""
 
-    grant: Name
+    grant: GrantName
     stream: Name
     public_key: bytes
 
@@ -531,8 +535,8 @@ class OpenIngest(Message, frozen=True, tag="open_ingest"):
     position at the destination yet.
     """
 
-    grant: Name
-    from_region: Name
+    grant: GrantName
+    from_region: RegionName
     stream: Name
     shard: int
     shards: int
@@ -863,4 +867,6 @@ def encode_error(error: FelixError, correlation: int = 0) -> bytes:
 def decode_error(body: memoryview) -> FelixError:
     """The error that a peer's ERROR frame stands for. Raises ProtocolError(FRAME_MALFORMED)."""
     found: ErrorBody = _decode(_error_decoder, body, "error")
-    return error_for(found.code, found.sentence, found.hint, found.retry_after_ms, found.log_end)
+    error = error_for(found.code, found.sentence, found.hint, found.retry_after_ms, found.log_end)
+    error.told = True
+    return error

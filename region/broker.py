@@ -186,6 +186,12 @@ class Broker:
         rights = (*self._rights.of(identity), *self._operator_rights.of(identity))
         return sorted({str(right) for right in rights})
 
+    def has_right(self, identity: SpiffeId) -> bool:
+        """True where the identity has some right in this region, whatever it is."""
+        if identity.region != self.region:
+            return False
+        return bool(self._rights.of(identity) or self._operator_rights.of(identity))
+
     def allows(self, identity: SpiffeId, verb: Verb, name: StreamName) -> bool:
         """True where a right says so. An identity of another region has none, nor anybody to what is Felix's own."""
         if identity.region != self.region or name.tenant == RESERVED_TENANT:

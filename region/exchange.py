@@ -53,11 +53,14 @@ class Undecided:
         session: Exchanging,
         stream_id: int,
         openers: Mapping[type[Message], OpenRole],
+        admit: Callable[[type[Message]], None],
         become: Callable[[int, Role], None],
     ) -> None:
+        """`admit` raises RequestError where this session may not begin such an exchange."""
         self._session = session
         self._stream_id = stream_id
         self._openers = openers
+        self._admit = admit
         self._become = become
         self._held = b""
 
@@ -68,9 +71,17 @@ class Undecided:
             if len(self._held) > FRAME_HEADER_BYTES + CONTROL_BYTES_MAX or end:
                 raise ProtocolError("An exchange begins with one whole request.", code=Code.FRAME_MALFORMED)
             return
-        opener = self._openers.get(type(decode_request(first.body)))
+        asked = type(decode_request(first.body))
+        opener = self._openers.get(asked)
         if opener is None:
             raise ProtocolError("This request does not begin an exchange.", code=Code.STATE)
+        try:
+            self._admit(asked)
+        except RequestError as error:
+            self._session.send(self._stream_id, encode_error(error, first.correlation), end=True)
+            self._session.end_role(self)
+            self._held = b""
+            return
         role = opener(self._session, self._stream_id)
         held, self._held = self._held, b""
         self._become(self._stream_id, role)

@@ -73,6 +73,8 @@ DENY_LEAVES_MAX: Final = 20
 """Leaves about one peer in that time, however its refusals differ: nobody fills the log by asking for made-up grants."""
 DENIED_PEERS_MAX: Final = 10_000
 """Peers whose refusals are remembered; then the one that was refused first is forgotten."""
+SENTENCE_CHARS_MAX: Final = 1_900
+"""Of a refusal in its leaf, what was left out besides."""
 UNKNOWN_REGION: Final = "(unknown)"
 """Where an attempt under no grant would have led."""
 CUT_OFF_MS_MAX: Final = 30_000
@@ -394,6 +396,13 @@ class Governance:
         more = f" ({held.left_out} more refusals of this peer since its last entry.)" if held.left_out else ""
         held.left_out = 0
         own = self._own.region
+        said = self._known_names(stream, grant_id, from_region, to_region)
+        # The sentence may quote what was asked for; a peer of another region chooses more than these names.
+        quotable = said == (stream, grant_id, from_region, to_region) and (
+            actor.region == own or isinstance(error, GrantError)
+        )
+        sentence = error.sentence if quotable else f"It was refused with {error.code.name}."
+        stream, grant_id, from_region, to_region = said
         header = Header(
             kind=Kind.DENY,
             side=Side.INGRESS if from_region else Side.EGRESS,
@@ -406,10 +415,35 @@ class Governance:
             action=action,
             rule=error.code.name.lower().replace("_", "-"),
             code=int(error.code),
-            sentence=(error.sentence[:1900] + more),
+            sentence=sentence[:SENTENCE_CHARS_MAX] + more,
         )
         self._write(Leaf(header))
         return error
+
+    def _known_names(self, stream: str, grant_id: str, from_region: str, to_region: str) -> tuple[str, ...]:
+        """The names of an attempt as a leaf may hold them: what this region does not know itself stands as its hash, for
+        whoever asks would choose a text that is kept for ever."""
+        try:
+            view = self._book.get(grant_id, self.broker.clock_ms())
+        except GrantError:
+            view = None
+        granted = set()
+        if view is not None and view.export is not None:
+            granted.add(view.export.terms.stream)
+        if view is not None and view.accepted is not None:
+            granted.add(view.accepted.stream)
+        return (
+            stream if stream in granted or self._hosts(stream) else _hashed(stream),
+            grant_id if view is not None else _hashed(grant_id),
+            from_region if from_region in self._bundles else _hashed(from_region),
+            to_region if to_region in self._bundles else _hashed(to_region),
+        )
+
+    def _hosts(self, stream: str) -> bool:
+        try:
+            return self.broker.streams.get(StreamName.parse(stream)) is not None
+        except RequestError:
+            return False
 
     def _write(self, leaf: Leaf) -> None:
         """Append a leaf that nobody waits for. A log that takes no more is already an alarm of its own."""
@@ -719,6 +753,11 @@ def _require_signer(document: SignedDocument, region: str, what: str) -> None:
             f"A {what} by {region} is signed by {document.region}.",
             hint=f"Only {region} can sign it; find out who wrote this one.",
         )
+
+
+def _hashed(text: str) -> str:
+    """What stands in a leaf for a text that a peer chose; empty for none."""
+    return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}" if text else ""
 
 
 def _is_revocation(document: SignedDocument) -> bool:

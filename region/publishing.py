@@ -56,7 +56,7 @@ class PublishStream:
         "name",
     )
 
-    def __init__(self, broker: Broker, session: Publishing, refusal: UnavailableError | None = None) -> None:
+    def __init__(self, broker: Broker, session: Publishing, refusal: FelixError | None = None) -> None:
         """`refusal`: what the opening of this stream is answered with, where the session has too many."""
         self._broker = broker
         self._session = session

@@ -45,6 +45,7 @@ from felix.names import SpiffeId, StreamName
 from felix.session import Authenticated, CreditGranted, CreditWindow, Requested, ServerSession, grant_frame
 from felix.transport.port import Connection
 from policy.access import Verb
+from region.audience import request_name, require_audience
 from region.broker import Broker
 from region.delivery import Subscription, resolve_starts, subscription_refusal
 from region.exchange import OpenRole, Undecided
@@ -230,12 +231,36 @@ class ClientSession:
         if refusal is not None and bidirectional:
             raise refusal
         role: Role = (
-            Undecided(self, stream_id, self.services.exchanges, self._become)
+            Undecided(self, stream_id, self.services.exchanges, self._admit, self._become)
             if bidirectional
-            else PublishStream(self.broker, self, refusal)
+            else PublishStream(self.broker, self, refusal or self._not_admitted(OpenPublisher))
         )
         self._roles[stream_id] = role
         return role
+
+    def _admit(self, asked: type[Message]) -> None:
+        """The one place where it is decided who may ask what at all. Raises RequestError(FORBIDDEN); what a bridge
+        asks beyond its part is also written to the audit log."""
+        identity, broker = self.identity, self.broker
+        assert identity is not None
+        try:
+            require_audience(identity, asked, broker.region, has_right=broker.has_right(identity))
+        except RequestError as error:
+            if identity.kind == "bridge":
+                self.services.governance.denied(
+                    error,
+                    actor=identity,
+                    action=f"ask for {request_name(asked)}",
+                    from_region=identity.region if identity.region != broker.region else "",
+                )
+            raise
+
+    def _not_admitted(self, asked: type[Message]) -> RequestError | None:
+        try:
+            self._admit(asked)
+        except RequestError as error:
+            return error
+        return None
 
     def _become(self, stream_id: int, role: Role) -> None:
         self._roles[stream_id] = role
@@ -441,6 +466,10 @@ class ClientSession:
             raise ProtocolError(
                 f"{type(request).__name__} is the first frame of a stream of its own.", code=Code.STATE
             )
+        refused = self._not_admitted(type(request))
+        if refused is not None:
+            self.refuse(correlation, refused)
+            return
         if isinstance(request, Unsubscribe):
             subscription = self.subscriptions.pop(request.subscription, None)
             if subscription is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from felix.batch import decode_header
+from felix.errors import Code, RequestError
 from felix.messages import Request, TransactionsOpened
 from felix.transaction_messages import (
     Abort,
@@ -132,6 +133,14 @@ class _Handler:
     def pump(self) -> None: ...
 
     def rights_changed(self) -> None:
-        """Rights are asked when a batch is staged, and again at the commit."""
+        """Rights are asked when a batch is staged, and again at the commit; without any there is nothing to ask for."""
+        exchange = self._exchange
+        if not exchange.broker.has_right(exchange.identity):
+            exchange.fail(
+                RequestError(
+                    f"{exchange.identity} has no right in {exchange.broker.region} any more.",
+                    code=Code.FORBIDDEN,
+                )
+            )
 
     def closed(self) -> None: ...

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bridge.failpoint import STEPS
 from bridge.link import TRANSITIONS, LinkEvent, LinkPhase
+from region.audience import AUDIENCES, Audience, request_name
 
 PAGE = (Path(__file__).parents[2] / "docs" / "bridges.md").read_text()
 
@@ -30,3 +31,18 @@ def test_the_table_of_events_is_the_table_of_the_code() -> None:
 def test_every_state_and_failpoint_is_named() -> None:
     for name in (*LinkPhase, *STEPS):
         assert f"`{name}`" in PAGE
+
+
+def test_the_table_of_requests_is_the_one_that_the_broker_asks() -> None:
+    section = PAGE.split("## Who may ask what")[1].split("\n## ")[0]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
+    assert head[1:] == [audience.value for audience in Audience]
+    found = {name: list(marks) for names, *marks in rows for name in re.findall(r"`(\w+)`", names)}
+    expected = {
+        request_name(request): [
+            "no" if audience not in row.audiences else "with a right" if row.by_right else "yes"
+            for audience in Audience
+        ]
+        for request, row in AUDIENCES.items()
+    }
+    assert found == expected

@@ -179,7 +179,7 @@ async def test_made_up_grants_do_not_fill_the_log(mesh: Mesh) -> None:
     node = mesh.nodes["us-east"]
     async with raw_peer(mesh.us, node.address, identity=identity) as peer:
         for number in range(1, 3 * DENY_LEAVES_MAX + 1):
-            made_up = f"g-{number}"
+            made_up = f"g-{''.join(chr(ord('a') + digit) for digit in divmod(number, 26)):a>16}"
             with pytest.raises(RequestError):
                 await peer.ask(
                     Subscribe(STREAM, Start("earliest"), credit_bytes=1 << 21, grant=made_up), number

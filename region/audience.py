@@ -1,0 +1,171 @@
+"""Who may ask what: one table of requests by the kind of identity that asks. Pure.
+
+Identities come in five classes that can open sessions. The table says, per request, which of them may ask it at all, and
+whether the asker needs some right of this region besides. It is asked once, before anything of the request is done or kept;
+rights on names, grants and operators' permissions are asked after it, by whoever carries the request out.
+
+Invariants: a request without a row is nobody's; a class without a mark has no answer but the refusal; a bridge of another region
+has exactly the rows of `FOREIGN_BRIDGE`: records under a grant, signed documents, checkpoints and their cosignatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from felix.errors import Code, RequestError
+from felix.messages import (
+    AlterStream,
+    AlterSubscription,
+    Cosign,
+    CreateStream,
+    CreateSubscription,
+    DeleteNamespace,
+    DeleteQuota,
+    DeleteStream,
+    DeleteSubscription,
+    DescribeRegion,
+    DescribeStream,
+    DescribeSubscription,
+    DescribeTraffic,
+    GetCheckpoint,
+    GetDataKey,
+    GetLinkSecret,
+    ListDocuments,
+    ListKeys,
+    ListLinks,
+    ListNamespaces,
+    ListQuotas,
+    ListRights,
+    ListStreams,
+    ListSubscriptions,
+    Message,
+    OpenCache,
+    OpenConsumer,
+    OpenIngest,
+    OpenPublisher,
+    OpenQueue,
+    OpenTransactions,
+    PutCosignature,
+    PutDocument,
+    PutNamespace,
+    PutQuota,
+    PutRights,
+    ReportLinks,
+    RotateKeys,
+    SeekSubscription,
+    Subscribe,
+    Unsubscribe,
+    WatchCache,
+    WitnessedSize,
+)
+from felix.names import SpiffeId
+
+
+class Audience(StrEnum):
+    """Classes of identities, as a region sees them. Whoever is in none of them is answered nothing."""
+
+    CLIENT = "client"
+    OPERATOR = "operator"
+    BROKER = "broker"
+    """holds no session in this version: it asks nothing"""
+    BRIDGE = "bridge"
+    """a bridge of this region: it takes records out"""
+    FOREIGN_BRIDGE = "bridge of another region"
+    """it brings records in"""
+
+
+class Row(NamedTuple):
+    """Who may ask one request. `by_right`: only with some right in this region, whatever it is."""
+
+    audiences: frozenset[Audience]
+    by_right: bool = False
+
+
+_PEOPLE: Final = frozenset({Audience.CLIENT, Audience.OPERATOR})
+"""Applications and operators: rights on names decide, and the right to operate."""
+_SOURCE: Final = frozenset({Audience.BRIDGE})
+_READERS: Final = _PEOPLE | _SOURCE
+_BORDER: Final = frozenset({Audience.OPERATOR, Audience.CLIENT, Audience.BRIDGE, Audience.FOREIGN_BRIDGE})
+"""What two regions need of each other; an operator's hand may carry it, too."""
+
+AUDIENCES: Final[Mapping[type[Message], Row]] = {
+    CreateStream: Row(_PEOPLE),
+    AlterStream: Row(_PEOPLE),
+    DeleteStream: Row(_PEOPLE),
+    DescribeStream: Row(_READERS),
+    ListStreams: Row(_READERS),
+    OpenPublisher: Row(_PEOPLE),
+    Subscribe: Row(_READERS),
+    Unsubscribe: Row(_READERS),
+    DescribeTraffic: Row(_PEOPLE),
+    PutRights: Row(_PEOPLE),
+    ListRights: Row(_PEOPLE),
+    PutQuota: Row(_PEOPLE),
+    DeleteQuota: Row(_PEOPLE),
+    ListQuotas: Row(_READERS),
+    PutNamespace: Row(_PEOPLE),
+    DeleteNamespace: Row(_PEOPLE),
+    ListNamespaces: Row(_PEOPLE),
+    ListKeys: Row(_PEOPLE),
+    RotateKeys: Row(_PEOPLE),
+    DescribeRegion: Row(_PEOPLE),
+    ListLinks: Row(_PEOPLE),
+    CreateSubscription: Row(_PEOPLE),
+    AlterSubscription: Row(_PEOPLE),
+    DescribeSubscription: Row(_PEOPLE),
+    ListSubscriptions: Row(_PEOPLE),
+    SeekSubscription: Row(_PEOPLE),
+    DeleteSubscription: Row(_PEOPLE),
+    OpenConsumer: Row(_PEOPLE, by_right=True),
+    OpenCache: Row(_PEOPLE, by_right=True),
+    WatchCache: Row(_PEOPLE, by_right=True),
+    OpenQueue: Row(_PEOPLE, by_right=True),
+    OpenTransactions: Row(_PEOPLE, by_right=True),
+    ReportLinks: Row(_SOURCE),
+    GetDataKey: Row(_SOURCE),
+    GetLinkSecret: Row(_SOURCE),
+    OpenIngest: Row(frozenset({Audience.FOREIGN_BRIDGE})),
+    PutDocument: Row(_BORDER),
+    ListDocuments: Row(_BORDER),
+    Cosign: Row(_BORDER),
+    WitnessedSize: Row(_BORDER),
+    GetCheckpoint: Row(_BORDER),
+    PutCosignature: Row(_BORDER),
+}
+"""The whole list; docs/bridges.md prints it, and a test holds the two together."""
+
+_NOBODY: Final = Row(frozenset())
+
+
+def audience_of(identity: SpiffeId, region: str) -> Audience | None:
+    """The class of an identity in this region; None for one that is in none of them."""
+    if identity.region != region:
+        return Audience.FOREIGN_BRIDGE if identity.kind == "bridge" else None
+    try:
+        return Audience(identity.kind)
+    except ValueError:
+        return None
+
+
+def request_name(request: type[Message]) -> str:
+    """A request's name on the wire."""
+    return str(request.__struct_config__.tag)
+
+
+def require_audience(identity: SpiffeId, request: type[Message], region: str, *, has_right: bool) -> None:
+    """Raises RequestError(FORBIDDEN) unless the identity's class may ask this. `has_right`: it has some right here."""
+    row, audience = AUDIENCES.get(request, _NOBODY), audience_of(identity, region)
+    if audience is None or audience not in row.audiences:
+        raise RequestError(
+            f"A {audience or 'stranger'} may not ask for {request_name(request)}.",
+            code=Code.FORBIDDEN,
+            hint="docs/bridges.md has the table of who may ask what.",
+        )
+    if row.by_right and not has_right:
+        raise RequestError(
+            f"{identity} has no right in {region}, and {request_name(request)} is for those who have one.",
+            code=Code.FORBIDDEN,
+            hint="Have an operator give it one: felix identity allow.",
+        )
