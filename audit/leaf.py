@@ -48,7 +48,7 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from felix.batch import encode_headers
+from felix.batch import OFFSET_MAX, encode_headers
 from felix.errors import CorruptionError, RequestError
 
 LEAF_BYTES_MAX: Final = 65_535
@@ -60,8 +60,6 @@ COMMITMENT_BYTES: Final = 32
 TAG_BYTES: Final = 16
 INCARNATION_BYTES: Final = 16
 KEY_ID_BYTES: Final = 16
-OFFSET_MAX: Final = (1 << 63) - 2
-"""The highest offset of a record: the one after it is a position, and must fit 63 bits, too."""
 SHA256_BYTES: Final = 32
 COMMITMENT_SECRET_BYTES: Final = 32
 DOCUMENT_BYTES_MAX: Final = 24_000
@@ -451,6 +449,20 @@ def encode_leaf(leaf: Leaf) -> bytes:
     return data
 
 
+class EncodedLeaf(NamedTuple):
+    """A leaf as it will stand in a log, encoded ahead of its append: on another thread, or before what it is about."""
+
+    header: Header
+    data: bytes
+
+
+def encode_for_log(leaf: Leaf) -> EncodedLeaf:
+    """As `encode_leaf`, for a leaf that is new: one of an earlier version is refused, too."""
+    if leaf.version != VERSION:
+        raise RequestError(f"A new audit leaf is of version {VERSION}, not {leaf.version}.")
+    return EncodedLeaf(leaf.header, encode_leaf(leaf))
+
+
 def _encode(leaf: Leaf) -> bytes:
     head = _encoder.encode(leaf.header)
     if len(head) > HEADER_BYTES_MAX:
@@ -461,6 +473,14 @@ def _encode(leaf: Leaf) -> bytes:
 def decode_header(data: Buffer) -> Header:
     """The header alone, for scans. Everything is checked but the entries. Raises CorruptionError."""
     return _decode(data)[1]
+
+
+def read_header(data: Buffer) -> Header | None:
+    """As `decode_header`; None where the leaf cannot be read. For those who must go on: a log's verifier reports it."""
+    try:
+        return decode_header(data)
+    except CorruptionError:
+        return None
 
 
 def decode_leaf(data: Buffer) -> Leaf:

@@ -8,7 +8,7 @@ Callers: audit.trail (applies), bridge and region (ask through it).
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -20,6 +20,9 @@ LINK_SHARDS_MAX: Final = 65_536
 UNANSWERED_MAX: Final = 4_096
 """INTENTs of one link shard without an ACK: far more than any window in flight, and still little memory. Appends
 already on their way to the disk may pass it by as many."""
+
+UNREADABLE_MAX: Final = 1_000
+"""Leaves that cannot be read, remembered by index; none is ever written by this version."""
 
 
 class LinkShard(NamedTuple):
@@ -70,6 +73,9 @@ class _Snapshot(msgspec.Struct):
     size: int
     last_leaf_hash: bytes
     states: list[_State]
+    unreadable: list[int]
+    version: Literal[2]
+    """A snapshot of version 0.1 has none, and is not taken: it does not say which leaves could not be read."""
 
 
 def _crossing(number: int, header: Header) -> Crossing:
@@ -108,9 +114,18 @@ class Positions:
 
     def __init__(self) -> None:
         self._states: dict[LinkShard, _State] = {}
+        self.unreadable: list[int] = []
+        """leaves that cannot be read, ascending; the first UNREADABLE_MAX of them"""
 
-    def apply(self, number: int, header: Header) -> None:
-        """Take the leaf with index `number` into account. Kinds that move no position change nothing."""
+    def apply(self, number: int, header: Header | None) -> None:
+        """Take the leaf with index `number` into account. Kinds that move no position change nothing.
+
+        None stands for a leaf that cannot be read: it moves nothing, and is remembered.
+        """
+        if header is None:
+            if len(self.unreadable) < UNREADABLE_MAX:
+                self.unreadable.append(number)
+            return
         if header.kind not in (Kind.INTENT, Kind.ACK):
             return
         key = LinkShard.of(header)
@@ -169,7 +184,9 @@ class Positions:
 
     def encode(self, size: int, last_leaf_hash: bytes) -> bytes:
         """A snapshot after `size` leaves, the last of which has this hash."""
-        return msgspec.msgpack.encode(_Snapshot(size, last_leaf_hash, list(self._states.values())))
+        return msgspec.msgpack.encode(
+            _Snapshot(size, last_leaf_hash, list(self._states.values()), self.unreadable, 2)
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> tuple[Positions, int, bytes]:
@@ -180,4 +197,5 @@ class Positions:
             raise CorruptionError(f"The snapshot of positions does not decode: {error}.") from error
         positions = cls()
         positions._states = {state.key: state for state in snapshot.states}
+        positions.unreadable = snapshot.unreadable
         return positions, snapshot.size, snapshot.last_leaf_hash

@@ -26,10 +26,10 @@ from audit.leaf import (
     Leaf,
     Side,
     SourceRecord,
-    decode_header,
     decode_leaf,
     find_entry,
     payload_commitment,
+    read_header,
 )
 from audit.merkle import (
     HASH_BYTES,
@@ -212,7 +212,9 @@ def find_leaves(
         bundles.append(full)
     for number in bundles:
         for at, data in enumerate(read_bundle(files, number, size), number * TILE_WIDTH):
-            header = decode_header(data)
+            header = read_header(data)
+            if header is None:
+                continue
             first, last = header.first_offset, header.last_offset
             if (
                 header.kind is kind

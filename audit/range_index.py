@@ -26,10 +26,15 @@ def _key(kind: Kind, stream: str, shard: int) -> bytes:
     return blake2b(f"{kind:d} {shard} {stream}".encode(), digest_size=16).digest()
 
 
-def bundle_rows(bundle: int, headers: Iterable[Header]) -> bytes:
-    """The rows of one full bundle: per kind, stream and shard the offsets from lowest to highest."""
+def bundle_rows(bundle: int, headers: Iterable[Header | None]) -> bytes:
+    """The rows of one full bundle: per kind, stream and shard the offsets from lowest to highest.
+
+    None stands for a leaf that cannot be read; it has no row.
+    """
     ranges: dict[bytes, tuple[int, int]] = {}
     for header in headers:
+        if header is None:
+            continue
         first, last = header.first_offset, header.last_offset
         if header.kind in _INDEXED and first is not None and last is not None:
             key = _key(header.kind, header.stream, header.shard)

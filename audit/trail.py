@@ -14,7 +14,9 @@ Invariants:
 - what waits is bounded by `pending_bytes_max`; beyond it, and after any failure of disk or signer, an append is
   refused with AuditUnavailableError, so that nothing crosses. A failed sync is never retried.
 - opening never drops a leaf below a checkpoint: it recovers, or raises CorruptionError (with ROLLED_BACK where
-  the log is shorter than what was signed).
+  the log is shorter than what was signed);
+- a leaf that cannot be read (none is written any more) stays what it is: hashed, in the tree, named in `unreadable`.
+  It moves no position, and stops neither opening nor appending.
 
 Callers: bridge (egress), region (ingress). `open` and `close`, `consistency_proof` and `add_cosigned` block.
 """
@@ -36,7 +38,7 @@ from typing import IO, Final, NamedTuple
 
 from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
 from audit.errors import VERIFY_HINT, AuditUnavailableError, RolledBackError
-from audit.leaf import Header, Leaf, decode_header, encode_leaf
+from audit.leaf import EncodedLeaf, Header, Leaf, encode_for_log, read_header
 from audit.merkle import EMPTY_ROOT, TILE_HEIGHT, TILE_WIDTH, Tree, leaf_hash, root_from_nodes
 from audit.merkle import consistency_proof as prove_consistency
 from audit.note import Note, NoteSigner, VerifierKey, encode_note
@@ -129,7 +131,7 @@ class Trail:
         self._to_publish = threading.Condition(self._lock)
         self._published_once = threading.Condition(self._lock)
         self._queue: list[_Waiting] = []
-        self._synced: deque[tuple[bytes, Header]] = deque()
+        self._synced: deque[tuple[bytes, Header | None]] = deque()
         self._size = self._durable = state.tree.size
         self._pending_bytes = 0
         self._positions = state.positions
@@ -199,6 +201,11 @@ class Trail:
         except BaseException:
             lock.close()
             raise
+        if trail.unreadable:
+            log.error(
+                "%s has %d leaves that cannot be read, the first is %d: `felix audit verify` lists them.",
+                trail.key.name, len(trail.unreadable), trail.unreadable[0],
+            )  # fmt: skip
         trail._writer.start()
         trail._publisher.start()
         return trail
@@ -216,7 +223,7 @@ class Trail:
     # Appending
 
     def append_nowait(
-        self, leaves: Sequence[Leaf], done: Done, loop: asyncio.AbstractEventLoop | None = None
+        self, leaves: Sequence[Leaf | EncodedLeaf], done: Done, loop: asyncio.AbstractEventLoop | None = None
     ) -> int:
         """Accept these leaves, all or none; `done` is called once they are durable, or never will be.
 
@@ -228,8 +235,8 @@ class Trail:
         """
         if not 0 < len(leaves) <= APPEND_LEAVES_MAX:
             raise RequestError(f"One append has 1 to {APPEND_LEAVES_MAX} leaves, this one {len(leaves)}.")
-        encoded = [encode_leaf(leaf) for leaf in leaves]
-        headers = [leaf.header for leaf in leaves]
+        ready = [leaf if isinstance(leaf, EncodedLeaf) else encode_for_log(leaf) for leaf in leaves]
+        encoded, headers = [leaf.data for leaf in ready], [leaf.header for leaf in ready]
         size = sum(map(len, encoded))
         with self._lock:
             self._check_open()
@@ -252,7 +259,7 @@ class Trail:
             self._to_write.notify()
         return first
 
-    async def append(self, leaves: Sequence[Leaf]) -> int:
+    async def append(self, leaves: Sequence[Leaf | EncodedLeaf]) -> int:
         """Append and wait until durable. Returns the first leaf's index. Errors as `append_nowait`.
 
         Cancelling the wait does not take the leaves back.
@@ -310,6 +317,12 @@ class Trail:
         """Durable INTENTs without an ACK, oldest first."""
         with self._lock:
             return self._positions.unanswered(key)
+
+    @property
+    def unreadable(self) -> tuple[int, ...]:
+        """Indexes of leaves that cannot be read; whoever runs the log must be told of them."""
+        with self._lock:
+            return tuple(self._positions.unreadable)
 
     def link_shards(self) -> list[LinkShard]:
         """Every link shard that this log has a position of."""
@@ -494,7 +507,7 @@ class Trail:
         except Exception as error:  # whatever it was, no checkpoint is better than a wrong one
             self._fail("it cannot be checkpointed", error)
 
-    def _take(self, leaf: bytes, header: Header) -> None:
+    def _take(self, leaf: bytes, header: Header | None) -> None:
         """One durable leaf into the tree; full tiles and bundles onto the disk."""
         self._tree_positions.apply(self._tree.size, header)
         self._last_leaf_hash = leaf_hash(leaf)
@@ -622,7 +635,7 @@ class _Opened(NamedTuple):
     witnesses: tuple[VerifierKey, ...]
     tree: Tree
     bundle: list[bytes]
-    bundle_headers: list[Header]
+    bundle_headers: list[Header | None]
     positions: Positions
     last_leaf_hash: bytes
     snapshot_size: int
@@ -663,7 +676,7 @@ class _Opening:
         positions, snapshot_size = self._read_positions(checkpoint.size)
         self._mend_index(checkpoint.size)
         # 6. The write-ahead file from the checkpoint on; what lies below it must be the same leaves.
-        headers = [decode_header(leaf) for leaf in bundle]
+        headers = [read_header(leaf) for leaf in bundle]
         last_hash = TileHashes(self._folder, tree.size)(0, tree.size - 1) if tree.size else b""
         partial = tree.size % TILE_WIDTH
         state = _Opened(
@@ -731,7 +744,7 @@ class _Opening:
             except CorruptionError:
                 pass  # a shortcut that does not hold is not taken
         for number, leaf in read_entries(self._folder, start, size, size):
-            positions.apply(number, decode_header(leaf))
+            positions.apply(number, read_header(leaf))
         return positions, start
 
     def _mend_index(self, size: int) -> None:
@@ -743,7 +756,7 @@ class _Opening:
             self._folder.write(INDEX_PATH, kept)
         # The last bundle's rows may be torn, so they are written once more; twice does no harm.
         for number in range(max(0, indexed - 1), full) if indexed < full or len(index) % ROW_BYTES else ():
-            headers = [decode_header(leaf) for leaf in read_bundle(self._folder, number, size)]
+            headers = [read_header(leaf) for leaf in read_bundle(self._folder, number, size)]
             append_index(self._folder.path, bundle_rows(number, headers))
 
     def _replay(self, state: _Opened) -> _Opened:
@@ -765,7 +778,7 @@ class _Opening:
                         f"Leaf {number} in the write-ahead file is not the one in the tree.", hint=VERIFY_HINT
                     )
                 continue
-            header = decode_header(leaf)
+            header = read_header(leaf)
             state.positions.apply(number, header)
             bundle.append(leaf)
             headers.append(header)

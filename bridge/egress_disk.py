@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from audit.leaf import decode_header
+from audit.leaf import read_header
 from audit.note import NoteSigner, VerifierKey
 from audit.tile import TileHashes, read_entries
 from audit.tile_disk import Folder
@@ -40,7 +40,9 @@ def open_egress(
 
 def _read(trail: Trail, ledger: Ledger, start: int, size: int) -> None:
     for _, leaf in read_entries(trail.files, start, size, size):
-        ledger.apply(decode_header(leaf))
+        header = read_header(leaf)
+        if header is not None:
+            ledger.apply(header)
 
 
 def _snapshot(trail: Trail, size: int) -> tuple[Ledger, int]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from audit.leaf import Kind, decode_leaf, leaf_row
+from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
 from audit.note import VerifierKey, parse_note
 from audit.origin import log_keys, receipt_keys, witness_keys
 from audit.proof import check_proof, prove
@@ -22,7 +22,7 @@ from audit.witness import DiskWitnessStore
 from cli.bridge import known_bundles, parse_moment
 from cli.output import err, iso, note, out, print_json, progress, styled, table, verdict
 from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file
-from felix.errors import Code, FelixError, RequestError, TamperError
+from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError
 from felix.names import StreamName
 from keys.bundle import RegionBundle, decode_bundle
 from region.folder import RegionFolder
@@ -251,7 +251,7 @@ def show(
         [
             [
                 row["index"],
-                iso(row["time_ms"]),
+                "" if row["time_ms"] is None else iso(row["time_ms"]),
                 row["kind"],
                 row["stream"] or "",
                 row["shard"] if row["stream"] else None,
@@ -272,7 +272,13 @@ def _rows(path: Path, wanted: set[Kind], stream: str) -> Iterator[dict[str, Any]
         raise RequestError(f"There is no audit log at {path}: it has no checkpoint.", code=Code.NOT_FOUND)
     size = int(parse_note(data).text.split("\n")[1])
     for index, entry in read_entries(folder, 0, size, size):
-        leaf = decode_leaf(entry)
+        try:
+            leaf = decode_leaf(entry)
+        except CorruptionError as error:
+            if not wanted and not stream:
+                unknown = dict.fromkeys(name for name, _ in LEAF_COLUMNS)
+                yield {"index": index, **unknown, "kind": "UNREADABLE", "sentence": error.sentence}
+            continue
         if (wanted and leaf.header.kind not in wanted) or (stream and leaf.header.stream != stream):
             continue
         yield {"index": index, **leaf_row(leaf)}

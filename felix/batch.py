@@ -51,6 +51,8 @@ PLAIN_BYTES_MAX: Final = 4 << 20
 """Body after decompression: bounds what a small compressed batch can make a consumer allocate."""
 RECORDS_MAX: Final = 65_536
 """Records in one batch; an audit leaf and a decoder's index stay bounded."""
+OFFSET_MAX: Final = (1 << 63) - 2
+"""The highest offset of a record: the one after it is a position, and fits 63 bits, too."""
 KEY_BYTES_MAX: Final = 4_096
 HEADERS_MAX: Final = 64
 MESSAGE_ID_HEADER: Final = "felix.message-id"

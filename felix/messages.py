@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
+from felix.batch import OFFSET_MAX
 from felix.errors import Code, FelixError, OffsetMismatchError, ProtocolError, error_for
 from felix.frames import FrameType, encode_frame
 from felix.quota import QuotaLimits
@@ -538,11 +539,11 @@ class OpenIngest(Message, frozen=True, tag="open_ingest"):
     grant: GrantName
     from_region: RegionName
     stream: Name
-    shard: int
-    shards: int
-    start: Natural
+    shard: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    shards: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
+    start: Annotated[int, msgspec.Meta(ge=0, le=OFFSET_MAX)]
     incarnation: bytes
-    epoch: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     transfer_key: bytes
     signature: bytes
 

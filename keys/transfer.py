@@ -47,7 +47,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCMSIV
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from felix.batch import BATCH_BYTES_MAX, FLAG_SEALED, RECORDS_MAX, Batch, Buffer, decode_batch
+from felix.batch import BATCH_BYTES_MAX, FLAG_SEALED, OFFSET_MAX, RECORDS_MAX, Batch, Buffer, decode_batch
 from felix.context import bind, purpose_prefix
 from felix.errors import Code, RequestError, TamperError
 from felix.identity import SIGNATURE_BYTES_MAX, Identity, Peer
@@ -287,6 +287,8 @@ def decode_envelope(data: Buffer) -> TransferEnvelope:
 
 def _check_range(header: EnvelopeHeader) -> None:
     span = header.last_offset - header.base_offset + 1
+    if header.last_offset > OFFSET_MAX:
+        raise EnvelopeError(f"Offset {header.last_offset} is over the highest one, {OFFSET_MAX}.")
     if not 0 < span <= RANGE_OFFSETS_MAX or not 0 <= header.records <= min(span, RECORDS_MAX):
         raise EnvelopeError(
             f"{header.records} records cannot cross from offsets {header.base_offset} to {header.last_offset}."

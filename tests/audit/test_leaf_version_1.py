@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from audit.leaf import (
-    OFFSET_MAX,
     Header,
     Kind,
     Leaf,
@@ -24,6 +23,7 @@ from audit.leaf import (
     iter_entries,
     leaf_row,
 )
+from felix.batch import OFFSET_MAX
 from felix.errors import CorruptionError, RequestError
 
 HEAD: dict[str, Any] = {

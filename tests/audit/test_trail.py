@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -207,8 +207,13 @@ def test_leaves_that_cannot_be_written_are_refused_whole(tmp_path: Path) -> None
 
 
 def copy_of_live(trail: Trail, source: Path, target: Path) -> Path:
-    """The files as a killed process leaves them."""
-    shutil.copytree(source, target)
+    """The files as a killed process leaves them. The trail goes on meanwhile, so a file that is being written may vanish."""
+
+    def copy(file: str, beside: str) -> None:
+        with suppress(FileNotFoundError):
+            shutil.copy2(file, beside)
+
+    shutil.copytree(source, target, copy_function=copy)
     return target
 
 
