@@ -18,6 +18,8 @@ from felix.errors import TamperError
 CHECKPOINT_PATH: Final = "checkpoint"
 COSIGNED_PATH: Final = "checkpoint.cosigned"
 """The newest checkpoint that a witness cosigned; the plain one is usually some seconds ahead of it."""
+WITNESSED_PATH: Final = "checkpoint.witnessed"
+"""The newest one that had collected more cosignatures than the one that followed it has so far."""
 WAL_FOLDER: Final = "wal"
 
 _TILES_KEPT: Final = 64

@@ -48,6 +48,7 @@ from audit.tile import (
     CHECKPOINT_PATH,
     COSIGNED_PATH,
     WAL_FOLDER,
+    WITNESSED_PATH,
     TileHashes,
     bundle_path,
     encode_bundle,
@@ -69,6 +70,9 @@ SNAPSHOT_LEAVES: Final = 16_384
 """Opening reads at most about so many leaves for the positions after a crash."""
 SNAPSHOT_PATH: Final = "positions"
 LOCK_PATH: Final = "lock"
+ROUND_MS: Final = 5_000
+"""How long all witnesses are shown the same checkpoint, so that one note collects their cosignatures; a bridge asks
+every 3 s. Once all that are expected have cosigned, the next one may follow at once."""
 _RETRY_MS: Final = 50
 
 Done = Callable[[int, AuditUnavailableError | None], None]
@@ -136,6 +140,9 @@ class Trail:
         self._pending_bytes = 0
         self._positions = state.positions
         self._current, self._cosigned = state.checkpoint, state.cosigned
+        self._offered, self._offered_at = state.checkpoint, time.monotonic() - ROUND_MS / 1000
+        self._cosigners_expected = 1
+        self._witnessed = state.witnessed
         self._publish_wanted = state.tree.size > state.checkpoint.checkpoint.size
         self._closing = False
         self._writer_ended = False
@@ -365,6 +372,37 @@ class Trail:
                     )
             return encode_note(self._current.note)
 
+    def expect_cosigners(self, number: int) -> None:
+        """How many cosigners a checkpoint is shown to before the next one follows it (see `offer`)."""
+        with self._lock:
+            self._cosigners_expected = max(1, number)
+
+    def offer(self, at_least: int = 0) -> bytes:
+        """The checkpoint that witnesses are to cosign now: the same for all of them until the expected number has, or
+        ROUND_MS went by, or one of them has cosigned `at_least` leaves already. Does not block, makes no checkpoint."""
+        with self._lock:
+            offered, current = self._offered, self._current
+            if offered.note.text != current.note.text:
+                held = self._cosigned
+                count = len(cosigners(held)) if held and held.note.text == offered.note.text else 0
+                over = (time.monotonic() - self._offered_at) * 1000 >= ROUND_MS
+                if over or count >= self._cosigners_expected or offered.checkpoint.size < at_least:
+                    self._offered, self._offered_at = current, time.monotonic()
+            return encode_note(self._offered.note)
+
+    def is_cosigned_by(self, data: bytes, keys: Iterable[VerifierKey]) -> bool:
+        """True where the log holds a cosignature of one of these keys for this checkpoint note of its own."""
+        text, known = data.decode().rpartition("\n\n")[0] + "\n", set(keys)
+        with self._lock:
+            held = self._cosigned
+        return held is not None and held.note.text == text and any(by.key in known for by in held.cosigned)
+
+    def cosigned(self) -> tuple[SignedCheckpoint, ...]:
+        """Checkpoints that known witnesses cosigned, for whoever asks for a quorum: the newest one, and the newest one
+        that has more cosignatures."""
+        with self._lock:
+            return tuple(held for held in (self._cosigned, self._witnessed) if held is not None)
+
     def add_cosigned(self, data: bytes) -> None:
         """Keep a checkpoint of this log that a known witness cosigned. Blocks on disk.
 
@@ -384,6 +422,11 @@ class Trail:
                 return
             if cosigned is not None and added.note.text == cosigned.note.text:
                 added = self._merge(cosigned, added)
+            elif cosigned is not None and len(cosigners(cosigned)) > len(cosigners(added)):
+                # The first cosignature of a new one must not cost those that the one before has collected.
+                self._folder.write(WITNESSED_PATH, encode_note(cosigned.note))
+                with self._lock:
+                    self._witnessed = cosigned
             self._folder.write(COSIGNED_PATH, encode_note(added.note))
             if added.note.text == current.note.text:
                 current = self._merge(current, added)
@@ -567,6 +610,11 @@ class Trail:
             self._snapshot_size = size
 
 
+def cosigners(signed: SignedCheckpoint) -> set[str]:
+    """The names under which it was cosigned: a witness that has keys of two algorithms is one."""
+    return {by.key.name for by in signed.cosigned}
+
+
 def sign_checkpoint(checkpoint: Checkpoint, signers: Iterable[NoteSigner]) -> SignedCheckpoint:
     """The checkpoint with a line of every signer; an ML-DSA-44 line says that it is of now."""
     text, now_s = checkpoint.text(), int(time.time())
@@ -641,6 +689,7 @@ class _Opened(NamedTuple):
     snapshot_size: int
     checkpoint: SignedCheckpoint
     cosigned: SignedCheckpoint | None
+    witnessed: SignedCheckpoint | None
     partial_bundles: list[str]
     torn: Torn | None
 
@@ -669,7 +718,9 @@ class _Opening:
                 hint=VERIFY_HINT,
             )
         # 3. Everything that was cosigned lies below it, with the same roots.
-        cosigned = self._check_cosigned(checkpoint, remembered)
+        self._check_remembered(checkpoint, remembered)
+        cosigned = self._check_own(COSIGNED_PATH, checkpoint)
+        witnessed = self._check_own(WITNESSED_PATH, checkpoint)
         # 4. The leaves of the last, partial bundle are those of the tiles.
         bundle = self._read_bundle(tree)
         # 5. Positions, from the snapshot and the leaves after it.
@@ -689,6 +740,7 @@ class _Opening:
             snapshot_size,
             signed,
             cosigned,
+            witnessed,
             [bundle_path(tree.size // TILE_WIDTH, partial)] if partial else [],
             None,
         )
@@ -708,13 +760,13 @@ class _Opening:
         self._folder.flush()
         return signed
 
-    def _check_cosigned(
-        self, checkpoint: Checkpoint, remembered: tuple[bytes, ...]
-    ) -> SignedCheckpoint | None:
+    def _check_remembered(self, checkpoint: Checkpoint, remembered: tuple[bytes, ...]) -> None:
         for data in remembered:
             before = open_checkpoint(data, self._keys, self._witnesses)
             _check_continues(self._folder, checkpoint, before.checkpoint)
-        own = self._folder.read(COSIGNED_PATH)
+
+    def _check_own(self, path: str, checkpoint: Checkpoint) -> SignedCheckpoint | None:
+        own = self._folder.read(path)
         if own is None:
             return None
         cosigned = open_checkpoint(own, self._keys, self._witnesses)

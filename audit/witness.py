@@ -123,19 +123,23 @@ class Witness:
         """The same as a signed note, for whoever verifies a log against this witness's memory."""
         return self._store.last(origin)
 
+    def origin_of(self, data: bytes) -> str:
+        """Whose checkpoint this says it is. Raises RequestError(NOT_FOUND) for an unknown log, TamperError."""
+        origin = parse_note(data).text.partition("\n")[0]
+        if origin not in self._logs:
+            raise RequestError(
+                f"The log {origin[:200]!r} is not one that is cosigned here.", code=Code.NOT_FOUND
+            )
+        return origin
+
     def cosign(self, data: bytes, proof: Sequence[bytes]) -> bytes:
         """Cosign a checkpoint note. `proof`: consistency from `last(origin)`; empty for the first or the same one.
 
         Returns the note with this witness's cosignature added. Raises RequestError(NOT_FOUND) for an unknown log,
         TamperError where the note's signature does not hold, ForkError where it does not continue the last one.
         """
-        origin = parse_note(data).text.partition("\n")[0]
-        key = self._logs.get(origin)
-        if key is None:
-            raise RequestError(
-                f"The log {origin[:200]!r} is not one that is cosigned here.", code=Code.NOT_FOUND
-            )
-        offered = open_checkpoint(data, key)
+        origin = self.origin_of(data)
+        offered = open_checkpoint(data, self._logs[origin])
         last = self._last_note(origin)
         if last is not None:
             self._check_continues(last, offered, proof)

@@ -245,7 +245,7 @@ class Agent:
         if trail is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
-                    await self._cosign_all()
+                    await self._cosign_all(final=True)
             self.shop.trail, self.shop.trail_reason = None, "The agent is stopping."
             await asyncio.to_thread(trail.close)
             await asyncio.to_thread(save_ledger, trail, at_once=True)
@@ -309,6 +309,7 @@ class Agent:
                 trail, shop.ledger = await asyncio.to_thread(
                     open_egress, self.paths.egress, signer, witnesses, also
                 )
+                trail.expect_cosigners(len(config.destinations))
                 shop.trail = trail
                 log.info("the egress log %s is open, %d leaves", self.paths.egress, trail.status().durable)
                 return
@@ -550,14 +551,14 @@ class Agent:
                 except (FelixError, OSError) as error:
                     log.warning("the ledger's snapshot was not written: %s", error)
 
-    async def _cosign_all(self) -> None:
-        """The egress log by every destination; each region's own log by the other."""
+    async def _cosign_all(self, *, final: bool = False) -> None:
+        """The egress log by every destination; each region's own log by the other. `final`: up to the last leaf."""
         source = self.shop.source
         for region, shore in self._shores.items():
             if shore is source or not shore.is_up:
                 continue
             try:
-                await self._cosign_egress(shore)
+                await self._cosign_egress(shore, final)
                 if source.is_up:
                     await self._cosign_region(shore, source)
                     await self._cosign_region(source, shore)
@@ -566,7 +567,7 @@ class Agent:
                 if isinstance(error, CorruptionError):
                     log.error("cosigning with %s: %s", region, error)
 
-    async def _cosign_egress(self, witness: Shore) -> None:
+    async def _cosign_egress(self, witness: Shore, final: bool) -> None:
         trail = self.shop.trail
         if trail is None:
             return
@@ -574,10 +575,10 @@ class Agent:
         answer = await connection.request(WitnessedSize(trail.key.name))
         if not isinstance(answer, Witnessed):
             return
-        note = await asyncio.to_thread(trail.publish)
+        newest = await asyncio.to_thread(trail.publish)
+        note = trail.offer(at_least=note_size(newest) if final else answer.size)
         size = note_size(note)
-        status = trail.status()
-        if not size or (answer.size == size and status.cosigned == size):
+        if not size or (answer.size >= size and trail.is_cosigned_by(note, witness_keys(witness.bundle))):
             return
         proof: list[bytes] = []
         if 0 < answer.size < size:

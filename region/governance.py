@@ -32,7 +32,7 @@ from audit.trail import Trail
 from audit.witness import Witness
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import TrustBundle
-from felix.messages import CheckpointAnswer, KeyState, Witnessed
+from felix.messages import KeyState
 from felix.names import SpiffeId, StreamName
 from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.keyring import Keyring
@@ -60,6 +60,7 @@ from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
 from region.remembered import Memory, Remembered
+from region.witnessing import Witnessing, note_size
 
 log = logging.getLogger("felix.region.governance")
 
@@ -163,7 +164,6 @@ class Governance:
         self._catalog = catalog
         self._mirror = mirror
         self._keyring = keyring
-        self._witness = witness
         self._own = own
         self._bundles: dict[str, RegionBundle] = {own.region: own}
         self._believed = dict(pinned)
@@ -176,7 +176,7 @@ class Governance:
         self._newest_policy: ResidencyPolicy | None = None
         self._remember(remembered)
         self._denials: dict[SpiffeId, _Denials] = {}
-        self._witnessing = asyncio.Lock()
+        self.witnessing = Witnessing(witness, trail, own.region)
 
     # -- following the catalog -------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class Governance:
                     check_update(held, signed)
                 held = self._believed[region] = bundle
                 for key in log_keys(bundle):
-                    self._witness.trust(key)
+                    self.witnessing.witness.trust(key)
             except FelixError as error:
                 log.error("the bundle of %s in the metadata store is not believed: %s", region, error)
             if held is not None:
@@ -655,30 +655,6 @@ class Governance:
 
     # -- witnessing ------------------------------------------------------------------------------------
 
-    async def cosign(self, checkpoint: bytes, proof: list[bytes]) -> Witnessed:
-        """Cosign another region's checkpoint (audit.witness). Raises ForkError where it is another history."""
-        async with self._witnessing:
-            note = await asyncio.to_thread(self._witness.cosign, checkpoint, proof)
-        return Witnessed(note_size(note), note)
-
-    async def witnessed_size(self, origin: str) -> Witnessed:
-        """How far this region has cosigned an origin; 0 where not at all."""
-        last = await asyncio.to_thread(self._witness.last, origin)
-        return Witnessed(0 if last is None else last.size)
-
-    async def checkpoint(self, from_size: int) -> CheckpointAnswer:
-        """A checkpoint of all that is durable now, and the proof that it continues `from_size` leaves."""
-        note = await asyncio.to_thread(self.trail.publish)
-        size = note_size(note)
-        proof: list[bytes] = []
-        if 0 < from_size <= size:
-            proof = await asyncio.to_thread(self.trail.consistency_proof, from_size, size)
-        return CheckpointAnswer(note, size, proof)
-
-    async def put_cosignature(self, cosigned: bytes) -> None:
-        """Keep another region's cosignature of this region's checkpoint."""
-        await asyncio.to_thread(self.trail.add_cosigned, cosigned)
-
     async def find_ack(self, scope: TransferScope, source_offset: int) -> FoundAck:
         """The ingress ACK leaf that begins at this source offset. Raises RequestError(NOT_FOUND)."""
 
@@ -783,8 +759,3 @@ def _document_id(document: SignedDocument) -> str:
     if document.purpose is Purpose.STANDING:
         return f"{decode_body(document, Standing, Purpose.STANDING).grant}.{digest}"
     return f"d.{digest}"
-
-
-def note_size(note: bytes) -> int:
-    """The size in a checkpoint note's second line, without verifying it."""
-    return int(note.split(b"\n", 2)[1])

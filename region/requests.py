@@ -424,19 +424,19 @@ class Requests:
 
     async def cosign(self, identity: SpiffeId, request: Cosign) -> Witnessed:
         self._require_witnessing(identity)
-        return await self._governance.cosign(request.checkpoint, request.proof)
+        return await self._governance.witnessing.cosign(identity, request.checkpoint, request.proof)
 
     async def witnessed_size(self, identity: SpiffeId, request: WitnessedSize) -> Witnessed:
         self._require_witnessing(identity)
-        return await self._governance.witnessed_size(request.origin)
+        return await self._governance.witnessing.witnessed_size(request.origin)
 
     async def get_checkpoint(self, identity: SpiffeId, request: GetCheckpoint) -> CheckpointAnswer:
         self._require_witnessing(identity)
-        return await self._governance.checkpoint(request.from_size)
+        return await self._governance.witnessing.checkpoint(identity, request.from_size)
 
     async def put_cosignature(self, identity: SpiffeId, request: PutCosignature) -> Done:
         self._require_witnessing(identity)
-        await self._governance.put_cosignature(request.cosigned)
+        await self._governance.witnessing.put_cosignature(request.cosigned)
         return Done()
 
     def _require_witnessing(self, identity: SpiffeId) -> None:

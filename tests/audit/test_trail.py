@@ -17,10 +17,10 @@ from audit_log import RECEIPT_KEYS, Link, egress_appends, log_signer, witness_si
 from audit.checkpoint import open_checkpoint
 from audit.errors import AuditUnavailableError, RolledBackError
 from audit.leaf import Leaf, decode_leaf
-from audit.note import NoteSigner
+from audit.note import NoteSigner, encode_note, parse_note
 from audit.tile import read_bundle
 from audit.tile_disk import Folder
-from audit.trail import Trail, TrailSettings
+from audit.trail import Trail, TrailSettings, cosigners
 from audit.verify import verify_log
 from audit.wal_disk import RECORD_HEADER_BYTES, Record, read_segment, segments
 from audit.witness import MemoryWitnessStore, Witness
@@ -536,7 +536,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from audit_log import Link, log_signer
-from audit.trail import Trail, TrailSettings
+from audit.trail import Trail, TrailSettings, cosigners
 
 trail, link = Trail.open(Path(sys.argv[1]), log_signer(), settings=TrailSettings(checkpoint_interval_ms=20)), Link()
 print(trail.status().size, flush=True)
@@ -598,3 +598,50 @@ def test_checkpoints_are_signed_with_both_algorithms_and_a_log_may_take_the_seco
         signed = open_checkpoint(trail.publish(), quantum.key)
         assert signed.checkpoint.size == 2 and signed.signed[0].time_s
     open_trail(tmp_path).close()
+
+
+def test_one_checkpoint_is_offered_until_all_that_are_expected_have_cosigned_it(tmp_path: Path) -> None:
+    one, two = witness_signer("one.example/w", 2), witness_signer("two.example/w", 3)
+    with closing(open_trail(tmp_path, witnesses=[one.key, two.key])) as trail:
+        trail.expect_cosigners(2)
+        append(trail, [Link().grant()])
+        trail.publish()
+        offered = trail.offer()
+        text = parse_note(offered).text
+        append(trail, [Link().grant()])
+        trail.publish()
+        assert trail.offer() == offered, "the second witness is shown what the first one was"
+        trail.add_cosigned(encode_note(parse_note(offered).with_signatures([one.cosign(text, 5)])))
+        assert trail.offer() == offered
+        assert trail.is_cosigned_by(offered, [one.key]) and not trail.is_cosigned_by(offered, [two.key])
+        trail.add_cosigned(encode_note(parse_note(offered).with_signatures([two.cosign(text, 6)])))
+        (both,) = trail.cosigned()
+        assert cosigners(both) == {"one.example/w", "two.example/w"}
+        following = trail.offer()
+        assert parse_note(following).text.split("\n")[1] == "2"
+        again = parse_note(following)
+        trail.add_cosigned(encode_note(again.with_signatures([one.cosign(again.text, 7)])))
+        newest, most = trail.cosigned()
+        assert (newest.checkpoint.size, most.checkpoint.size) == (2, 1)
+        assert len(cosigners(most)) == 2, "what the one before had collected is kept"
+    with closing(open_trail(tmp_path, witnesses=[one.key, two.key])) as trail:
+        assert [held.checkpoint.size for held in trail.cosigned()] == [2, 1]
+
+
+def test_a_round_ends_by_its_time_or_where_a_witness_has_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_trail(tmp_path)) as trail:
+        trail.expect_cosigners(2)
+        append(trail, [Link().grant()])
+        trail.publish()
+        first = trail.offer()
+        append(trail, [Link().grant()])
+        newest = trail.publish()
+        assert trail.offer() == first != newest
+        assert trail.offer(at_least=2) == newest
+        append(trail, [Link().grant()])
+        newest = trail.publish()
+        assert trail.offer() != newest
+        monkeypatch.setattr("audit.trail.ROUND_MS", 0)
+        assert trail.offer() == newest

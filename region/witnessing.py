@@ -1,0 +1,99 @@
+"""Witnessing between regions: this region cosigns others' checkpoints, and gives out its own to be cosigned.
+
+What other regions' bridges ask here is bounded: nobody makes this region write checkpoints, sync its disk or keep files by
+asking often. Invariants: a checkpoint that is given out is one that the audit log has made by its own timer; a log is
+cosigned by one call at a time, in a thread; whoever asks too often is refused with LIMIT_RATE and told when to come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from typing import Final
+
+from audit.trail import Trail
+from audit.witness import Witness
+from felix.errors import Code, UnavailableError
+from felix.messages import CheckpointAnswer, Witnessed
+from felix.names import SpiffeId
+from region.pace import Pace
+
+CHECKPOINTS_PER_S: Final = 1.0
+"""Answers with a checkpoint to one other region: an agent asks every 3 s."""
+OWN_CHECKPOINTS_PER_S: Final = 8.0
+"""The same to this region's own bridges, which ask once for each destination."""
+CHECKPOINTS_BURST: Final = 32
+"""Two rounds of an agent with 16 destinations."""
+COSIGNATURES_PER_S: Final = 1.0
+"""Of one log, for one region that brings its checkpoints: an agent brings one every 3 s."""
+COSIGNATURES_BURST: Final = 16
+WAITING_MAX: Final = 4
+"""Calls about one log that wait for the one before."""
+ASKERS_MAX: Final = 10_000
+"""Regions and logs whose pace is remembered."""
+
+
+class Witnessing:
+    """One per broker, beside its audit log."""
+
+    def __init__(self, witness: Witness, trail: Trail, region: str) -> None:
+        self.witness = witness
+        self._trail = trail
+        self._region = region
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._waiting: Counter[str] = Counter()
+        self._checkpoints = Pace(CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, time.monotonic)
+        self._own_checkpoints = Pace(OWN_CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, time.monotonic)
+        self._cosignatures = Pace(COSIGNATURES_PER_S, COSIGNATURES_BURST, ASKERS_MAX, time.monotonic)
+
+    async def cosign(self, actor: SpiffeId, checkpoint: bytes, proof: list[bytes]) -> Witnessed:
+        """Cosign another region's checkpoint (audit.witness). Raises ForkError where it is another history, and
+        UnavailableError(LIMIT_RATE) where this log is brought too often."""
+        origin = self.witness.origin_of(checkpoint)
+        self._require_pace(self._cosignatures, f"{actor.region} {origin}", "cosign one log")
+        if self._waiting[origin] >= WAITING_MAX:
+            raise UnavailableError(
+                f"{WAITING_MAX} calls about the log {origin} wait here already.",
+                code=Code.LIMIT_RATE,
+                retry_after_ms=1_000,
+            )
+        self._waiting[origin] += 1
+        try:
+            async with self._locks.setdefault(origin, asyncio.Lock()):
+                note = await asyncio.to_thread(self.witness.cosign, checkpoint, proof)
+        finally:
+            self._waiting[origin] -= 1
+        return Witnessed(note_size(note), note)
+
+    async def witnessed_size(self, origin: str) -> Witnessed:
+        """How far this region has cosigned an origin; 0 where not at all."""
+        last = await asyncio.to_thread(self.witness.last, origin)
+        return Witnessed(0 if last is None else last.size)
+
+    async def checkpoint(self, actor: SpiffeId, from_size: int) -> CheckpointAnswer:
+        """The checkpoint that witnesses are to cosign now, and the proof that it continues `from_size` leaves."""
+        pace = self._own_checkpoints if actor.region == self._region else self._checkpoints
+        self._require_pace(pace, actor.region, "give a checkpoint")
+        note = self._trail.offer(at_least=from_size)
+        size = note_size(note)
+        proof: list[bytes] = []
+        if 0 < from_size <= size:
+            proof = await asyncio.to_thread(self._trail.consistency_proof, from_size, size)
+        return CheckpointAnswer(note, size, proof)
+
+    async def put_cosignature(self, cosigned: bytes) -> None:
+        """Keep another region's cosignature of this region's checkpoint."""
+        await asyncio.to_thread(self._trail.add_cosigned, cosigned)
+
+    def _require_pace(self, pace: Pace, who: str, what: str) -> None:
+        wait_ms = pace.take(who)
+        if wait_ms:
+            raise UnavailableError(
+                f"{self._region} was asked to {what} too often.", code=Code.LIMIT_RATE, retry_after_ms=wait_ms
+            )
+
+
+def note_size(note: bytes) -> int:
+    """The size in a checkpoint note's second line, without verifying it."""
+    return int(note.split(b"\n", 2)[1])
