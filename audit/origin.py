@@ -1,12 +1,15 @@
-"""Origins: what the audit logs and witnesses of a region are called, and their keys as its bundle gives them. Pure."""
+"""Origins: what the audit logs and the witness of a region are called. Pure.
+
+The name says whose it is: everything of a region is called `<region>.<mesh>/…`, and whoever reads a name asks that
+region's bundle alone for the key (audit.trust).
+"""
 
 from __future__ import annotations
 
-from audit.note import Algorithm, VerifierKey
-from felix.errors import Code, RequestError
-from felix.names import trust_domain
-from keys.bundle import RegionBundle
-from keys.signing import VerifyKey
+from typing import NamedTuple
+
+from felix.errors import RequestError, TamperError
+from felix.names import SpiffeId, parse_region, trust_domain
 
 
 def region_origin(region: str, mesh: str) -> str:
@@ -24,37 +27,30 @@ def witness_name(region: str, mesh: str) -> str:
     return f"{trust_domain(region, mesh)}/witness"
 
 
-def log_keys(bundle: RegionBundle) -> list[VerifierKey]:
-    """The keys of every log of the region, a log's Ed25519 key before its ML-DSA-44 one."""
-    return _keys(bundle, "log", Algorithm.ED25519)
+class Origin(NamedTuple):
+    """An origin, taken apart."""
 
+    region: str
+    mesh: str
+    bridge: SpiffeId | None
+    """whose egress log it is; None: the region's own log"""
 
-def log_key(bundle: RegionBundle, origin: str) -> tuple[VerifierKey, ...]:
-    """The keys of one of the region's logs. Raises RequestError(NOT_FOUND)."""
-    found = tuple(key for key in log_keys(bundle) if key.name == origin)
-    if not found:
-        raise RequestError(
-            f"The bundle of {bundle.region} names no key for the audit log {origin!r}.",
-            code=Code.NOT_FOUND,
-            hint="Take the region's newest bundle; it names the logs of all its bridges.",
+    @classmethod
+    def parse(cls, origin: str) -> Origin:
+        """Raises TamperError where no log of a region is called that."""
+        domain, _, rest = origin.partition("/")
+        parts = domain.split(".")
+        try:
+            if len(parts) == 2:
+                region, mesh = map(parse_region, parts)
+                if rest == "audit":
+                    return cls(region, mesh, None)
+                kind, _, name = rest.partition("/")
+                if kind == "bridge":
+                    return cls(region, mesh, SpiffeId(region, mesh, "bridge", name))
+        except RequestError:
+            pass
+        raise TamperError(
+            f"{origin[:200]!r} is not what an audit log of a region is called: expected <region>.<mesh>/audit or "
+            "<region>.<mesh>/bridge/<name>."
         )
-    return found
-
-
-def witness_keys(bundle: RegionBundle) -> list[VerifierKey]:
-    """The keys under which the region cosigns."""
-    return _keys(bundle, "cosigner", Algorithm.COSIGNATURE)
-
-
-def _keys(bundle: RegionBundle, role: str, ed25519: Algorithm) -> list[VerifierKey]:
-    found = [
-        VerifierKey(key.name, ed25519 if key.algorithm == "ed25519" else Algorithm.ML_DSA_44, key.public)
-        for key in bundle.audit_keys
-        if key.role == role
-    ]
-    return sorted(found, key=lambda key: key.algorithm.is_post_quantum)
-
-
-def receipt_keys(bundle: RegionBundle) -> dict[bytes, bytes]:
-    """The region's receipt keys by key id, as audit.receipt asks for them."""
-    return {VerifyKey(public).key_id: public for public in bundle.receipt_keys}

@@ -11,12 +11,12 @@ document that changes its meaning is refused. Callers: cli, tests.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Final
 
 import msgspec
 
-from audit.checkpoint import LogKey, SignedCheckpoint, open_checkpoint
+from audit.checkpoint import SignedCheckpoint
 from audit.leaf import (
     CommitmentKey,
     Committer,
@@ -40,10 +40,11 @@ from audit.merkle import (
     leaf_hash,
     verify_inclusion,
 )
-from audit.note import VerifierKey, encode_note
+from audit.note import encode_note
 from audit.range_index import INDEX_PATH, candidate_bundles
-from audit.receipt import Receipt, differences, open_receipt
+from audit.receipt import Receipt, differences
 from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, Files, TileHashes, read_bundle
+from audit.trust import LogTrust, Trust
 from felix.batch import encode_headers
 from felix.errors import Code, RequestError, TamperError
 
@@ -92,27 +93,25 @@ class Proven(msgspec.Struct, frozen=True):
     size: int
     """leaves that the checkpoint covers"""
     cosigned: tuple[tuple[str, int], ...]
-    """witnesses by name, with the POSIX seconds of their cosignature"""
+    """regions and outside witnesses, with the POSIX seconds of their cosignature; the log's own region never counts"""
 
 
 def prove(
     files: Files,
-    log_key: LogKey,
+    trust: Trust,
     stream: str,
     shard: int,
     offset: int,
     *,
     destination_region: str = "",
     incarnation: bytes = b"",
-    witnesses: Iterable[VerifierKey] = (),
 ) -> bytes:
     """The proof file for the record at this source offset, from an egress log's files.
 
     Where the offset crossed to several regions, or in several incarnations of the stream, the caller says which.
     Raises RequestError(NOT_FOUND | CONFLICT), TamperError where the log's files do not hold.
     """
-    witnesses = tuple(witnesses)
-    newest, cosigned = _checkpoints(files, log_key, witnesses)
+    newest, cosigned = _checkpoints(files, trust)
     wanted = (stream, shard, offset, destination_region, incarnation)
     intents = list(find_leaves(files, newest.checkpoint.size, Kind.INTENT, Side.EGRESS, *wanted))
     intents = [found for found in intents if find_entry(found[1], offset) is not None]
@@ -161,15 +160,14 @@ def prove(
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
 
 
-def _checkpoints(
-    files: Files, log_key: LogKey, witnesses: tuple[VerifierKey, ...]
-) -> tuple[SignedCheckpoint, SignedCheckpoint | None]:
+def _checkpoints(files: Files, trust: Trust) -> tuple[SignedCheckpoint, SignedCheckpoint | None]:
     data = files.read(CHECKPOINT_PATH)
     if data is None:
         raise RequestError("There is no audit log here: the checkpoint is missing.", code=Code.NOT_FOUND)
-    newest = open_checkpoint(data, log_key, witnesses)
+    log = trust.log_of(data)
+    newest = log.open(data)
     own = files.read(COSIGNED_PATH)
-    cosigned = None if own is None else open_checkpoint(own, log_key, witnesses)
+    cosigned = None if own is None else log.open(own)
     if cosigned is not None and cosigned.checkpoint.size > newest.checkpoint.size:
         cosigned = None
     return newest, cosigned
@@ -232,25 +230,26 @@ def find_leaves(
 
 def check_proof(
     data: bytes,
-    log_key: LogKey,
+    trust: Trust,
     *,
-    witnesses: Iterable[VerifierKey] = (),
     cosignatures_min: int = 0,
-    receipt_keys: Mapping[bytes, bytes] | None = None,
 ) -> Proven:
     """Verify a proof file without the log. The steps are those of docs/audit.md, "Checking a proof".
 
-    `receipt_keys`: the destination's Ed25519 public keys by key id; needed where the proof has an ACK. Raises
-    TamperError where anything does not hold.
+    `trust`: the bundles of the source region, of its witnesses and, where the proof has an ACK, of the destination.
+    Raises TamperError where anything does not hold.
     """
     # 1. The document is a proof.
     proof = _parse(data)
     record = proof.record
-    # 2. The checkpoint is signed by the log's key, and cosigned by enough known witnesses.
-    signed = open_checkpoint(proof.checkpoint.encode(), log_key, tuple(witnesses))
-    if len({by.key for by in signed.cosigned}) < cosignatures_min:
+    # 2. The checkpoint is signed by the log's key, and cosigned by enough others than its own region.
+    checkpoint = proof.checkpoint.encode()
+    log = trust.log_of(checkpoint)
+    signed = log.open(checkpoint)
+    cosigned = log.cosigners(signed.cosigned)
+    if len(cosigned) < cosignatures_min:
         raise TamperError(
-            f"The proof's checkpoint has {len(signed.cosigned)} cosignatures of known witnesses, "
+            f"{len(cosigned)} trusted regions or witnesses other than {log.region} cosigned the proof's checkpoint, "
             f"{cosignatures_min} are required."
         )
     # 3. The INTENT leaf is in the tree, and lists the record.
@@ -270,7 +269,7 @@ def check_proof(
     # 5. The receipt in it is signed by the destination, and says the same.
     receipt: Receipt | None = None
     if ack is not None:
-        receipt = open_receipt(ack.receipt, receipt_keys or {})
+        receipt = trust.open_receipt(ack.receipt)
         differing = differences(receipt, ack)
         if differing:
             raise TamperError(f"The proof's receipt and ACK differ in {', '.join(differing)}.")
@@ -287,8 +286,17 @@ def check_proof(
         receipt,
         signed.checkpoint.origin,
         signed.checkpoint.size,
-        tuple((by.key.name, by.time_s or 0) for by in signed.cosigned),
+        _cosigned(log, signed),
     )
+
+
+def _cosigned(log: LogTrust, signed: SignedCheckpoint) -> tuple[tuple[str, int], ...]:
+    """Who cosigned, and when at the latest."""
+    times: dict[str, int] = {}
+    for by in signed.cosigned:
+        party = log.witnesses[by.key]
+        times[party] = max(times.get(party, 0), by.time_s or 0)
+    return tuple((party, times[party]) for party in log.cosigners(signed.cosigned))
 
 
 def check_record(proven: Proven, key: CommitmentKey, record: SourceRecord) -> None:

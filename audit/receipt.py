@@ -3,12 +3,13 @@
 A receipt is Ed25519 over ``b"felix/receipt/1\\0"`` and the body's bytes; the body is a MessagePack map of
 `Receipt`'s fields, the whole is a MessagePack map of key_id, body and signature. It stands in the egress log's ACK
 leaf and in every proof. Invariants: `open_receipt(sign_receipt(r, …), …) == r`; a receipt is used only after
-`open_receipt` returned. Callers: region ingest (signs), bridge (checks), audit.verify, audit.proof, audit.spark.
+`open_receipt` returned; it was then signed by the region that it calls its destination, about that region's own log. Callers: region ingest (signs), bridge (checks), audit.verify, audit.proof, audit.spark.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
@@ -67,25 +68,46 @@ def sign_receipt(receipt: Receipt, key: SigningKey) -> bytes:
     return data
 
 
-def keys_by_id(publics: Iterable[bytes]) -> dict[bytes, bytes]:
-    """Ed25519 public keys as a region's bundle lists them, by the id that receipts name."""
-    return {VerifyKey(public).key_id: public for public in publics}
+@dataclass(frozen=True, slots=True)
+class ReceiptKeys:
+    """The keys under which one region's receipts verify: not a mapping, so that nobody adds another region's to it."""
+
+    region: str
+    ingress_origin: str
+    """the log that the region's receipts are about"""
+    by_id: Mapping[bytes, bytes]
+    """Ed25519 public keys by the key id that receipts name"""
+
+    @classmethod
+    def of(cls, region: str, ingress_origin: str, publics: Iterable[bytes]) -> ReceiptKeys:
+        """From Ed25519 public keys as a bundle lists them."""
+        return cls(region, ingress_origin, {VerifyKey(public).key_id: public for public in publics})
 
 
-def open_receipt(data: bytes, keys: Mapping[bytes, bytes]) -> Receipt:
-    """Verify and read. `keys`: the destination's receipt keys, Ed25519 public bytes by key id.
+def open_receipt(data: bytes, keys: ReceiptKeys) -> Receipt:
+    """Verify and read. `keys`: those of the region that the receipt must be from.
 
-    Raises TamperError where the key is unknown, the signature does not hold, or the body is no receipt.
+    Raises TamperError where the key is none of that region's, the signature does not hold, the body is no receipt, or
+    it is about another destination or another region's log.
     """
     signed = _read(data)
-    public = keys.get(signed.key_id)
+    public = keys.by_id.get(signed.key_id)
     if public is None:
         raise TamperError(
-            f"A receipt is signed by the key {signed.key_id.hex()}, which is not a trusted one."
+            f"A receipt is signed by the key {signed.key_id.hex()}, which is none of {keys.region}'s receipt keys."
         )
     if not VerifyKey(public).holds(PURPOSE, signed.body, signed.signature):
         raise TamperError("A receipt's signature does not hold.")
-    return _decode(signed)
+    receipt = _decode(signed)
+    if receipt.destination_region != keys.region:
+        raise TamperError(
+            f"A receipt for records that arrived in {receipt.destination_region} is signed by {keys.region}."
+        )
+    if receipt.ingress_origin != keys.ingress_origin:
+        raise TamperError(
+            f"A receipt of {keys.region} names the log {receipt.ingress_origin!r}, which is not {keys.ingress_origin}."
+        )
+    return receipt
 
 
 def read_unverified(data: bytes) -> Receipt:

@@ -1,23 +1,21 @@
 """Verifying a log from its files alone, offline. Streaming: one entry bundle in memory at a time.
 
 The steps are those of docs/audit.md, in the same order; every finding names its step, and where it can the leaf and
-the file. Nothing here trusts the writer: tiles, roots and the order of leaves are all computed anew. What the
-trusted keys do not say is not concluded: without receipt keys receipts are compared and not verified, and the
-step says so. `Files` may block. Callers: cli, audit.spark, tests.
+the file. Nothing here trusts the writer: tiles, roots and the order of leaves are all computed anew. Each statement is
+held to the keys of the region that makes it (audit.trust). `Files` may block. Callers: cli, audit.spark, tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from audit.checkpoint import Checkpoint, LogKey, SignedCheckpoint, keys_of, open_checkpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.continuity import Continuity
 from audit.leaf import Kind, Leaf, Side, decode_leaf
 from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash
-from audit.note import VerifierKey
-from audit.receipt import differences, open_receipt, read_unverified
+from audit.receipt import differences
 from audit.tile import (
     CHECKPOINT_PATH,
     COSIGNED_PATH,
@@ -30,6 +28,7 @@ from audit.tile import (
     read_tile,
     tile_path,
 )
+from audit.trust import LogTrust, Trust
 from audit.wal_disk import Torn, read_segment, segment_first
 from felix.errors import CorruptionError, TamperError
 
@@ -75,10 +74,11 @@ class Report:
     """What verification found. `ok` only where every step went through without a finding."""
 
     origin: str
+    """what the checkpoint says, once a trusted key is known for it"""
     size: int = 0
     root: bytes = b""
     cosigned_by: tuple[str, ...] = ()
-    """witnesses whose cosignatures stand on the checkpoint itself"""
+    """regions and outside witnesses whose cosignatures stand on the checkpoint itself; the log's own region never does"""
     cosigned_size: int = 0
     """leaves covered by a cosigned checkpoint"""
     steps: list[Step] = field(default_factory=lambda: [Step(n + 1, title) for n, title in enumerate(TITLES)])
@@ -110,35 +110,28 @@ class Report:
 
 def verify_log(
     files: Files,
-    log_key: LogKey,
+    trust: Trust,
     *,
-    witnesses: Iterable[VerifierKey] = (),
+    origin: str = "",
     cosignatures_min: int = 0,
     remembered: Iterable[bytes] = (),
-    receipt_keys: Mapping[bytes, bytes] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Verify one log. Damage makes findings, never an exception; only `files` itself may raise OSError.
 
-    `witnesses`: keys whose cosignatures count; `cosignatures_min` of them must be on the checkpoint or on the newest
-    cosigned one. `remembered`: checkpoint notes that cosigners kept of this log. `receipt_keys`: the destination's
-    Ed25519 public keys by key id. `progress(leaves done, leaves)` is called per bundle.
+    `trust`: the bundles of the log's region, of the region that its receipts are from, and of its witnesses. `origin`:
+    which log it must be; without it, the one that its checkpoint names. `cosignatures_min` regions or outside witnesses
+    other than the log's own region must have cosigned the checkpoint or the newest cosigned one. `remembered`:
+    checkpoint notes that cosigners kept of this log. `progress(leaves done, leaves)` is called per bundle.
     """
-    run = _Run(files, log_key, tuple(witnesses), receipt_keys)
-    return run.verify(cosignatures_min, tuple(remembered), progress)
+    return _Run(files, trust, origin).verify(cosignatures_min, tuple(remembered), progress)
 
 
 class _Run:
-    def __init__(
-        self,
-        files: Files,
-        log_key: LogKey,
-        witnesses: tuple[VerifierKey, ...],
-        receipt_keys: Mapping[bytes, bytes] | None,
-    ) -> None:
-        self._files, self._log_key, self._witnesses = files, log_key, witnesses
-        self._receipt_keys = receipt_keys
-        self._report = Report(keys_of(log_key)[0].name)
+    def __init__(self, files: Files, trust: Trust, origin: str) -> None:
+        self._files, self._trust = files, trust
+        self._log: LogTrust
+        self._report = Report(origin)
         self._continuity = Continuity()
         self._tree = Tree()
         self._roots_due: list[tuple[Checkpoint, str]] = []
@@ -167,7 +160,6 @@ class _Run:
         self._edge()
         # 5. The tree has the checkpoint's root.
         self._root(signed)
-        self._receipts_note()
         # 9. The write-ahead file says the same.
         self._wal()
         continuity = self._continuity
@@ -185,12 +177,14 @@ class _Run:
             report.find(1, "The checkpoint is missing.", path=CHECKPOINT_PATH)
             return None
         try:
-            signed = open_checkpoint(data, self._log_key, self._witnesses)
+            self._log = self._trust.log(report.origin) if report.origin else self._trust.log_of(data)
+            report.origin = self._log.name
+            signed = self._log.open(data)
         except TamperError as error:
             report.find(1, error.sentence, path=CHECKPOINT_PATH)
             return None
         report.size, report.root = signed.checkpoint.size, signed.checkpoint.root
-        report.cosigned_by = tuple(by.key.name for by in signed.cosigned)
+        report.cosigned_by = self._log.cosigners(signed.cosigned)
         return signed
 
     # Step 2
@@ -198,7 +192,7 @@ class _Run:
     def _remembered(
         self, signed: SignedCheckpoint, remembered: tuple[bytes, ...], cosignatures_min: int
     ) -> None:
-        report, most = self._report, len({by.key for by in signed.cosigned})
+        report, most = self._report, len(self._report.cosigned_by)
         if signed.cosigned:
             report.cosigned_size = signed.checkpoint.size
         own = self._files.read(COSIGNED_PATH)
@@ -208,11 +202,11 @@ class _Run:
         for data, path in notes:
             report.steps[1].checked += 1
             try:
-                before = open_checkpoint(data, self._log_key, self._witnesses)
+                before = self._log.open(data)
             except TamperError as error:
                 report.find(2, error.sentence, path=path)
                 continue
-            if path == COSIGNED_PATH and self._witnesses and not before.cosigned:
+            if path == COSIGNED_PATH and self._log.witnesses and not before.cosigned:
                 report.find(2, "It carries no cosignature of a known witness.", path=path)
             if before.checkpoint.size > report.size:
                 report.find(
@@ -223,13 +217,16 @@ class _Run:
                 )
                 continue
             if path == COSIGNED_PATH:
-                most = max(most, len({by.key for by in before.cosigned}))
+                most = max(most, len(self._log.cosigners(before.cosigned)))
             if before.cosigned:
                 report.cosigned_size = max(report.cosigned_size, before.checkpoint.size)
             self._roots_due.append((before.checkpoint, path))
         if most < cosignatures_min:
             report.find(
-                1, f"{most} known witnesses cosigned, {cosignatures_min} are required.", path=CHECKPOINT_PATH
+                1,
+                f"{most} trusted regions or witnesses other than {self._log.region} cosigned, {cosignatures_min} are "
+                "required.",
+                path=CHECKPOINT_PATH,
             )
         if not notes:
             report.steps[1].note = "no cosigned checkpoint is known"
@@ -310,20 +307,13 @@ class _Run:
             report.find(8, "The ACK carries no receipt.", leaf=index, path=path)
             return
         try:
-            if self._receipt_keys is None:
-                receipt = read_unverified(header.receipt)
-            else:
-                receipt = open_receipt(header.receipt, self._receipt_keys)
+            receipt = self._trust.open_receipt(header.receipt)
         except TamperError as error:
             report.find(8, error.sentence, leaf=index, path=path)
             return
         differing = differences(receipt, header)
         if differing:
             report.find(8, f"Receipt and ACK differ in {', '.join(differing)}.", leaf=index, path=path)
-
-    def _receipts_note(self) -> None:
-        if self._receipt_keys is None and self._report.steps[7].checked:
-            self._report.steps[7].note = "signatures not checked: no receipt key was given"
 
     def _full(self, full: list[Tile]) -> None:
         """Tiles that the entries just filled. Level 0 was compared hash by hash already."""

@@ -24,8 +24,9 @@ from audit.document_leaf import document_leaf
 from audit.grant_leaf import grant_leaf
 from audit.leaf import Kind, Side
 from audit.note import Algorithm, NoteSigner
-from audit.origin import egress_origin, region_origin, witness_keys
+from audit.origin import egress_origin, region_origin
 from audit.trail import TrailStatus
+from audit.trust import Trust
 from bridge.carrier import Carrier, Figures, Workshop
 from bridge.config import BridgeConfig, BridgePaths, paths_of
 from bridge.courier import Courier, list_documents, parse_documents
@@ -303,7 +304,7 @@ class Agent:
         signer = NoteSigner.from_key(origin, files.egress_key, Algorithm.ED25519)
         ml_dsa = files.egress_ml_dsa_key
         also = [NoteSigner.from_ml_dsa(origin, ml_dsa)] if ml_dsa is not None else []
-        witnesses = [key for bundle in files.bundles.values() for key in witness_keys(bundle)]
+        witnesses = Trust.of(files.bundles.values()).witnesses_for(config.source)
         while True:
             try:
                 trail, shop.ledger = await asyncio.to_thread(
@@ -578,7 +579,7 @@ class Agent:
         newest = await asyncio.to_thread(trail.publish)
         note = trail.offer(at_least=note_size(newest) if final else answer.size)
         size = note_size(note)
-        if not size or (answer.size >= size and trail.is_cosigned_by(note, witness_keys(witness.bundle))):
+        if not size or (answer.size >= size and trail.is_cosigned_by(note, witness.trust.witnesses)):
             return
         proof: list[bytes] = []
         if 0 < answer.size < size:
@@ -623,5 +624,5 @@ class Agent:
             self.shop.identity = files.identity
             if self.shop.trail is not None:
                 self.shop.trail.trust_witnesses(
-                    key for bundle in files.bundles.values() for key in witness_keys(bundle)
+                    Trust.of(files.bundles.values()).witnesses_for(self.config.source)
                 )

@@ -13,6 +13,7 @@ from dataclasses import replace
 from random import Random
 from typing import Final
 
+from audit.trust import RegionTrust
 from felix.backoff import Backoff, BackoffPolicy
 from felix.connection import Link, RegionConnection
 from felix.errors import Code, FelixError, UnavailableError
@@ -27,11 +28,12 @@ _AGAIN: Final = BackoffPolicy(first_ms=200, ceiling_ms=10_000)
 
 
 class Shore:
-    """One region as the agent sees it. `bundle` holds its keys; `connection` is None until the first session."""
+    """One region as the agent sees it. `bundle` holds its keys, `trust` what they may be used for; `connection` is None until the first session."""
 
     def __init__(self, profile: Profile, bundle: RegionBundle, engine: Engine | None, random: Random) -> None:
         self.profile = profile
         self.bundle = bundle
+        self.trust = RegionTrust(bundle)
         self.reason = f"There is no session with {profile.region} yet."
         self._connection: RegionConnection | None = None
         self._engine = engine
@@ -67,6 +69,7 @@ class Shore:
     def take_identity(self, identity: Identity, bundle: RegionBundle) -> None:
         """A renewed certificate or bundle: the next session comes with it, and the next one is now."""
         self.bundle = bundle
+        self.trust = RegionTrust(bundle)
         self.profile = replace(self.profile, identity=identity, authority=bundle.root_pem.encode())
         if self._connection is not None:
             self._connection.profile = self.profile

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -11,18 +10,18 @@ import msgspec
 import typer
 
 from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
-from audit.note import VerifierKey, parse_note
-from audit.origin import log_keys, receipt_keys, witness_keys
+from audit.note import parse_note
 from audit.proof import check_proof, prove
 from audit.receipt import Receipt
 from audit.tile import CHECKPOINT_PATH, read_entries
 from audit.tile_disk import Folder
+from audit.trust import Trust
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from cli.bridge import known_bundles, parse_moment
 from cli.output import err, iso, note, out, print_json, progress, styled, table, verdict
 from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file
-from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError
+from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.names import StreamName
 from keys.bundle import RegionBundle, decode_bundle
 from region.folder import RegionFolder
@@ -40,54 +39,27 @@ Bundles = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class TrustedKeys:
-    """Keys that the reader of a log trusts, out of bundles."""
-
-    logs: dict[str, VerifierKey]
-    witnesses: tuple[VerifierKey, ...]
-    receipts: dict[bytes, bytes]
-
-    @classmethod
-    def of(cls, bundles: Iterable[RegionBundle]) -> TrustedKeys:
-        """The keys of these regions."""
-        held = list(bundles)
-        return cls(
-            {key.name: key for bundle in held for key in reversed(log_keys(bundle))},
-            tuple(key for bundle in held for key in witness_keys(bundle)),
-            {key: value for bundle in held for key, value in receipt_keys(bundle).items()},
-        )
-
-    def log_key(self, path: Path) -> VerifierKey:
-        """The key of the log in this folder, by the origin it names. Raises RequestError, TamperError."""
-        data = Folder(path).read(CHECKPOINT_PATH) if path.is_dir() else None
-        if data is None:
-            raise RequestError(
-                f"There is no audit log at {path}: it has no checkpoint.",
-                code=Code.NOT_FOUND,
-                hint="Name the folder that holds `checkpoint` and `tile/`.",
-            )
-        origin = parse_note(data).text.partition("\n")[0]
-        key = self.logs.get(origin)
-        if key is None:
-            raise TamperError(
-                f"The log at {path} calls itself {origin!r}, and no trusted bundle names a key for that.",
-                hint="Give the bundle of the region that keeps it with --bundle.",
-            )
-        return key
-
-
-def trusted(bundles: list[Path] | None) -> TrustedKeys:
+def trusted(bundles: list[Path] | None) -> Trust:
     """From the files that the user names, else from every region of this machine and those they trust."""
     if bundles:
-        return TrustedKeys.of(decode_bundle(read_file(path, "The bundle")).bundle for path in bundles)
+        return Trust.of(decode_bundle(read_file(path, "The bundle")).bundle for path in bundles)
     found: dict[str, RegionBundle] = {}
     for region in known_regions():
         for name, bundle in known_bundles(RegionFolder.of(region)).items():
             held = found.get(name)
             if held is None or bundle.issued_ms > held.issued_ms:
                 found[name] = bundle
-    return TrustedKeys.of(found.values())
+    return Trust.of(found.values())
+
+
+def require_log(path: Path) -> None:
+    """Raises RequestError where no log is in this folder."""
+    if not path.is_dir() or Folder(path).read(CHECKPOINT_PATH) is None:
+        raise RequestError(
+            f"There is no audit log at {path}: it has no checkpoint.",
+            code=Code.NOT_FOUND,
+            hint="Name the folder that holds `checkpoint` and `tile/`.",
+        )
 
 
 def local_logs(region: str = "") -> list[Path]:
@@ -123,11 +95,11 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Verify logs from their files alone: every leaf, the tree, signatures, continuity. Exit code 5 if not."""
-    keys = trusted(bundle)
+    trust = trusted(bundle)
     reports: list[tuple[Path, Report]] = []
     for path in choose_logs(logs, region):
-        key = keys.log_key(path)
-        reports.append((path, verify_one(path, key, keys, cosignatures)))
+        require_log(path)
+        reports.append((path, verify_one(path, trust, cosignatures)))
     if json:
         print_json(
             [
@@ -142,23 +114,30 @@ def verify(
         raise typer.Exit(EXIT_DAMAGED)
 
 
-def verify_one(path: Path, key: VerifierKey, keys: TrustedKeys, cosignatures_min: int = 0) -> Report:
+def verify_one(path: Path, trust: Trust, cosignatures_min: int = 0) -> Report:
     """Verify one log, with a progress bar. Findings are in the report; nothing raises for damage."""
+    origin = origin_of(path)
     with progress() as bar:
-        task = bar.add_task(f"verifying {key.name}", total=None)
+        task = bar.add_task(f"verifying {origin or path}", total=None)
 
         def show_progress(done: int, size: int) -> None:
             bar.update(task, completed=done, total=size)
 
         return verify_log(
             Folder(path),
-            key,
-            witnesses=keys.witnesses,
+            trust,
             cosignatures_min=cosignatures_min,
-            remembered=remembered(key.name),
-            receipt_keys=keys.receipts,
+            remembered=remembered(origin),
             progress=show_progress,
         )
+
+
+def origin_of(path: Path) -> str:
+    """What the log in this folder calls itself; empty where it has no readable checkpoint."""
+    try:
+        return parse_note(Folder(path).read(CHECKPOINT_PATH) or b"").text.partition("\n")[0]
+    except TamperError:
+        return ""
 
 
 def remembered(origin: str) -> list[bytes]:
@@ -303,16 +282,8 @@ def prove_(
     """Write a proof that one record crossed, which verifies without the log."""
     name = StreamName.parse(stream)
     path = log or _egress_log(region)
-    keys = trusted(bundle)
-    data = prove(
-        Folder(path),
-        keys.log_key(path),
-        str(name),
-        shard,
-        offset,
-        destination_region=to,
-        witnesses=keys.witnesses,
-    )
+    require_log(path)
+    data = prove(Folder(path), trusted(bundle), str(name), shard, offset, destination_region=to)
     target = output or Path(f"{name.name}-{shard}-{offset}.proof.json")
     target.write_bytes(data)
     out.print(f"{target}: {stream} shard {shard} offset {offset}, {len(data):,} bytes")
@@ -340,20 +311,7 @@ def check_proof_(
 ) -> None:
     """Check a proof against trusted bundles; no log is needed. Exit code 5 if it does not hold."""
     data = read_file(file, "The proof")
-    keys = trusted(bundle)
-    proven = None
-    for key in keys.logs.values():
-        try:
-            proven = check_proof(
-                data, key, witnesses=keys.witnesses, cosignatures_min=cosignatures, receipt_keys=keys.receipts
-            )
-            break
-        except FelixError as error:
-            refusal = error
-            if _names(data, key):
-                raise
-    if proven is None:
-        raise refusal if keys.logs else TamperError("No bundle is trusted.", hint="Give one with --bundle.")
+    proven = check_proof(data, trusted(bundle), cosignatures_min=cosignatures)
     if json:
         print_json(proven)
         return
@@ -388,10 +346,6 @@ def _arrival(receipt: Receipt | None, leaf: int | None) -> str:
     )
 
 
-def _names(proof: bytes, key: VerifierKey) -> bool:
-    return key.name.encode() in proof
-
-
 # -- report --------------------------------------------------------------------------------------------
 
 
@@ -411,11 +365,9 @@ def report(
 ) -> None:
     """Turn audit logs into the transfer register, reconciliation, exceptions, volumes and lineage, with Spark."""
     from audit.spark.report import run_report
-    from audit.spark.verification import Trust
 
-    keys = trusted(bundle)
     logs: list[str] = log or [str(path) for path in choose_logs(None, region)]
-    trust = Trust(logs=tuple(keys.logs.values()), witnesses=keys.witnesses, receipt_keys=keys.receipts)
+    trust = trusted(bundle)
     now = now_ms()
     with progress(counted=False) as bar:
         task = bar.add_task("starting", total=None)

@@ -7,7 +7,8 @@ fingerprint (SHA-256 of the same bytes), which they compare over another way tha
 
 Invariants of a decoded `SignedBundle`, each checked again at decoding:
 1. the shape holds: names, sizes and numbers as typed here, no field too many;
-2. the root certificate names this region and mesh, and every key is a key;
+2. it names only its own region's things: the root certificate is this region's and mesh's, every audit key is called
+   `<region>.<mesh>/…`, and every key is a key;
 3. the signature holds under one of its own policy keys.
 
 An update is taken without people comparing again only where `check_update` holds. Pure.
@@ -131,8 +132,16 @@ def decode_bundle(data: bytes) -> SignedBundle:
         ) from error
     bundle = signed.bundle
     # 2. its parts
-    trust_domain(bundle.region, bundle.mesh)
+    domain = trust_domain(bundle.region, bundle.mesh)
     bundle.anchor()
+    for audit_key in bundle.audit_keys:
+        if not audit_key.name.startswith(f"{domain}/"):
+            raise RequestError(
+                f"The bundle of {domain} names {audit_key.name[:200]!r}, which is not its own: a region speaks for "
+                "itself alone.",
+                code=Code.WRONG_REGION,
+                hint="Do not trust it; ask that region's operator how it came about.",
+            )
     bundle.hybrid_import_key()
     keys = [VerifyKey(public) for public in bundle.policy_keys]
     for public in bundle.receipt_keys:

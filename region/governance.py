@@ -26,9 +26,9 @@ from audit.document_disk import keep_document
 from audit.document_leaf import document_leaf
 from audit.grant_leaf import grant_leaf
 from audit.leaf import Header, Kind, Leaf, Side
-from audit.origin import log_keys, witness_keys
 from audit.proof import find_leaves
 from audit.trail import Trail
+from audit.trust import RegionTrust, Trust
 from audit.witness import Witness
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import TrustBundle
@@ -197,7 +197,7 @@ class Governance:
         self._book = GrantBook()
         self._bundles = bundles = self._read_bundles()
         self.broker.trust = TrustBundle(bundle.anchor() for bundle in bundles.values())
-        self.trail.trust_witnesses(key for bundle in bundles.values() for key in witness_keys(bundle))
+        self.trail.trust_witnesses(Trust.of(bundles.values()).witnesses_for(self._own.region))
         self._policy = self._read_policy()
         documents = []
         for section, side in _STORED.values():
@@ -248,7 +248,7 @@ class Governance:
                 if held is not None and held != bundle:
                     check_update(held, signed)
                 held = self._believed[region] = bundle
-                for key in log_keys(bundle):
+                for key in RegionTrust(bundle).logs:
                     self.witnessing.witness.trust(key)
             except FelixError as error:
                 log.error("the bundle of %s in the metadata store is not believed: %s", region, error)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Final
 
 from audit.note import Algorithm, NoteSigner
-from audit.origin import log_keys, region_origin, witness_keys, witness_name
+from audit.origin import region_origin, witness_name
 from audit.trail import Trail, TrailSettings
+from audit.trust import RegionTrust, Trust
 from audit.witness import DiskWitnessStore, Witness
 from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
@@ -315,7 +316,7 @@ class Node:
         cosigning_key = load_signing_key(self.folder.witness_key)
         witness = Witness(
             NoteSigner.from_key(witness_name(region, mesh), cosigning_key, Algorithm.COSIGNATURE),
-            [key for bundle in known for key in log_keys(bundle)],
+            [key for bundle in known for key in RegionTrust(bundle).logs],
             DiskWitnessStore(data / "witness"),
             lambda: now_ms() // 1000,
             also=_post_quantum(witness_name(region, mesh), self.folder.witness_ml_dsa_key),
@@ -324,7 +325,7 @@ class Node:
             data / "audit",
             NoteSigner.from_key(region_origin(region, mesh), audit_key, Algorithm.ED25519),
             also=_post_quantum(region_origin(region, mesh), self.folder.audit_ml_dsa_key),
-            witnesses=[key for bundle in (*known, own) for key in witness_keys(bundle)],
+            witnesses=Trust.of((*known, own)).witnesses_for(region),
             settings=TrailSettings(checkpoint_interval_ms=self.config.audit.checkpoint_every),
         )
         if trail.recovered is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import cache
 from hashlib import sha256
 from typing import Any, Final
 
@@ -21,8 +22,12 @@ from audit.leaf import (
 )
 from audit.note import Algorithm, NoteSigner
 from audit.position import LinkShard
-from audit.receipt import Receipt, keys_by_id, sign_receipt
+from audit.receipt import Receipt, ReceiptKeys, sign_receipt
+from audit.trust import Trust
 from felix.batch import Record
+from keys.authority import RegionAuthority, create_authority
+from keys.bundle import AuditKey, RegionBundle
+from keys.hybrid import HybridKeyPair
 from keys.signing import SigningKey
 
 STREAM: Final = "acme/ops/departures"
@@ -32,24 +37,70 @@ INCARNATION: Final = b"i" * 16
 COMMITMENT_KEY: Final = CommitmentKey(b"c" * 16, b"s" * 32)
 TIME_MS: Final = 1_760_000_000_000
 DOCUMENT: Final[dict[str, Any]] = {"document": b"signed", "document_sha256": sha256(b"signed").digest()}
-EGRESS_ORIGIN: Final = "us-east.acme/audit/us-to-eu/egress"
-INGRESS_ORIGIN: Final = "eu-west.acme/audit/us-to-eu/ingress"
+EGRESS_ORIGIN: Final = "us-east.acme/bridge/us-to-eu"
+INGRESS_ORIGIN: Final = "eu-west.acme/audit"
+REGION_ORIGIN: Final = "us-east.acme/audit"
+SEEDS: Final = {EGRESS_ORIGIN: 1, INGRESS_ORIGIN: 5, REGION_ORIGIN: 7}
+"""Of each log's signing key."""
+WITNESS_SEEDS: Final = {"eu-west.acme/witness": 2, "us-east.acme/witness": 4}
 
 
 def key(seed: int) -> SigningKey:
     return SigningKey.from_seed(bytes([seed]) * 32)
 
 
-def log_signer(origin: str = EGRESS_ORIGIN, seed: int = 1) -> NoteSigner:
-    return NoteSigner.from_key(origin, key(seed), Algorithm.ED25519)
+def log_signer(origin: str = EGRESS_ORIGIN, seed: int = 0) -> NoteSigner:
+    return NoteSigner.from_key(origin, key(seed or SEEDS[origin]), Algorithm.ED25519)
 
 
-def witness_signer(name: str = "eu-west.acme/witness", seed: int = 2) -> NoteSigner:
-    return NoteSigner.from_key(name, key(seed), Algorithm.COSIGNATURE)
+def witness_signer(name: str = "eu-west.acme/witness", seed: int = 0) -> NoteSigner:
+    return NoteSigner.from_key(name, key(seed or WITNESS_SEEDS[name]), Algorithm.COSIGNATURE)
 
 
 RECEIPT_KEY: Final = key(3)
-RECEIPT_KEYS: Final = keys_by_id([RECEIPT_KEY.verify_key.public])
+"""eu-west's; us-east's is `key(6)`."""
+RECEIPT_KEYS: Final = ReceiptKeys.of("eu-west", INGRESS_ORIGIN, [RECEIPT_KEY.verify_key.public])
+POLICY_SEEDS: Final = {"us-east": 8, "eu-west": 10, "ap-south": 12}
+COUNTRIES: Final = {"us-east": ("US", "US"), "eu-west": ("IE", "EU"), "ap-south": ("IN", "IN")}
+
+
+@cache
+def authority(region: str) -> RegionAuthority:
+    return create_authority(region, "acme", TIME_MS - 86_400_000)
+
+
+@cache
+def _import_key() -> bytes:
+    return HybridKeyPair.generate().public.encoded
+
+
+def region_bundle(region: str, **changes: object) -> RegionBundle:
+    """The bundle of a region of these tests: the keys of `SEEDS`, `WITNESS_SEEDS`, `RECEIPT_KEY`, `POLICY_SEEDS`."""
+    fields: dict[str, object] = {
+        "region": region,
+        "mesh": "acme",
+        "country": COUNTRIES[region][0],
+        "jurisdiction": COUNTRIES[region][1],
+        "issued_ms": TIME_MS,
+        "root_pem": authority(region).anchor().root_pem.decode(),
+        "policy_keys": (key(POLICY_SEEDS[region]).verify_key.public,),
+        "receipt_keys": ((RECEIPT_KEY if region == "eu-west" else key(6)).verify_key.public,),
+        "audit_keys": tuple(
+            AuditKey(name, role, key(seed).verify_key.public)
+            for role, seeds in (("log", SEEDS), ("cosigner", WITNESS_SEEDS))
+            for name, seed in seeds.items()
+            if name.startswith(f"{region}.acme/")
+        ),
+        "import_key": _import_key(),
+    }
+    return RegionBundle(**(fields | changes))  # type: ignore[arg-type]
+
+
+@cache
+def trust(*regions: str) -> Trust:
+    """Trust in these regions; in both ends of the link where none is named."""
+    return Trust.of(map(region_bundle, regions or ("us-east", "eu-west")))
+
 
 TERMS: Final = Terms(
     purpose="analytics",

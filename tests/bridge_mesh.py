@@ -17,9 +17,10 @@ from region_home import make_region, running
 
 import felix
 from audit.leaf import Header, Kind, Leaf, decode_leaf
-from audit.origin import egress_origin, log_key, receipt_keys, region_origin, witness_keys
+from audit.origin import egress_origin, region_origin
 from audit.tile import read_entries
 from audit.tile_disk import Folder
+from audit.trust import Trust
 from audit.verify import Report, verify_log
 from bridge.agent import Agent
 from bridge.config import BridgeConfig, DestinationConfig
@@ -355,6 +356,10 @@ class Mesh:
     # -- the two logs ----------------------------------------------------------------------------------
 
     @property
+    def trust(self) -> Trust:
+        return Trust.of(self.bundle(region) for region in ("us-east", "eu-west"))
+
+    @property
     def egress_folder(self) -> Path:
         return self.us.root / "bridges" / BRIDGE / "egress"
 
@@ -363,19 +368,15 @@ class Mesh:
         return self.eu.root / "data" / "audit"
 
     def verify_egress(self, cosignatures_min: int = 0) -> Report:
-        eu = self.bundle("eu-west")
-        key = log_key(self.bundle("us-east"), egress_origin("us-east", "acme", BRIDGE))
         return verify_log(
             Folder(self.egress_folder),
-            key,
-            witnesses=witness_keys(eu),
+            self.trust,
+            origin=egress_origin("us-east", "acme", BRIDGE),
             cosignatures_min=cosignatures_min,
-            receipt_keys=receipt_keys(eu),
         )
 
     def verify_ingress(self) -> Report:
-        key = log_key(self.bundle("eu-west"), region_origin("eu-west", "acme"))
-        return verify_log(Folder(self.ingress_folder), key, witnesses=witness_keys(self.bundle("us-east")))
+        return verify_log(Folder(self.ingress_folder), self.trust, origin=region_origin("eu-west", "acme"))
 
     def leaves(self, folder: Path, *kinds: Kind) -> list[Leaf]:
         """The log's leaves of these kinds; what its checkpoint covers."""

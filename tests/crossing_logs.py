@@ -18,7 +18,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from audit_log import BRIDGE, DOCUMENT, OPERATOR, RECEIPT_KEYS, log_signer, receipt_for, witness_signer
+from audit_log import (
+    BRIDGE,
+    DOCUMENT,
+    EGRESS_ORIGIN,
+    INGRESS_ORIGIN,
+    OPERATOR,
+    REGION_ORIGIN,
+    log_signer,
+    receipt_for,
+    trust,
+    witness_signer,
+)
 
 from audit.errors import AuditUnavailableError
 from audit.leaf import (
@@ -37,24 +48,20 @@ from audit.leaf import (
     split_leaves,
 )
 from audit.spark.report import ReportResult
-from audit.spark.verification import Trust
 from audit.tile import bundle_path
 from audit.trail import Trail, TrailSettings
 from audit.witness import MemoryWitnessStore, Witness
 from felix.batch import Record
 
+__all__ = ["EGRESS_ORIGIN", "INGRESS_ORIGIN", "REGION_ORIGIN", "trust"]
+
 DAY_MS = 86_400_000
 START_MS = 1_749_945_600_000
 """2025-06-15T00:00:00Z"""
 DAYS = 5
-EGRESS_ORIGIN = "us-east.acme/audit/us-to-eu/egress"
-INGRESS_ORIGIN = "eu-west.acme/audit/us-to-eu/ingress"
-REGION_ORIGIN = "us-east.acme/audit"
 DEPARTURES = "acme/ops/departures"
 ORDERS = "acme/payments/orders"
 CREW = "acme/ops/crew"
-SEEDS = {EGRESS_ORIGIN: 1, INGRESS_ORIGIN: 5, REGION_ORIGIN: 7}
-"""Of each log's signing key."""
 INCARNATION = sha256(b"incarnation").digest()[:16]
 COMMITMENT_KEY = CommitmentKey(sha256(b"commitment key").digest()[:16], sha256(b"secret").digest())
 QUIET = TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30)
@@ -288,9 +295,9 @@ def five_days(batches: int = 200) -> World:
 
 def write_log(path: Path, origin: str, appends: Iterable[list[Leaf]], *, cosign: bool = False) -> None:
     """Write a log with the real trail, wait until it is durable, checkpoint and close it."""
-    trail = Trail.open(
-        path, log_signer(origin, SEEDS[origin]), witnesses=[witness_signer().key], settings=QUIET
-    )
+    other = "us-east" if origin == INGRESS_ORIGIN else "eu-west"
+    signer = witness_signer(f"{other}.acme/witness")
+    trail = Trail.open(path, log_signer(origin), witnesses=[signer.key], settings=QUIET)
     failed: list[AuditUnavailableError] = []
     ended = threading.Semaphore(0)
 
@@ -308,7 +315,7 @@ def write_log(path: Path, origin: str, appends: Iterable[list[Leaf]], *, cosign:
     assert not failed
     note = trail.publish()
     if cosign:
-        witness = Witness(witness_signer(), [trail.key], MemoryWitnessStore(), lambda: START_MS // 1000)
+        witness = Witness(signer, [trail.key], MemoryWitnessStore(), lambda: START_MS // 1000)
         trail.add_cosigned(witness.cosign(note, []))
     trail.close()
 
@@ -319,14 +326,6 @@ def write_world(folder: Path, world: World, *, cosign: bool = True) -> list[Path
     write_log(paths[0], EGRESS_ORIGIN, world.egress, cosign=cosign)
     write_log(paths[1], INGRESS_ORIGIN, world.ingress, cosign=cosign)
     return paths
-
-
-def trust() -> Trust:
-    return Trust(
-        tuple(log_signer(origin, seed).key for origin, seed in SEEDS.items()),
-        (witness_signer().key,),
-        RECEIPT_KEYS,
-    )
 
 
 def read_leaves(path: Path) -> list[Leaf]:

@@ -32,15 +32,14 @@ from audit.spark.java import Java
 from audit.spark.session import default_master, open_session
 from audit.spark.table import Table, encode_csv, from_rows, iso, write_parquet
 from audit.spark.verification import (
-    NO_RECEIPT_STEP,
     RECEIPT_STEP,
     STEPS,
     OpenedLog,
     Problem,
-    Trust,
     open_log,
     problem_of,
 )
+from audit.trust import Trust
 from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.visible import visible_json
 
@@ -193,7 +192,7 @@ def _open_all(paths: Sequence[str], trust: Trust) -> tuple[list[OpenedLog], list
 def _read(
     spark: SparkSession, opened: Sequence[OpenedLog], trust: Trust, *, entries: bool = False
 ) -> DataFrame:
-    from audit.spark.source import FORMAT, AuditSource, encode_receipt_keys
+    from audit.spark.source import FORMAT, AuditSource
 
     spark.dataSource.register(AuditSource)
     whole: DataFrame | None = None
@@ -204,7 +203,7 @@ def _read(
             .option("size", str(log.checkpoint.size))
             .option("tampered", "rows")
             .option("entries", str(entries).lower())
-            .option("receipt_keys", encode_receipt_keys(trust.receipt_keys))
+            .option("trust", trust.encode())
             .load()
         )
         whole = frame if whole is None else whole.unionByName(frame)
@@ -330,7 +329,7 @@ def _compute(
     width = volumes.bucket_ms(first, last) if first is not None and last is not None else volumes.DAY_MS
     line = volumes.time_line(window, width).collect()
 
-    logs = tuple(sorted((_verified(log, counted, trust) for log in opened), key=lambda log: log.origin))
+    logs = tuple(sorted((_verified(log, counted) for log in opened), key=lambda log: log.origin))
     reconciled = from_rows("reconciliation", "Reconciliation", reconciliation.COLUMNS, by_shard)
     filled = _fill(moved, {log.origin: log for log in logs}, reconciled)
     table = from_rows("register", "Transfer register", register.COLUMNS, filled)
@@ -362,12 +361,10 @@ def _compute(
     )  # fmt: skip
 
 
-def _verified(log: OpenedLog, counted: Mapping[str, Any], trust: Trust) -> VerifiedLog:
+def _verified(log: OpenedLog, counted: Mapping[str, Any]) -> VerifiedLog:
     said = counted.get(log.checkpoint.origin)
-    receipts = said["receipts"] if said and trust.receipt_keys else 0
-    steps = list(STEPS)
-    if said and said["receipts"]:
-        steps.append(RECEIPT_STEP if trust.receipt_keys else NO_RECEIPT_STEP)
+    receipts = said["receipts"] if said else 0
+    steps = [*STEPS, RECEIPT_STEP] if receipts else list(STEPS)
     return VerifiedLog(
         log.checkpoint.origin,
         (said["side"] if said else None) or "",

@@ -12,8 +12,8 @@ Columns: `log` (the origin), `leaf_index`, then `audit.leaf.LEAF_COLUMNS`. Optio
               whose column `problem` says what is wrong, so that one run finds them all.
 - `size`      how many leaves to read; by default what the checkpoint says. The report gives the size it verified.
 - `bundles`   entry bundles per partition.
-- `receipt_keys`  the destinations' receipt keys (`encode_receipt_keys`). Without it, receipts are compared with
-              their leaves, and their signatures are not checked.
+- `trust`     whose keys are trusted, as `audit.trust.Trust.encode` gives it. Without it, receipts are compared with their
+              leaves, and their signatures are not checked.
 
 What is verified here, in the executors: each leaf decodes; its RFC 6962 hash is the one in its level-0 tile; each
 full level-0 tile hashes to its place in level 1; each receipt agrees with its leaf. What is left for the driver: levels 1 and up, the root, the
@@ -33,9 +33,10 @@ from audit.checkpoint import Checkpoint
 from audit.leaf import ENTRY_COLUMNS, LEAF_COLUMNS, Kind, Leaf, Side, decode_leaf, iter_entries, leaf_row
 from audit.merkle import HASH_BYTES, TILE_WIDTH, complete_root, leaf_hash, split_hashes
 from audit.note import parse_note
-from audit.receipt import differences, open_receipt, read_unverified
+from audit.receipt import differences, read_unverified
 from audit.spark.files import open_files, read_checkpoint
 from audit.tile import Files, bundle_path, read_bundle, read_tile, tile_path
+from audit.trust import Trust
 from felix.errors import CorruptionError, RequestError, TamperError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ BUNDLES_PER_PARTITION: Final = 16
 """4,096 leaves: some tenths of a second to verify, so that a task costs more than its start."""
 
 PLACE_COLUMNS: Final = (("log", "string"), ("leaf_index", "bigint"))
-_OPTIONS: Final = ("path", "entries", "tampered", "size", "bundles", "receipt_keys")
+_OPTIONS: Final = ("path", "entries", "tampered", "size", "bundles", "trust")
 
 
 class Settings(NamedTuple):
@@ -58,22 +59,7 @@ class Settings(NamedTuple):
     as_rows: bool
     size: int | None
     bundles: int
-    receipt_keys: Mapping[bytes, bytes] | None
-
-
-def encode_receipt_keys(keys: Mapping[bytes, bytes]) -> str:
-    """The option `receipt_keys`: key id and Ed25519 public key in hex, `id:key`, separated by commas."""
-    return ",".join(f"{key_id.hex()}:{keys[key_id].hex()}" for key_id in sorted(keys))
-
-
-def _decode_receipt_keys(text: str) -> dict[bytes, bytes]:
-    try:
-        pairs = [item.split(":") for item in text.split(",") if item]
-        return {bytes.fromhex(key_id): bytes.fromhex(public) for key_id, public in pairs}
-    except ValueError as error:
-        raise RequestError(
-            f"The option 'receipt_keys' is {text[:120]!r}; expected id:key in hex, separated by commas."
-        ) from error
+    trust: Trust | None
 
 
 def read_options(options: Mapping[str, str]) -> Settings:
@@ -96,7 +82,7 @@ def read_options(options: Mapping[str, str]) -> Settings:
         tampered == "rows",
         _count("size", given["size"], 0) if "size" in given else None,
         _count("bundles", given.get("bundles", str(BUNDLES_PER_PARTITION)), 1),
-        _decode_receipt_keys(given["receipt_keys"]) if given.get("receipt_keys") else None,
+        Trust.decode(given["trust"]) if given.get("trust") else None,
     )
 
 
@@ -125,12 +111,10 @@ class Found(NamedTuple):
     problem: str | None
 
 
-def check_bundle(
-    files: Files, bundle: int, size: int, receipt_keys: Mapping[bytes, bytes] | None = None
-) -> Iterator[Found]:
+def check_bundle(files: Files, bundle: int, size: int, trust: Trust | None = None) -> Iterator[Found]:
     """The leaves of one entry bundle of a log of `size` leaves, each checked against its tile.
 
-    Signatures of receipts are checked where there are `receipt_keys`.
+    Signatures of receipts are checked where there is `trust`.
     """
     first = bundle * TILE_WIDTH
     width = min(TILE_WIDTH, size - first)
@@ -166,17 +150,17 @@ def check_bundle(
         except CorruptionError as error:
             yield Found(index, None, f"Leaf {index} cannot be read: {error.sentence}")
             continue
-        yield Found(index, leaf, _receipt_problem(index, leaf, receipt_keys))
+        yield Found(index, leaf, _receipt_problem(index, leaf, trust))
 
 
-def _receipt_problem(index: int, leaf: Leaf, keys: Mapping[bytes, bytes] | None) -> str | None:
+def _receipt_problem(index: int, leaf: Leaf, trust: Trust | None) -> str | None:
     header = leaf.header
     if header.kind is not Kind.ACK or header.side is not Side.EGRESS:
         return None
     if not header.receipt:
         return f"Leaf {index}: an ACK without a receipt."
     try:
-        receipt = read_unverified(header.receipt) if keys is None else open_receipt(header.receipt, keys)
+        receipt = read_unverified(header.receipt) if trust is None else trust.open_receipt(header.receipt)
         unlike = differences(receipt, header)
     except CorruptionError as error:
         return f"Leaf {index}: {error.sentence}"
@@ -245,7 +229,7 @@ class AuditReader(DataSourceReader):
         files = open_files(settings.path)
         for bundle in range(partition.first, partition.end):
             rows = []
-            for found in check_bundle(files, bundle, partition.size, settings.receipt_keys):
+            for found in check_bundle(files, bundle, partition.size, settings.trust):
                 if found.problem is not None and not settings.as_rows:
                     raise TamperError(f"{partition.origin}: {found.problem}")
                 rows.append(_row(partition.origin, found, settings))

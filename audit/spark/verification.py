@@ -7,8 +7,8 @@ A log is verified in these steps; the source (`audit.spark.source`) does 4 to 6 
 3. cosignatures of trusted witnesses hold, and what they cosigned is a prefix of this very tree;
 4. each full tile of level 0 hashes to its place in level 1;
 5. each leaf hashes to its place in level 0, and decodes;
-6. each receipt in an egress log agrees with the leaf that carries it, and is signed by a trusted receipt key, if
-   the caller has any.
+6. each receipt in an egress log agrees with the leaf that carries it, and is signed by the region that it calls its
+   destination.
 
 Whether the leaves, authentic as they are, tell a consistent story is the reports' business (reconciliation,
 exceptions): a log that was faithfully kept by a faulty bridge verifies, and its report says what is wrong.
@@ -16,12 +16,11 @@ exceptions): a log that was faithfully kept by a faulty bridge verifies, and its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Final
 
-from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.errors import RolledBackError
 from audit.merkle import (
     HASH_BYTES,
@@ -31,10 +30,11 @@ from audit.merkle import (
     root_from_nodes,
     split_hashes,
 )
-from audit.note import Algorithm, VerifierKey, parse_note
+from audit.note import VerifierKey, parse_note
 from audit.spark.document import Cosigner
 from audit.spark.files import open_files, read_checkpoint
 from audit.tile import COSIGNED_PATH, Files, TileHashes, read_tile, read_tree, tile_path
+from audit.trust import LogTrust, Trust
 from felix.errors import CorruptionError, TamperError
 
 STEPS: Final = (
@@ -44,34 +44,9 @@ STEPS: Final = (
     "Each full tile of level 0 hashes to its place in level 1.",
     "Each leaf hashes to its place in the tree, and decodes.",
 )
-RECEIPT_STEP: Final = "Each receipt is signed by a trusted key of the destination and agrees with its leaf."
-NO_RECEIPT_STEP: Final = "Each receipt agrees with its leaf. Its signature was not checked: no receipt key of the destination was given."
-
-
-@dataclass(frozen=True, slots=True)
-class Trust:
-    """The keys that the reader of a report trusts, however they reached them.
-
-    `logs` sign checkpoints, `witnesses` cosign them; `receipt_keys` are Ed25519 public bytes by 16-byte key id.
-    Empty `logs` trust nothing, and no report can be made.
-    """
-
-    logs: tuple[VerifierKey, ...]
-    witnesses: tuple[VerifierKey, ...] = ()
-    receipt_keys: Mapping[bytes, bytes] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, vkeys: tuple[str, ...], receipt_keys: Mapping[bytes, bytes] | None = None) -> Trust:
-        """Keys as text (vkeys): those of the cosignature type are witnesses, the others logs.
-
-        Raises RequestError for text that is no verifier key.
-        """
-        keys = [VerifierKey.parse(text) for text in vkeys]
-        return cls(
-            tuple(key for key in keys if key.algorithm is Algorithm.ED25519),
-            tuple(key for key in keys if key.algorithm is Algorithm.COSIGNATURE),
-            dict(receipt_keys or {}),
-        )
+RECEIPT_STEP: Final = (
+    "Each receipt is signed by a trusted key of its destination region and agrees with its leaf."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,49 +78,29 @@ def open_log(path: str, trust: Trust) -> OpenedLog:
     files = open_files(path)
     data = read_checkpoint(files, path)
     origin = parse_note(data).text.partition("\n")[0]
-    keys = [key for key in trust.logs if key.name == origin]
-    if not keys:
-        raise TamperError(
-            f"The log at {path} says it is {origin[:200]!r}, and no trusted key has that name.",
-            hint="Give the log's verifier key, as its region published it.",
-        )
-    signed = _open_with_any(data, keys, trust)
-    key = keys[0] if len(keys) == 1 else next(each for each in keys if _signs(data, each, trust))
+    log = trust.log(origin)
+    signed = log.open(data)
+    key = signed.signed[0].key
     checkpoint = signed.checkpoint
     check_tree(files, checkpoint)
-    cosigners = _cosigners(files, signed, key, trust)
+    cosigners = _cosigners(files, signed, log)
     return OpenedLog(path, key, checkpoint, cosigners)
 
 
-def _signs(data: bytes, key: VerifierKey, trust: Trust) -> bool:
-    try:
-        open_checkpoint(data, key, trust.witnesses)
-    except TamperError:
-        return False
-    return True
-
-
-def _open_with_any(data: bytes, keys: list[VerifierKey], trust: Trust) -> SignedCheckpoint:
-    """A log whose key was changed has two keys of one name; one of them must hold."""
-    for key in keys[:-1]:
-        if _signs(data, key, trust):
-            return open_checkpoint(data, key, trust.witnesses)
-    return open_checkpoint(data, keys[-1], trust.witnesses)
-
-
-def _cosigners(
-    files: Files, signed: SignedCheckpoint, key: VerifierKey, trust: Trust
-) -> tuple[Cosigner, ...]:
+def _cosigners(files: Files, signed: SignedCheckpoint, log: LogTrust) -> tuple[Cosigner, ...]:
     newest: dict[str, Cosigner] = {}
     notes = [signed]
     if (data := files.read(COSIGNED_PATH)) is not None:
-        notes.insert(0, open_checkpoint(data, key, trust.witnesses))
+        notes.insert(0, log.open(data))
     for note in notes:
         if not note.cosigned:
             continue
         _check_prefix(files, signed.checkpoint, note.checkpoint)
+        counted = log.cosigners(note.cosigned)
         for by in note.cosigned:
-            newest[by.key.name] = Cosigner(by.key.name, note.checkpoint.size, by.time_s)
+            party = log.witnesses[by.key]
+            if party in counted:
+                newest[party] = Cosigner(party, note.checkpoint.size, by.time_s)
     return tuple(newest[name] for name in sorted(newest))
 
 

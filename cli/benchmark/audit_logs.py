@@ -25,8 +25,12 @@ from audit.checkpoint import Checkpoint
 from audit.leaf import ENTRY_BYTES, Header, Kind, Leaf, Side, Terms, encode_leaf, split_leaves
 from audit.merkle import TILE_WIDTH, Tile, Tree, leaf_hash
 from audit.note import Algorithm, Note, NoteSigner, VerifierKey, encode_note
-from audit.receipt import Receipt, keys_by_id, sign_receipt
+from audit.receipt import Receipt, sign_receipt
 from audit.tile import CHECKPOINT_PATH, bundle_path, encode_bundle, tile_path
+from audit.trust import Trust
+from keys.authority import create_authority
+from keys.bundle import AuditKey, RegionBundle
+from keys.hybrid import HybridKeyPair
 from keys.signing import SigningKey
 
 SOURCE: Final = "us-east"
@@ -67,14 +71,12 @@ class LogBooks(msgspec.Struct, kw_only=True):
 
 
 class MadeLogs(msgspec.Struct, frozen=True):
-    """Where the logs are, what is in them, and the keys that a reader needs."""
+    """Where the logs are, what is in them, and the two regions' keys that a reader needs."""
 
     egress: Path
     ingress: Path
     books: LogBooks
-    logs: tuple[VerifierKey, ...]
-    witnesses: tuple[VerifierKey, ...]
-    receipt_keys: dict[bytes, bytes]
+    trust: Trust
 
 
 class LogWriter:
@@ -219,9 +221,30 @@ def make_logs(folder: Path, plan: LogPlan) -> MadeLogs:
         folder / "egress",
         folder / "ingress",
         books,
-        tuple(signer.key for signer in logs),
-        tuple(signer.key for signer in witnesses),
-        keys_by_id([link.receipt_key.verify_key.public]),
+        Trust.of(
+            _bundle(plan, region, link, log.key, witness.key)
+            for region, log, witness in zip((SOURCE, DESTINATION), logs, witnesses, strict=True)
+        ),
+    )
+
+
+def _bundle(plan: LogPlan, region: str, link: _Link, log: VerifierKey, witness: VerifierKey) -> RegionBundle:
+    """What the region would have published."""
+    receipts = link.receipt_key if region == DESTINATION else _key(plan.seed, f"receipt of {region}")
+    return RegionBundle(
+        region=region,
+        mesh="bench",
+        country="US" if region == SOURCE else "IE",
+        jurisdiction="US" if region == SOURCE else "EU",
+        issued_ms=START_MS,
+        root_pem=create_authority(region, "bench", START_MS).anchor().root_pem.decode(),
+        policy_keys=(_key(plan.seed, f"policy of {region}").verify_key.public,),
+        receipt_keys=(receipts.verify_key.public,),
+        audit_keys=(
+            AuditKey(log.name, "log", log.public),
+            AuditKey(witness.name, "cosigner", witness.public),
+        ),
+        import_key=HybridKeyPair.generate().public.encoded,
     )
 
 

@@ -24,9 +24,9 @@ from audit.leaf import Leaf, decode_leaf
 from audit.note import parse_note
 from audit.tile import CHECKPOINT_PATH, read_entries
 from audit.tile_disk import Folder
+from audit.trust import Trust
 from audit.verify import verify_log
 from bridge.config import BridgeConfig, DestinationConfig
-from cli.audit import TrustedKeys
 from cli.benchmark.crossing_roles import (
     Arrived,
     Begin,
@@ -415,10 +415,10 @@ class Border:
         bundles = [
             decode_bundle(folder.bundle.read_bytes()).bundle for folder in (self._source, self._destination)
         ]
-        keys = TrustedKeys.of(bundles)
-        egress = read_log(self._source.bridge(BRIDGE) / "egress", keys)
+        trust = Trust.of(bundles)
+        egress = read_log(self._source.bridge(BRIDGE) / "egress", trust)
         data = load_config(self._destination.config).data
-        ingress = read_log(self._destination.root / data / "audit", keys)
+        ingress = read_log(self._destination.root / data / "audit", trust)
         found = settle(self._published, self.arrivals, egress, ingress)
         if self._stopped_at:
             found.problems.append(f"the agent's links, when nothing came any more: {self._stopped_at}")
@@ -429,12 +429,10 @@ def _policy(region: str, rules: str) -> ResidencyPolicy:
     return parse_policy(_POLICY.format(region=region, rules=rules), f"{region}.yaml")
 
 
-def read_log(path: Path, keys: TrustedKeys) -> LogBooks:
+def read_log(path: Path, trust: Trust) -> LogBooks:
     """A log's books, straight from its files, and what verification finds in it. Blocks."""
     books = LogBooks()
-    report = verify_log(
-        Folder(path), keys.log_key(path), witnesses=keys.witnesses, receipt_keys=keys.receipts
-    )
+    report = verify_log(Folder(path), trust)
     books.verdict = [finding.sentence for finding in report.findings[:FINDINGS_MAX]]
     books.cosigned = report.cosigned_size
     books.take(_leaves(path), STREAM)

@@ -25,6 +25,7 @@ from audit_log import (
     egress_appends,
     log_signer,
     payload,
+    trust,
     witness_signer,
 )
 from cryptography.exceptions import InvalidSignature
@@ -248,7 +249,7 @@ def test_the_other_reader_understands_every_leaf(log: Path) -> None:
 
 def test_the_other_verifier_checks_a_proof_file(log: Path) -> None:
     folder = audit.tile_disk.Folder(log)
-    document = json.loads(audit.proof.prove(folder, log_signer().key, STREAM, 0, 12))
+    document = json.loads(audit.proof.prove(folder, trust(), STREAM, 0, 12))
     text, signed = open_note(
         document["checkpoint"].encode(), [str(log_signer().key), str(witness_signer().key)]
     )

@@ -8,10 +8,10 @@ from base64 import b64decode, b64encode
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from audit_log import (
     COMMITMENT_KEY,
-    RECEIPT_KEYS,
     STREAM,
     Link,
     egress_appends,
@@ -19,6 +19,8 @@ from audit_log import (
     log_signer,
     payload,
     record,
+    region_bundle,
+    trust,
     witness_signer,
 )
 
@@ -27,8 +29,10 @@ from audit.leaf import Leaf
 from audit.proof import Proven, check_proof, check_record, prove
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
+from audit.trust import Trust
 from audit.witness import MemoryWitnessStore, Witness
 from felix.errors import Code, FelixError, RequestError, TamperError
+from keys.bundle import AuditKey
 
 SIGNER, WITNESS = log_signer(), witness_signer()
 
@@ -59,8 +63,8 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 def check(data: bytes, **more: object) -> Proven:
-    arguments = {"witnesses": [WITNESS.key], "cosignatures_min": 1, "receipt_keys": RECEIPT_KEYS} | more
-    return check_proof(data, SIGNER.key, **arguments)  # type: ignore[arg-type]
+    arguments = {"trust": trust(), "cosignatures_min": 1} | more
+    return check_proof(data, **arguments)  # type: ignore[arg-type]
 
 
 def test_every_record_that_crossed_has_a_proof_and_no_other(log: Folder) -> None:
@@ -71,10 +75,10 @@ def test_every_record_that_crossed_has_a_proof_and_no_other(log: Folder) -> None
             withheld = (batch % 10 == 3 and at == 1) or batch % 10 == 7
             if withheld:
                 with pytest.raises(RequestError, match="was withheld") as caught:
-                    prove(log, SIGNER.key, STREAM, 0, offset + at)
+                    prove(log, trust(), STREAM, 0, offset + at)
                 assert caught.value.code is Code.NOT_FOUND
             elif batch % 7 == 0 or batch > 140:
-                proven = check(prove(log, SIGNER.key, STREAM, 0, offset + at, witnesses=[WITNESS.key]))
+                proven = check(prove(log, trust(), STREAM, 0, offset + at))
                 assert proven.offset == proven.entry.offset == offset + at
                 assert proven.receipt is not None and proven.ack is not None
                 assert proven.receipt.first_offset == offset
@@ -82,17 +86,17 @@ def test_every_record_that_crossed_has_a_proof_and_no_other(log: Folder) -> None
         offset += 3
     for beyond in (offset, 75, 10**9):
         with pytest.raises(RequestError, match="No record"):
-            prove(log, SIGNER.key, STREAM, 0, beyond)
+            prove(log, trust(), STREAM, 0, beyond)
 
 
 def test_a_record_without_an_answer_has_a_proof_of_its_intent(log: Folder) -> None:
     for offset in (0, 940, 1_499):
-        proven = check(prove(log, SIGNER.key, STREAM, 1, offset), receipt_keys=None)
+        proven = check(prove(log, trust(), STREAM, 1, offset))
         assert proven.ack is None and proven.receipt is None and proven.entry.offset == offset
 
 
 def test_the_record_is_checked_by_whoever_holds_the_commitment_key(log: Folder) -> None:
-    proven = check(prove(log, SIGNER.key, STREAM, 0, 0))
+    proven = check(prove(log, trust(), STREAM, 0, 0))
     crossed = record(0, proven.entry.time_ms)
     check_record(proven, COMMITMENT_KEY, crossed)
     for other in (
@@ -114,19 +118,21 @@ def test_the_index_is_a_hint_that_may_be_missing(log: Folder, tmp_path: Path) ->
 
     shutil.copytree(log.path, tmp_path / "copy")
     (tmp_path / "copy" / "index").unlink()
-    assert prove(Folder(tmp_path / "copy"), SIGNER.key, STREAM, 0, 1) == prove(log, SIGNER.key, STREAM, 0, 1)
+    assert prove(Folder(tmp_path / "copy"), trust(), STREAM, 0, 1) == prove(log, trust(), STREAM, 0, 1)
 
 
 def test_a_proof_by_another_key_is_refused(log: Folder) -> None:
-    data = prove(log, SIGNER.key, STREAM, 0, 1)
-    with pytest.raises(TamperError):
-        check_proof(data, log_signer(seed=9).key, receipt_keys=RECEIPT_KEYS)
-    with pytest.raises(TamperError, match="cosignatures"):
-        check(data, witnesses=[])
-    with pytest.raises(TamperError, match="not a trusted one"):
-        check(data, receipt_keys=None)
-    with pytest.raises(TamperError):
-        check(data, receipt_keys={next(iter(RECEIPT_KEYS)): key(9).verify_key.public})
+    data = prove(log, trust(), STREAM, 0, 1)
+    us, eu = map(region_bundle, ("us-east", "eu-west"))
+    other = AuditKey(SIGNER.key.name, "log", key(9).verify_key.public)
+    with pytest.raises(TamperError, match="is not signed by the log"):
+        check(data, trust=Trust.of([msgspec.structs.replace(us, audit_keys=(other,)), eu]))
+    with pytest.raises(TamperError, match="0 trusted regions or witnesses other than us-east cosigned"):
+        check(data, trust=Trust.of([us]))
+    with pytest.raises(TamperError, match="No bundle of 'eu-west' is trusted"):
+        check(data, trust=Trust.of([us]), cosignatures_min=0)
+    with pytest.raises(TamperError, match="none of eu-west's receipt keys"):
+        check(data, trust=Trust.of([us, msgspec.structs.replace(eu, receipt_keys=us.receipt_keys)]))
 
 
 def places(value: Any, at: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
@@ -159,7 +165,7 @@ def changes(value: Any) -> list[Any]:
 
 
 def test_no_altered_document_passes(log: Folder) -> None:
-    data = prove(log, SIGNER.key, STREAM, 0, 4)
+    data = prove(log, trust(), STREAM, 0, 4)
     document = json.loads(data)
     tried = 0
     for place in places(document):
@@ -192,7 +198,7 @@ def test_no_altered_document_passes(log: Folder) -> None:
 
 
 def test_leaves_of_other_records_do_not_stand_in(log: Folder) -> None:
-    ours, other = (json.loads(prove(log, SIGNER.key, STREAM, 0, offset)) for offset in (4, 6))
+    ours, other = (json.loads(prove(log, trust(), STREAM, 0, offset)) for offset in (4, 6))
     for part in ("intent", "ack"):
         with pytest.raises(TamperError):
             check(json.dumps(ours | {part: other[part]}).encode())
@@ -211,8 +217,6 @@ def test_what_is_no_proof_is_refused(data: bytes) -> None:
 
 
 def test_a_record_that_crossed_twice_needs_to_be_named(tmp_path: Path) -> None:
-    import msgspec
-
     link = Link()
     grant, intent = link.grant(), link.intent()
     again = [
@@ -225,20 +229,20 @@ def test_a_record_that_crossed_twice_needs_to_be_named(tmp_path: Path) -> None:
     write(tmp_path, [[grant], intent, again])
     folder = Folder(tmp_path)
     with pytest.raises(RequestError, match="more than once") as caught:
-        prove(folder, SIGNER.key, STREAM, 0, 1)
+        prove(folder, trust(), STREAM, 0, 1)
     assert caught.value.code is Code.CONFLICT
-    proven = check(prove(folder, SIGNER.key, STREAM, 0, 1, incarnation=b"2" * 16))
+    proven = check(prove(folder, trust(), STREAM, 0, 1, incarnation=b"2" * 16))
     assert proven.intent.incarnation == b"2" * 16
     with pytest.raises(RequestError):
-        prove(folder, SIGNER.key, STREAM, 0, 1, destination_region="apac")
+        prove(folder, trust(), STREAM, 0, 1, destination_region="apac")
 
 
 def test_there_is_no_proof_without_a_log(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no audit log"):
-        prove(Folder(tmp_path), SIGNER.key, STREAM, 0, 1)
+        prove(Folder(tmp_path), trust(), STREAM, 0, 1)
 
 
 def test_the_proof_carries_the_cosigned_checkpoint(log: Folder) -> None:
-    document = json.loads(prove(log, SIGNER.key, STREAM, 0, 1))
+    document = json.loads(prove(log, trust(), STREAM, 0, 1))
     signed = open_checkpoint(document["checkpoint"].encode(), SIGNER.key, [WITNESS.key])
     assert [by.time_s for by in signed.cosigned] == [1_760_000_000]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from audit_log import RECEIPT_KEY, RECEIPT_KEYS, Link, key
@@ -25,14 +27,23 @@ def test_a_receipt_goes_round_and_agrees_with_its_ack() -> None:
 def test_another_key_or_purpose_is_refused() -> None:
     link = Link()
     data = link.ack(link.intent()).header.receipt
-    with pytest.raises(TamperError, match="not a trusted one"):
-        open_receipt(data, {})
+    with pytest.raises(TamperError, match="none of eu-west's receipt keys"):
+        open_receipt(data, replace(RECEIPT_KEYS, by_id={}))
     with pytest.raises(TamperError, match="does not hold"):
-        open_receipt(data, {RECEIPT_KEY.key_id: key(9).verify_key.public})
+        open_receipt(data, replace(RECEIPT_KEYS, by_id={RECEIPT_KEY.key_id: key(9).verify_key.public}))
     parts = msgspec.msgpack.decode(data)
     parts["signature"] = RECEIPT_KEY.sign("grant", parts["body"])
     with pytest.raises(TamperError, match="does not hold"):
         open_receipt(msgspec.msgpack.encode(parts), RECEIPT_KEYS)
+
+
+def test_a_receipt_of_another_region_or_about_another_log_is_refused() -> None:
+    link = Link()
+    data = link.ack(link.intent()).header.receipt
+    with pytest.raises(TamperError, match="arrived in eu-west is signed by us-east"):
+        open_receipt(data, replace(RECEIPT_KEYS, region="us-east"))
+    with pytest.raises(TamperError, match="which is not us-east"):
+        open_receipt(data, replace(RECEIPT_KEYS, ingress_origin="us-east.acme/audit"))
 
 
 @given(st.data())

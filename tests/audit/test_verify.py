@@ -11,13 +11,14 @@ import msgspec
 import pytest
 from audit_log import (
     INGRESS_ORIGIN,
-    RECEIPT_KEYS,
     Link,
     egress_appends,
     key,
     log_signer,
     payload,
     receipt_for,
+    region_bundle,
+    trust,
     witness_signer,
 )
 
@@ -28,8 +29,10 @@ from audit.note import Note, encode_note
 from audit.tile import MemoryFiles, bundle_path, decode_bundle, encode_bundle, tile_path
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
+from audit.trust import Trust
 from audit.verify import TITLES, Report, verify_log
 from audit.witness import MemoryWitnessStore, Witness
+from keys.bundle import AuditKey
 
 SIGNER, WITNESS = log_signer(), witness_signer()
 QUIET = TrailSettings(checkpoint_interval_ms=3_600_000)
@@ -56,8 +59,8 @@ def write(path: Path, appends: list[list[Leaf]], cosign_at: int | None = None, o
 
 
 def verify(files: Folder | MemoryFiles, **more: object) -> Report:
-    arguments = {"witnesses": [WITNESS.key], "cosignatures_min": 1, "receipt_keys": RECEIPT_KEYS} | more
-    return verify_log(files, SIGNER.key, **arguments)  # type: ignore[arg-type]
+    arguments = {"trust": trust(), "cosignatures_min": 1} | more
+    return verify_log(files, **arguments)  # type: ignore[arg-type]
 
 
 def in_memory(path: Path) -> dict[str, bytes]:
@@ -89,7 +92,7 @@ def test_a_log_as_written_passes_every_step(log: dict[str, bytes]) -> None:
     report = verify(MemoryFiles(log), progress=lambda done, size: progress.append((done, size)))
     assert report.ok and [step.title for step in report.steps] == list(TITLES)
     assert all(step.checked for step in report.steps)
-    assert report.cosigned_by == (WITNESS.key.name,) and report.uncovered == 0
+    assert report.cosigned_by == ("eu-west",) and report.uncovered == 0
     assert report.records["INTENT"] == report.records["ACK"] and report.unanswered == 0
     assert report.leaves["INTENT"] + report.leaves["WITHHELD"] > 160 and report.leaves["DENY"] == 4
     assert progress == [(256, report.size), (report.size, report.size)]
@@ -245,15 +248,25 @@ def test_without_a_checkpoint_nothing_is_concluded(log: dict[str, bytes]) -> Non
 
 
 def test_another_log_key_or_too_few_witnesses_is_found(log: dict[str, bytes]) -> None:
-    assert steps_of(verify_log(MemoryFiles(log), log_signer(seed=9).key)) == {1}
-    assert steps_of(verify(MemoryFiles(log), witnesses=[])) == {1}
+    (us, eu), seed9 = map(region_bundle, ("us-east", "eu-west")), key(9).verify_key.public
+    others = region_bundle("us-east", audit_keys=(AuditKey(SIGNER.key.name, "log", seed9),))
+    assert steps_of(verify(MemoryFiles(log), trust=Trust.of([others, eu]))) == {1}
+    assert steps_of(verify(MemoryFiles(log), trust=Trust())) == {1}
+    assert steps_of(verify(MemoryFiles(log), trust=Trust.of([us]))) == {1, 8}
     assert steps_of(verify(MemoryFiles(log), cosignatures_min=2)) == {1}
+    assert steps_of(verify(MemoryFiles(log), origin=INGRESS_ORIGIN)) == {1}
 
 
-def test_receipts_are_verified_and_unknown_keys_said(log: dict[str, bytes]) -> None:
-    report = verify(MemoryFiles(log), receipt_keys=None)
-    assert report.ok and "not checked" in report.steps[7].note
-    assert steps_of(verify(MemoryFiles(log), receipt_keys={b"x" * 16: key(5).verify_key.public})) == {8}
+def test_receipts_hold_under_keys_of_their_destination_alone(log: dict[str, bytes]) -> None:
+    us, eu = map(region_bundle, ("us-east", "eu-west"))
+    theirs, other = eu.receipt_keys, (key(15).verify_key.public,)
+    swapped = [
+        msgspec.structs.replace(us, receipt_keys=theirs),
+        msgspec.structs.replace(eu, receipt_keys=other),
+    ]
+    assert verify(MemoryFiles(log), trust=Trust.of([us, eu])).ok
+    assert steps_of(verify(MemoryFiles(log), trust=Trust.of(swapped))) == {8}
+    assert steps_of(verify(MemoryFiles(log), trust=Trust.of([us]), cosignatures_min=0)) == {8}
 
 
 def test_a_log_that_breaks_the_rules_between_leaves_is_found_though_every_hash_holds(tmp_path: Path) -> None:
@@ -284,7 +297,7 @@ def test_an_ingress_log_verifies(tmp_path: Path) -> None:
         delivered = link.delivery(link.intent(3, withhold=(1,) if at % 3 else ()))
         appends.append(delivered)
     write(tmp_path, appends, origin=INGRESS_ORIGIN)
-    report = verify_log(Folder(tmp_path), log_signer(INGRESS_ORIGIN).key)
+    report = verify_log(Folder(tmp_path), trust())
     assert report.ok and report.records["ACK"] == 10 * 3 + 20 * 2
 
 

@@ -12,8 +12,7 @@ from bridge_mesh import BRIDGE, STREAM, Mesh, two_regions, until
 from region_peer import RawPeer, encode_request, raw_peer
 
 from audit.leaf import Kind
-from audit.origin import receipt_keys
-from audit.receipt import Receipt, open_receipt
+from audit.receipt import Receipt
 from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import FrameType, encode_frame
@@ -107,7 +106,7 @@ class Rogue:
         )
         self._raise(stream)
         frame = self.peer.of(FrameType.RECEIPT, stream)[count - 1]
-        return open_receipt(bytes(frame.body[8:]), receipt_keys(self.mesh.bundle("eu-west")))
+        return self.mesh.trust.open_receipt(bytes(frame.body[8:]))
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from audit_log import witness_signer
 from crossing_logs import (
     CREW,
     DAY_MS,
@@ -43,6 +42,7 @@ from audit.spark.report import (
     ReportResult,
     run_report,
 )
+from audit.trust import Trust
 from felix.errors import RequestError
 
 pytestmark = pytest.mark.spark
@@ -128,7 +128,7 @@ def test_legal_fields_are_those_of_the_grant_and_absent_without_one(five: Made) 
         assert row["categories"] == list(terms.categories) and row["approvers"] == list(terms.approvers)
         assert (row["not_before"], row["expires"]) == (terms.not_before_ms, terms.expires_ms)
         assert row["policy_versions"] == ["3"]
-        assert row["egress_cosigners"] == row["ingress_cosigners"] == [witness_signer().key.name]
+        assert (row["egress_cosigners"], row["ingress_cosigners"]) == (["eu-west"], ["us-east"])
     assert rows[DEPARTURES]["mechanism"] == "module two"
     assert rows[DEPARTURES]["assessment"] == "TIA-2026-003" and rows[ORDERS]["assessment"] is None
     assert rows[ORDERS]["denied"] and rows[ORDERS]["last_time"] < TERMS[ORDERS].expires_ms, (
@@ -245,10 +245,8 @@ def test_a_tampered_log_makes_no_report_and_says_which_leaf(five: Made, spark: A
 
 
 def test_a_log_of_an_untrusted_key_is_refused_before_spark_starts(five: Made, tmp_path: Path) -> None:
-    from audit.spark.verification import Trust
-
-    with pytest.raises(ReportRefusedError, match="no trusted key") as refused:
-        run_report(five.logs, tmp_path / "out", trust=Trust(()))
+    with pytest.raises(ReportRefusedError, match="No bundle of") as refused:
+        run_report(five.logs, tmp_path / "out", trust=Trust())
     assert len(refused.value.problems) == 2
     assert set(files_of(tmp_path / "out")) == {REFUSED_NAME}
 

@@ -7,17 +7,20 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
-from audit_log import log_signer, witness_signer
+from audit_log import key, log_signer, region_bundle
 from crossing_logs import EGRESS_ORIGIN, five_days, read_leaves, trust, write_log, write_world
 
 from audit.leaf import Kind
 from audit.merkle import leaf_hash
 from audit.spark.files import open_files
 from audit.spark.source import check_bundle, read_options
-from audit.spark.verification import Trust, open_log
+from audit.spark.verification import open_log
 from audit.tile import decode_bundle, encode_bundle
+from audit.trust import Trust
 from felix.errors import CorruptionError, RequestError
+from keys.bundle import AuditKey
 
 pytest.importorskip("pyspark")
 
@@ -32,7 +35,7 @@ def problems(path: Path) -> list[str]:
     return [
         found.problem
         for bundle in range(-(-size // 256))
-        for found in check_bundle(open_files(str(path)), bundle, size, trust().receipt_keys)
+        for found in check_bundle(open_files(str(path)), bundle, size, trust())
         if found.problem
     ]
 
@@ -49,7 +52,7 @@ def test_logs_as_they_were_written_hold(logs: list[Path]) -> None:
 
 def test_cosigners_and_how_far_they_signed_are_known(logs: list[Path]) -> None:
     log = open_log(str(logs[0]), trust())
-    assert [(by.name, by.size) for by in log.cosigners] == [(witness_signer().key.name, log.checkpoint.size)]
+    assert [(by.name, by.size) for by in log.cosigners] == [("eu-west", log.checkpoint.size)]
     assert log.checkpoint.origin == EGRESS_ORIGIN
 
 
@@ -153,36 +156,38 @@ def test_another_history_than_the_cosigned_one_is_refused(tmp_path: Path) -> Non
     assert "not the one that was cosigned" in problems(tmp_path / "b")[0]
 
 
-def test_a_log_of_unknown_origin_is_not_trusted(logs: list[Path]) -> None:
-    with pytest.raises(CorruptionError, match="no trusted key has that name"):
-        open_log(str(logs[0]), Trust(()))
+def test_a_log_of_an_unknown_region_is_not_trusted(logs: list[Path]) -> None:
+    with pytest.raises(CorruptionError, match="No bundle of 'us-east' is trusted"):
+        open_log(str(logs[0]), Trust())
+
+
+def with_log_keys(*seeds: int) -> Trust:
+    keys = tuple(AuditKey(EGRESS_ORIGIN, "log", key(seed).verify_key.public) for seed in seeds)
+    return Trust.of([region_bundle("us-east", audit_keys=keys), region_bundle("eu-west")])
 
 
 def test_a_key_of_the_same_name_that_did_not_sign_is_not_enough(logs: list[Path]) -> None:
-    with pytest.raises(CorruptionError, match="no signature of a known key"):
-        open_log(str(logs[0]), Trust((log_signer(EGRESS_ORIGIN, 9).key,)))
+    with pytest.raises(CorruptionError, match="is not signed by the log"):
+        open_log(str(logs[0]), with_log_keys(9))
 
 
 def test_a_log_whose_key_was_changed_verifies_whichever_key_is_named_first(logs: list[Path]) -> None:
-    other, own = log_signer(EGRESS_ORIGIN, 9).key, log_signer(EGRESS_ORIGIN, 1).key
-    for keys in ((other, own), (own, other)):
-        assert open_log(str(logs[0]), Trust(keys)).key == own
+    for seeds in ((9, 1), (1, 9)):
+        assert open_log(str(logs[0]), with_log_keys(*seeds)).key == log_signer(EGRESS_ORIGIN).key
 
 
-def test_keys_as_text_are_sorted_into_logs_and_witnesses() -> None:
-    log, witness = log_signer().key, witness_signer().key
-    parsed = Trust.parse((str(witness), str(log)))
-    assert (parsed.logs, parsed.witnesses) == ((log,), (witness,))
-    with pytest.raises(RequestError, match="verifier key"):
-        Trust.parse(("nonsense",))
-
-
-def test_a_receipt_by_a_key_that_is_not_trusted_is_a_problem(logs: list[Path]) -> None:
+def test_a_receipt_by_a_key_of_another_region_is_a_problem(logs: list[Path]) -> None:
     files, size = open_files(str(logs[0])), open_log(str(logs[0]), trust()).checkpoint.size
-    wrong = [each for each in check_bundle(files, 0, size, {b"k" * 16: b"p" * 32}) if each.problem]
+    us, eu = map(region_bundle, ("us-east", "eu-west"))
+    both = [
+        msgspec.structs.replace(us, receipt_keys=eu.receipt_keys),
+        region_bundle("eu-west", receipt_keys=us.receipt_keys),
+    ]
+    wrong = [each for each in check_bundle(files, 0, size, Trust.of(both)) if each.problem]
     acks = [leaf for leaf in read_leaves(logs[0])[:256] if leaf.header.kind is Kind.ACK]
-    assert len(wrong) == len(acks) > 0 and "not a trusted one" in str(wrong[0].problem)
+    assert len(wrong) == len(acks) > 0 and "none of eu-west's receipt keys" in str(wrong[0].problem)
     assert not [each for each in check_bundle(files, 0, size) if each.problem]
+    assert not [each for each in check_bundle(files, 0, size, Trust.decode(trust().encode())) if each.problem]
 
 
 def test_a_folder_without_a_log_is_an_error_with_what_to_do(tmp_path: Path) -> None:
@@ -200,7 +205,7 @@ def test_a_folder_without_a_log_is_an_error_with_what_to_do(tmp_path: Path) -> N
         ({"path": "p", "tampered": "ignore"}, "expected fail or rows"),
         ({"path": "p", "size": "-1"}, "expected a number"),
         ({"path": "p", "bundles": "0"}, "expected a number, 1 or more"),
-        ({"path": "p", "receipt_keys": "zz"}, "expected id:key"),
+        ({"path": "p", "trust": "zz"}, "not what `Trust.encode` writes"),
     ],
 )
 def test_a_wrong_option_says_what_was_expected(options: dict[str, str], says: str) -> None:

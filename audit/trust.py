@@ -1,0 +1,251 @@
+"""Trust: which keys may say what, region by region. Pure.
+
+A statement of a region verifies under keys of that region, and of no other. Nothing here merges the keys of two
+regions into one collection; who verifies something first asks whose statement it is, and then has that region's keys
+alone:
+
+- a log verifies under the region that its origin names (`Trust.log`), and its leaves speak for that region;
+- a receipt verifies under the keys of its destination, and names that region's own log (`Trust.open_receipt`);
+- a cosignature counts for whoever gave it, once, however many keys it has; the log's own region never counts;
+- signed documents verify under the policy keys of the region that they name (`Trust.policy_keys`).
+
+Callers: cli (from bundles), audit.verify, audit.proof, audit.agreement, audit.spark, bridge and region for their
+peers' bundles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from audit.checkpoint import SignedCheckpoint, open_checkpoint
+from audit.note import Algorithm, Verified, VerifierKey, parse_note
+from audit.origin import Origin, region_origin
+from audit.receipt import Receipt, ReceiptKeys, open_receipt, read_unverified
+from felix.errors import Code, RequestError, TamperError
+from felix.identity import TrustAnchor, TrustBundle
+from felix.names import trust_domain
+from keys.bundle import RegionBundle
+
+COSIGNATURES_MIN: Final = 1
+"""Cosigners that verify, check-proof and report ask for unless they are told otherwise: with none, a log's owner can
+write its history anew at any time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegionTrust:
+    """What one region's bundle says, as keys that are used for this region and nothing else."""
+
+    bundle: RegionBundle
+    anchor: TrustAnchor = field(init=False, compare=False, repr=False)
+    """verifies the region's identities, its approvers among them"""
+    receipt_keys: ReceiptKeys = field(init=False, compare=False, repr=False)
+    logs: tuple[VerifierKey, ...] = field(init=False, compare=False, repr=False)
+    """of the region's own log and of its bridges' egress logs, by origin"""
+    witnesses: tuple[VerifierKey, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        bundle = self.bundle
+        domain = trust_domain(bundle.region, bundle.mesh)
+        for key in bundle.audit_keys:
+            assert key.name.startswith(f"{domain}/"), (
+                "keys.bundle lets a bundle name only its own region's things"
+            )
+        made = {
+            "anchor": bundle.anchor(),
+            "receipt_keys": ReceiptKeys.of(
+                bundle.region, region_origin(bundle.region, bundle.mesh), bundle.receipt_keys
+            ),
+            "logs": _keys(bundle, "log", Algorithm.ED25519),
+            "witnesses": _keys(bundle, "cosigner", Algorithm.COSIGNATURE),
+        }
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def region(self) -> str:
+        return self.bundle.region
+
+    @property
+    def mesh(self) -> str:
+        return self.bundle.mesh
+
+    @property
+    def country(self) -> str:
+        """The region's own word, and no legal field: those come from signed policies."""
+        return self.bundle.country
+
+    @property
+    def policy_keys(self) -> tuple[bytes, ...]:
+        """Ed25519 public keys of the region's policies, grants and standings."""
+        return self.bundle.policy_keys
+
+    def log_keys(self, origin: str) -> tuple[VerifierKey, ...]:
+        """The keys of one of its logs: one for each algorithm, and more while one is being changed. Raises TamperError where it names none."""
+        found = tuple(key for key in self.logs if key.name == origin)
+        if not found:
+            raise TamperError(
+                f"The bundle of {self.region} names no key for the audit log {origin[:200]!r}.",
+                hint="Take the region's newest bundle; it names the logs of all its bridges.",
+            )
+        return found
+
+
+def _keys(bundle: RegionBundle, role: str, ed25519: Algorithm) -> tuple[VerifierKey, ...]:
+    """Of this role, Ed25519 keys before ML-DSA-44 ones."""
+    found = [
+        VerifierKey(key.name, ed25519 if key.algorithm == "ed25519" else Algorithm.ML_DSA_44, key.public)
+        for key in bundle.audit_keys
+        if key.role == role
+    ]
+    return tuple(sorted(found, key=lambda key: key.algorithm.is_post_quantum))
+
+
+@dataclass(frozen=True, slots=True)
+class LogTrust:
+    """What one log verifies under: its own keys, and the witnesses that count for it.
+
+    - the keys are of the region that the origin names;
+    - no witness is of that region, nor has one of that region's keys under another name.
+    """
+
+    origin: Origin
+    keys: tuple[VerifierKey, ...]
+    witnesses: Mapping[VerifierKey, str]
+    """who stands behind each witness's key: a region, or an outside witness by its name"""
+
+    @property
+    def region(self) -> str:
+        """Whose log it is."""
+        return self.origin.region
+
+    @property
+    def name(self) -> str:
+        """The origin as the checkpoint states it."""
+        return self.keys[0].name
+
+    def open(self, data: bytes) -> SignedCheckpoint:
+        """Read and verify a checkpoint of this log; it has only cosignatures that count. Raises TamperError."""
+        return open_checkpoint(data, self.keys, self.witnesses)
+
+    def cosigners(self, cosigned: Iterable[Verified]) -> tuple[str, ...]:
+        """Who cosigned, each once, sorted: regions and outside witnesses. A key counts for one of them only."""
+        found: dict[bytes, str] = {}
+        for by in cosigned:
+            if by.key in self.witnesses:
+                found.setdefault(by.key.public, self.witnesses[by.key])
+        return tuple(sorted(set(found.values())))
+
+
+class Trust:
+    """The regions, and outside witnesses, that somebody trusts. An empty one trusts nobody."""
+
+    __slots__ = ("_outside", "_regions")
+
+    def __init__(self, regions: Iterable[RegionTrust] = (), outside: Iterable[VerifierKey] = ()) -> None:
+        """`outside`: keys of witnesses that belong to no region. Raises RequestError where two bundles of one region
+        differ, or an outside witness is called like something of a trusted region."""
+        self._regions: dict[str, RegionTrust] = {}
+        for region in regions:
+            held = self._regions.setdefault(region.region, region)
+            if held.bundle != region.bundle:
+                raise RequestError(
+                    f"Two different bundles of {region.region} are given.",
+                    code=Code.CONFLICT,
+                    hint="Give the newest one, whose fingerprint you compared.",
+                )
+        self._outside = tuple(dict.fromkeys(outside))
+        domains = {trust_domain(region.region, region.mesh) for region in self._regions.values()}
+        for key in self._outside:
+            if key.name.partition("/")[0] in domains:
+                raise RequestError(
+                    f"The outside witness {key.name} is called like one of a trusted region.",
+                    hint="A region's witness key comes in its bundle.",
+                )
+
+    @classmethod
+    def of(cls, bundles: Iterable[RegionBundle], outside: Iterable[VerifierKey] = ()) -> Trust:
+        """Trust in these regions. Raises as the constructor does."""
+        return cls(map(RegionTrust, bundles), outside)
+
+    @property
+    def regions(self) -> tuple[str, ...]:
+        """The trusted regions' names, sorted."""
+        return tuple(sorted(self._regions))
+
+    def find(self, region: str) -> RegionTrust | None:
+        """The region's keys, or None where no bundle of it is trusted."""
+        return self._regions.get(region)
+
+    def region(self, region: str) -> RegionTrust:
+        """The region's keys. Raises TamperError where no bundle of it is trusted: nothing it says can be verified."""
+        found = self._regions.get(region)
+        if found is None:
+            raise TamperError(
+                f"No bundle of {region[:200]!r} is trusted, so nothing that it says can be verified.",
+                hint="Give that region's bundle.",
+            )
+        return found
+
+    def log(self, origin: str) -> LogTrust:
+        """What the log of this name verifies under. Raises TamperError where its region is not trusted."""
+        parsed = Origin.parse(origin)
+        own = self.region(parsed.region)
+        if own.mesh != parsed.mesh:
+            raise TamperError(f"{origin!r} is no log of {trust_domain(own.region, own.mesh)}.")
+        return LogTrust(parsed, own.log_keys(origin), self.witnesses_for(parsed.region))
+
+    def log_of(self, checkpoint: bytes) -> LogTrust:
+        """What the log verifies under that this checkpoint says it is of. Raises TamperError."""
+        return self.log(parse_note(checkpoint).text.partition("\n")[0])
+
+    def witnesses_for(self, region: str) -> dict[VerifierKey, str]:
+        """The witnesses that count for this region's logs, and who stands behind each."""
+        own = self._regions.get(region)
+        held = set() if own is None else {key.public for key in own.bundle.audit_keys}
+        found = {
+            key: other.region
+            for other in self._regions.values()
+            if other.region != region
+            for key in other.witnesses
+        }
+        found |= {key: key.name for key in self._outside}
+        return {key: party for key, party in found.items() if key.public not in held}
+
+    def open_receipt(self, data: bytes) -> Receipt:
+        """Verify a receipt under the keys of the region that it says it is from. Raises TamperError."""
+        claimed = read_unverified(data).destination_region
+        return open_receipt(data, self.region(claimed).receipt_keys)
+
+    @property
+    def policy_keys(self) -> dict[str, tuple[bytes, ...]]:
+        """Policy keys by region, as `policy.signed.verify` asks for them."""
+        return {name: region.policy_keys for name, region in self._regions.items()}
+
+    @property
+    def anchors(self) -> TrustBundle:
+        """The roots of the trusted regions, for chains of certificates."""
+        return TrustBundle(region.anchor for region in self._regions.values())
+
+    def encode(self) -> str:
+        """As one line of JSON, for a process that shall trust the same."""
+        bundles = [self._regions[name].bundle for name in self.regions]
+        return msgspec.json.encode(_Encoded(bundles, [str(key) for key in self._outside])).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> Trust:
+        """What `encode` gave. The bundles' signatures are not in it: the text is as trusted as whoever hands it
+        over. Raises RequestError."""
+        try:
+            encoded = msgspec.json.decode(text, type=_Encoded)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise RequestError(f"This is not what `Trust.encode` writes: {error}.") from error
+        return cls.of(encoded.bundles, map(VerifierKey.parse, encoded.outside))
+
+
+class _Encoded(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    bundles: list[RegionBundle]
+    outside: list[str]
