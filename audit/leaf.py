@@ -48,7 +48,7 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from felix.batch import OFFSET_MAX, encode_headers
+from felix.batch import OFFSET_MAX, Parts, encode_headers
 from felix.errors import CorruptionError, RequestError
 
 LEAF_BYTES_MAX: Final = 65_535
@@ -637,6 +637,31 @@ def pack_entries(records: Iterable[SourceRecord], committer: Committer) -> bytes
         size = len(key) + len(headers) + len(payload)
         packed.append(pack(offset, time_ms, size, commit(offset, time_ms, key, headers, payload), tag(key)))
     return b"".join(packed)
+
+
+def pack_parts(offsets: Iterable[int], time_ms: int, parts: Parts, committer: Committer) -> bytes:
+    """As `pack_entries`, from records as a batch's body has them: nothing is encoded again.
+
+    `offsets`: the source's, one per record, ascending; all records of a batch have one time.
+    """
+    return b"".join(iter_packed(offsets, time_ms, parts, committer))
+
+
+def iter_packed(offsets: Iterable[int], time_ms: int, parts: Parts, committer: Committer) -> Iterator[bytes]:
+    """`pack_parts`, entry by entry, for who must not do it all at once."""
+    pack, before, join = _ENTRY.pack, _BEFORE.pack, b"".join
+    record, key_tag = committer._record.copy, committer.tag
+    tags: dict[bytes, bytes] = {}
+    for offset, (key, headers, payload) in zip(offsets, parts.rows(), strict=False):
+        state = record()
+        state.update(join((before(offset, time_ms, len(key), len(headers)), key, headers, payload)))
+        tag = _NO_TAG
+        if key:
+            # Few keys have many records in one batch, and a tag costs as much as a commitment.
+            plain = bytes(key)
+            known = tags.get(plain)
+            tag = tags[plain] = key_tag(plain) if known is None else known
+        yield pack(offset, time_ms, len(key) + len(headers) + len(payload), state.digest(), tag)
 
 
 def intent_leaves(header: Header, records: Iterable[SourceRecord], committer: Committer) -> list[Leaf]:

@@ -655,10 +655,10 @@ class Carrier:
                 todo is Todo.RESEND,
             )
             if todo is Todo.CROSS:
-                if not fits_budget(terms.budget_bytes, crossed, sealed.payload_bytes):
+                if not fits_budget(terms.budget_bytes, crossed, sealed.record_bytes):
                     raise RequestError(
                         f"The grant {self.row.grant} has used up its budget of {terms.budget_bytes} bytes: {crossed} "
-                        f"crossed, and the next batch has {sealed.payload_bytes}.",
+                        f"crossed, and the next batch has {sealed.record_bytes}.",
                         code=Code.BUDGET_EXHAUSTED,
                         hint="Make a new grant with a new budget.",
                     )
@@ -668,7 +668,7 @@ class Carrier:
                     )
                 self._announce(sealed, way, route)  # 8
                 self._append_times[sealed.last_offset] = header.append_time_ms
-                rate.spend(sealed.payload_bytes, shop.clock_ms())
+                rate.spend(sealed.record_bytes, shop.clock_ms())
             else:
                 self.figures.resent += 1
                 passage.put(way)

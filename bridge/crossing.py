@@ -11,6 +11,8 @@ Steps, with the numbers of docs/bridges.md:
 Invariants:
 - the same batch under the same `Route` gives the same envelopes, byte for byte, whatever the time: a retry repeats
   itself. Only leaves carry the time;
+- what a leaf commits to and counts are the bytes that stand in the envelope's batch: key, headers (path and trace
+  included) and payload; nothing is encoded a second time for it;
 - every record of the batch is in exactly one leaf, or in none where the batch was cut below `first_offset`;
 - it fails closed: a record, or a whole batch, that cannot be read is withheld;
 - one batch makes one envelope; only where that would pass the wire's limit is it halved, always in the same places.
@@ -25,16 +27,30 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from audit.leaf import CommitmentKey, Committer, GapKind, Header, Kind, Leaf, Side, intent_leaves
+from audit.leaf import (
+    CommitmentKey,
+    Committer,
+    GapKind,
+    Header,
+    Kind,
+    Leaf,
+    Side,
+    pack_entries,
+    pack_parts,
+    split_leaves,
+)
 from felix.batch import (
     FLAG_ZSTD,
     Batch,
     BatchHeader,
     NewRecord,
+    Parts,
     Record,
+    batch_of,
     decode_batch,
+    decode_parts,
     decode_records,
-    encode_batch,
+    encode_parts,
 )
 from felix.errors import Code, RequestError
 from felix.identity import Identity
@@ -80,6 +96,8 @@ class Route:
     transform: Transform = field(repr=False)
     template: Header = field(repr=False)
     committer: Committer = field(repr=False)
+    withheld: Committer = field(repr=False)
+    """for records that stay: its key is not derived from the transfer key, which the destination has"""
     own_path: bytes
 
     @classmethod
@@ -97,6 +115,9 @@ class Route:
         stream = str(scope.stream)
         committer = Committer(
             CommitmentKey(key.key_id, commitment_secret(key)), stream, scope.incarnation, scope.shard
+        )
+        withheld = Committer(
+            CommitmentKey(*secrets.withheld_key(scope)), stream, scope.incarnation, scope.shard
         )
         template = Header(
             kind=Kind.INTENT,
@@ -118,7 +139,14 @@ class Route:
             policy_hash=bytes.fromhex(export.policy_hash),
         )
         return cls(
-            key, agent, export.terms, transform, template, committer, encode_path((scope.source_region,))
+            key,
+            agent,
+            export.terms,
+            transform,
+            template,
+            committer,
+            withheld,
+            encode_path((scope.source_region,)),
         )
 
 
@@ -130,6 +158,7 @@ class OpenedBatch(NamedTuple):
     key_id: bytes
     records: Sequence[Record] | None
     problem: str
+    plain: Batch
 
 
 class Staying(NamedTuple):
@@ -156,11 +185,14 @@ class SealedRange(NamedTuple):
     first_offset: int
     last_offset: int
     records: int
-    payload_bytes: int
+    record_bytes: int
+    """of keys, encoded headers and payloads, as they cross"""
     envelope: bytes
     envelope_sha256: bytes
     sorted: SortedBatch
     crossing: list[Record]
+    parts: Parts | None
+    """the crossing records as they stand in the envelope's batch; None where nothing crosses"""
 
     @property
     def next_offset(self) -> int:
@@ -180,7 +212,7 @@ def open_sealed(body: bytes | memoryview, data_key: DataKey) -> OpenedBatch:
         records, problem = list(decode_records(plain)), ""
     except RequestError as error:
         records, problem = None, error.sentence
-    return OpenedBatch(plain.header, digest, sealed.header.key_id, records, problem)
+    return OpenedBatch(plain.header, digest, sealed.header.key_id, records, problem, plain)
 
 
 def sort_records(opened: OpenedBatch, route: Route) -> SortedBatch:
@@ -268,7 +300,8 @@ def _seal(
 ) -> list[SealedRange]:
     source = sorted_.opened.header
     try:
-        batch = _encode(source, crossing) if crossing else None
+        parts = _encode_parts(crossing) if crossing else None
+        batch = _encode(source, parts) if parts is not None else None
         envelope = seal_envelope(
             route.key,
             route.agent,
@@ -288,9 +321,11 @@ def _seal(
         low = [record for record in crossing if record.offset <= middle]
         high = [record for record in crossing if record.offset > middle]
         return _seal(sorted_, route, first, middle, low) + _seal(sorted_, route, middle + 1, last, high)
-    size = sum(len(record.payload) for record in crossing)
+    size = parts.size_bytes if parts is not None else 0
     return [
-        SealedRange(first, last, len(crossing), size, envelope.encode(), envelope.hash, sorted_, crossing)
+        SealedRange(
+            first, last, len(crossing), size, envelope.encode(), envelope.hash, sorted_, crossing, parts
+        )
     ]
 
 
@@ -301,12 +336,12 @@ def _failed(sorted_: SortedBatch, records: list[Record], sentence: str) -> Stayi
     return Staying(TRANSFORM_FAILED, sentence[:SENTENCE_CHARS_MAX], originals)
 
 
-def _encode(source: BatchHeader, crossing: list[Record]) -> Batch:
-    batch = encode_batch(
-        [NewRecord(record.payload, record.key, record.headers) for record in crossing],  # type: ignore[arg-type]
-        shard=source.shard,
-        compress=bool(source.flags & FLAG_ZSTD),
-    )
+def _encode_parts(crossing: list[Record]) -> Parts:
+    return encode_parts([NewRecord(record.payload, record.key, record.headers) for record in crossing])  # type: ignore[arg-type]
+
+
+def _encode(source: BatchHeader, parts: Parts) -> Batch:
+    batch = batch_of(parts, shard=source.shard, compress=bool(source.flags & FLAG_ZSTD))
     # The destination's leaves name the source's append time, which it learns from here.
     return batch.with_header(batch.header._replace(append_time_ms=source.append_time_ms))
 
@@ -331,14 +366,28 @@ def range_leaves(sealed: SealedRange, route: Route, time_ms: int) -> list[Leaf]:
             header = msgspec.structs.replace(
                 common,
                 kind=Kind.WITHHELD,
+                commitment_key_id=route.withheld.key_id,
                 reason=held.reason,
                 code=int(_CODES.get(held.reason, 0)),
                 sentence=held.sentence,
             )
-            leaves += intent_leaves(header, records, route.committer)
+            leaves += split_leaves(header, _withheld_entries(opened, records, route.withheld))
     path = sealed.sorted.path if sealed.crossing else ()
     header = msgspec.structs.replace(common, envelope_sha256=sealed.envelope_sha256, path=path)
-    return leaves + intent_leaves(header, sealed.crossing, route.committer)
+    entries = b""
+    if sealed.parts is not None:
+        offsets = [record.offset for record in sealed.crossing]
+        entries = pack_parts(offsets, opened.header.append_time_ms, sealed.parts, route.committer)
+    return leaves + split_leaves(header, entries)
+
+
+def _withheld_entries(opened: OpenedBatch, records: list[Record], committer: Committer) -> bytes:
+    """What stays is committed to as it stands in the source's batch. Of a batch that cannot be read nothing is known."""
+    if opened.records is None:
+        return pack_entries(records, committer)
+    base = opened.header.base_offset
+    parts = decode_parts(opened.plain).chosen([record.offset - base for record in records])
+    return pack_parts([record.offset for record in records], opened.header.append_time_ms, parts, committer)
 
 
 def seal_nothing(route: Route, first_offset: int, last_offset: int) -> tuple[bytes, bytes]:

@@ -261,6 +261,58 @@ def decode_headers(data: Buffer) -> dict[str, bytes]:
     return found
 
 
+class Parts(NamedTuple):
+    """Records taken apart as a body has them, one entry each; None where no record has such an entry.
+
+    An empty key is no key; empty headers are none.
+    """
+
+    payloads: Sequence[Buffer]
+    keys: Sequence[Buffer] | None
+    headers: Sequence[Buffer] | None
+    """encoded"""
+
+    def rows(self) -> Iterator[tuple[Buffer, Buffer, Buffer]]:
+        """Key, encoded headers and payload of each record."""
+        return zip(
+            repeat(b"") if self.keys is None else self.keys,
+            repeat(b"") if self.headers is None else self.headers,
+            self.payloads,
+            strict=False,
+        )
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it, without what a batch adds."""
+        return sum(sum(map(len, part)) for part in self if part is not None)
+
+    def chosen(self, indexes: Sequence[int]) -> Parts:
+        """These records alone, in this order."""
+        return Parts(*(None if part is None else [part[at] for at in indexes] for part in self))  # type: ignore[arg-type]
+
+
+def encode_parts(records: Sequence[NewRecord]) -> Parts:
+    """Records as they will stand in a body. Raises RequestError(INVALID) for a key or headers that are too long."""
+    payloads, keys, headers = zip(*records, strict=True)
+    key_parts: list[Buffer] | None = None
+    header_parts: list[Buffer] | None = None
+    if any(keys):
+        key_parts = [key or b"" for key in keys]
+        longest = max(map(len, key_parts))
+        if longest > KEY_BYTES_MAX:
+            raise RequestError(f"A key has {longest} bytes; {KEY_BYTES_MAX} are allowed.")
+    if any(headers):
+        # Records of one batch often share one mapping; it is encoded once.
+        known: dict[int, bytes] = {}
+        header_parts = []
+        for each in headers:
+            encoded = known.get(id(each))
+            if encoded is None:
+                encoded = known[id(each)] = encode_headers(each) if each else b""
+            header_parts.append(encoded)
+    return Parts(payloads, key_parts, header_parts)
+
+
 def encode_batch(
     records: Sequence[NewRecord],
     *,
@@ -276,12 +328,37 @@ def encode_batch(
 
     Raises RequestError(BATCH_TOO_LARGE | INVALID) where a limit named in this module is passed.
     """
-    count = len(records)
+    _check_count(len(records))
+    return batch_of(
+        encode_parts(records),
+        shard=shard,
+        producer_id=producer_id,
+        producer_epoch=producer_epoch,
+        base_sequence=base_sequence,
+        compress=compress,
+    )
+
+
+def _check_count(count: int) -> None:
     if not 0 < count <= RECORDS_MAX:
         raise RequestError(
             f"A batch holds 1 to {RECORDS_MAX} records, not {count}.", code=Code.BATCH_TOO_LARGE
         )
-    payloads, keys, headers = zip(*records, strict=True)
+
+
+def batch_of(
+    parts: Parts,
+    *,
+    shard: int = 0,
+    producer_id: int = 0,
+    producer_epoch: int = 0,
+    base_sequence: int = 0,
+    compress: int = 0,
+) -> Batch:
+    """A batch of records that are encoded already. Errors and `compress` as `encode_batch`."""
+    payloads, keys, headers = parts
+    count = len(payloads)
+    _check_count(count)
     column = f">{count}I"
     flags = 0
     # Lengths are bounded before they are packed, so that no u32 overflows.
@@ -292,21 +369,17 @@ def encode_batch(
             code=Code.BATCH_TOO_LARGE,
         )
     columns = [struct.pack(column, *ends)]
-    blobs: list[bytes] = []
-    if any(keys):
-        key_blobs = [key or b"" for key in keys]
-        if max(map(len, key_blobs)) > KEY_BYTES_MAX:
-            raise RequestError(f"A key has {max(map(len, key_blobs))} bytes; {KEY_BYTES_MAX} are allowed.")
+    blobs: list[Buffer] = []
+    if keys is not None:
         flags |= FLAG_KEYED
-        columns.append(struct.pack(column, *accumulate(map(len, key_blobs))))
-        blobs += key_blobs
-    if any(headers):
-        encoded = [encode_headers(each) if each else b"" for each in headers]
-        if sum(map(len, encoded)) > PLAIN_BYTES_MAX:
+        columns.append(struct.pack(column, *accumulate(map(len, keys))))
+        blobs += keys
+    if headers is not None:
+        if sum(map(len, headers)) > PLAIN_BYTES_MAX:
             raise RequestError("The headers of one batch are too large.", code=Code.BATCH_TOO_LARGE)
         flags |= FLAG_HEADERS
-        columns.append(struct.pack(column, *accumulate(map(len, encoded))))
-        blobs += encoded
+        columns.append(struct.pack(column, *accumulate(map(len, headers))))
+        blobs += headers
     body = b"".join((*columns, *blobs, *payloads))
     plain_length = len(body)
     if plain_length > PLAIN_BYTES_MAX:
@@ -342,7 +415,8 @@ def plain_body(batch: Batch) -> bytes | memoryview:
             # A frame that states its own size is allocated at that size, so the statement is checked first.
             if zstandard.frame_content_size(batch.body) != header.plain_length:
                 raise _malformed("its zstd frame is not of the length that the header states")
-            body = zstandard.ZstdDecompressor().decompress(batch.body)
+            # One frame and nothing behind it: bytes that nobody decodes would travel unseen.
+            body = zstandard.ZstdDecompressor().decompress(batch.body, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise _malformed(f"zstd: {error}") from error
     if len(body) != header.plain_length:
@@ -476,6 +550,16 @@ def decode_record_headers(batch: Batch) -> list[Mapping[str, bytes]]:
         return [_NO_HEADERS] * batch.header.records
     encoded = _entries(columns.headers, columns.headers_ends)
     return [decode_headers(each) if each else _NO_HEADERS for each in encoded]
+
+
+def decode_parts(batch: Batch) -> Parts:
+    """The records of an unsealed batch as they stand, as views. Raises RequestError(BATCH_MALFORMED)."""
+    columns = _columns(batch)
+    return Parts(
+        list(_entries(columns.payloads, columns.payload_ends)),
+        list(_entries(columns.keys, columns.key_ends)) if columns.key_ends else None,
+        list(_entries(columns.headers, columns.headers_ends)) if columns.headers_ends else None,
+    )
 
 
 def decode_payloads(batch: Batch) -> list[memoryview]:

@@ -3,7 +3,7 @@
 ::
 
     0   region tag    4    first bytes of SHA-256 over `felix/region-tag/1`, a zero byte and the region's name
-    4   kind          1    high nibble: version (1); low nibble: 1 root, 2 stream, 3 data, 4 transfer
+    4   kind          1    high nibble: version (1); low nibble: 1 root, 2 stream, 3 data, 4 transfer, 5 withheld
     5   random       11
 
 A tag is a label, not a proof: 4 bytes can collide for one pair of regions in four thousand million, and then the
@@ -34,6 +34,7 @@ class KeyKind(IntEnum):
     STREAM = 2
     DATA = 3
     TRANSFER = 4
+    WITHHELD = 5
 
 
 @lru_cache(maxsize=256)

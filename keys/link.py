@@ -5,7 +5,9 @@ is the same after every restart of the agent and dies with the stream key. The a
 it gets data keys. From it:
 
 - transfer key (per shard and source epoch): id and secret, so that an envelope sent again has the same bytes;
-- commitment secret (per transfer key; both sides derive it): what audit leaves commit to payloads with;
+- commitment secret (per transfer key; both sides derive it): what audit leaves commit to records with that cross;
+- withheld key (per scope of a transfer key): what leaves commit to records with that stay. It comes from the link secret,
+  which the destination never has: with the transfer key alone nobody can try what was withheld;
 - field secret (per stream, destination and purpose): what hashes and pseudonyms are made with. It is the same under
   a renewed grant, and another for another destination or purpose, so two recipients cannot join their data.
 
@@ -66,6 +68,16 @@ class LinkSecrets:
             derive(self.link, "transfer-key-id", encoded)[:RANDOM_BYTES],
         )
         return TransferKey(key_id, scope, derive(self.link, "transfer-key-secret", encoded))
+
+    def withheld_key(self, scope: TransferScope) -> tuple[bytes, bytes]:
+        """Id and 32-byte secret of the key that commits to what stays; only the source's side derives it."""
+        encoded = scope.encode()
+        key_id = new_key_id(
+            scope.source_region,
+            KeyKind.WITHHELD,
+            derive(self.link, "withheld-key-id", encoded)[:RANDOM_BYTES],
+        )
+        return key_id, derive(self.link, "withheld-secret", encoded)
 
 
 def commitment_secret(key: TransferKey) -> bytes:

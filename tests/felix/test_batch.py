@@ -1,5 +1,6 @@
 """Batches: a round trip really goes round, and no bytes from outside do anything but decode or be refused."""
 
+import itertools
 import struct
 
 import pytest
@@ -15,11 +16,16 @@ from felix.batch import (
     Batch,
     BatchHeader,
     NewRecord,
+    batch_of,
     body_checksum,
     decode_batch,
     decode_header,
+    decode_parts,
+    decode_payloads,
     decode_records,
     encode_batch,
+    encode_headers,
+    encode_parts,
 )
 from felix.errors import Code, RequestError
 
@@ -118,3 +124,32 @@ def test_the_layout_is_the_documented_one() -> None:
         + struct.pack(">HH1sI1s", 1, 1, b"h", 1, b"v")
         + b"hello!"
     )
+
+
+@pytest.mark.parametrize("compress", [1, 3, 19])
+def test_nothing_stands_behind_a_compressed_frame(compress: int) -> None:
+    batch = encode_batch([NewRecord(b"payload" * 500)], compress=compress)
+    assert batch.header.flags & FLAG_ZSTD
+    frame = bytes(batch.body)
+    for behind in (b"\0", b"x" * 50_000, frame, zstandard.ZstdCompressor().compress(b"")):
+        body = frame + behind
+        header = batch.header._replace(body_length=len(body), body_checksum=body_checksum(body))
+        found = decode_batch(Batch(header, body).encode())
+        for decode in (decode_records, decode_payloads, decode_parts):
+            with pytest.raises(RequestError, match=r"zstd|length"):
+                list(decode(found))
+
+
+@given(RECORDS)
+def test_parts_are_the_records_as_they_stand(records: list[NewRecord]) -> None:
+    batch = encode_batch(records)
+    parts = decode_parts(batch)
+    again = [(bytes(key), bytes(headers), bytes(payload)) for key, headers, payload in parts.rows()]
+    assert again == [
+        (record.key or b"", encode_headers(record.headers) if record.headers else b"", record.payload)
+        for record in records
+    ]
+    assert parts.size_bytes == sum(map(len, itertools.chain(*again)))
+    assert batch_of(encode_parts(records)).encode() == batch.encode()
+    backwards = list(reversed(range(len(records))))
+    assert [tuple(map(bytes, row)) for row in parts.chosen(backwards).rows()] == again[::-1]
