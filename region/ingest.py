@@ -340,6 +340,7 @@ class IngestStream:
         secret = CommitmentKey(self._key.key_id, commitment_secret(self._key))
         self._committer = Committer(secret, str(name), request.incarnation, request.shard)
         self._is_open = True
+        session.widen()
         opened = IngestOpened(
             str(terms.destination), self._position.next_offset, INGEST_WINDOW_BYTES, ENVELOPES_MAX
         )

@@ -115,6 +115,9 @@ class Ingesting(Protocol):
 
     def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None: ...
 
+    def widen(self) -> None:
+        """A grant lets this session bring in records: it has the full windows from now on."""
+
     def end_role(self, role: Role) -> None: ...
 
 

@@ -80,6 +80,11 @@ THROTTLED_EVERY_S: Final = 1.0
 TIMER_S_MAX: Final = 86_400.0
 """Timers are set for a day at most: event loops do not take arbitrarily long ones."""
 
+RIGHTLESS_BYTES_MAX: Final = 384 << 10
+"""Bytes on the wire that a session may send in all whose identity has no right here and no grant in use: hours of an agent that
+waits for its first grant, or a hundred documents. Fragments cost an engine up to 12 times as much (felix.transport.port), and a
+broker has few such sessions (region.broker)."""
+
 _CLOSE_GRACE_S: Final = 0.2
 """Time for the last error frame to leave before the connection closes."""
 
@@ -123,6 +128,7 @@ class ClientSession:
         self._publish_idle = True
         self._told_throttled_s = 0.0
         self._timeout: asyncio.TimerHandle | None = None
+        self._is_wide = False
         self._control = ServerSession(
             region=broker.region,
             mesh=broker.mesh,
@@ -290,11 +296,25 @@ class ClientSession:
         # A session ends when the proof it rests on does.
         left_s = max(0.0, peer.not_after_ms / 1000 - time.time())
         self._timeout = asyncio.get_running_loop().call_later(min(left_s, TIMER_S_MAX), self._identity_ended)
+        self._open_windows()
         limits = Limits(BATCH_BYTES_MAX, SUBSCRIPTIONS_MAX, STREAMS_MAX, REQUESTS_MAX)
         rights = broker.rights_of(identity)
         credit = self.publish_window.window_bytes
         self._control.welcome(Welcome(self.name, str(identity), credit, limits, rights))
         log.info("session of %s from %s", identity, self.connection and self.connection.peer_address)
+
+    def _open_windows(self) -> None:
+        """Let the connection's windows follow what its identity may do: one that may do nothing yet has little."""
+        assert self.identity is not None
+        if self.connection is None:
+            return
+        self._is_wide = self._is_wide or self.broker.has_right(self.identity)
+        self.connection.admit(0 if self._is_wide else RIGHTLESS_BYTES_MAX)
+
+    def widen(self) -> None:
+        """A grant lets this session bring in records: it has the full windows from now on."""
+        self._is_wide = True
+        self._open_windows()
 
     def _handshake_timeout(self) -> None:
         self.fail(
@@ -601,6 +621,8 @@ class ClientSession:
 
     def rights_changed(self) -> None:
         """What this identity may do has changed: end what is no longer allowed, at once."""
+        if not self._is_wide:
+            self._open_windows()
         for stream_id, role in list(self._roles.items()):
             if role is not None:
                 role.rights_changed()

@@ -131,6 +131,7 @@ class _Quiet:
 
     def connected(self, connection: Connection) -> None:
         self.connection = connection
+        connection.admit()
 
     def stream_data(self, stream_id: int, data: bytes, end: bool) -> None: ...
     def stream_reset(self, stream_id: int, code: int) -> None: ...

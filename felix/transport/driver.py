@@ -16,11 +16,13 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
 import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,6 +60,9 @@ UNANSWERED_AFTER_REFUSAL_S: Final = 1.0
 
 UNPROVEN_S: Final = 1.0
 """A first packet that led to no answer (damaged, forged) holds its place no longer than a retransmission."""
+
+OVER_LIMIT: Final = "too many connections, or too many bytes, came before their proof of identity; try again"
+"""What a stranger is told that is sent away."""
 
 REFUSALS_PENDING_MAX: Final = 32
 """Handshakes taken up only to say that the listener is full; further clients get no answer and time out."""
@@ -140,6 +145,15 @@ class Machine(Protocol):
         """Set as soon as either side closed, before the closing period is over."""
 
     def peer_chain_der(self) -> list[bytes]: ...
+    def widen(self) -> None:
+        """The peer is no stranger any more: open the full windows, where the engine began with small ones."""
+
+
+class ServerIdentity(NamedTuple):
+    """A server's certificate and key in its engine's form, and SHA-256 of the leaf (DER)."""
+
+    engine: Any
+    leaf_sha256: bytes
 
 
 class Machinery(Protocol):
@@ -148,7 +162,7 @@ class Machinery(Protocol):
     @property
     def name(self) -> str: ...
 
-    def read_identity(self, tls: ServerTls) -> Any:
+    def read_identity(self, tls: ServerTls) -> ServerIdentity:
         """The certificate and key in the engine's form. ValueError where they cannot be read."""
 
     def accept(
@@ -188,12 +202,19 @@ class Owner(Protocol):
     def released(self, connection: DriverConnection) -> None:
         """The machine needs the socket no more."""
 
+    def stranger_sent(self, connection: DriverConnection, size: int) -> None:
+        """So many bytes came on a connection that is not admitted."""
+
+    def admitted(self, connection: DriverConnection) -> None:
+        """It is no stranger any more."""
+
 
 class DriverConnection:
     """`felix.transport.port.Connection` over one machine."""
 
     __slots__ = (
         "_above_high",
+        "_allowed_bytes",
         "_alpn",
         "_busy",
         "_closed_event",
@@ -202,6 +223,7 @@ class DriverConnection:
         "_handshake_deadline",
         "_heard_at",
         "_keepalive_s",
+        "_leaf_sha256",
         "_liveness",
         "_loop",
         "_machine",
@@ -228,7 +250,9 @@ class DriverConnection:
         "is_client",
         "is_closed",
         "is_established",
+        "is_stranger",
         "limits",
+        "wire_bytes",
     )
 
     def __init__(
@@ -244,7 +268,9 @@ class DriverConnection:
         peer_address: Address,
         tls: ClientTls | None,
         handshake_timeout: float,
+        leaf_sha256: bytes = b"",
     ) -> None:
+        """`leaf_sha256`: on a server, of its own certificate."""
         self._loop = loop
         self._udp = udp
         self._machine = machine
@@ -259,6 +285,12 @@ class DriverConnection:
         self.is_client = tls is not None
         self.is_established = False
         self.is_closed = False
+        self.is_stranger = tls is None
+        self.wire_bytes = 0
+        """Bytes that came in datagrams; counted as long as there is a bound to them."""
+        self._allowed_bytes = limits.stranger_bytes_max if tls is None else 0
+        """How many of them may come; 0: without bound."""
+        self._leaf_sha256 = leaf_sha256
         self.answered = False
         """At least one datagram was sent: the peer's first packet was authentic."""
         self._handler: Handler | None = None
@@ -296,6 +328,24 @@ class DriverConnection:
     @property
     def server_name(self) -> str:
         return self._server_name
+
+    @property
+    def server_leaf_sha256(self) -> bytes:
+        if self.is_client and not self._leaf_sha256:
+            chain = self._machine.peer_chain_der()
+            self._leaf_sha256 = hashlib.sha256(chain[0]).digest() if chain else b""
+        return self._leaf_sha256
+
+    def admit(self, bytes_max: int = 0) -> None:
+        if self.is_client or self.is_closed:
+            return
+        if self.is_stranger:
+            self.is_stranger = False
+            self._owner.admitted(self)
+        self._allowed_bytes = bytes_max
+        if not bytes_max:
+            self._machine.widen()
+            self._schedule_flush()
 
     def open_stream(self, *, bidirectional: bool) -> int:
         self._require_open()
@@ -375,12 +425,41 @@ class DriverConnection:
     def receive(self, data: bytes, segment_bytes: int, address: Address, now: float) -> None:
         """Datagrams for this connection; `process` follows in the same turn."""
         self._heard_at = now
+        if self._allowed_bytes and not self._counted(len(data)):
+            return
         try:
             self._machine.receive(data, segment_bytes, address, now)
         except Exception:
             # The engines refuse some datagrams (an unusable path, say) by raising. Damage cannot be told from
             # malice here, so the datagram counts as lost; the idle timeout ends what never recovers.
             log.debug("a datagram from %s was refused by %s", address, self.engine_name, exc_info=True)
+
+    def _counted(self, size: int) -> bool:
+        """Count what came before the engine sees it; False where it is too much, and the connection was ended."""
+        self.wire_bytes += size
+        if self.is_stranger:
+            self._owner.stranger_sent(self, size)
+        if self._released or self.is_closed:
+            return not self._released
+        if self.wire_bytes <= self._allowed_bytes:
+            return True
+        if self.is_stranger:
+            self.evict(f"more than {self._allowed_bytes} bytes came before the proof of identity")
+        else:
+            self._end(
+                Code.LIMIT_MEMORY,
+                f"a session without rights or grants may send {self._allowed_bytes} bytes in all; connect again",
+                None,
+            )
+        return False
+
+    def evict(self, reason: str) -> None:
+        """Send a stranger away; nothing is kept of it, not even until it has heard so."""
+        if self.is_established:
+            self._end(Code.LIMIT_SESSIONS, reason, None)
+        elif not self.is_closed:
+            self.refuse(reason)
+        self._release()
 
     def process(self, now: float) -> None:
         """Deliver events, then transmit."""
@@ -892,7 +971,7 @@ class DriverListener:
         loop: asyncio.AbstractEventLoop,
         sock: socket.socket,
         machinery: Machinery,
-        identity: Any,
+        identity: ServerIdentity,
         make_handler: Callable[[], Handler],
         limits: TransportLimits,
         alpn: str,
@@ -906,6 +985,11 @@ class DriverListener:
         self._routes: dict[bytes, DriverConnection] = {}
         self._cids: dict[DriverConnection, set[bytes]] = {}
         self._handshakes: set[DriverConnection] = set()
+        self._strangers: dict[DriverConnection, str] = {}
+        """With the address that each counts for, oldest first; also those that are closed and not yet forgotten."""
+        self._stranger_counts: Counter[str] = Counter()
+        self._stranger_bytes = 0
+        self._evicted = 0
         self._refusals: set[DriverConnection] = set()
         self._established: set[DriverConnection] = set()
         self._touched: dict[DriverConnection, None] = {}
@@ -927,6 +1011,18 @@ class DriverListener:
     @property
     def handshake_count(self) -> int:
         return len(self._handshakes)
+
+    @property
+    def stranger_count(self) -> int:
+        return len(self._strangers)
+
+    @property
+    def stranger_bytes(self) -> int:
+        return self._stranger_bytes
+
+    @property
+    def strangers_evicted(self) -> int:
+        return self._evicted
 
     def renew(self, tls: ServerTls) -> None:
         self._identity = _read_identity(self._machinery, tls)
@@ -999,16 +1095,18 @@ class DriverListener:
         if not header.is_initial or len(header.destination_cid) < packet.INITIAL_CID_BYTES_MIN:
             return None
         limits = self._limits
-        pending = len(self._handshakes)
-        if pending >= limits.handshakes_pending_max:
-            return None
+        origin = _origin(address)
         original_cid, retry_cid = header.destination_cid, None
         peer = (address[0], address[1])
         if header.token:
             claim = self._tokens.open(header.token, peer, int(_clock() * 1000))
             if claim is not None and claim.retry_source_cid == header.destination_cid:
                 original_cid, retry_cid = claim
-        if retry_cid is None and 2 * pending >= limits.handshakes_pending_max:
+        # The same of one address: else whoever forges it could send its owner's handshakes away.
+        if retry_cid is None and (
+            2 * len(self._strangers) >= limits.handshakes_pending_max
+            or 2 * self._stranger_counts[origin] >= limits.handshakes_per_address_max
+        ):
             self._send_retry(header, address)
             return None
         full = len(self._established) >= limits.connections_max
@@ -1016,7 +1114,12 @@ class DriverListener:
             return None
         try:
             machine = self._machinery.accept(
-                self._identity, limits, self._alpn, _datagram_bytes(address, limits), original_cid, retry_cid
+                self._identity.engine,
+                limits,
+                self._alpn,
+                _datagram_bytes(address, limits),
+                original_cid,
+                retry_cid,
             )
         except Exception:
             log.exception("the %s engine could not make a connection", self._machinery.name)
@@ -1032,7 +1135,14 @@ class DriverListener:
             peer_address=address,
             tls=None,
             handshake_timeout=limits.handshake_timeout_ms / 1000,
+            leaf_sha256=self._identity.leaf_sha256,
         )
+        if self._stranger_counts[origin] >= limits.handshakes_per_address_max:
+            self._evict(origin)
+        elif len(self._strangers) >= limits.handshakes_pending_max:
+            self._evict(max(self._stranger_counts, key=self._stranger_counts.__getitem__))
+        self._strangers[connection] = origin
+        self._stranger_counts[origin] += 1
         self._cids[connection] = set()
         self.cid_issued(connection, header.destination_cid)
         self.cid_issued(connection, machine.first_cid)
@@ -1041,6 +1151,29 @@ class DriverListener:
             self._refusals.add(connection)
         self._loop.call_later(UNPROVEN_S, self._drop_unproven, connection)
         return connection
+
+    def _evict(self, origin: str) -> None:
+        """Make room: the oldest stranger of this address has had the most time."""
+        oldest = next(connection for connection, held in self._strangers.items() if held == origin)
+        self._evicted += 1
+        oldest.evict(OVER_LIMIT)
+
+    def stranger_sent(self, connection: DriverConnection, size: int) -> None:
+        if connection not in self._strangers:
+            return
+        self._stranger_bytes += size
+        while self._stranger_bytes > self._limits.strangers_bytes_max:
+            self._evicted += 1
+            max(self._strangers, key=lambda each: each.wire_bytes).evict(OVER_LIMIT)
+
+    def admitted(self, connection: DriverConnection) -> None:
+        origin = self._strangers.pop(connection, None)
+        if origin is None:
+            return
+        self._stranger_bytes -= connection.wire_bytes
+        self._stranger_counts[origin] -= 1
+        if not self._stranger_counts[origin]:
+            del self._stranger_counts[origin]
 
     def _drop_unproven(self, connection: DriverConnection) -> None:
         if not connection.answered:
@@ -1093,6 +1226,7 @@ class DriverListener:
 
     def released(self, connection: DriverConnection) -> None:
         self.ended(connection)
+        self.admitted(connection)
         for cid in self._cids.pop(connection, ()):
             self._routes.pop(cid, None)
 
@@ -1151,6 +1285,11 @@ class _Dialer:
 
     def released(self, connection: DriverConnection) -> None:
         self.udp.close()
+
+    def stranger_sent(self, connection: DriverConnection, size: int) -> None:
+        """A client knows its server from the TLS handshake on."""
+
+    def admitted(self, connection: DriverConnection) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -1278,7 +1417,7 @@ async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> lis
     return [(int(family), address) for family, _, _, _, address in found]  # type: ignore[misc]
 
 
-def _read_identity(machinery: Machinery, tls: ServerTls) -> Any:
+def _read_identity(machinery: Machinery, tls: ServerTls) -> ServerIdentity:
     try:
         return machinery.read_identity(tls)
     except Exception as error:
@@ -1287,6 +1426,15 @@ def _read_identity(machinery: Machinery, tls: ServerTls) -> Any:
             code=Code.CONFIG_INVALID,
             hint="Both must be PEM, the leaf first, the key unencrypted PKCS #8.",
         ) from error
+
+
+def _origin(address: Address) -> str:
+    """What an address counts for: itself, or its IPv6 /64, which one machine has all of."""
+    with suppress(ValueError):
+        ip = ipaddress.ip_address(address[0].partition("%")[0])
+        if ip.version == 6 and ip.ipv4_mapped is None:
+            return str(ipaddress.IPv6Network((int(ip) >> 64 << 64, 64)))
+    return address[0]
 
 
 def _datagram_bytes(address: Address, limits: TransportLimits) -> int:

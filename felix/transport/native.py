@@ -9,6 +9,7 @@ Only the driver calls these.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from qh3.quic.packet import (
 from qh3.tls import ExtensionType, SignatureAlgorithm, load_pem_x509_certificates
 
 from felix.errors import Code, UnavailableError
-from felix.transport.driver import DriverEngine, EventTypes, MachineClosed
+from felix.transport.driver import DriverEngine, EventTypes, MachineClosed, ServerIdentity
 from felix.transport.packet import CID_BYTES
 from felix.transport.port import DATAGRAM_BYTES_MIN, ClientTls, ServerTls, TransportLimits
 from felix.transport.udp import Address
@@ -229,6 +230,9 @@ class NativeMachine:
             return None
         return MachineClosed(int(event.error_code), event.frame_type, event.reason_phrase)
 
+    def widen(self) -> None:
+        """The packet core's windows are those of its beginning; what a stranger may send is counted by the driver alone."""
+
     def peer_chain_der(self) -> list[bytes]:
         leaf = self._quic.get_peercert()
         if leaf is None:
@@ -242,10 +246,15 @@ class NativeMachinery:
 
     name: str = NAME
 
-    def read_identity(self, tls: ServerTls) -> Any:
+    def read_identity(self, tls: ServerTls) -> ServerIdentity:
         configuration = QuicConfiguration(is_client=False)
         configuration.load_cert_chain(tls.chain_pem, tls.key_pem)
-        return configuration.certificate, configuration.certificate_chain, configuration.private_key
+        leaf = configuration.certificate
+        assert leaf is not None
+        return ServerIdentity(
+            (leaf, configuration.certificate_chain, configuration.private_key),
+            hashlib.sha256(bytes(leaf.public_bytes())).digest(),
+        )
 
     def accept(
         self,

@@ -19,6 +19,10 @@ Invariants that every engine keeps:
 
 Neither engine lets the application hold back the receive window: the windows below bound what one peer can
 have in flight, and credit in Felix's own frames bounds what it may send at all.
+
+A connection that a server accepts is a *stranger* until the application calls `admit`. What strangers cost is bounded in
+bytes on the wire, where nothing escapes the count (fragments, far offsets, handshake messages, repeats), per connection and
+together, and in number, per address and together. Where there are too many, the oldest of the address with the most goes.
 """
 
 from __future__ import annotations
@@ -107,8 +111,20 @@ class TransportLimits:
     """Connections of one listener. One more is told so (close code LIMIT_SESSIONS, with a reason) and closed."""
 
     handshakes_pending_max: int = 256
-    """Unfinished handshakes of one listener; each costs a signature. From half of it on, a client must prove its
-    address first (Retry, RFC 9000, section 8.1.2); at the limit, first packets are dropped and clients resend."""
+    """Strangers of one listener: connections whose handshake is under way, or whose application has not admitted them; each
+    costs a signature and 50 to 90 KiB. From half of it on, a client must prove its address first (Retry, RFC 9000, section
+    8.1.2); at the limit the oldest stranger of the address with the most of them is sent away."""
+
+    handshakes_per_address_max: int = 64
+    """The same, of one IPv4 address or one IPv6 /64: a quarter, so that no one address has the most of it."""
+
+    stranger_bytes_max: int = 64 * 1024
+    """Bytes on the wire that a stranger may send, in all, and its receive window where the engine can raise one later: a
+    handshake with Felix's proof takes below 10 KiB, the longest certificate chain and repeats included below 40."""
+
+    strangers_bytes_max: int = 2 * 1024 * 1024
+    """The same, of all strangers together; beyond it the one that sent the most is sent away. Fragments of a stream cost an
+    engine up to 12 times their bytes on the wire (measured), so these cost below 24 MiB."""
 
     backlog_high_bytes: int = 4 * 1024 * 1024
     """From here on the application should stop sending; above a fast path's congestion window."""
@@ -138,6 +154,9 @@ class TransportLimits:
             ("streams_max", 1, 100),
             ("connections_max", 1, 1 << 20),
             ("handshakes_pending_max", 1, 1 << 20),
+            ("handshakes_per_address_max", 1, 1 << 20),
+            ("stranger_bytes_max", 8 * 1024, 1 << 30),
+            ("strangers_bytes_max", 8 * 1024, 1 << 40),
             ("backlog_high_bytes", 1, 1 << 40),
             ("backlog_low_bytes", 0, 1 << 40),
             ("datagram_bytes_max", DATAGRAM_BYTES_MIN, UDP_PAYLOAD_BYTES_MAX),
@@ -178,6 +197,15 @@ class Connection(Protocol):
     @property
     def is_closed(self) -> bool:
         """True from `close` or the peer's close on."""
+
+    @property
+    def server_leaf_sha256(self) -> bytes:
+        """SHA-256 of the certificate (DER) that the server of this connection showed in its handshake, on both ends."""
+
+    def admit(self, bytes_max: int = 0) -> None:
+        """On a server: the application knows its peer, which is no stranger from now on. With 0 it has the full windows and
+        may send without bound; else it keeps the stranger's window, and the connection ends (LIMIT_MEMORY) once it has sent
+        more than `bytes_max` bytes in all. May be called again; on a client, and once closed, it does nothing."""
 
     def open_stream(self, *, bidirectional: bool) -> int:
         """The id of a new stream; the peer learns of it with its first data. Raises UnavailableError when closed,
@@ -236,6 +264,18 @@ class Listener(Protocol):
     @property
     def handshake_count(self) -> int:
         """Handshakes under way."""
+
+    @property
+    def stranger_count(self) -> int:
+        """Connections that are not admitted, those whose handshake is under way included."""
+
+    @property
+    def stranger_bytes(self) -> int:
+        """What they have sent, in bytes on the wire."""
+
+    @property
+    def strangers_evicted(self) -> int:
+        """How many were sent away, since the start, because there were too many or they sent too much."""
 
     def renew(self, tls: ServerTls) -> None:
         """Use another certificate for connections from now on; those that exist stay. Raises RequestError where

@@ -15,12 +15,14 @@ from typing import Any, Final
 
 from aioquic.quic import events
 from aioquic.quic.configuration import QuicConfiguration
-from aioquic.quic.connection import QuicConnection
-from aioquic.quic.packet import QuicProtocolVersion
+from aioquic.quic.connection import QuicConnection, QuicConnectionError
+from aioquic.quic.packet import QuicErrorCode, QuicProtocolVersion
+from aioquic.quic.stream import QuicStream
 from aioquic.tls import load_pem_private_key, load_pem_x509_certificates
+from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from felix.transport.driver import DriverEngine, EventTypes, MachineClosed
+from felix.transport.driver import DriverEngine, EventTypes, MachineClosed, ServerIdentity
 from felix.transport.packet import CID_BYTES
 from felix.transport.port import DATAGRAM_BYTES_MIN, ClientTls, ServerTls, TransportLimits
 from felix.transport.udp import Address
@@ -32,6 +34,15 @@ ETHERNET_BYTES: Final = 1472
 
 PACKET_BYTES_MAX: Final = 16_384
 """The largest datagram that the engine can build: it writes a long packet's length in two bytes."""
+
+FRAGMENTS_MAX: Final = 4096
+"""Pieces of one stream that wait for what is missing before them: more than a full window with every fourth packet lost."""
+
+CRYPTO_PENDING_BYTES_MAX: Final = 32 * 1024
+"""Handshake bytes ahead of those that were read: more than the longest certificate chain (RFC 9000, section 7.5: 4,096)."""
+
+CRYPTO_FRAGMENTS_MAX: Final = 64
+"""Pieces of them; a flight has fewer datagrams."""
 
 _TYPES: Final = EventTypes(
     stream_data=events.StreamDataReceived,
@@ -48,19 +59,117 @@ if logging.getLogger("quic").level == logging.NOTSET:
     logging.getLogger("quic").setLevel(logging.ERROR)
 
 
+class _Connection(QuicConnection):
+    """The engine's connection, with what it may be made to hold put right.
+
+    - The engine doubles its windows by the highest offset that it has seen, and fills the hole before it with zeros: a peer
+      that sends single bytes at rising offsets makes it hold gigabytes. Here a window is what was consumed plus its size.
+    - A server begins with a stranger's window, for streams and for the connection; `widen` raises both.
+    - The fragments of one stream are at most FRAGMENTS_MAX; each costs the engine 120 bytes, and a walk over all before it.
+    - Handshake messages are at most CRYPTO_PENDING_BYTES_MAX ahead of what was read; the engine allows 512 KiB per epoch.
+    - Until `widen`, the first stream is the only one: the engine makes every stream below the one that is named.
+    """
+
+    def __init__(self, *, window_bytes: int, stream_window_bytes: int, is_widened: bool, **more: Any) -> None:
+        super().__init__(**more)
+        self._window_bytes = window_bytes
+        self._stream_window_bytes = stream_window_bytes
+        self._is_widened = is_widened
+        self._consumed_bytes = 0
+        self._received_on: QuicStream | None = None
+
+    def widen(self, window_bytes: int, stream_window_bytes: int) -> None:
+        """Known now: these windows count."""
+        self._window_bytes, self._stream_window_bytes = window_bytes, stream_window_bytes
+        self._is_widened = True
+
+    def consumed(self, size: int) -> None:
+        """So many bytes were handed on, or will never come."""
+        self._consumed_bytes += size
+
+    def held_bytes(self, stream_id: int) -> int:
+        """Of a stream that was reset: what counts against the window and will never be handed on."""
+        stream = self._streams.get(stream_id)
+        return 0 if stream is None else stream.receiver.highest_offset - stream.receiver.starting_offset()
+
+    def _get_or_create_stream(self, frame_type: int, stream_id: int) -> QuicStream:
+        if not self._is_widened and stream_id and stream_id not in self._streams:
+            raise QuicConnectionError(
+                error_code=QuicErrorCode.STREAM_LIMIT_ERROR,
+                frame_type=frame_type,
+                reason_phrase="A second stream came before the proof of identity",
+            )
+        self._received_on = super()._get_or_create_stream(frame_type, stream_id)
+        return self._received_on
+
+    def _handle_stream_frame(self, context: Any, frame_type: int, buf: Any) -> None:
+        self._received_on = None
+        super()._handle_stream_frame(context, frame_type, buf)
+        stream = self._received_on
+        if stream is not None and len(stream.receiver._ranges) > FRAGMENTS_MAX:
+            raise QuicConnectionError(
+                error_code=QuicErrorCode.INTERNAL_ERROR,
+                frame_type=frame_type,
+                reason_phrase=f"More than {FRAGMENTS_MAX} fragments of a stream",
+            )
+
+    def _handle_crypto_frame(self, context: Any, frame_type: int, buf: Any) -> None:
+        at = buf.tell()
+        end = buf.pull_uint_var() + buf.pull_uint_var()
+        buf.seek(at)
+        receiver = self._crypto_streams[context.epoch].receiver
+        if (
+            end - receiver.starting_offset() > CRYPTO_PENDING_BYTES_MAX
+            or len(receiver._ranges) > CRYPTO_FRAGMENTS_MAX
+        ):
+            raise QuicConnectionError(
+                error_code=QuicErrorCode.CRYPTO_BUFFER_EXCEEDED,
+                frame_type=frame_type,
+                reason_phrase="too much crypto buffering",
+            )
+        super()._handle_crypto_frame(context, frame_type, buf)
+
+    def _write_connection_limits(self, builder: Any, space: Any) -> None:
+        limit = self._local_max_data
+        limit.value = _raised(limit.value, self._consumed_bytes, self._window_bytes)
+        # With nothing used the engine does not double; all else it does as ever.
+        used, limit.used = limit.used, 0
+        try:
+            super()._write_connection_limits(builder, space)
+        finally:
+            limit.used = used
+
+    def _write_stream_limits(self, builder: Any, space: Any, stream: QuicStream) -> None:
+        receiver = stream.receiver
+        if stream.max_stream_data_local and not receiver.is_finished:
+            stream.max_stream_data_local = _raised(
+                stream.max_stream_data_local, receiver.starting_offset(), self._stream_window_bytes
+            )
+        highest, receiver.highest_offset = receiver.highest_offset, 0
+        try:
+            super()._write_stream_limits(builder, space, stream)
+        finally:
+            receiver.highest_offset = highest
+
+
+def _raised(limit: int, consumed: int, window: int) -> int:
+    """The limit to tell the peer: what was consumed and a window; told once that is half a window more."""
+    return max(limit, consumed + window) if consumed + window - limit >= window // 2 else limit
+
+
 class PortableMachine:
     """`felix.transport.driver.Machine` over an aioquic connection."""
 
-    __slots__ = ("_quic", "_written", "deadline", "events", "handle_deadline", "next_event", "transmit")
+    __slots__ = ("_limits", "_quic", "_written", "deadline", "events", "handle_deadline", "transmit")
 
-    def __init__(self, quic: QuicConnection) -> None:
+    def __init__(self, quic: _Connection, limits: TransportLimits) -> None:
         self._quic = quic
+        self._limits = limits
         self.events = _TYPES
         self._written: set[int] = set()
         """Streams that may hold bytes not yet transmitted."""
         self.deadline = quic.get_timer
         self.handle_deadline = quic.handle_timer
-        self.next_event = quic.next_event
         self.transmit = quic.datagrams_to_send
 
     @property
@@ -74,6 +183,17 @@ class PortableMachine:
             return
         for at in range(0, len(data), segment_bytes):
             receive(data[at : at + segment_bytes], address, now)
+
+    def next_event(self) -> Any:
+        event = self._quic.next_event()
+        if isinstance(event, events.StreamDataReceived):
+            self._quic.consumed(len(event.data))
+        elif isinstance(event, events.StreamReset):
+            self._quic.consumed(self._quic.held_bytes(event.stream_id))
+        return event
+
+    def widen(self) -> None:
+        self._quic.widen(self._limits.connection_window_bytes, self._limits.stream_window_bytes)
 
     def next_stream_id(self, bidirectional: bool) -> int:
         stream_id = self._quic.get_next_available_stream_id(is_unidirectional=not bidirectional)
@@ -128,8 +248,9 @@ class PortableMachinery:
 
     name: str = NAME
 
-    def read_identity(self, tls: ServerTls) -> Any:
-        return load_pem_x509_certificates(tls.chain_pem), load_pem_private_key(tls.key_pem)
+    def read_identity(self, tls: ServerTls) -> ServerIdentity:
+        chain = load_pem_x509_certificates(tls.chain_pem)
+        return ServerIdentity((chain, load_pem_private_key(tls.key_pem)), chain[0].fingerprint(SHA256()))
 
     def accept(
         self,
@@ -140,15 +261,21 @@ class PortableMachinery:
         original_cid: bytes,
         retry_cid: bytes | None,
     ) -> PortableMachine:
+        window = limits.stranger_bytes_max
         configuration = _configuration(limits, alpn, datagram_bytes, is_client=False)
+        configuration.max_data = configuration.max_stream_data = window
         chain, configuration.private_key = identity
         configuration.certificate, configuration.certificate_chain = chain[0], chain[1:]
         return PortableMachine(
-            QuicConnection(
+            _Connection(
+                window_bytes=window,
+                stream_window_bytes=window,
+                is_widened=False,
                 configuration=configuration,
                 original_destination_connection_id=original_cid,
                 retry_source_connection_id=retry_cid,
-            )
+            ),
+            limits,
         )
 
     def dial(
@@ -165,9 +292,14 @@ class PortableMachinery:
         configuration = _configuration(limits, alpn, datagram_bytes, is_client=True)
         configuration.server_name = tls.server_name
         configuration.cadata = tls.authorities_pem
-        quic = QuicConnection(configuration=configuration)
+        quic = _Connection(
+            window_bytes=limits.connection_window_bytes,
+            stream_window_bytes=limits.stream_window_bytes,
+            is_widened=True,
+            configuration=configuration,
+        )
         quic.connect(address, now)
-        return PortableMachine(quic)
+        return PortableMachine(quic, limits)
 
 
 def _configuration(

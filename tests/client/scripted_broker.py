@@ -334,6 +334,7 @@ class BrokerSession:
 
     def connected(self, connection: Connection) -> None:
         self.connection = connection
+        connection.admit()
 
     def stream_reset(self, stream_id: int, code: int) -> None:
         self.ended_streams.add(stream_id)

@@ -39,6 +39,7 @@ class Recorder:
     def connected(self, connection: Connection) -> None:
         self._note("connected")
         self.connection = connection
+        connection.admit()
 
     def stream_data(self, stream_id: int, data: bytes, end: bool) -> None:
         self._note("stream_data")
