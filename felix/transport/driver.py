@@ -425,7 +425,7 @@ class DriverConnection:
     def receive(self, data: bytes, segment_bytes: int, address: Address, now: float) -> None:
         """Datagrams for this connection; `process` follows in the same turn."""
         self._heard_at = now
-        if self._allowed_bytes and not self._counted(len(data)):
+        if self._allowed_bytes and not self._counted(len(data), is_long=bool(data[0] & 0x80)):
             return
         try:
             self._machine.receive(data, segment_bytes, address, now)
@@ -434,8 +434,11 @@ class DriverConnection:
             # malice here, so the datagram counts as lost; the idle timeout ends what never recovers.
             log.debug("a datagram from %s was refused by %s", address, self.engine_name, exc_info=True)
 
-    def _counted(self, size: int) -> bool:
+    def _counted(self, size: int, *, is_long: bool) -> bool:
         """Count what came before the engine sees it; False where it is too much, and the connection was ended."""
+        if not self.is_established and not is_long and self.wire_bytes + size > self._allowed_bytes:
+            # Ahead of a handshake whose last message is late or lost: dropped, and sent again once it is done.
+            return False
         self.wire_bytes += size
         if self.is_stranger:
             self._owner.stranger_sent(self, size)
