@@ -28,7 +28,6 @@ def terms_of(terms: GrantTerms, source_country: str = "", destination_country: s
         source_country=source_country,
         destination_country=destination_country,
         owner=terms.owner,
-        approvers=terms.approvers,
         not_before_ms=terms.not_before,
         expires_ms=terms.expires,
         lineage=tuple(FieldLineage(field=found.field, action=found.action.value) for found in lineage.fields),

@@ -39,7 +39,7 @@ from bridge.shore import Shore
 from bridge.tracing import CrossingTracing
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.health import HealthServer
-from felix.identity import Identity, load_identity
+from felix.identity import Identity, TrustBundle, load_identity
 from felix.messages import (
     CheckpointAnswer,
     Cosign,
@@ -61,8 +61,9 @@ from keys.bundle import RegionBundle, decode_bundle
 from keys.hybrid import HybridKeyPair, load_key_pair
 from keys.post_quantum import MlDsaKey, load_ml_dsa_key
 from keys.signing import SigningKey, load_signing_key
+from policy.approval import Approval, Document
 from policy.grant import GrantBook, Standing, StandingAction
-from policy.signed import Purpose, SignedDocument, decode_body
+from policy.signed import Purpose, decode_body
 
 log = logging.getLogger("felix.bridge.agent")
 
@@ -391,6 +392,8 @@ class Agent:
     def _revocation(self, grant: str) -> tuple[Standing | None, bytes]:
         for held in self._documents.values():
             for document in parse_documents({"standing": held.get("standing", {})}):
+                if isinstance(document, Approval):
+                    continue
                 standing = decode_body(document, Standing, Purpose.STANDING)
                 if standing.grant == grant and standing.action is StandingAction.REVOKE:
                     return standing, document.encode_file()
@@ -448,11 +451,12 @@ class Agent:
     async def _plan(self) -> None:
         """Rebuild the book where a document changed, and tell the carriers."""
         if self._book_of != self._documents:
-            documents: list[SignedDocument] = []
+            documents: list[Document] = []
             for held in self._documents.values():
                 documents += parse_documents(held)
             trusted = {region: shore.bundle.policy_keys for region, shore in self._shores.items()}
-            self._book = GrantBook(documents, trusted)
+            anchors = TrustBundle(shore.bundle.anchor() for shore in self._shores.values())
+            self._book = GrantBook(documents, trusted, anchors)
             for problem in self._book.problems:
                 log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
             self._book_of = {

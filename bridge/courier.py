@@ -16,12 +16,13 @@ from typing import Final
 from felix.connection import RegionConnection
 from felix.errors import FelixError, RequestError, UnavailableError
 from felix.messages import DocumentPage, ListDocuments, PutDocument
+from policy.approval import Approval, Document, parse_document
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, ImportGrant, Standing
-from policy.signed import Purpose, SignatureError, SignedDocument, decode_body
+from policy.signed import Purpose, SignatureError, decode_body
 
 log = logging.getLogger("felix.bridge.courier")
 
-KINDS: Final = ("export", "import", "standing", "deny")
+KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """In the order in which they are brought: a grant before what is said about it."""
 DOCUMENTS_MAX: Final = 10_000
 """Of one kind, of one region: a bridge has its own grants only."""
@@ -50,45 +51,52 @@ async def list_documents(connection: RegionConnection) -> dict[str, dict[str, by
     return found
 
 
-def parse_documents(documents: Documents) -> list[SignedDocument]:
+def parse_documents(documents: Documents) -> list[Document]:
     """Those that parse; that they hold is the book's to say."""
-    parsed = []
+    parsed: list[Document] = []
     for held in documents.values():
         for name, data in held.items():
             try:
-                parsed.append(SignedDocument.parse(data))
+                parsed.append(parse_document(data))
             except SignatureError as error:
                 log.error("document %s: %s", name, error)
     return parsed
 
 
 def missing(giver: Documents, taker: Documents, from_region: str, to_region: str) -> list[tuple[str, str]]:
-    """Kind and id of what `from_region` signed, concerns `to_region`, and is not there."""
+    """Kind and id of what `from_region` signed, concerns `to_region`, and is not there, or not as that region has it."""
     own: dict[str, str] = {}
     wanted = []
     for kind in KINDS:
         held = taker.get(kind, {})
         for name, data in sorted(giver.get(kind, {}).items()):
             try:
-                document = SignedDocument.parse(data)
+                document = parse_document(data)
                 if document.region != from_region:
                     continue
-                if _concerns(document, to_region, own, name) and name not in held:
+                if not _concerns(document, to_region, own):
+                    continue
+                # A half that was signed again takes the place of the one before; the rest is never replaced.
+                if name not in held or (kind in ("export", "import") and held[name] != data):
                     wanted.append((kind, name))
             except SignatureError:
                 continue
     return wanted
 
 
-def _concerns(document: SignedDocument, region: str, own: dict[str, str], name: str) -> bool:
+def _concerns(document: Document, region: str, own: dict[str, str]) -> bool:
     """`own` collects the other region of each grant, so that standings find theirs; grants come first."""
+    if isinstance(document, Approval):
+        return own.get(document.claim.grant, region) == region
     match document.purpose:
         case Purpose.EXPORT:
-            own[name] = decode_body(document, ExportGrant, Purpose.EXPORT).terms.to_region
-            return own[name] == region
+            export = decode_body(document, ExportGrant, Purpose.EXPORT)
+            own[export.grant] = export.terms.to_region
+            return export.terms.to_region == region
         case Purpose.IMPORT:
-            own[name] = decode_body(document, ImportGrant, Purpose.IMPORT).from_region
-            return own[name] == region
+            accepted = decode_body(document, ImportGrant, Purpose.IMPORT)
+            own[accepted.grant] = accepted.from_region
+            return accepted.from_region == region
         case Purpose.STANDING:
             grant = decode_body(document, Standing, Purpose.STANDING).grant
             return own.get(grant, region) == region

@@ -1,22 +1,22 @@
 """Which links must run: from signed documents and from what streams there are. Pure.
 
-The agent judges by itself, with the policy keys of both regions; the brokers judge again, with their policies, on every
-read and every envelope. So the plan may be late by a second, and nothing crosses for it.
+The agent judges by itself, with the book that the brokers have (policy.grant) and the keys of both regions, but without their
+policies; the brokers judge again, with them, on every read and every envelope. So the plan may be late by a second, and nothing crosses for it.
 
-Invariants: a link runs only where both halves of its grant hold, name this bridge and the same terms, and nobody denies,
-pauses or revokes; every grant of this bridge has at least one row, with the reason where it does not run.
+Invariants: a link runs only where the book allows it: both halves hold, name this bridge and the same terms, both sides have
+approved it, and nobody denies, pauses or revokes; every grant of this bridge has at least one row, with the reason where it does not run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
 from felix.errors import Code
 from felix.messages import StreamState
 from felix.names import NamePattern, SpiffeId, StreamName
-from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, GrantBook, GrantState, GrantView
+from policy.grant import Attempt, ExportGrant, GrantBook, GrantState, GrantView, Refusal, RefusalKind
 from policy.quantity import Instant
 
 LINKS_MAX: Final = 60
@@ -69,7 +69,7 @@ def plan_links(
             continue
         if export.terms.bridge != str(bridge):
             continue
-        rows += _rows(view, export, book.denies(), streams, known, now_ms)
+        rows += _rows(view, export, book, bridge, streams, known, now_ms)
     rows.sort(key=lambda row: row[:3])
     return _within(rows, links_max)
 
@@ -93,16 +93,19 @@ def _export_missing(view: GrantView) -> PlannedLink:
 def _rows(
     view: GrantView,
     export: ExportGrant,
-    denies: Sequence[DenyEntry],
+    book: GrantBook,
+    bridge: SpiffeId,
     streams: Mapping[str, StreamState],
     destinations: frozenset[str],
     now_ms: int,
 ) -> list[PlannedLink]:
     terms = export.terms
-    verdict, reason, code = _standing(view, export, destinations, now_ms)
     pattern = NamePattern(terms.stream)
     named = [name for name in sorted(streams) if pattern.matches(StreamName.parse(name))]
     if not named:
+        verdict, reason, code = _verdict(
+            view, export, book.check_grant(view.grant, bridge, now_ms), destinations
+        )
         if verdict is Verdict.RUN:
             verdict, reason, code = Verdict.WAIT, f"There is no stream {terms.stream} yet.", Code.NOT_FOUND
         return [
@@ -114,10 +117,9 @@ def _rows(
     rows = []
     for name in named:
         stream = StreamName.parse(name)
-        own = (verdict, reason, code)
-        denied = _denied(denies, stream, export)
-        if denied and verdict is not Verdict.STOP:
-            own = (Verdict.DENY, denied, Code.RESIDENCY_DENIED)
+        attempt = Attempt(stream, terms.from_region, terms.to_region, bridge)
+        found = book.check(attempt, None, now_ms, grant=view.grant)
+        own = _verdict(view, export, found if isinstance(found, Refusal) else None, destinations)
         shards = streams[name].shards
         arrives = str(terms.destination_of(stream))
         rows += [
@@ -127,47 +129,31 @@ def _rows(
     return rows
 
 
-def _standing(
-    view: GrantView, export: ExportGrant, destinations: frozenset[str], now_ms: int
+_VERDICTS: Final = {
+    RefusalKind.DENIED: Verdict.DENY,
+    RefusalKind.PAUSED: Verdict.PAUSE,
+    RefusalKind.REVOKED: Verdict.STOP,
+    RefusalKind.EXPIRED: Verdict.STOP,
+}
+"""What a link does where the book refuses; where it is not in the table, it waits for what is missing."""
+
+
+def _verdict(
+    view: GrantView, export: ExportGrant, refusal: Refusal | None, destinations: frozenset[str]
 ) -> tuple[Verdict, str, int]:
     terms = export.terms
-    match view.state:
-        case GrantState.REVOKED:
-            return Verdict.STOP, f"The grant {view.grant} was revoked.", Code.GRANT_REVOKED
-        case GrantState.EXPIRED:
-            return (
-                Verdict.STOP,
-                f"The grant {view.grant} expired at {Instant(terms.expires)}.",
-                Code.GRANT_EXPIRED,
-            )
-        case GrantState.OFFERED:
-            reason = f"{terms.to_region} has not accepted the grant {view.grant}, or accepted other terms."
-            return Verdict.WAIT, reason, Code.GRANT_MISSING
-        case GrantState.PAUSED:
-            by = " and ".join(view.paused_by)
-            return Verdict.PAUSE, f"{by} paused the grant {view.grant}.", Code.PAUSED
-    if now_ms < terms.not_before:
-        return (
-            Verdict.WAIT,
-            f"The grant {view.grant} holds from {Instant(terms.not_before)}.",
-            Code.GRANT_NOT_YET,
-        )
+    # What ended for good says so, whatever else refuses it for now.
+    if view.state is GrantState.REVOKED:
+        return Verdict.STOP, f"The grant {view.grant} was revoked.", Code.GRANT_REVOKED
+    if view.state is GrantState.EXPIRED:
+        reason = f"The grant {view.grant} expired at {Instant(terms.expires)}."
+        return Verdict.STOP, reason, Code.GRANT_EXPIRED
+    if refusal is not None:
+        return _VERDICTS.get(refusal.kind, Verdict.WAIT), refusal.sentence, refusal.code
     if terms.to_region not in destinations:
         reason = f"This agent's configuration has no destination {terms.to_region}."
         return Verdict.WAIT, reason, Code.CONFIG_INVALID
     return Verdict.RUN, "", 0
-
-
-def _denied(denies: Sequence[DenyEntry], stream: StreamName, export: ExportGrant) -> str:
-    terms = export.terms
-    for entry in denies:
-        if entry.region not in (terms.from_region, terms.to_region):
-            continue
-        peer = terms.to_region if entry.region == terms.from_region else terms.from_region
-        if entry.peer in (EVERYWHERE, peer) and NamePattern(entry.streams).matches(stream):
-            because = f": {entry.reason.removesuffix('.')}" if entry.reason else ""
-            return f"{entry.region} denies that {stream} crosses{because}."
-    return ""
 
 
 def _within(rows: list[PlannedLink], links_max: int) -> tuple[PlannedLink, ...]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -19,6 +18,7 @@ from cli.output import iso, note, out, print_json, styled, table
 from cli.policy import fetch_policy
 from cli.process import PidFile, start_detached, stop
 from cli.setting import (
+    IdentityOption,
     JsonOption,
     RegionOption,
     choose_region,
@@ -29,29 +29,35 @@ from cli.setting import (
     run,
     stop_signals,
 )
+from cli.terms import confirm, short_tallies, show_terms, tally_rows, terms_rows
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, replace_file
+from felix.identity import TrustBundle
 from felix.messages import DocumentPage, Done, ListDocuments, PutDocument, Start, Subscribe
 from felix.names import NamePattern, SpiffeId, StreamName
-from felix.profile import load_profile
+from felix.profile import load_credentials, load_profile
 from felix.telemetry import configure_tracing
 from keys.bundle import RegionBundle, decode_bundle
 from keys.signing import load_signing_key
 from policy.access import Verb
+from policy.approval import Document, parse_document
 from policy.grant import (
+    Attempt,
     DenyEntry,
     GrantBook,
     GrantView,
+    Refusal,
     Standing,
     StandingAction,
     open_export,
+    open_import,
     sign_deny,
     sign_export,
     sign_import,
     sign_standing,
 )
 from policy.quantity import Duration, Rate, Size
-from policy.residency import Question, decide
+from policy.residency import Decision, Question, ResidencyPolicy, decide, decide_grant
 from policy.signed import SignedDocument
 from policy.terms import Basis, GrantTerms
 from policy.transform import KeyRule, Missing, build_spec
@@ -91,24 +97,25 @@ def known_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
 
 async def fetch_book(region: str, folder: RegionFolder) -> GrantBook:
     """Every grant the region's broker holds, verified here again."""
-    documents: list[SignedDocument] = []
+    documents: list[Document] = []
     async with connect(region) as client:
-        for kind in ("export", "import", "standing", "deny"):
+        for kind in ("export", "import", "approval", "standing", "deny"):
             after = ""
             while True:
                 page = await client.request(ListDocuments(kind, after))
                 assert isinstance(page, DocumentPage)
-                documents += [SignedDocument.parse(body) for body in page.documents.values()]
+                documents += [parse_document(body) for body in page.documents.values()]
                 if not page.more or not page.documents:
                     break
                 after = max(page.documents)
-    trusted = {name: bundle.policy_keys for name, bundle in known_bundles(folder).items()}
-    return GrantBook(documents, trusted)
+    bundles = known_bundles(folder)
+    trusted = {name: bundle.policy_keys for name, bundle in bundles.items()}
+    return GrantBook(documents, trusted, TrustBundle(bundle.anchor() for bundle in bundles.values()))
 
 
-async def put_document(region: str, kind: str, document: SignedDocument) -> str:
-    """Hand a signed document to the region's broker; its sentence."""
-    async with connect(region) as client:
+async def put_document(region: str, kind: str, document: Document, identity: str = "") -> str:
+    """Hand a signed document or an approval to the region's broker; its sentence."""
+    async with connect(region, identity) as client:
         answer = await client.request(PutDocument(kind, document.encode_file()))
         assert isinstance(answer, Done)
         return answer.note
@@ -120,6 +127,18 @@ async def add_right(region: str, identity: str, right: str) -> None:
         held = (await client.list_rights()).get(identity, [])
         if right not in held:
             await client.put_rights(identity, [*held, right])
+
+
+def operator_id(region: str, identity: str = "") -> str:
+    """The SPIFFE id of the operator as whom a command works. Raises RequestError where it is no operator."""
+    who = load_credentials(load_profile(region, identity=identity)).identity.spiffe_id
+    if who.kind != "operator":
+        raise RequestError(
+            f"{who} is of kind {who.kind}; grants are drawn up and accepted by operators.",
+            code=Code.FORBIDDEN,
+            hint="Come as an operator: --as NAME, one of those that region.yaml lists.",
+        )
+    return str(who)
 
 
 def parse_moment(text: str, now: int) -> int:
@@ -152,7 +171,6 @@ def allow(
     assessment: Annotated[str, typer.Option(help="The transfer assessment's reference.")] = "",
     category: Annotated[list[str] | None, typer.Option(help="A category of data; may be repeated.")] = None,
     owner: Annotated[str, typer.Option(help="Who answers for the stream.")] = "",
-    approver: Annotated[list[str] | None, typer.Option(help="Who approved; once or twice.")] = None,
     exporter: Annotated[str, typer.Option(help="The entity that sends.")] = "",
     importer: Annotated[str, typer.Option(help="The entity that receives.")] = "",
     destination: Annotated[
@@ -181,6 +199,7 @@ def allow(
     onward: Annotated[bool, typer.Option(help="Records from third regions may cross, too.")] = False,
     wildcard: Annotated[bool, typer.Option(help="The name is a pattern for several streams.")] = False,
     output: Annotated[Path | None, typer.Option("--out", help="Where to write the grant file.")] = None,
+    identity: IdentityOption = "",
     region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
@@ -202,7 +221,7 @@ def allow(
         exporter=exporter or config.entity or f"{config.mesh} {config.region}",
         importer=importer or f"{config.mesh} {to}",
         owner=owner or f"operator of {config.region}",
-        approvers=tuple(approver or (f"operator of {config.region}",)),
+        drawn_up_by=operator_id(config.region, identity),
         not_before=parse_moment(not_before, now) if not_before else now,
         expires=parse_moment(expires, now),
         transform=build_spec(
@@ -226,7 +245,7 @@ def allow(
         note(f"{name} is a pattern: every stream that fits it, now or later, is granted and reported as such")
     policy = run(fetch_policy(config.region))
     document = sign_export(terms, policy, load_signing_key(folder.policy_key).private_key, now)
-    run(put_document(config.region, "export", document))
+    run(put_document(config.region, "export", document, identity))
     run(add_right(config.region, terms.bridge, f"{Verb.BRIDGE_READ} {name}"))
     export = open_export(document, {config.region: own_bundle(folder).policy_keys})
     path = output or Path(f"{export.grant}.grant")
@@ -242,6 +261,13 @@ def allow(
         )
     )
     out.print(f"  file   {path}")
+    if export.approvals:
+        separate = f", but not {SpiffeId.parse(terms.drawn_up_by).name}," if export.separate else ""
+        people = "person has" if export.approvals == 1 else "people have"
+        out.print(
+            f"{export.approvals} {people} to approve it in {config.region}{separate} with an identity of kind approver:"
+        )
+        out.print(f"  felix bridge approve {export.grant} --as NAME --region {config.region}")
     out.print(f"Nothing crosses until {to} accepts it:  felix bridge accept {path} --region {to}")
 
 
@@ -267,22 +293,27 @@ def read_grant(text: str) -> SignedDocument:
 @app.command()
 def accept(
     grant: Annotated[str, typer.Argument(help="The grant file of `felix bridge allow`, or its token.")],
-    by: Annotated[str, typer.Option(help="Who accepts it.")] = "",
+    yes: Annotated[bool, typer.Option("--yes", help="Accept without asking.")] = False,
     output: Annotated[Path | None, typer.Option("--out", help="Where to write the acceptance.")] = None,
+    identity: IdentityOption = "",
     region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Accept another region's grant: the import grant, signed with this region's policy key."""
+    """Accept another region's grant: show all its terms, ask, and sign the import grant with this region's policy key."""
     document = read_grant(grant)
     chosen = region or _destination(document)
     folder, config = folder_of(chosen)
     trusted = {name: bundle.policy_keys for name, bundle in known_bundles(folder).items()}
+    export = open_export(document, trusted)
     policy = run(fetch_policy(config.region))
     key = load_signing_key(folder.policy_key).private_key
-    accepted = sign_import(document, policy, key, trusted, by or f"operator of {config.region}", now_ms())
-    run(put_document(config.region, "export", document))
-    run(put_document(config.region, "import", accepted))
-    export = open_export(document, trusted)
+    accepted = sign_import(document, policy, key, trusted, operator_id(config.region, identity), now_ms())
+    if not json:
+        show_terms(export)
+    confirm(f"Accept these terms for {config.region}?", yes)
+    run(put_document(config.region, "export", document, identity))
+    run(put_document(config.region, "import", accepted, identity))
+    asked = open_import(accepted, trusted).approvals
     path = output or Path(f"{export.grant}.acceptance")
     path.write_bytes(accepted.encode_file())
     if json:
@@ -296,6 +327,10 @@ def accept(
         )
     )
     out.print(f"  file   {path}")
+    if asked:
+        people = "person has" if asked == 1 else "people have"
+        out.print(f"{asked} {people} to approve it in {config.region}, too:")
+        out.print(f"  felix bridge approve {export.grant} --as NAME --region {config.region}")
     out.print("The bridge carries the acceptance back by itself.")
 
 
@@ -389,11 +424,12 @@ def list_(region: RegionOption = "", json: JsonOption = False) -> None:
         return
     table(
         f"Grants of {config.region}",
-        ["grant", "state", "stream", "from", "to", "basis", "purpose", "until"],
+        ["grant", "state", "approvals", "stream", "from", "to", "basis", "purpose", "until"],
         [
             [
                 view.grant,
                 view.state.value,
+                short_tallies(view.approvals),
                 view.export.terms.stream,
                 view.export.terms.from_region,
                 view.export.terms.to_region,
@@ -402,7 +438,7 @@ def list_(region: RegionOption = "", json: JsonOption = False) -> None:
                 iso(view.export.terms.expires),
             ]
             if view.export
-            else [view.grant, view.state.value, view.accepted.stream if view.accepted else ""] + [""] * 5
+            else [view.grant, view.state.value, "", view.accepted.stream if view.accepted else ""] + [""] * 5
             for view in views
         ],
     )
@@ -415,6 +451,8 @@ def list_(region: RegionOption = "", json: JsonOption = False) -> None:
         )
     for problem in book.problems:
         note(f"not believed: a document signed as {problem.document.region}: {problem.sentence}")
+    for claim in book.left_out:
+        note(f"left out, because there are more documents than one book takes: {claim.grant}")
 
 
 def _view(view: GrantView) -> dict[str, Any]:
@@ -424,6 +462,16 @@ def _view(view: GrantView) -> dict[str, Any]:
         "export": view.export,
         "import": view.accepted,
         "paused_by": view.paused_by,
+        "approvals": [
+            {
+                "region": found.region,
+                "needed": found.needed,
+                "approved": found.approved,
+                "missing": found.missing,
+                "not_counted": [{"approver": name, "why": why} for name, why in found.not_counted],
+            }
+            for found in view.approvals
+        ],
     }
 
 
@@ -435,95 +483,96 @@ def show(grant: GrantId, region: RegionOption = "", json: JsonOption = False) ->
     if json:
         print_json(_view(view))
         return
-    rows: list[list[str]] = [["state", view.state.value]]
+    rows = [("state", view.state.value), *tally_rows(view.approvals)]
     if view.export is not None:
-        terms = view.export.terms
         rows += [
-            ["stream", terms.stream],
-            ["arrives as", terms.destination_stream],
-            ["from, to", f"{terms.from_region} → {terms.to_region}"],
-            ["bridge", terms.bridge],
-            ["purpose", terms.purpose],
-            [
-                "basis",
-                f"{terms.basis.value}{f' (GDPR {terms.basis.article})' if terms.basis.article else ''}",
-            ],
-            ["reference", terms.reference],
-            ["assessment", terms.transfer_assessment],
-            ["categories", ", ".join(terms.categories)],
-            ["exporter, importer", f"{terms.exporter} → {terms.importer}"],
-            ["owner", terms.owner],
-            ["approvers", ", ".join(terms.approvers)],
-            ["holds", f"{iso(terms.not_before)} to {iso(terms.expires)}"],
-            ["fields", "\n".join(f"{rule.do.value} {rule.field}" for rule in terms.transform.fields)],
-            ["filter", terms.transform.filter],
-            ["key", terms.transform.key.value],
-            ["terms hash", view.export.terms_hash],
-            ["policy", f"revision {view.export.policy_revision}, {view.export.policy_hash}"],
+            *terms_rows(view.export.terms),
+            ("policy", f"revision {view.export.policy_revision}, {view.export.policy_hash}"),
         ]
     if view.accepted is not None:
-        rows.append(["accepted", f"by {view.accepted.accepted_by}, {iso(view.accepted.signed_at)}"])
-    table(grant, ["", ""], [row for row in rows if row[1]])
+        rows.append(("accepted", f"by {view.accepted.accepted_by}, {iso(view.accepted.signed_at)}"))
+    table(grant, ["", ""], rows)
 
 
 @app.command()
-def explain(what: What, name: Name, to: To, region: RegionOption = "", json: JsonOption = False) -> None:
+def explain(
+    what: What,
+    name: Name,
+    to: Annotated[str, typer.Option("--to", help="The destination region.")] = "",
+    from_: Annotated[str, typer.Option("--from", help="The source region; this one if left out.")] = "",
+    region: RegionOption = "",
+    json: JsonOption = False,
+) -> None:
     """Say whether a stream may cross, by which rule, and why; exit code 0 if it may, 3 if not."""
     folder, config = folder_of(region)
+    source, destination = from_ or config.region, to or (config.region if from_ else "")
+    if config.region not in (source, destination) or not destination or source == destination:
+        raise RequestError(
+            f"{config.region} answers for crossings from it or to it.",
+            hint="Say where to: --to eu-west; or where from: --from us-east.",
+        )
     policy = run(fetch_policy(config.region))
-    stream = StreamName.parse(name)
-    now = now_ms()
-    book = run(fetch_book(config.region, folder))
-    concerned = [
-        view
-        for view in book.list(now)
-        if view.export is not None
-        and view.export.terms.pattern.matches(stream)
-        and (view.export.terms.from_region, view.export.terms.to_region) == (config.region, to)
-    ]
-    terms = concerned[-1].export.terms if concerned and concerned[-1].export else None
-    decision = decide(policy, Question(stream, config.region, to, terms), now)
+    found = explain_crossing(
+        run(fetch_book(config.region, folder)), policy, StreamName.parse(name), source, destination, now_ms()
+    )
+    decision, view = found.decision, found.view
     reasons = [str(reason) for reason in decision.reasons]
-    denied = _denied_by_entry(book, stream, config.region, to)
-    state = concerned[-1].state.value if concerned else "none"
-    may = decision.allowed and not denied and state == "active"
+    if found.refusal is not None:
+        reasons.append(found.refusal.sentence)
+    state = view.state.value if view is not None else "none"
     if json:
         print_json(
             {
-                "stream": name, "from": config.region, "to": to, "crosses": may, "policy_allows": decision.allowed,
-                "rule": decision.rule, "reasons": reasons + denied, "grant": concerned[-1].grant if concerned else None,
-                "grant_state": state,
+                "stream": name, "from": source, "to": destination, "crosses": found.crosses,
+                "policy_allows": decision.allowed, "rule": decision.rule, "reasons": reasons,
+                "refused": found.refusal.kind if found.refusal else None, "grant": view.grant if view else None,
+                "grant_state": state, "approvals": _view(view)["approvals"] if view else [],
             }
         )  # fmt: skip
     else:
         out.print(
-            styled(f"{name} from {config.region} to {to}: ", ("crosses" if may else "does not cross", "bold"))
+            styled(
+                f"{name} from {source} to {destination}: ",
+                ("crosses" if found.crosses else "does not cross", "bold"),
+            )
         )
         out.print(
             f"  policy: {'allows it' if decision.allowed else 'does not allow it'}, rule {decision.rule or 'none'}"
         )
-        for reason in reasons + denied:
+        for reason in reasons:
             out.print(f"    - {reason}")
-        out.print(f"  grant:  {concerned[-1].grant + ', ' if concerned else ''}{state}")
-    if not may:
+        out.print(f"  grant:  {view.grant + ', ' if view else ''}{state}")
+        for label, told in tally_rows(view.approvals) if view else ():
+            out.print(f"  {label}: {told}")
+    if not found.crosses:
         raise typer.Exit(EXIT_DENIED)
 
 
-def _denied_by_entry(book: GrantBook, stream: StreamName, from_region: str, to: str) -> list[str]:
-    return [
-        f"{entry.region} denies {entry.streams} to or from {entry.peer}{': ' + entry.reason if entry.reason else ''}"
-        for entry in _concerning(book.denies(), from_region, to)
-        if NamePattern(entry.streams).matches(stream)
-    ]
+class Explanation(NamedTuple):
+    """The book's own answer, and what it rests on. `view`: the grant that it is about, if there is one."""
+
+    refusal: Refusal | None
+    decision: Decision
+    view: GrantView | None
+
+    @property
+    def crosses(self) -> bool:
+        return self.refusal is None
 
 
-def _concerning(entries: Iterable[DenyEntry], from_region: str, to: str) -> list[DenyEntry]:
-    return [
-        entry
-        for entry in entries
-        if (entry.region == from_region and entry.peer in (to, "*"))
-        or (entry.region == to and entry.peer in (from_region, "*"))
-    ]
+def explain_crossing(
+    book: GrantBook, policy: ResidencyPolicy, stream: StreamName, source: str, destination: str, now: int
+) -> Explanation:
+    """Whether a stream may cross right now, as a broker with this policy and this book decides. Pure."""
+    answer = book.check(Attempt(stream, source, destination), policy, now)
+    view = book.get(answer.grant, now) if answer.grant else None
+    terms = view.export.terms if view is not None and view.export is not None else None
+    decision = (
+        decide(policy, Question(stream, source, destination), now)
+        if terms is None
+        else decide_grant(policy, terms, stream, now)
+    )
+    return Explanation(answer if isinstance(answer, Refusal) else None, decision, view)
 
 
 @app.command()

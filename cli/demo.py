@@ -35,18 +35,20 @@ from cli.process import start_detached, stop
 from cli.setting import connect, now_ms, run
 from felix.address import Address
 from felix.errors import FelixError, RequestError
+from felix.identity import load_identity
 from felix.messages import Done, PutDocument
 from felix.names import SpiffeId
 from keys.bundle import decode_bundle
 from keys.signing import load_signing_key
 from policy.access import Verb
+from policy.approval import APPROVER, sign_approval
 from policy.grant import open_export, sign_export, sign_import
 from policy.residency import sign_policy
 from policy.terms import Basis, GrantTerms
 from policy.transform import KeyRule, build_spec
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import found_region, issue_identity, trust_region
+from region.founding import OPERATOR, found_region, issue_identity, trust_region
 
 SOURCE: Final = "us-east"
 DESTINATION: Final = "eu-west"
@@ -54,6 +56,7 @@ MESH: Final = "acme"
 GRANTED: Final = "acme/ops/departures"
 UNGRANTED: Final = "acme/ops/crew"
 BRIDGE: Final = f"{SOURCE}-to-{DESTINATION}"
+APPROVER_NAME: Final = "dpo"
 SHARDS: Final = 2
 EXIT_UNRECONCILED: Final = 6
 CATCH_UP_IDLE_S: Final = 120.0
@@ -169,6 +172,8 @@ def _set_up(home: Path) -> str:
         )
     source, destination = RegionFolder.of(SOURCE), RegionFolder.of(DESTINATION)
     issue_identity(source, load_config(source.config), "bridge", BRIDGE, now_ms())
+    for folder in (source, destination):
+        issue_identity(folder, load_config(folder.config), APPROVER, APPROVER_NAME, now_ms())
     trust_region(source, decode_bundle(destination.bundle.read_bytes()))
     trust_region(destination, decode_bundle(source.bundle.read_bytes()))
     for region in (SOURCE, DESTINATION):
@@ -222,7 +227,7 @@ async def _govern(source: RegionFolder, destination: RegionFolder) -> str:
         exporter="Acme Inc.",
         importer="Acme Ltd.",
         owner="flight operations",
-        approvers=("data protection office",),
+        drawn_up_by=str(SpiffeId(SOURCE, MESH, "operator", OPERATOR)),
         not_before=now,
         expires=now + 80 * 86_400_000,
         transform=build_spec(pseudonymize=["tailnum"], drop=["hour", "minute"], key=KeyRule.KEEP),
@@ -236,13 +241,18 @@ async def _govern(source: RegionFolder, destination: RegionFolder) -> str:
         policies[DESTINATION],
         load_signing_key(destination.policy_key).private_key,
         trusted_keys,
-        f"operator of {DESTINATION}",
+        str(SpiffeId(DESTINATION, MESH, "operator", OPERATOR)),
         now,
     )
     note(f"{SOURCE}: {await put_document(SOURCE, 'export', export)}")
     await add_right(SOURCE, terms.bridge, f"{Verb.BRIDGE_READ} {GRANTED}")
     await put_document(DESTINATION, "export", export)
     note(f"{DESTINATION}: {await put_document(DESTINATION, 'import', accepted)}")
+    for region, folder in ((SOURCE, source), (DESTINATION, destination)):
+        approval = sign_approval(
+            terms.hash(), load_identity(folder.identity(APPROVER_NAME)), now_ms(), "checked"
+        )
+        note(f"{region}: {await put_document(region, 'approval', approval)}")
     return open_export(export, trusted_keys).grant
 
 

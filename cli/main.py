@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from cli import (
+    approval,
     audit,
     bench,
     bridge,
@@ -59,6 +60,8 @@ app.add_typer(cache.app, name="cache")
 app.add_typer(identity.app, name="identity")
 app.add_typer(namespace.app, name="namespace")
 app.add_typer(quota.app, name="quota")
+bridge.app.command("approve")(approval.approve)
+bridge.app.command("submit")(approval.submit)
 app.add_typer(bridge.app, name="bridge")
 app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")

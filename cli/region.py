@@ -73,6 +73,9 @@ def init(
     out.print(f"  country       {signed.bundle.country}, jurisdiction {signed.bundle.jurisdiction}")
     out.print(f"  fingerprint   {signed.bundle.fingerprint()}")
     out.print(f"Next: felix region up {name}")
+    out.print(
+        f"Who approves grants has an identity for it: felix identity issue NAME --kind approver --region {name}"
+    )
 
 
 _EU = frozenset(

@@ -87,6 +87,7 @@ class Code(IntEnum):
     POSITION_GAP = 510
     PAUSED = 511
     ENVELOPE_INVALID = 512
+    NOT_APPROVED = 513
 
     # 6xx  keys
     KEY_UNKNOWN = 600

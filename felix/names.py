@@ -21,6 +21,8 @@ _PART: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _LABEL: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _PATTERN_PART: Final = re.compile(r"\*|[a-z0-9][a-z0-9._-]{0,62}\*?")
 
+RESERVED_TENANT: Final = "felix"
+"""Its streams are the system's own: no client creates, reads, lists or is granted one, and no grant names one."""
 SESSION_KINDS: Final = ("broker", "client", "bridge", "operator")
 """Kinds of identities that may open a session."""
 IDENTITY_KINDS: Final = (*SESSION_KINDS, "approver")

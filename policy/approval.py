@@ -24,9 +24,10 @@ Pure. Anyone may call.
 from __future__ import annotations
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import msgspec
 from cryptography import x509
@@ -49,6 +50,8 @@ APPROVAL_BYTES_MAX: Final = 2 * CHAIN_BYTES_MAX
 """A chain of the largest size, its line feeds escaped, and a body of some 500 bytes."""
 VERIFIED_MAX: Final = 4_096
 """Approvals whose verification is remembered: some 10 MB."""
+CLOCK_SKEW_MS: Final = 300_000
+"""An approver's clock may be so much ahead; what is dated later than that does not count yet."""
 APPROVER: Final = "approver"
 """The kind of identity that approves; it opens no session."""
 
@@ -75,6 +78,67 @@ class ApprovalBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def name(self) -> str:
         """The approver's name: what `separate` compares, and what a policy's `approvers` lists."""
         return SpiffeId.parse(self.approver).name
+
+
+class ApprovalRule(NamedTuple):
+    """How many people of one region must approve, and who counts. `approvers` empty: every approver of the region.
+
+    `rule`: the policy's rule that asks; empty where the grant itself does.
+    """
+
+    approvals: int
+    separate: bool = False
+    approvers: tuple[str, ...] = ()
+    rule: str = ""
+
+
+class Tally(NamedTuple):
+    """How far one region's approvals have come, by names of approvers, sorted."""
+
+    region: str
+    needed: int
+    approved: tuple[str, ...]
+    """who counts"""
+    not_counted: tuple[tuple[str, str], ...] = ()
+    """who signed, and why that does not count"""
+
+    @property
+    def missing(self) -> int:
+        return max(0, self.needed - len(self.approved))
+
+    def __str__(self) -> str:
+        who = f"approved by {', '.join(self.approved)}" if self.approved else "nobody has approved it"
+        more = f", {self.missing} missing" if self.missing else ""
+        rest = "".join(f"; {name} does not count: {why}" for name, why in self.not_counted)
+        return f"{self.region}: {len(self.approved)} of {self.needed} ({who}{rest}){more}"
+
+
+def tally(
+    rule: ApprovalRule,
+    region: str,
+    approvals: Iterable[ApprovalBody],
+    terms_hash: str,
+    concerned: Collection[str],
+    now: int,
+) -> Tally:
+    """Who of a region has approved the terms, as a rule counts. `approvals` are verified, and of that region and mesh;
+    `concerned`: names of those who drew the terms up or accepted them."""
+    approved: set[str] = set()
+    others: dict[str, str] = {}
+    for body in approvals:
+        name = body.name
+        if body.terms_hash != terms_hash:
+            continue
+        if body.at > now + CLOCK_SKEW_MS:
+            others[name] = "its time is still to come"
+        elif rule.separate and name in concerned:
+            others[name] = "who drew a grant up or accepted it does not approve it"
+        elif rule.approvers and name not in rule.approvers:
+            others[name] = f"the rule {rule.rule} does not name this approver"
+        else:
+            approved.add(name)
+    excluded = tuple((name, why) for name, why in sorted(others.items()) if name not in approved)
+    return Tally(region, rule.approvals, tuple(sorted(approved)), excluded)
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,48 +1,57 @@
 """Grants: two signed documents that let one stream cross, and the book that answers whether it may right now.
 
 The **export grant** carries the terms and is signed by the source region's policy key; the **import grant** names
-the same terms hash and is signed by the destination's. One without the other moves nothing. Later changes are
-signed documents too: a `Standing` pauses, resumes or revokes, or accepts a truncation; a `DenyEntry` forbids a stream
-whatever is granted.
+the same terms hash and is signed by the destination's. Each states how many approvals its region asks for, and on each
+side so many different people must have signed the terms' hash (policy.approval). Without all of this nothing moves.
+Later changes are signed documents too: a `Standing` pauses, resumes or revokes, or accepts a truncation; a `DenyEntry`
+forbids a stream whatever is granted.
 
 States of a grant (TRANSITIONS is the table that the code runs on)::
 
-    offered ──accept──▶ active ◀──pause/resume──▶ paused
-       └──────────── revoke, expire ────────────▶ revoked, expired   (final)
+    offered ──complete──▶ active ◀──pause/resume──▶ paused
+       └──────────── revoke, expire ──────────────▶ revoked, expired   (final)
 
 Checks of `GrantBook.check`, in this order; each has its own refusal:
 
- 1. no signed deny entry names the stream          7. the grant has begun, and has not expired
- 2. there is a grant for stream and regions        8. it is not paused by either region
- 3. both documents are there                       9. the record is not on its way back, nor travels onward unasked
- 4. both signatures hold                          10. the region's policy in force allows it
- 5. both name the same terms                      11. its byte budget is not used up
- 6. the bridge is the one that is named, and the grant is not revoked
+ 1. no signed deny entry names the stream          8. each side has the approvals that its half asks for
+ 2. there is a grant for stream and regions        9. it is not paused by either region
+ 3. both documents are there                      10. the record is not on its way back, nor travels onward unasked
+ 4. both signatures hold                          11. the region's policy in force allows it, and has the approvals that it
+ 5. both name the same terms                          asks for
+ 6. the bridge is the one that is named, and the  12. its byte budget is not used up
+    grant is not revoked
+ 7. the grant has begun, and has not expired
 
 Invariants:
 - a `GrantBook` believes nothing that no trusted key signed: what cannot be verified is kept as a problem to report,
   never as a grant, and a forged revocation revokes nothing;
 - deny wins over allow, revoked wins over everything later;
 - of several standings by one region the one with the highest sequence holds: an old resume cannot be played again
-  over a newer pause.
+  over a newer pause;
+- of several exports, or imports of one region, under one id the one that was signed last holds;
+- a book is made of at most DOCUMENTS_MAX documents. What is too much is left out by whole grants, those first that end first,
+  and is refused and reported; what denies is never left out, so that leaving out allows nothing.
 
-Pure: no clock, no disk. Brokers on both sides and the agent ask; what the book is made of comes from metadata.
+Pure: no clock, no disk. Brokers on both sides, the agent and the commands ask; what the book is made of comes from metadata.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Final, Literal, NamedTuple, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from felix.errors import Code, RequestError
+from felix.identity import TrustBundle
 from felix.names import NamePattern, SpiffeId, StreamName, parse_region
+from policy.approval import Approval, ApprovalBody, ApprovalRule, Document, Tally, open_approval, tally
+from policy.claims import read_claim, select_documents
 from policy.quantity import Instant, Size
-from policy.residency import Decision, Question, ResidencyPolicy, decide
+from policy.residency import APPROVALS_MAX, Decision, ResidencyPolicy, decide_grant
 from policy.signed import (
     Purpose,
     SignatureError,
@@ -57,10 +66,12 @@ from policy.terms import GrantId, GrantTerms, Hash, Line, Number, OptionalLine, 
 from policy.truncation import Accepted, Live, Truncation, live_incarnation
 
 DOCUMENTS_MAX: Final = 100_000
-"""Signed documents in one book: each is verified once when the book is made."""
+"""Documents in one book: each is verified once when the book is made."""
 DECISIONS_MAX: Final = 4_096
 """Remembered policy decisions; beyond that the memory starts anew."""
 EVERYWHERE: Final = "*"
+
+ApprovalCount = Annotated[int, msgspec.Meta(ge=0, le=APPROVALS_MAX)]
 
 
 class GrantError(RequestError):
@@ -73,12 +84,14 @@ class GrantError(RequestError):
 
 
 class ExportGrant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body that the source region signs."""
+    """The body that the source region signs. `approvals`, `separate`: what its policy asked for when it was made."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     grant: GrantId
     terms: GrantTerms
     terms_hash: Hash
+    approvals: ApprovalCount
+    separate: bool
     policy_revision: Number
     policy_hash: Hash
     signed_at: Number
@@ -90,9 +103,9 @@ class ExportGrant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ImportGrant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body that the destination region signs."""
+    """The body that the destination region signs. `accepted_by`: SPIFFE id of the operator who accepted."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     grant: GrantId
     terms_hash: Hash
     stream: str
@@ -100,13 +113,18 @@ class ImportGrant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     from_region: str
     to_region: str
     bridge: str
-    accepted_by: Line
+    accepted_by: str
+    approvals: ApprovalCount
+    separate: bool
     policy_revision: Number
     policy_hash: Hash
     signed_at: Number
 
     def __post_init__(self) -> None:
         NamePattern(self.stream)
+        acceptor = SpiffeId.parse(self.accepted_by)
+        if (acceptor.kind, acceptor.region) != ("operator", self.to_region):
+            raise ValueError(f"{self.accepted_by} is not an operator of {self.to_region}")
 
 
 class StandingAction(StrEnum):
@@ -164,13 +182,15 @@ def sign_export(
     if policy.region != terms.from_region:
         raise GrantError(f"The terms are for data of {terms.from_region}; this region is {policy.region}.")
     _refuse_expired(terms, now)
-    decision = decide(policy, Question(terms.pattern, terms.from_region, terms.to_region, terms), now)
+    decision = decide_grant(policy, terms, terms.pattern, now)
     if not decision.allowed:
         raise decision.error()
     body = ExportGrant(
         grant=grant_id(terms.hash()),
         terms=terms,
         terms_hash=terms.hash().hex(),
+        approvals=_asked(decision),
+        separate=_separate(decision),
         policy_revision=policy.revision,
         policy_hash=policy.hash.hex(),
         signed_at=now,
@@ -181,6 +201,7 @@ def sign_export(
 def open_export(document: SignedDocument, trusted: Trusted) -> ExportGrant:
     """A verified export grant. Raises SignatureError."""
     verify(document, trusted)
+    _refuse_old(document)
     export = decode_body(document, ExportGrant, Purpose.EXPORT)
     if export.terms.from_region != document.region:
         raise SignatureError(
@@ -192,6 +213,7 @@ def open_export(document: SignedDocument, trusted: Trusted) -> ExportGrant:
 def open_import(document: SignedDocument, trusted: Trusted) -> ImportGrant:
     """A verified import grant. Raises SignatureError."""
     verify(document, trusted)
+    _refuse_old(document)
     accepted = decode_body(document, ImportGrant, Purpose.IMPORT)
     if accepted.to_region != document.region:
         raise SignatureError(f"An import grant for {accepted.to_region} is signed by {document.region}.")
@@ -206,7 +228,7 @@ def sign_import(
     accepted_by: str,
     now: int,
 ) -> SignedDocument:
-    """The destination region's half, made from the export grant it was handed.
+    """The destination region's half, made from the export grant it was handed. `accepted_by`: an operator's SPIFFE id.
 
     Raises SignatureError where the export grant does not verify, GrantError where it is for another region or
     expired, ResidencyError where the destination's own policy does not allow the terms.
@@ -218,7 +240,7 @@ def sign_import(
             f"The grant {offered.grant} is for {terms.to_region}; this region is {policy.region}."
         )
     _refuse_expired(terms, now)
-    decision = decide(policy, Question(terms.pattern, terms.from_region, terms.to_region, terms), now)
+    decision = decide_grant(policy, terms, terms.pattern, now)
     if not decision.allowed:
         raise decision.error()
     body = ImportGrant(
@@ -230,6 +252,8 @@ def sign_import(
         to_region=terms.to_region,
         bridge=terms.bridge,
         accepted_by=accepted_by,
+        approvals=_asked(decision),
+        separate=_separate(decision),
         policy_revision=policy.revision,
         policy_hash=policy.hash.hex(),
         signed_at=now,
@@ -245,6 +269,37 @@ def sign_standing(standing: Standing, key: Ed25519PrivateKey) -> SignedDocument:
 def sign_deny(entry: DenyEntry, key: Ed25519PrivateKey) -> SignedDocument:
     """A deny entry, or its lifting."""
     return sign(Purpose.DENY, entry.region, canonical(entry), key)
+
+
+class OutdatedError(SignatureError):
+    """A grant that a former version made, and that is not in force any more."""
+
+
+class _Versioned(msgspec.Struct):
+    version: int = 0
+    grant: str = ""
+
+
+def _refuse_old(document: SignedDocument) -> None:
+    """Raises OutdatedError for a grant of version 0.1, whose approvers were a text and not signatures."""
+    try:
+        found = msgspec.json.decode(document.body, type=_Versioned)
+    except msgspec.MsgspecError:
+        return
+    if found.version == 1:
+        raise OutdatedError(
+            f"The grant {found.grant[:18]} was made by Felix 0.1, where approvals were texts and not signatures; it is not in "
+            "force any more.",
+            hint="Make it anew with `felix bridge allow`, have it accepted and approved.",
+        )
+
+
+def _asked(decision: Decision) -> int:
+    return max(rule.approvals for rule in decision.approvals)
+
+
+def _separate(decision: Decision) -> bool:
+    return any(rule.separate for rule in decision.approvals)
 
 
 def _refuse_expired(terms: GrantTerms, now: int) -> None:
@@ -266,7 +321,8 @@ class GrantState(StrEnum):
 
 
 class GrantEvent(StrEnum):
-    ACCEPT = "accept"
+    COMPLETE = "complete"
+    """both halves are there, and on each side the approvals that they ask for"""
     PAUSE = "pause"
     RESUME = "resume"
     REVOKE = "revoke"
@@ -274,7 +330,7 @@ class GrantEvent(StrEnum):
 
 
 TRANSITIONS: Final[Mapping[tuple[GrantState, GrantEvent], GrantState]] = {
-    (GrantState.OFFERED, GrantEvent.ACCEPT): GrantState.ACTIVE,
+    (GrantState.OFFERED, GrantEvent.COMPLETE): GrantState.ACTIVE,
     (GrantState.ACTIVE, GrantEvent.PAUSE): GrantState.PAUSED,
     (GrantState.PAUSED, GrantEvent.RESUME): GrantState.ACTIVE,
     (GrantState.OFFERED, GrantEvent.REVOKE): GrantState.REVOKED,
@@ -303,11 +359,14 @@ class RefusalKind(StrEnum):
     IMPORT_MISSING = "import-missing"
     EXPORT_MISSING = "export-missing"
     FORGED = "forged"
+    OUTDATED = "outdated"
+    LEFT_OUT = "left-out"
     TERMS_MISMATCH = "terms-mismatch"
     WRONG_BRIDGE = "wrong-bridge"
     REVOKED = "revoked"
     NOT_YET = "not-yet"
     EXPIRED = "expired"
+    NOT_APPROVED = "not-approved"
     PAUSED = "paused"
     LOOP = "loop"
     ONWARD = "onward"
@@ -321,6 +380,9 @@ CODES: Final[Mapping[RefusalKind, Code]] = {
     RefusalKind.IMPORT_MISSING: Code.GRANT_MISSING,
     RefusalKind.EXPORT_MISSING: Code.GRANT_MISSING,
     RefusalKind.FORGED: Code.GRANT_INVALID,
+    RefusalKind.OUTDATED: Code.GRANT_INVALID,
+    RefusalKind.LEFT_OUT: Code.GRANT_MISSING,
+    RefusalKind.NOT_APPROVED: Code.NOT_APPROVED,
     RefusalKind.TERMS_MISMATCH: Code.GRANT_MISMATCH,
     RefusalKind.WRONG_BRIDGE: Code.IDENTITY_REFUSED,
     RefusalKind.REVOKED: Code.GRANT_REVOKED,
@@ -337,13 +399,14 @@ CODES: Final[Mapping[RefusalKind, Code]] = {
 class Attempt(NamedTuple):
     """What somebody wants to do: move records of `stream` from one region to the other.
 
-    `path`: the regions that the records have been in, oldest first; the source region itself may be among them.
+    `bridge` None: whichever the grant names. `path`: the regions that the records have been in, oldest first; the source
+    region itself may be among them.
     """
 
     stream: StreamName
     from_region: str
     to_region: str
-    bridge: SpiffeId
+    bridge: SpiffeId | None = None
     path: tuple[str, ...] = ()
 
 
@@ -354,7 +417,8 @@ class Allowed(NamedTuple):
     accepted: ImportGrant
     terms_hash: bytes
     destination_stream: StreamName
-    decision: Decision
+    decision: Decision | None
+    """of the policy that was asked; None where none was"""
 
     @property
     def grant(self) -> str:
@@ -409,25 +473,33 @@ def check_path(grant: str, terms: GrantTerms, path: tuple[str, ...]) -> Refusal 
 class Problem(NamedTuple):
     """A document that the book does not believe, and why."""
 
-    document: SignedDocument
+    document: Document
     sentence: str
 
 
-class _Forged(NamedTuple):
+class _Unbelieved(NamedTuple):
     """What an unverified grant claims to be about: enough to say that it was not believed, and nothing else."""
 
     grant: str
     pattern: NamePattern
     from_region: str
     to_region: str
+    kind: RefusalKind
     sentence: str
+    hint: str
 
 
 @dataclass(slots=True)
 class _Entry:
     grant: str
     export: ExportGrant | None = None
-    accepted: list[ImportGrant] | None = None
+    imports: dict[str, list[ImportGrant]] = field(default_factory=dict)
+    """By the region that signed them: who signs under another region's id stands beside it, not in its place."""
+    approvals: dict[SpiffeId, ApprovalBody] = field(default_factory=dict)
+
+    def halves(self) -> Iterator[ImportGrant]:
+        for held in self.imports.values():
+            yield from held
 
 
 class GrantView(NamedTuple):
@@ -438,6 +510,8 @@ class GrantView(NamedTuple):
     export: ExportGrant | None
     accepted: ImportGrant | None
     paused_by: tuple[str, ...]
+    approvals: tuple[Tally, ...] = ()
+    """how far the source's and the destination's approvals have come, as their halves ask"""
 
 
 class _Step(IntEnum):
@@ -448,41 +522,48 @@ class _Step(IntEnum):
     TERMS = 5
     BRIDGE = 6
     TIME = 7
-    STANDING = 8
-    PATH = 9
-    POLICY = 10
-    BUDGET = 11
+    APPROVALS = 8
+    STANDING = 9
+    PATH = 10
+    POLICY = 11
+    BUDGET = 12
 
 
 class GrantBook:
     """All that is granted, as one region knows it. A changed book is a new one (`including`)."""
 
     __slots__ = (
+        "_anchors",
         "_decisions",
         "_denies",
         "_denying",
         "_documents",
         "_entries",
         "_exact",
-        "_forged",
         "_standings",
         "_truncations",
         "_trusted",
+        "_unbelieved",
         "_wild",
+        "left_out",
         "problems",
     )
 
-    def __init__(self, documents: Iterable[SignedDocument] = (), trusted: Trusted | None = None) -> None:
-        """Verifies every document once. `trusted`: the policy keys of both regions, this one's included.
-
-        Raises GrantError where there are more than DOCUMENTS_MAX documents.
-        """
-        self._documents = tuple(dict.fromkeys(documents))
-        if len(self._documents) > DOCUMENTS_MAX:
-            raise GrantError(f"{len(self._documents)} grant documents; {DOCUMENTS_MAX} are allowed.")
+    def __init__(
+        self,
+        documents: Iterable[Document] = (),
+        trusted: Trusted | None = None,
+        anchors: TrustBundle | None = None,
+        *,
+        documents_max: int = DOCUMENTS_MAX,
+    ) -> None:
+        """Verifies every document once. `trusted`: the policy keys of both regions, this one's included; `anchors`: their
+        roots, under which their approvers' certificates stand. What is more than `documents_max` is in `left_out`."""
+        self._documents, self.left_out = select_documents(tuple(dict.fromkeys(documents)), documents_max)
         self._trusted: Trusted = trusted or {}
+        self._anchors = anchors or TrustBundle()
         self._entries: dict[str, _Entry] = {}
-        self._forged: list[_Forged] = []
+        self._unbelieved: list[_Unbelieved] = []
         self._standings: dict[tuple[str, str], Standing] = {}
         self._truncations: dict[tuple[str, str, int], dict[str, Accepted]] = {}
         self._denies: dict[tuple[str, str, str], DenyEntry] = {}
@@ -493,24 +574,32 @@ class GrantBook:
                 self._take(document)
             except SignatureError as error:
                 problems.append(Problem(document, error.sentence))
-                self._remember_forged(document, error)
+                self._remember_unbelieved(document, error)
+        self._remember_left_out()
         self._index()
         self.problems: tuple[Problem, ...] = tuple(problems)
         """Documents that were not believed, for the operator and the audit log."""
 
-    def including(self, documents: Iterable[SignedDocument]) -> Self:
+    def including(self, documents: Iterable[Document]) -> Self:
         """A book with these documents besides."""
-        return type(self)((*self._documents, *documents), self._trusted)
+        return type(self)((*self._documents, *documents), self._trusted, self._anchors)
 
-    def _take(self, document: SignedDocument) -> None:
+    def _take(self, document: Document) -> None:
+        if isinstance(document, Approval):
+            body = open_approval(document, self._anchors)
+            approvals = self._entry(body.grant).approvals
+            held = approvals.get(approver := SpiffeId.parse(body.approver))
+            if held is None or (body.at, body.comment) < (held.at, held.comment):
+                approvals[approver] = body
+            return
         match document.purpose:
             case Purpose.EXPORT:
                 export = open_export(document, self._trusted)
-                self._entry(export.grant).export = export
+                entry = self._entry(export.grant)
+                entry.export = _newer(entry.export, export)
             case Purpose.IMPORT:
                 accepted = open_import(document, self._trusted)
-                entry = self._entry(accepted.grant)
-                entry.accepted = [*(entry.accepted or []), accepted]
+                self._entry(accepted.grant).imports.setdefault(document.region, []).append(accepted)
             case Purpose.STANDING:
                 verify(document, self._trusted)
                 self._stand(decode_body(document, Standing, Purpose.STANDING), document.region)
@@ -520,7 +609,8 @@ class GrantBook:
                 if entry_.region != document.region:
                     raise SignatureError(f"A deny entry of {entry_.region} is signed by {document.region}.")
                 key = (entry_.region, entry_.streams, entry_.peer)
-                if key not in self._denies or self._denies[key].sequence < entry_.sequence:
+                # Of two of one number, the one that denies holds.
+                if key not in self._denies or _deny_rank(self._denies[key]) < _deny_rank(entry_):
                     self._denies[key] = entry_
             case Purpose.POLICY | Purpose.APPROVAL:
                 raise SignatureError(f"A {document.purpose} is no grant document.")
@@ -529,8 +619,8 @@ class GrantBook:
         """Every read of a bridge asks this book, so an exact name is looked up, not searched for."""
         self._exact: dict[tuple[str, str, str], list[_Entry]] = {}
         self._wild: list[tuple[NamePattern, tuple[str, str], _Entry]] = []
-        for entry in self._entries.values():
-            named = [(half.stream, half.from_region, half.to_region) for half in entry.accepted or ()]
+        for _, entry in sorted(self._entries.items()):
+            named = [(half.stream, half.from_region, half.to_region) for half in entry.halves()]
             if entry.export is not None:
                 terms = entry.export.terms
                 named.append((terms.stream, terms.from_region, terms.to_region))
@@ -555,9 +645,7 @@ class GrantBook:
             self._accept(Accepted(standing.truncation, standing.region, standing.at), standing.grant)
             return
         held = self._standings.get(key)
-        if held is not None and held.action is StandingAction.REVOKE:
-            return
-        if held is None or standing.action is StandingAction.REVOKE or held.sequence < standing.sequence:
+        if held is None or _outranks(standing, held):
             self._standings[key] = standing
 
     def _accept(self, accepted: Accepted, grant: str) -> None:
@@ -572,44 +660,70 @@ class GrantBook:
         """What a shard crosses under, given its stream's own incarnation: another where a truncation was accepted."""
         return live_incarnation(incarnation, self._truncations.get((grant, stream, shard), {}))
 
-    def _remember_forged(self, document: SignedDocument, error: SignatureError) -> None:
+    def _remember_unbelieved(self, document: Document, error: SignatureError) -> None:
         # Only to answer "there is a grant, but it is forged" instead of "there is none"; it allows nothing.
-        try:
-            if document.purpose is Purpose.EXPORT:
-                export = msgspec.json.decode(document.body, type=_ExportClaim)
-                grant, claim = export.grant, export.terms
-            elif document.purpose is Purpose.IMPORT:
-                claim = msgspec.json.decode(document.body, type=_Claim)
-                grant = claim.grant
-            else:
-                return
-            pattern = NamePattern(claim.stream)
-        except (msgspec.MsgspecError, ValueError, RequestError):
+        claim = None if isinstance(document, Approval) else read_claim(document)
+        if claim is None or claim.pattern is None:
             return
-        self._forged.append(_Forged(grant, pattern, claim.from_region, claim.to_region, error.sentence))
+        outdated = isinstance(error, OutdatedError)
+        self._unbelieved.append(
+            _Unbelieved(
+                claim.grant,
+                claim.pattern,
+                claim.from_region,
+                claim.to_region,
+                RefusalKind.OUTDATED if outdated else RefusalKind.FORGED,
+                error.sentence,
+                error.hint if outdated else "Find out who wrote it; make or fetch a genuine one.",
+            )
+        )
+
+    def _remember_left_out(self) -> None:
+        for claim in self.left_out:
+            if claim.pattern is not None:
+                self._unbelieved.append(
+                    _Unbelieved(
+                        claim.grant,
+                        claim.pattern,
+                        claim.from_region,
+                        claim.to_region,
+                        RefusalKind.LEFT_OUT,
+                        f"There are more documents than one book takes, and those of the grant {claim.grant} were left out.",
+                        "Remove grants that ended long ago from the metadata store.",
+                    )
+                )
 
     # ------------------------------------------------------------------------------------------- questions
 
     def check(
-        self, attempt: Attempt, policy: ResidencyPolicy, now: int, used: Mapping[str, int] | None = None
+        self,
+        attempt: Attempt,
+        policy: ResidencyPolicy | None,
+        now: int,
+        used: Mapping[str, int] | None = None,
+        *,
+        grant: str = "",
     ) -> Allowed | Refusal:
         """Whether the attempt may go ahead at `now` (ms).
 
-        `policy` is the asking region's own, in force. `used`: bytes that crossed so far, by grant id.
+        `policy` is the asking region's own, in force; None for who has none, as the agent: both brokers ask theirs.
+        `used`: bytes that crossed so far, by grant id. `grant`: under this grant and no other.
         """
         denied = self._denied(attempt)
         if denied is not None:
             return denied
         best: tuple[_Step, Refusal] | None = None
         for entry in self._concerning(attempt):
+            if grant and entry.grant != grant:
+                continue
             result = self._judge(entry, attempt, policy, now, used or {})
             if isinstance(result, Allowed):
                 return result
             if best is None or result[0] > best[0]:
                 best = result
-        forged = self._forgery(attempt)
-        if forged is not None and (best is None or best[0] < _Step.SIGNATURES):
-            return forged
+        unbelieved = self._disbelief(attempt, grant)
+        if unbelieved is not None and (best is None or best[0] < _Step.SIGNATURES):
+            return unbelieved
         if best is not None:
             return best[1]
         return Refusal(
@@ -618,19 +732,38 @@ class GrantBook:
             "Make one with `felix bridge allow`, and have the destination accept it.",
         )
 
+    def check_grant(self, grant: str, bridge: SpiffeId, now: int) -> Refusal | None:
+        """Why nothing at all crosses under a grant, whichever stream it is; None where some stream may.
+
+        Denials of streams and policies are not asked. For a pattern that no stream fits yet.
+        """
+        entry = self._entries.get(grant)
+        if entry is None:
+            return Refusal(
+                RefusalKind.NO_GRANT,
+                f"There is no grant {grant[:40]}.",
+                "List them with `felix bridge list`.",
+            )
+        found = self._agreement(entry, bridge, now)
+        return found[1] if isinstance(found, tuple) and isinstance(found[1], Refusal) else None
+
     def _denied(self, attempt: Attempt) -> Refusal | None:
         for pattern, entry in self._denying:
             if entry.region not in (attempt.from_region, attempt.to_region):
                 continue
-            peer = attempt.to_region if entry.region == attempt.from_region else attempt.from_region
-            if entry.peer in (EVERYWHERE, peer) and pattern.matches(attempt.stream):
-                because = f": {entry.reason.removesuffix('.')}" if entry.reason else ""
-                return Refusal(
-                    RefusalKind.DENIED,
-                    f"{entry.region} denies that {attempt.stream} crosses from {attempt.from_region} to "
-                    f"{attempt.to_region}{because}.",
-                    f"Deny wins over every grant; only {entry.region} can lift it.",
-                )
+            if _is_towards(entry, attempt) and pattern.matches(attempt.stream):
+                return _denial(entry, attempt, attempt.stream)
+        return None
+
+    def _denied_there(self, attempt: Attempt, arriving: StreamName) -> Refusal | None:
+        """The destination denies a stream by the name that it has there, too."""
+        for pattern, entry in self._denying:
+            if (
+                entry.region == attempt.to_region
+                and _is_towards(entry, attempt)
+                and pattern.matches(arriving)
+            ):
+                return _denial(entry, attempt, arriving)
         return None
 
     def _concerning(self, attempt: Attempt) -> Iterator[_Entry]:
@@ -640,59 +773,65 @@ class GrantBook:
             if found == ends and pattern.matches(attempt.stream):
                 yield entry
 
-    def _forgery(self, attempt: Attempt) -> Refusal | None:
-        for claim in self._forged:
+    def _disbelief(self, attempt: Attempt, grant: str) -> Refusal | None:
+        for claim in self._unbelieved:
+            if grant and claim.grant != grant:
+                continue
             if (claim.from_region, claim.to_region) == attempt[1:3] and claim.pattern.matches(attempt.stream):
                 return Refusal(
-                    RefusalKind.FORGED,
+                    claim.kind,
                     f"The grant for {attempt.stream} from {attempt.from_region} to {attempt.to_region} is not "
-                    f"believed. {claim.sentence}",
-                    "Find out who wrote it; make or fetch a genuine one.",
+                    f"believed. {claim.sentence}"
+                    if claim.kind is RefusalKind.FORGED
+                    else claim.sentence,
+                    claim.hint,
                 )
         return None
 
-    def _judge(
-        self, entry: _Entry, attempt: Attempt, policy: ResidencyPolicy, now: int, used: Mapping[str, int]
-    ) -> Allowed | tuple[_Step, Refusal]:
+    def _agreement(
+        self, entry: _Entry, bridge: SpiffeId | None, now: int
+    ) -> tuple[ExportGrant, ImportGrant] | tuple[_Step, Refusal]:
+        """Checks 3 to 9, which are about the grant and not about a record: the two halves that agree, or why not."""
         name, export = entry.grant, entry.export
 
-        def refuse(
-            step: _Step, kind: RefusalKind, sentence: str, hint: str, rule: str = ""
-        ) -> tuple[_Step, Refusal]:
-            return step, Refusal(kind, sentence, hint, name, rule)
+        def refuse(step: _Step, kind: RefusalKind, sentence: str, hint: str) -> tuple[_Step, Refusal]:
+            return step, Refusal(kind, sentence, hint, name)
 
         if export is None:
+            half = next(entry.halves(), None)
+            by, source = (half.to_region, half.from_region) if half is not None else ("Nobody", "its source")
             return refuse(
                 _Step.DOCUMENTS,
                 RefusalKind.EXPORT_MISSING,
-                f"{attempt.to_region} accepted the grant {name}, but there is no export grant by {attempt.from_region}.",
-                f"Fetch the export grant from {attempt.from_region}.",
+                f"{by} accepted the grant {name}, but there is no export grant by {source}.",
+                f"Fetch the export grant from {source}.",
             )
-        if not entry.accepted:
+        terms = export.terms
+        halves = entry.imports.get(terms.to_region, [])
+        if not halves:
             return refuse(
                 _Step.DOCUMENTS,
                 RefusalKind.IMPORT_MISSING,
-                f"{attempt.from_region} offers {attempt.stream} under the grant {name}, but {attempt.to_region} has not "
+                f"{terms.from_region} offers {terms.stream} under the grant {name}, but {terms.to_region} has not "
                 "accepted it.",
-                f"Have {attempt.to_region} accept it with `felix bridge accept`.",
+                f"Have {terms.to_region} accept it with `felix bridge accept`.",
             )
-        terms = export.terms
-        accepted = next((half for half in entry.accepted if _agree(export, half)), None)
+        accepted = _agreeing(export, halves)
         if accepted is None:
             return refuse(
                 _Step.TERMS,
                 RefusalKind.TERMS_MISMATCH,
                 f"The two halves of the grant {name} do not name the same terms.",
-                f"Have {attempt.to_region} accept the export grant anew.",
+                f"Have {terms.to_region} accept the export grant anew.",
             )
-        if terms.bridge != str(attempt.bridge):
+        if bridge is not None and terms.bridge != str(bridge):
             return refuse(
                 _Step.BRIDGE,
                 RefusalKind.WRONG_BRIDGE,
-                f"The grant {name} is for the bridge {terms.bridge}, not for {attempt.bridge}.",
+                f"The grant {name} is for the bridge {terms.bridge}, not for {bridge}.",
                 "Run the agent with the identity that the grant names.",
             )
-        standings = [self._standings.get((name, region)) for region in (terms.from_region, terms.to_region)]
+        standings = [self._standings.get((name, region)) for region in _ends(terms)]
         for standing in standings:
             if standing is not None and standing.action is StandingAction.REVOKE:
                 return refuse(
@@ -715,6 +854,9 @@ class GrantBook:
                 f"The grant {name} expired at {Instant(terms.expires)}.",
                 "Make a new grant, and have the destination accept it.",
             )
+        tallies = self._tallies(entry, export, accepted, now)
+        if any(found.missing for found in tallies):
+            return _Step.APPROVALS, _not_approved(name, tallies)
         for standing in standings:
             if standing is not None and standing.action is StandingAction.PAUSE:
                 return refuse(
@@ -723,30 +865,90 @@ class GrantBook:
                     f"{standing.region} paused the grant {name} at {Instant(standing.at)}{_because(standing.reason)}.",
                     f"Only {standing.region} can resume it, with `felix bridge resume`.",
                 )
+        return export, accepted
+
+    def _tallies(
+        self, entry: _Entry, export: ExportGrant, accepted: ImportGrant | None, now: int
+    ) -> tuple[Tally, ...]:
+        """How far both sides' approvals have come, as the halves that are there ask."""
+        terms = export.terms
+        found = [
+            self._tally(
+                entry,
+                export,
+                accepted,
+                terms.from_region,
+                ApprovalRule(export.approvals, export.separate),
+                now,
+            )
+        ]
+        if accepted is not None:
+            asked = ApprovalRule(accepted.approvals, accepted.separate)
+            found.append(self._tally(entry, export, accepted, terms.to_region, asked, now))
+        return tuple(found)
+
+    def _tally(
+        self,
+        entry: _Entry,
+        export: ExportGrant,
+        accepted: ImportGrant | None,
+        region: str,
+        rule: ApprovalRule,
+        now: int,
+    ) -> Tally:
+        terms = export.terms
+        domain = (region, terms.bridge_id.mesh)
+        bodies = [body for who, body in entry.approvals.items() if (who.region, who.mesh) == domain]
+        concerned = {SpiffeId.parse(terms.drawn_up_by).name}
+        if accepted is not None and region == terms.to_region:
+            concerned.add(SpiffeId.parse(accepted.accepted_by).name)
+        return tally(rule, region, bodies, export.terms_hash, concerned, now)
+
+    def _judge(
+        self,
+        entry: _Entry,
+        attempt: Attempt,
+        policy: ResidencyPolicy | None,
+        now: int,
+        used: Mapping[str, int],
+    ) -> Allowed | tuple[_Step, Refusal]:
+        found = self._agreement(entry, attempt.bridge, now)
+        if isinstance(found[1], Refusal):
+            return found
+        export, accepted = found
+        assert isinstance(export, ExportGrant)
+        name, terms = entry.grant, export.terms
+        arriving = terms.destination_of(attempt.stream)
+        denied = self._denied_there(attempt, arriving)
+        if denied is not None:
+            return _Step.STANDING, denied
         strayed = check_path(name, terms, attempt.path)
         if strayed is not None:
             return _Step.PATH, strayed
-        decision = self._decide(policy, attempt, terms, name, now)
-        if not decision.allowed:
-            return refuse(
-                _Step.POLICY,
-                RefusalKind.DENIED if decision.denied else RefusalKind.AGAINST_POLICY,
-                f"The grant {name} is against the policy of {policy.region}, revision {policy.revision}: "
-                + " ".join(map(str, decision.reasons)),
-                "Ask `felix bridge explain`; make a grant that the policy allows.",
-                decision.rule,
-            )
+        decision = None if policy is None else self._decide(policy, attempt, terms, name, now)
+        if policy is not None and decision is not None:
+            if not decision.allowed:
+                return _Step.POLICY, Refusal(
+                    RefusalKind.DENIED if decision.denied else RefusalKind.AGAINST_POLICY,
+                    f"The grant {name} is against the policy of {policy.region}, revision {policy.revision}: "
+                    + " ".join(map(str, decision.reasons)),
+                    "Ask `felix bridge explain`; make a grant that the policy allows.",
+                    name,
+                    decision.rule,
+                )
+            for rule in decision.approvals:
+                counted = self._tally(entry, export, accepted, policy.region, rule, now)
+                if counted.missing:
+                    return _Step.POLICY, _not_approved(name, (counted,), policy, rule)
         spent = used.get(name, 0)
         if terms.budget_bytes and spent >= terms.budget_bytes:
-            return refuse(
-                _Step.BUDGET,
+            return _Step.BUDGET, Refusal(
                 RefusalKind.BUDGET,
                 f"The grant {name} has used up its budget of {Size(terms.budget_bytes)}: {spent} bytes crossed.",
                 "Make a new grant with a new budget.",
+                name,
             )
-        return Allowed(
-            export, accepted, bytes.fromhex(export.terms_hash), terms.destination_of(attempt.stream), decision
-        )
+        return Allowed(export, accepted, bytes.fromhex(export.terms_hash), arriving, decision)
 
     def _decide(
         self, policy: ResidencyPolicy, attempt: Attempt, terms: GrantTerms, name: str, now: int
@@ -760,22 +962,29 @@ class GrantBook:
         if found is None:
             if len(self._decisions) >= DECISIONS_MAX:
                 self._decisions.clear()
-            question = Question(attempt.stream, attempt.from_region, attempt.to_region, terms)
-            found = self._decisions[key] = decide(policy, question, now)
+            found = self._decisions[key] = decide_grant(policy, terms, attempt.stream, now)
         return found
 
     def list(self, now: int) -> tuple[GrantView, ...]:
         """Every grant with its state at `now`, by id."""
-        return tuple(self._view(entry, now) for _, entry in sorted(self._entries.items()))
+        return tuple(
+            self._view(entry, now)
+            for _, entry in sorted(self._entries.items())
+            if entry.export is not None or entry.imports
+        )
 
     def _view(self, entry: _Entry, now: int) -> GrantView:
         name, export = entry.grant, entry.export
-        accepted = next(
-            (half for half in entry.accepted or () if export is None or _agree(export, half)), None
-        )
+        if export is None:
+            accepted = next(entry.halves(), None)
+        else:
+            accepted = _agreeing(export, entry.imports.get(export.terms.to_region, []))
         state = GrantState.OFFERED
-        if export is not None and accepted is not None:
-            state = advance(state, GrantEvent.ACCEPT)
+        tallies: tuple[Tally, ...] = ()
+        if export is not None:
+            tallies = self._tallies(entry, export, accepted, now)
+            if accepted is not None and not any(found.missing for found in tallies):
+                state = advance(state, GrantEvent.COMPLETE)
         half = export.terms if export is not None else accepted
         ends = () if half is None else sorted((half.from_region, half.to_region))
         standings = [self._standings[name, region] for region in ends if (name, region) in self._standings]
@@ -786,12 +995,12 @@ class GrantBook:
             state = advance(state, GrantEvent.REVOKE)
         if export is not None and now >= export.terms.expires:
             state = advance(state, GrantEvent.EXPIRE)
-        return GrantView(name, state, export, accepted, tuple(pausing))
+        return GrantView(name, state, export, accepted, tuple(pausing), tallies)
 
     def get(self, grant: str, now: int) -> GrantView:
         """One grant by its id. Raises GrantError(GRANT_MISSING)."""
         entry = self._entries.get(grant)
-        if entry is None:
+        if entry is None or (entry.export is None and not entry.imports):
             raise GrantError(
                 f"There is no grant {grant[:40]}.",
                 code=Code.GRANT_MISSING,
@@ -799,9 +1008,19 @@ class GrantBook:
             )
         return self._view(entry, now)
 
+    def approval(self, grant: str, approver: SpiffeId) -> ApprovalBody | None:
+        """What an approver signed about a grant, where it is believed."""
+        entry = self._entries.get(grant)
+        return None if entry is None else entry.approvals.get(approver)
+
+    def is_revoked_by(self, grant: str, region: str) -> bool:
+        """Whether the region has revoked the grant: its first revocation holds, and no other one is needed."""
+        held = self._standings.get((grant, region))
+        return held is not None and held.action is StandingAction.REVOKE
+
     def claimed_destination(self, grant: str) -> str:
         """Where a grant that is not believed claims to lead; for the refusal's sentence alone. Empty: no such claim."""
-        return next((claim.to_region for claim in self._forged if claim.grant == grant), "")
+        return next((claim.to_region for claim in self._unbelieved if claim.grant == grant), "")
 
     def denies(self) -> tuple[DenyEntry, ...]:
         """The deny entries that stand."""
@@ -818,23 +1037,79 @@ class GrantBook:
         return held.sequence + 1 if held else 1
 
 
-class _Claim(msgspec.Struct):
-    stream: str
-    from_region: str
-    to_region: str
-    grant: str = ""
-
-
-class _ExportClaim(msgspec.Struct):
-    terms: _Claim
-    grant: str = ""
-
-
 def _ends(terms: GrantTerms) -> tuple[str, str]:
     return terms.from_region, terms.to_region
 
 
-def _agree(export: ExportGrant, accepted: ImportGrant) -> bool:
+def _newer(held: ExportGrant | None, found: ExportGrant) -> ExportGrant:
+    """The one that was signed last; of two of one instant always the same one."""
+    return found if held is None else max(held, found, key=_signed)
+
+
+def _signed(half: ExportGrant | ImportGrant) -> tuple[int, bytes]:
+    return half.signed_at, canonical(half)
+
+
+def _agreeing(export: ExportGrant, halves: Iterable[ImportGrant]) -> ImportGrant | None:
+    """Of the import grants that name the export's terms, the one that was signed last."""
+    return max((half for half in halves if agree(export, half)), key=_signed, default=None)
+
+
+def _outranks(found: Standing, held: Standing) -> bool:
+    """Whether `found` holds rather than `held`, of one region on one grant: the first revocation, else the highest sequence."""
+    revokes = StandingAction.REVOKE
+    if held.action is revokes or found.action is revokes:
+        return found.action is revokes and (held.action is not revokes or _first(found) < _first(held))
+    return _standing_rank(found) > _standing_rank(held)
+
+
+def _standing_rank(standing: Standing) -> tuple[int, bool, bytes]:
+    """Of two of one number, the one that pauses holds."""
+    return standing.sequence, standing.action is StandingAction.PAUSE, canonical(standing)
+
+
+def _deny_rank(entry: DenyEntry) -> tuple[int, bool, bytes]:
+    return entry.sequence, not entry.lifted, canonical(entry)
+
+
+def _first(standing: Standing) -> tuple[int, bytes]:
+    return standing.at, canonical(standing)
+
+
+def _is_towards(entry: DenyEntry, attempt: Attempt) -> bool:
+    peer = attempt.to_region if entry.region == attempt.from_region else attempt.from_region
+    return entry.peer in (EVERYWHERE, peer)
+
+
+def _denial(entry: DenyEntry, attempt: Attempt, stream: StreamName) -> Refusal:
+    because = f": {entry.reason.removesuffix('.')}" if entry.reason else ""
+    arriving = f" as {stream}" if stream != attempt.stream else ""
+    return Refusal(
+        RefusalKind.DENIED,
+        f"{entry.region} denies that {attempt.stream} crosses from {attempt.from_region} to "
+        f"{attempt.to_region}{arriving}{because}.",
+        f"Deny wins over every grant; only {entry.region} can lift it.",
+    )
+
+
+def _not_approved(
+    grant: str,
+    tallies: Iterable[Tally],
+    policy: ResidencyPolicy | None = None,
+    rule: ApprovalRule | None = None,
+) -> Refusal:
+    lacking = [found for found in tallies if found.missing]
+    asked = f", as rule {rule.rule} of revision {policy.revision} asks" if policy is not None and rule else ""
+    return Refusal(
+        RefusalKind.NOT_APPROVED,
+        f"The grant {grant} is not approved{asked}. {'. '.join(map(str, lacking))}.",
+        f"Another approver signs it: felix bridge approve {grant} --as NAME --region {lacking[0].region}.",
+        grant,
+        rule.rule if rule else "",
+    )
+
+
+def agree(export: ExportGrant, accepted: ImportGrant) -> bool:
     """True where both halves name the same terms, stream, direction and bridge."""
     terms = export.terms
     return (

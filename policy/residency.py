@@ -10,7 +10,10 @@ How a decision is made, in this order; the first step that refuses ends it:
 2. the other region is in the policy's table;
 3. no deny rule applies: deny wins over everything below;
 4. the stream has at least one class;
-5. for every class of the stream, one rule covers class, stream and other region, and the terms satisfy it.
+5. for every class of the stream, one rule covers class, stream and other region, and the terms satisfy it. The first such rule
+   of a class is the one that holds for it, and says how many people must approve.
+
+`decide_grant` asks the destination's policy twice where a stream arrives under another name: about both names.
 
 Invariants: an empty policy allows nothing; emptiness in a rule (no region, no basis) is refused when the policy is
 read or matches nothing; a decision depends on its arguments alone; each reason names the rule and where it stands.
@@ -29,6 +32,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from felix.errors import Code, RequestError
 from felix.names import NamePattern, StreamName, parse_region
+from policy.approval import ApprovalRule
 from policy.documents import ConfigError, Document, Mistake, Parsed, Path, Place, decode_placed, nearest
 from policy.fieldpath import FieldPath
 from policy.pattern import covers, overlap
@@ -37,12 +41,15 @@ from policy.signed import Purpose, SignatureError, SignedDocument, Trusted, sign
 from policy.terms import Basis, GrantTerms
 from policy.transform import Action, FieldRule, Format, KeyRule, TransformSpec, effective_rule
 
+APPROVALS_MAX: Final = 8
+"""More signatures than any procedure asks for; each is verified by every broker."""
 RULES_MAX: Final = 1_000
 """Rules of one kind: a decision looks through all of them."""
 
 Region = Annotated[str, Parsed(parse_region)]
 Word = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]*\Z")]
 Sentence = Annotated[str, msgspec.Meta(min_length=1, max_length=500)]
+ApproverName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9][a-z0-9._-]{0,62}\Z")]
 Country = Annotated[str, msgspec.Meta(pattern=r"\A[A-Z]{2}\Z")]
 
 
@@ -110,7 +117,18 @@ class _Rule(msgspec.Struct, frozen=True, kw_only=True):
     assessment: bool = False
     """Whether a grant must name a transfer assessment."""
     lifetime: Duration
-    approvals: Literal[1, 2] = 1
+    approvals: Annotated[int, msgspec.Meta(ge=0, le=APPROVALS_MAX)] = 1
+    """How many approvers of the policy's region must sign; 0: none."""
+    separate: bool = False
+    """Whether nobody counts who drew the terms up or accepted them."""
+    approvers: tuple[ApproverName, ...] = ()
+    """Names of those who count; empty: every approver of the region."""
+
+    def __post_init__(self) -> None:
+        if self.approvers and len(set(self.approvers)) < self.approvals:
+            raise ValueError(
+                f"{self.approvals} approvals are asked of {len(set(self.approvers))} named approvers"
+            )
 
 
 class ExportRule(_Rule, frozen=True, kw_only=True):
@@ -299,12 +317,16 @@ class Reason(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The answer. `rule` is the one that decided; `denied` is true where a deny rule did."""
+    """The answer. `rule` is the one that decided; `denied` is true where a deny rule did.
+
+    `approvals`: whose approval the rules ask for, one for each rule that holds for a class; empty where it is refused.
+    """
 
     allowed: bool
     rule: str
     reasons: tuple[Reason, ...]
     denied: bool = False
+    approvals: tuple[ApprovalRule, ...] = ()
 
     def error(self) -> ResidencyError:
         """The refusal as an error."""
@@ -334,6 +356,29 @@ def satisfies(rule: FieldRule, required: Action) -> bool:
     if rule.do in _STRONGER[required]:
         return True
     return rule.do is Action.MASK and rule.last == 0 and required in (Action.PSEUDONYMIZE, Action.HASH)
+
+
+def decide_grant(
+    policy: ResidencyPolicy, terms: GrantTerms, stream: StreamName | NamePattern, now: int
+) -> Decision:
+    """Whether the policy lets `stream` cross on these terms. `stream` is the one that they name, or one that their pattern fits.
+
+    The destination's policy is asked about the name under which the stream arrives, too; both answers must be yes.
+    """
+    decision = decide(policy, Question(stream, terms.from_region, terms.to_region, terms), now)
+    renamed = terms.destination_stream != terms.stream
+    if not decision.allowed or not renamed or policy.region != terms.to_region:
+        return decision
+    arriving = StreamName.parse(terms.destination_stream)
+    there = decide(policy, Question(arriving, terms.from_region, terms.to_region, terms), now)
+    if not there.allowed:
+        return there
+    return Decision(
+        True,
+        decision.rule,
+        tuple(dict.fromkeys((*decision.reasons, *there.reasons))),
+        approvals=tuple(dict.fromkeys((*decision.approvals, *there.approvals))),
+    )
 
 
 class _Decider:
@@ -414,6 +459,7 @@ class _Decider:
     def _by_class(self) -> Decision:
         refusals: list[Reason] = []
         reasons: list[Reason] = []
+        approvals: list[ApprovalRule] = []
         deciding = ""
         for name in self.classes:
             best: list[Reason] | None = None
@@ -422,6 +468,7 @@ class _Decider:
                 if not failures:
                     deciding = deciding or rule.name
                     reasons.extend(self._praise(name, rule, place))
+                    approvals.append(ApprovalRule(rule.approvals, rule.separate, rule.approvers, rule.name))
                     best = []
                     break
                 if best is None or len(failures) < len(best):
@@ -439,7 +486,9 @@ class _Decider:
                 refusals.extend(best)
         if refusals:
             return Decision(False, refusals[0].rule, tuple(refusals))
-        return Decision(True, deciding, tuple(dict.fromkeys(reasons)))
+        return Decision(
+            True, deciding, tuple(dict.fromkeys(reasons)), approvals=tuple(dict.fromkeys(approvals))
+        )
 
     def _rules(self, name: str) -> Iterator[tuple[ExportRule | ImportRule, Place]]:
         key = "exports" if self.direction is Direction.EXPORT else "imports"
@@ -481,8 +530,6 @@ class _Decider:
         if terms.expires - terms.not_before > rule.lifetime:
             lasting = Duration(terms.expires - terms.not_before)
             yield f"A grant of {_days(lasting)} is too long; {_days(rule.lifetime)} are allowed."
-        if len(terms.approvers) < rule.approvals:
-            yield f"{rule.approvals} approvers are needed; the terms name {len(terms.approvers)}."
 
     def _unprotected(self, rule: ExportRule | ImportRule, spec: TransformSpec) -> Iterator[str]:
         if spec.format is Format.OPAQUE and not rule.opaque:
@@ -508,9 +555,15 @@ def _needs(rule: ExportRule | ImportRule) -> Iterator[str]:
         yield f"Its purpose must be {_list(rule.purposes)}."
     for required in rule.transforms:
         yield f"It must {required.do} {', '.join(required.fields)}, or protect better."
-    yield f"It may last {_days(rule.lifetime)} and needs {rule.approvals} approver{'s' * (rule.approvals > 1)}."
+    yield f"It may last {_days(rule.lifetime)}."
+    yield f"It needs {rule.approvals} approval{'s' * (rule.approvals != 1)}{_whose(rule)}."
     if rule.assessment:
         yield "It must name a transfer assessment."
+
+
+def _whose(rule: ExportRule | ImportRule) -> str:
+    named = f" of {_list(rule.approvers)}" if rule.approvers else ""
+    return named + (", by others than who drew it up or accepted it" if rule.separate else "")
 
 
 def _list(words: tuple[str, ...]) -> str:

@@ -3,7 +3,8 @@
 Invariants of `GrantTerms`, asserted whenever one is made or decoded:
 - the stream is one exact name unless `wildcard` is set, and then the destination's name is the same pattern;
 - the two regions differ; the bridge is an identity of kind `bridge` in the source region;
-- it expires, after it begins; it has one or two different approvers;
+- it expires, after it begins; it was drawn up by an operator of the source region, of the bridge's mesh;
+- neither name can be one of the reserved tenant's streams;
 - every legal basis but `not-personal` and `same-jurisdiction` has a reference;
 - texts have no control characters and are bounded; numbers fit 2^53: so the canonical bytes are RFC 8785.
 
@@ -21,14 +22,14 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from felix.errors import RequestError
-from felix.names import NamePattern, SpiffeId, StreamName, parse_region
+from felix.names import RESERVED_TENANT, NamePattern, SpiffeId, StreamName, parse_region
+from policy.pattern import overlap
 from policy.signed import NUMBER_MAX, canonical
 from policy.transform import TransformSpec
 
 TEXT_CHARS_MAX: Final = 256
 """A purpose, a reference, a name of an entity: one line in a register."""
 CATEGORIES_MAX: Final = 32
-APPROVERS_MAX: Final = 2
 
 Line = Annotated[str, msgspec.Meta(min_length=1, max_length=TEXT_CHARS_MAX, pattern=r"\A[^\x00-\x1f\x7f]+\Z")]
 OptionalLine = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
@@ -77,6 +78,9 @@ _ARTICLES: Final = {
 }
 
 
+_RESERVED: Final = NamePattern(f"{RESERVED_TENANT}/*/*")
+
+
 def _unusable(sentence: str) -> RequestError:
     return RequestError(f"The terms of the grant cannot be used: {sentence}.", hint="See docs/policy.md.")
 
@@ -84,7 +88,7 @@ def _unusable(sentence: str) -> RequestError:
 class GrantTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What crosses, from where to where, on which basis, until when. Times in ms since the Unix epoch."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     stream: str
     destination_stream: str = ""
     """The same name where it is left empty."""
@@ -101,7 +105,8 @@ class GrantTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     exporter: Line
     importer: Line
     owner: Line
-    approvers: Annotated[tuple[Line, ...], msgspec.Meta(min_length=1, max_length=APPROVERS_MAX)]
+    drawn_up_by: str
+    """SPIFFE id of the operator who drew the terms up. Approvers sign over it, through the terms' hash."""
     not_before: Number
     expires: Number
     transform: TransformSpec = TransformSpec()
@@ -129,6 +134,9 @@ class GrantTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise _unusable("a wildcard grant keeps the streams' names")
         else:
             StreamName.parse(self.destination_stream)
+        for name in (pattern, NamePattern(self.destination_stream)):
+            if overlap(name, _RESERVED):
+                raise _unusable(f"{name} can name streams of {RESERVED_TENANT}, which are the system's own")
         parse_region(self.from_region)
         parse_region(self.to_region)
         if self.from_region == self.to_region:
@@ -136,10 +144,11 @@ class GrantTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         bridge = SpiffeId.parse(self.bridge)
         if bridge.kind != "bridge" or bridge.region != self.from_region:
             raise _unusable(f"{self.bridge} is not a bridge identity of {self.from_region}")
+        drafter = SpiffeId.parse(self.drawn_up_by)
+        if (drafter.kind, drafter.trust_domain) != ("operator", bridge.trust_domain):
+            raise _unusable(f"{self.drawn_up_by} is not an operator of {self.from_region}")
         if self.expires <= self.not_before:
             raise _unusable("it would expire before it begins")
-        if not 1 <= len(self.approvers) <= APPROVERS_MAX or len(set(self.approvers)) != len(self.approvers):
-            raise _unusable("it needs one approver, or two different ones")
         if self.basis.needs_reference and not self.reference:
             raise _unusable(f"the basis {self.basis} needs a reference to the document it stands in")
         try:
@@ -183,7 +192,6 @@ class _Checked(msgspec.Struct, frozen=True, kw_only=True):
     exporter: Line
     importer: Line
     owner: Line
-    approvers: tuple[Line, ...]
     not_before: Number
     expires: Number
     rate_bytes: Number

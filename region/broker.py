@@ -19,7 +19,7 @@ from typing import Final
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import Peer, Proof, TrustBundle, verify_peer
 from felix.messages import CacheTraffic, ReaderTraffic
-from felix.names import SpiffeId, StreamName
+from felix.names import RESERVED_TENANT, SpiffeId, StreamName
 from felix.quota import QuotaLimits, Scope
 from felix.settings import NO_VIEWS, NamespaceSettings, Offload, Views
 from felix.transport.port import TransportLimits
@@ -50,8 +50,6 @@ MADE_AGAIN_MS: Final = 20
 """A stream that is being made is there by then, as a rule."""
 NOT_MADE_MAX: Final = 1_000
 """Reasons kept for who asks again, why a stream could not be made."""
-RESERVED_TENANT: Final = "felix"
-"""Its streams are the broker's own: no client creates, reads, lists or is granted one."""
 ALL_RIGHTS: Final = tuple(f"{verb} */*/*" for verb in Verb)
 """What an operator that the configuration names may do."""
 

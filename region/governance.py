@@ -38,7 +38,9 @@ from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.keyring import Keyring
 from keys.transfer import TransferScope
 from policy.access import Verb
+from policy.approval import Approval, Document, open_approval, parse_document, refuse_ended
 from policy.grant import (
+    DOCUMENTS_MAX,
     EVERYWHERE,
     Allowed,
     Attempt,
@@ -46,9 +48,11 @@ from policy.grant import (
     ExportGrant,
     GrantBook,
     GrantError,
-    Refusal,
+    ImportGrant,
+    RefusalKind,
     Standing,
     StandingAction,
+    agree,
     open_export,
     open_import,
 )
@@ -64,9 +68,9 @@ from region.witnessing import Witnessing, note_size
 
 log = logging.getLogger("felix.region.governance")
 
-COURIER_KINDS: Final = ("export", "import", "standing", "deny")
+COURIER_KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """What a bridge may list, and bring from the other region: the region that signed it is what counts, not who carries it."""
-DOCUMENT_KINDS: Final = ("export", "import", "standing", "deny", "policy", "bundle")
+DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "policy", "bundle")
 """What PutDocument and ListDocuments call the documents."""
 DENY_QUIET_MS: Final = 10_000
 """The same refusal to the same peer is one leaf in this time."""
@@ -88,6 +92,7 @@ MIRROR_TIMEOUT_S: Final = 10.0
 _STORED: Final[dict[str, tuple[DocumentKind, DocumentSide]]] = {
     "export": ("grants", "export"),
     "import": ("grants", "import"),
+    "approval": ("grants", "approval"),
     "standing": ("revocations", "state"),
     "deny": ("denies", "state"),
 }
@@ -101,6 +106,7 @@ _DONE: Final = {
 _PURPOSES: Final = {
     "export": Purpose.EXPORT,
     "import": Purpose.IMPORT,
+    "approval": Purpose.APPROVAL,
     "standing": Purpose.STANDING,
     "deny": Purpose.DENY,
     "policy": Purpose.POLICY,
@@ -199,18 +205,26 @@ class Governance:
         self.broker.trust = TrustBundle(bundle.anchor() for bundle in bundles.values())
         self.trail.trust_witnesses(Trust.of(bundles.values()).witnesses_for(self._own.region))
         self._policy = self._read_policy()
-        documents = []
+        documents: list[Document] = []
         for section, side in _STORED.values():
             for name, data in self._mirror.documents(section, side).items():
                 try:
-                    document = SignedDocument.parse(data)
-                    if _is_revocation(document):
+                    document = parse_document(data)
+                    if isinstance(document, SignedDocument) and _is_revocation(document):
                         self._revocations[document.signature] = document
                     documents.append(document)
                 except FelixError as error:
                     log.error("document %s/%s/%s cannot be read: %s", section, side, name, error)
         self._signed_by = Counter(document.region for document in documents)
-        self._book = GrantBook((*documents, *self._revocations.values()), self._trusted_policy_keys())
+        self._book = GrantBook(
+            (*documents, *self._revocations.values()), self._trusted_policy_keys(), self.broker.trust
+        )
+        if self._book.left_out:
+            first = ", ".join(claim.grant for claim in self._book.left_out[:3])
+            log.error(
+                "%d grants are left out, and nothing crosses under them: %d documents are the most that one broker takes (%s …)",
+                len(self._book.left_out), DOCUMENTS_MAX, first,
+            )  # fmt: skip
         for problem in self._book.problems:
             log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
             self._revocations.pop(problem.document.signature, None)
@@ -297,14 +311,7 @@ class Governance:
             self.broker.require(bridge, Verb.BRIDGE_READ, stream)
             if not to_region:
                 self._book.get(grant_id, self.broker.clock_ms())
-            allowed = self._check(Attempt(stream, self._own.region, to_region, bridge))
-            if allowed.grant != grant_id:
-                raise GrantError(
-                    f"{stream} crosses to {to_region} under the grant {allowed.grant}, not under {grant_id[:40]}.",
-                    code=Code.GRANT_MISMATCH,
-                    hint="Use the grant that holds now.",
-                )
-            return allowed
+            return self._check(Attempt(stream, self._own.region, to_region, bridge), grant_id)
         except UnavailableError:
             # Nobody decided anything: no refusal of residency, and no leaf of one.
             raise
@@ -317,13 +324,7 @@ class Governance:
         self, bridge: SpiffeId, grant_id: str, from_region: str, stream: StreamName
     ) -> ImportTerms:
         """Whether a bridge may bring records of this stream in. Raises the refusal; the caller writes its leaf."""
-        allowed = self._check(Attempt(stream, from_region, self._own.region, bridge))
-        if allowed.grant != grant_id:
-            raise GrantError(
-                f"{stream} comes in under the grant {allowed.grant}, not under {grant_id[:40]}.",
-                code=Code.GRANT_MISMATCH,
-                hint="Use the grant that holds now.",
-            )
+        allowed = self._check(Attempt(stream, from_region, self._own.region, bridge), grant_id)
         return ImportTerms(allowed.destination_stream, allowed.terms_hash)
 
     def _destination_of(self, grant_id: str) -> str:
@@ -335,7 +336,7 @@ class Governance:
             return view.export.terms.to_region
         return view.accepted.to_region if view.accepted is not None else ""
 
-    def _check(self, attempt: Attempt) -> Allowed:
+    def _check(self, attempt: Attempt, grant_id: str) -> Allowed:
         if self.trail.failure is not None:
             raise self.trail.failure
         self._require_current()
@@ -346,10 +347,21 @@ class Governance:
                 code=Code.RESIDENCY_DENIED,
                 hint="Put one in force: felix policy apply FILE.",
             )
-        result = self._book.check(attempt, policy, self.broker.clock_ms())
-        if isinstance(result, Refusal):
-            raise result.error()
-        return result
+        now = self.broker.clock_ms()
+        result = self._book.check(attempt, policy, now, grant=grant_id)
+        if isinstance(result, Allowed):
+            return result
+        if result.kind is RefusalKind.NO_GRANT:
+            other = self._book.check(attempt, policy, now)
+            if isinstance(other, Allowed):
+                raise GrantError(
+                    f"{attempt.stream} crosses from {attempt.from_region} to {attempt.to_region} under the grant "
+                    f"{other.grant}, not under {grant_id[:40]}.",
+                    code=Code.GRANT_MISMATCH,
+                    hint="Use the grant that holds now.",
+                )
+            result = other
+        raise result.error()
 
     def _require_current(self) -> None:
         """Raises UnavailableError where this broker has been cut off from the metadata store for too long."""
@@ -458,11 +470,13 @@ class Governance:
         """Verify a signed document and put it in force. Returns a sentence for a person. Raises the refusal."""
         if kind == "bundle":
             return await self._put_bundle(body)
-        document = SignedDocument.parse(body)
+        document = parse_document(body)
         if document.purpose is not _PURPOSES.get(kind):
             raise RequestError(
                 f"The document is a {document.purpose}, not of the kind {kind!r}.", code=Code.GRANT_INVALID
             )
+        if isinstance(document, Approval):
+            return await self._put_approval(actor, document)
         if kind == "policy":
             return await self._put_policy(actor, document)
         verify(document, self._trusted_policy_keys())
@@ -489,17 +503,85 @@ class Governance:
         if kind == "import":
             accepted = open_import(document, self._trusted_policy_keys())
             self._require_party(actor, accepted.bridge, accepted.from_region, accepted.to_region)
-            await self._store("grants", "import", accepted.grant, document)
+            self._require_same_terms(accepted)
+            # By the region that signed it: nobody's acceptance stands in the place of another's.
+            name = f"{accepted.grant}.{accepted.to_region}"
+            await self._require_newest("import", name, accepted.signed_at)
+            await self._store("grants", "import", name, document)
             return f"{accepted.grant} is accepted by {accepted.to_region}."
         export = open_export(document, self._trusted_policy_keys())
         terms = export.terms
         self._require_party(actor, terms.bridge, terms.from_region, terms.to_region)
+        await self._require_newest("export", export.grant, export.signed_at)
         held = await self._catalog.document("grants", "export", export.grant)
         if held is None or held.document != document.encode_file():
             # Its leaf first: no grant is in force that the log does not know of.
             await self.trail.append([self._grant_leaf(export, document, actor)])
             await self._store("grants", "export", export.grant, document)
         return f"{export.grant} is granted by {terms.from_region}."
+
+    async def _put_approval(self, actor: SpiffeId, approval: Approval) -> str:
+        trust, now = self.broker.trust, self.broker.clock_ms()
+        body = open_approval(approval, trust)
+        approver = SpiffeId.parse(body.approver)
+        export = self._book.get(body.grant, now).export
+        if export is None or export.terms_hash != body.terms_hash:
+            raise GrantError(
+                f"{self._own.region} does not have the terms that {body.approver} approved as {body.grant}.",
+                code=Code.GRANT_MISSING,
+                hint="Put the export grant first.",
+            )
+        terms = export.terms
+        self._require_party(actor, terms.bridge, terms.from_region, terms.to_region)
+        if body.region not in (terms.from_region, terms.to_region) or approver.mesh != self._own.mesh:
+            raise GrantError(
+                f"The grant {body.grant} is between {terms.from_region} and {terms.to_region}; {body.approver} has no say "
+                "in it.",
+                hint="An approver of one of the grant's two regions must sign it.",
+            )
+        if body.region == self._own.region:
+            refuse_ended(approval, trust, now)
+        if self._book.approval(body.grant, approver) is not None:
+            return f"{body.grant} is approved by {approver.name} of {body.region} already."
+        self._require_room(approval)
+        name = f"{body.grant}.{hashlib.sha256(body.approver.encode()).hexdigest()[:24]}"
+        await self._store("grants", "approval", name, approval)
+        found = next(
+            (each for each in self._book.get(body.grant, now).approvals if each.region == body.region), None
+        )
+        return f"{body.grant} is approved by {approver.name} of {body.region}." + (
+            f" {found}." if found else ""
+        )
+
+    def _require_same_terms(self, accepted: ImportGrant) -> None:
+        """An acceptance fits the export grant that is held under its id. Raises GrantError(GRANT_MISMATCH)."""
+        try:
+            export = self._book.get(accepted.grant, self.broker.clock_ms()).export
+        except GrantError:
+            return
+        if export is not None and not agree(export, accepted):
+            raise GrantError(
+                f"{accepted.to_region} accepted other terms than those of {accepted.grant}: another hash, stream, region or "
+                "bridge.",
+                code=Code.GRANT_MISMATCH,
+                hint="Accept the export grant as it was signed.",
+            )
+
+    async def _require_newest(self, kind: str, name: str, signed_at: int) -> None:
+        """A half does not take the place of one that was signed later. Raises GrantError(CONFLICT)."""
+        held = await self._catalog.document(*_STORED[kind], name)
+        if held is None:
+            return
+        try:
+            document, keys = SignedDocument.parse(held.document), self._trusted_policy_keys()
+            half = open_export(document, keys) if kind == "export" else open_import(document, keys)
+        except FelixError:
+            return  # what is not believed is replaced
+        if half.signed_at > signed_at:
+            raise GrantError(
+                f"{document.region} signed {half.grant} again at {half.signed_at}; this is an older one.",
+                code=Code.CONFLICT,
+            )
 
     def _grant_leaf(self, export: ExportGrant, document: SignedDocument, actor: SpiffeId) -> Leaf:
         terms = export.terms
@@ -599,9 +681,11 @@ class Governance:
         await self._catalog.put_trusted(bundle.region, body, revision=revision)
         return f"{bundle.region} is trusted, fingerprint {bundle.fingerprint()}."
 
-    def _require_room(self, document: SignedDocument) -> None:
+    def _require_room(self, document: Document) -> None:
         """Another region may have so many documents kept here, revocations aside: each is verified at every change."""
-        if document.region == self._own.region or _is_revocation(document):
+        if document.region == self._own.region:
+            return
+        if isinstance(document, SignedDocument) and _is_revocation(document):
             return
         if self._signed_by[document.region] >= PEER_DOCUMENTS_MAX:
             raise UnavailableError(
@@ -611,9 +695,7 @@ class Governance:
                 hint="Remove grants that ended long ago from the metadata store.",
             )
 
-    async def _store(
-        self, kind: DocumentKind, side: DocumentSide, name: str, document: SignedDocument
-    ) -> bool:
+    async def _store(self, kind: DocumentKind, side: DocumentSide, name: str, document: Document) -> bool:
         """Keep a verified document, and wait until this broker judges by it. False where it was there already."""
         data = document.encode_file()
         held = await self._catalog.document(kind, side, name)
@@ -647,9 +729,7 @@ class Governance:
                 if half is not None and half.bridge == str(identity):
                     own.add(view.grant)
                     regions |= {half.from_region, half.to_region}
-        if kind in ("export", "import"):
-            return {name: data for name, data in found.items() if name in own}
-        if kind == "standing":
+        if kind in ("export", "import", "approval", "standing"):
             return {name: data for name, data in found.items() if name.split(".")[0] in own}
         return {name: data for name, data in found.items() if _denies_between(data, regions)}
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from functools import cache
 
+import msgspec
+
 from felix.identity import Identity, TrustBundle
 from felix.names import SpiffeId
 from keys.authority import RegionAuthority, create_authority
+from policy.approval import Approval, Document, sign_approval
+from policy.grant import ExportGrant
+from policy.signed import Purpose
 
 DAY = 86_400_000
-MADE_MS = 5 * DAY
+MADE_MS = DAY // 2
 """When the authorities and the approvers' identities were made."""
 
 
@@ -26,3 +31,24 @@ def approver(name: str, region: str = "us-east", made_ms: int = MADE_MS) -> Iden
 @cache
 def roots(*regions: str) -> TrustBundle:
     return TrustBundle(authority(region).anchor() for region in regions or ("us-east", "eu-west"))
+
+
+@cache
+def approvals(terms_hash: bytes, at: int = DAY, *regions: str) -> tuple[Approval, ...]:
+    """One approval for each region (by default of us-east and eu-west), by its approver dpo."""
+    return tuple(
+        sign_approval(terms_hash, approver("dpo", region), at) for region in regions or ("us-east", "eu-west")
+    )
+
+
+def with_approvals(*documents: Document, at: int = DAY) -> tuple[Document, ...]:
+    """The documents, and for every export grant among them one approval of each of the two regions."""
+    found = list(documents)
+    for document in documents:
+        if document.purpose is Purpose.EXPORT:
+            try:
+                export = msgspec.json.decode(document.body, type=ExportGrant)
+            except msgspec.MsgspecError:
+                continue
+            found += approvals(bytes.fromhex(export.terms_hash), at)
+    return tuple(found)

@@ -32,6 +32,7 @@ from felix.names import SpiffeId, StreamName
 from felix.profile import Profile
 from keys.bundle import RegionBundle, decode_bundle
 from keys.signing import load_signing_key
+from policy.approval import Approval, Document, sign_approval
 from policy.grant import (
     DenyEntry,
     ExportGrant,
@@ -55,6 +56,8 @@ from region.node import Node, now_ms
 BRIDGE = "us-to-eu"
 STREAM = "acme/ops/departures"
 WAIT_S = 30.0
+APPROVER = "dpo"
+ACCEPTED_BY = "spiffe://eu-west.acme/operator/operator"
 
 POLICIES = {
     "us-east": """
@@ -145,6 +148,8 @@ class Mesh:
     def make(cls, home: Path) -> Mesh:
         us, eu = make_region(home, "us-east"), make_region(home, "eu-west")
         issue_identity(us, load_config(us.config), "bridge", BRIDGE, now_ms())
+        for folder in (us, eu):
+            issue_identity(folder, load_config(folder.config), "approver", APPROVER, now_ms())
         trust_region(us, decode_bundle(eu.bundle.read_bytes()))
         trust_region(eu, decode_bundle(us.bundle.read_bytes()))
         return cls(home, us, eu)
@@ -190,7 +195,7 @@ class Mesh:
     def key(self, region: str) -> Any:
         return load_signing_key(self.folder(region).policy_key).private_key
 
-    async def put(self, region: str, kind: str, document: SignedDocument) -> None:
+    async def put(self, region: str, kind: str, document: Document) -> None:
         async with self.operator(region) as client:
             await client.request(PutDocument(kind, document.encode_file()))
 
@@ -211,7 +216,7 @@ class Mesh:
             "exporter": "Acme Inc",
             "importer": "Acme Ltd",
             "owner": "flight operations",
-            "approvers": ("alice",),
+            "drawn_up_by": "spiffe://us-east.acme/operator/operator",
             "not_before": now_ms() - 60_000,
             "expires": now_ms() + 3_600_000,
             "transform": build_spec(pseudonymize=["tailnum"], drop=["hour", "minute"]),
@@ -224,15 +229,33 @@ class Mesh:
         us, eu = (parse_policy(POLICIES[name], name) for name in ("us-east", "eu-west"))
         export = sign_export(terms, us, self.key("us-east"), now_ms())
         trusted = {name: self.bundle(name).policy_keys for name in ("us-east", "eu-west")}
-        accepted = sign_import(export, eu, self.key("eu-west"), trusted, "bob", now_ms())
+        accepted = sign_import(export, eu, self.key("eu-west"), trusted, ACCEPTED_BY, now_ms())
         return open_export(export, trusted), export, accepted
 
     async def grant(self, **changes: Any) -> str:
-        """Export at the source, import at the destination; the courier does the rest."""
+        """What each side signs is put there; the courier does the rest."""
         body, export, accepted = self.sign_grant(**changes)
         await self.put("us-east", "export", export)
+        await self.put("eu-west", "export", export)
         await self.put("eu-west", "import", accepted)
+        for region in ("us-east", "eu-west"):
+            await self.put(region, "approval", self.sign_approval(region, body.terms_hash))
         return body.grant
+
+    def sign_approval(self, region: str, terms_hash: str, name: str = APPROVER) -> Approval:
+        """By an approver of the region, whose identity is in its folder."""
+        return sign_approval(
+            bytes.fromhex(terms_hash), load_identity(self.folder(region).identity(name)), now_ms()
+        )
+
+    async def agree(
+        self, region: str, body: ExportGrant, export: SignedDocument, accepted: SignedDocument
+    ) -> None:
+        """All documents of a grant, both sides' approvals among them, into one region; no courier is needed."""
+        await self.put(region, "export", export)
+        await self.put(region, "import", accepted)
+        for signer in ("us-east", "eu-west"):
+            await self.put(region, "approval", self.sign_approval(signer, body.terms_hash))
 
     async def stand(self, region: str, grant: str, action: StandingAction, sequence: int = 1) -> None:
         standing = Standing(

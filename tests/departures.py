@@ -22,7 +22,7 @@ def terms(**changes: Any) -> GrantTerms:
         "exporter": "Acme Inc",
         "importer": "Acme Ltd",
         "owner": "flight operations",
-        "approvers": ("alice",),
+        "drawn_up_by": f"spiffe://{changes.get('from_region', 'us-east')}.acme/operator/alice",
         "not_before": 0,
         "expires": 80 * DAY,
         "transform": build_spec(pseudonymize=["tailnum"], drop=["hour", "minute"]),

@@ -62,7 +62,7 @@ from policy.terms import Basis, GrantTerms
 from policy.transform import build_spec
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import found_region, issue_identity, trust_region
+from region.founding import OPERATOR, found_region, issue_identity, trust_region
 from region.node import now_ms
 
 SOURCE: Final = "bench-east"
@@ -97,7 +97,7 @@ _EXPORTS: Final = """exports:
     bases: [scc]
     keys: [pseudonymize, drop]
     lifetime: 90d
-    approvals: 1
+    approvals: 0
 """
 _IMPORTS: Final = f"""imports:
   - name: from-east
@@ -105,6 +105,7 @@ _IMPORTS: Final = f"""imports:
     from: {{regions: [{SOURCE}]}}
     bases: [scc]
     lifetime: 90d
+    approvals: 0
 """
 
 
@@ -324,7 +325,7 @@ class Border:
             exporter="benchmark US",
             importer="benchmark IE",
             owner="operator",
-            approvers=("operator",),
+            drawn_up_by=str(SpiffeId(SOURCE, MESH, "operator", OPERATOR)),
             not_before=now - DAY_MS,
             expires=now + DAY_MS,
             transform=build_spec(pseudonymize=[PSEUDONYMIZED], drop=list(DROPPED)),
@@ -334,7 +335,14 @@ class Border:
             region: decode_bundle(folder.bundle.read_bytes()).bundle.policy_keys
             for region, folder in ((SOURCE, source), (DESTINATION, destination))
         }
-        accepted = sign_import(export, imports, destination_key, trusted, "operator", now)
+        accepted = sign_import(
+            export,
+            imports,
+            destination_key,
+            trusted,
+            str(SpiffeId(DESTINATION, MESH, "operator", OPERATOR)),
+            now,
+        )
         self._ask(
             self._departing,
             Prepare(

@@ -39,7 +39,7 @@ FORMER_TTLS_MAX: Final = 256
 """Times that a cache's own ttl may be altered: each is remembered for as long as the cache is there."""
 DurabilityKind = Literal["fsync", "interval", "ephemeral"]
 DocumentKind = Literal["grants", "revocations", "denies"]
-Side = Literal["export", "import", "state"]
+Side = Literal["export", "import", "approval", "state"]
 
 _DOCUMENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _Record = TypeVar("_Record", bound=msgspec.Struct)

@@ -23,7 +23,7 @@ TERMS = GrantTerms(
     exporter="Acme Inc.",
     importer="Acme Europe GmbH",
     owner="ops",
-    approvers=("spiffe://us-east.acme/operator/alice",),
+    drawn_up_by="spiffe://us-east.acme/operator/alice",
     not_before=1,
     expires=2_000_000_000_000,
     transform=TransformSpec(
@@ -65,7 +65,7 @@ def test_a_grant_stands_in_its_leaf_in_full() -> None:
         "importer": "Acme Europe GmbH",
         "source_country": "US",
         "destination_country": "DE",
-        "approvers": ["spiffe://us-east.acme/operator/alice"],
+        "approvers": [],
         "expires_ms": 2_000_000_000_000,
         "filter": "carrier == 'UA'",
         "keep_others": True,

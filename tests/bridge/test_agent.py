@@ -169,7 +169,7 @@ async def test_a_paused_grant_pauses_and_goes_on(mesh: Mesh) -> None:
 async def test_nothing_crosses_under_half_a_grant(mesh: Mesh) -> None:
     await mesh.create()
     await mesh.publish([flight(number) for number in range(50)])
-    _, export, accepted = mesh.sign_grant()
+    body, export, accepted = mesh.sign_grant()
     await mesh.put("us-east", "export", export)
     async with mesh.agent() as agent:
         waiting = await state(agent, "waiting")
@@ -178,6 +178,11 @@ async def test_nothing_crosses_under_half_a_grant(mesh: Mesh) -> None:
         )
         assert await mesh.arrived() == 0
         await mesh.put("eu-west", "import", accepted)
+        for done, region in enumerate(("us-east", "eu-west")):
+            lacking = f"{region}: 0 of 1"
+            await until(lambda: lacking in link(agent).reason, f"a link that names {lacking}")  # noqa: B023
+            assert await mesh.arrived() == 0, done
+            await mesh.put(region, "approval", mesh.sign_approval(region, body.terms_hash))
         await position(agent, 50)
 
 

@@ -16,7 +16,7 @@ US, EU = (SigningKey.from_seed(bytes([seed]) * 32).private_key for seed in (1, 2
 def export(wanted: GrantTerms) -> tuple[str, bytes]:
     found = wanted.hash()
     body = ExportGrant(
-        grant=grant_id(found), terms=wanted, terms_hash=found.hex(), policy_revision=1, policy_hash="0" * 64,
+        grant=grant_id(found), terms=wanted, terms_hash=found.hex(), approvals=1, separate=False, policy_revision=1, policy_hash="0" * 64,
         signed_at=DAY,
     )  # fmt: skip
     return body.grant, sign(Purpose.EXPORT, "us-east", canonical(body), US).encode_file()

@@ -58,6 +58,8 @@ def export_of(wanted: GrantTerms) -> ExportGrant:
         grant=grant_id(found),
         terms=wanted,
         terms_hash=found.hex(),
+        approvals=0,
+        separate=False,
         policy_revision=1,
         policy_hash="0" * 64,
         signed_at=NOW,

@@ -119,8 +119,7 @@ async def rogue(mesh: Mesh, grant: str, terms_hash: bytes) -> AsyncIterator[Rogu
 
 async def granted(mesh: Mesh) -> tuple[str, bytes]:
     body, export, accepted = mesh.sign_grant()
-    await mesh.put("eu-west", "export", export)
-    await mesh.put("eu-west", "import", accepted)
+    await mesh.agree("eu-west", body, export, accepted)
     return body.grant, bytes.fromhex(body.terms_hash)
 
 

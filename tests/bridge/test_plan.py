@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from approvers import roots, with_approvals
 from departures import DAY, terms
 
 from bridge.plan import PlannedLink, Verdict, plan_links
@@ -50,7 +51,9 @@ POLICY_EU = parse_policy(
 def halves(**changes: Any) -> tuple[SignedDocument, SignedDocument, str]:
     wanted = terms(**changes)
     export = sign_export(wanted, POLICY_US, US.private_key, NOW)
-    accepted = sign_import(export, POLICY_EU, EU.private_key, TRUSTED, "bob", NOW)
+    accepted = sign_import(
+        export, POLICY_EU, EU.private_key, TRUSTED, "spiffe://eu-west.acme/operator/bob", NOW
+    )
     return export, accepted, GrantBook([export], TRUSTED).list(NOW)[0].grant
 
 
@@ -65,7 +68,7 @@ def rows(*documents: SignedDocument, now: int = NOW, **more: Any) -> tuple[Plann
         "destinations": ["eu-west"],
         "now_ms": now,
     }
-    return plan_links(GrantBook(documents, TRUSTED), **{**fields, **more})
+    return plan_links(GrantBook(with_approvals(*documents), TRUSTED, roots()), **{**fields, **more})
 
 
 def one(*documents: SignedDocument, **more: Any) -> PlannedLink:

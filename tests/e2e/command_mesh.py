@@ -28,10 +28,12 @@ from audit.tile import read_entries
 from audit.tile_disk import Folder
 from cli.process import read_state
 from felix.client import RegionClient
+from felix.identity import load_identity
 from felix.messages import LinkState, PutDocument
 from felix.profile import Profile, load_profile
 from keys.bundle import decode_bundle
 from keys.signing import load_signing_key
+from policy.approval import sign_approval
 from policy.grant import open_export, sign_export, sign_import
 from policy.residency import parse_policy
 from policy.terms import Basis, GrantTerms
@@ -43,6 +45,7 @@ MESH = "acme"
 SOURCE = "us-east"
 DESTINATION = "eu-west"
 BRIDGE = "us-east-to-eu-west"
+APPROVER = "dpo"
 WAIT_S = 60.0
 
 T = TypeVar("T")
@@ -187,6 +190,8 @@ class CommandMesh:
             listen = f"127.0.0.1:{ports[region]}"
             self.felix("region", "init", region, "--mesh", MESH, "--listen", listen, "--health", "none")
         self.felix("identity", "issue", BRIDGE, "--kind", "bridge", "--region", SOURCE)
+        for region in (SOURCE, DESTINATION):
+            self.felix("identity", "issue", APPROVER, "--kind", "approver", "--region", region)
         self.felix("region", "trust", str(self.eu.bundle), "--region", SOURCE)
         self.felix("region", "trust", str(self.us.bundle), "--region", DESTINATION)
         self.relay = Relay(ports[DESTINATION])
@@ -301,12 +306,19 @@ class CommandMesh:
 
     def accept(self, path: Path, **how: Any) -> Said:
         out = path.with_suffix(".acceptance")
-        return self.felix("bridge", "accept", str(path), "--out", str(out), "--region", DESTINATION, **how)
+        return self.felix(
+            "bridge", "accept", str(path), "--out", str(out), "--region", DESTINATION, "--yes", **how
+        )
+
+    def approve(self, grant: str, region: str, **how: Any) -> Said:
+        return self.felix("bridge", "approve", grant, "--as", APPROVER, "--yes", "--region", region, **how)
 
     def grant(self, stream: str, *more: str, expires: str = "30d") -> str:
-        """Both halves."""
+        """Both halves, and an approval on each side."""
         grant = self.allow(stream, *more, expires=expires)
         self.accept(self.grant_file(stream))
+        for region in (SOURCE, DESTINATION):
+            self.approve(grant, region)
         return grant
 
     def prepare(self, stream: str, expires_ms: int = 30 * 86_400_000) -> str:
@@ -315,7 +327,7 @@ class CommandMesh:
         terms = GrantTerms(
             stream=stream, from_region=SOURCE, to_region=DESTINATION, bridge=f"spiffe://{SOURCE}.{MESH}/bridge/{BRIDGE}",
             purpose="analytics", basis=Basis.SCC, reference="SCC-2026-014", exporter="Acme Inc.", importer="Acme Ltd.",
-            owner="operations", approvers=("alice",), not_before=now, expires=now + expires_ms,
+            owner="operations", drawn_up_by=f"spiffe://{SOURCE}.{MESH}/operator/operator", not_before=now, expires=now + expires_ms,
             transform=build_spec(pseudonymize=["tailnum"]),
         )  # fmt: skip
         policies = {region: parse_policy(text, region) for region, text in POLICIES.items()}
@@ -325,17 +337,30 @@ class CommandMesh:
             for region in POLICIES
         }
         export = sign_export(terms, policies[SOURCE], keys[SOURCE], now)
-        accepted = sign_import(export, policies[DESTINATION], keys[DESTINATION], trusted, "an operator", now)
+        accepted = sign_import(
+            export,
+            policies[DESTINATION],
+            keys[DESTINATION],
+            trusted,
+            f"spiffe://{DESTINATION}.{MESH}/operator/operator",
+            now,
+        )
         self.grant_file(stream).write_bytes(export.encode_file())
+        approvals = {
+            region: sign_approval(terms.hash(), load_identity(self.folder(region).identity(APPROVER)), now)
+            for region in POLICIES
+        }
 
         async def put(client: RegionClient) -> None:
             await client.request(PutDocument("export", export.encode_file()))
+            await client.request(PutDocument("approval", approvals[SOURCE].encode_file()))
             held = (await client.list_rights()).get(terms.bridge, [])
             await client.put_rights(terms.bridge, [*held, f"bridge-read {stream}"])
 
         async def take(client: RegionClient) -> None:
             await client.request(PutDocument("export", export.encode_file()))
             await client.request(PutDocument("import", accepted.encode_file()))
+            await client.request(PutDocument("approval", approvals[DESTINATION].encode_file()))
 
         self.ask(SOURCE, put)
         self.ask(DESTINATION, take)

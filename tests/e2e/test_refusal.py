@@ -319,7 +319,7 @@ def test_documents_that_an_administrator_writes_into_the_store_are_not_believed(
     stranger = Ed25519PrivateKey.generate()
     accepted = ImportGrant(
         grant=body.grant, terms_hash=body.terms_hash, stream=forged, destination_stream=forged,
-        from_region=SOURCE, to_region=DESTINATION, bridge=BRIDGE_ID, accepted_by="nobody",
+        from_region=SOURCE, to_region=DESTINATION, bridge=BRIDGE_ID, accepted_by="spiffe://eu-west.acme/operator/nobody", approvals=0, separate=False,
         policy_revision=1, policy_hash=body.policy_hash, signed_at=body.signed_at,
     )  # fmt: skip
     half = sign(Purpose.IMPORT, DESTINATION, canonical(accepted), stranger)

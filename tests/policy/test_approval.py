@@ -101,7 +101,7 @@ def test_a_signature_for_another_purpose_or_body_is_none() -> None:
             open_approval(approval, roots())
 
 
-@pytest.mark.parametrize("at", [MADE_MS - DAY, MADE_MS + 31 * DAY, (1 << 53) - 1])
+@pytest.mark.parametrize("at", [0, MADE_MS + 31 * DAY, (1 << 53) - 1])
 def test_a_certificate_that_was_not_valid_at_the_time_approves_nothing(at: int) -> None:
     with pytest.raises(SignatureError, match=r"valid only from|expired|out of range"):
         open_approval(sign_approval(HASH, approver("dpo"), at), roots())

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from approvers import roots, with_approvals
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from departures import DAY, terms
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from felix.errors import Code
 from felix.names import SpiffeId, StreamName
+from policy.approval import Document
 from policy.grant import (
     CODES,
     TRANSITIONS,
@@ -46,6 +48,7 @@ US_POLICY = parse_policy((EXAMPLES / "residency.yaml").read_text(), "us.yaml")
 EU_POLICY = parse_policy((EXAMPLES / "residency-eu-west.yaml").read_text(), "eu.yaml")
 US_KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 EU_KEY = Ed25519PrivateKey.from_private_bytes(bytes(32))
+BOB = "spiffe://eu-west.acme/operator/bob"
 MALLORY = Ed25519PrivateKey.from_private_bytes(b"m" * 32)
 TRUSTED = {"us-east": [raw_public_key(US_KEY)], "eu-west": [raw_public_key(EU_KEY)]}
 
@@ -53,7 +56,7 @@ NOW = 10 * DAY
 TERMS = terms(not_before=DAY)
 GRANT = grant_id(TERMS.hash())
 EXPORT = sign_export(TERMS, US_POLICY, US_KEY, NOW)
-IMPORT = sign_import(EXPORT, EU_POLICY, EU_KEY, TRUSTED, "bob", NOW)
+IMPORT = sign_import(EXPORT, EU_POLICY, EU_KEY, TRUSTED, BOB, NOW)
 ATTEMPT = Attempt(
     StreamName.parse("acme/ops/departures"),
     "us-east",
@@ -62,8 +65,9 @@ ATTEMPT = Attempt(
 )
 
 
-def book(*documents: SignedDocument) -> GrantBook:
-    return GrantBook(documents, TRUSTED)
+def book(*documents: Document) -> GrantBook:
+    """All of them, and the approvals of their export grants besides."""
+    return GrantBook(with_approvals(*documents), TRUSTED, roots())
 
 
 def standing(
@@ -94,7 +98,7 @@ def test_two_halves_let_the_stream_cross_on_both_sides() -> None:
         assert found.terms == TERMS
         assert found.terms_hash == TERMS.hash()
         assert str(found.destination_stream) == "acme/ops/departures"
-        assert found.accepted.accepted_by == "bob"
+        assert found.accepted.accepted_by == BOB
 
 
 # ---------------------------------------------------------------------------------------- every refusal
@@ -138,7 +142,7 @@ BUDGET_ID = grant_id(BUDGET_TERMS.hash())
         (RefusalKind.DENIED, f"The grant {GRANT} is against the policy of us-east, revision 1: acme/ops/departures must not leave for eu-west", {"policy": DENYING}),
         (RefusalKind.DENIED, "us-east denies that acme/ops/departures crosses from us-east to eu-west: audit.", {"documents": (EXPORT, IMPORT, deny(reason="audit"))}),
         (RefusalKind.DENIED, "eu-west denies that acme/ops/departures crosses from us-east to eu-west.", {"documents": (EXPORT, IMPORT, deny(region="eu-west", streams="acme/ops/*", peer="us-east"))}),
-        (RefusalKind.BUDGET, f"The grant {BUDGET_ID} has used up its budget of 1MB: 1000001 bytes crossed.", {"documents": (BUDGET, sign_import(BUDGET, EU_POLICY, EU_KEY, TRUSTED, "bob", NOW)), "used": {BUDGET_ID: 1_000_001}}),
+        (RefusalKind.BUDGET, f"The grant {BUDGET_ID} has used up its budget of 1MB: 1000001 bytes crossed.", {"documents": (BUDGET, sign_import(BUDGET, EU_POLICY, EU_KEY, TRUSTED, BOB, NOW)), "used": {BUDGET_ID: 1_000_001}}),
         (RefusalKind.LOOP, "The records have been in eu-west already; they do not return there.", {"attempt": ATTEMPT._replace(path=("eu-west", "us-east"))}),
         (RefusalKind.ONWARD, f"The records came from ap-south, and the grant {GRANT} does not allow onward transfer.", {"attempt": ATTEMPT._replace(path=("ap-south", "us-east"))}),
     ],
@@ -165,7 +169,7 @@ def test_every_kind_of_refusal_has_a_code() -> None:
 
 
 def test_the_budget_and_the_clock_hold_to_the_last_unit() -> None:
-    half = sign_import(BUDGET, EU_POLICY, EU_KEY, TRUSTED, "bob", NOW)
+    half = sign_import(BUDGET, EU_POLICY, EU_KEY, TRUSTED, BOB, NOW)
     assert isinstance(book(BUDGET, half).check(ATTEMPT, US_POLICY, NOW, {BUDGET_ID: 999_999}), Allowed)
     assert isinstance(book(BUDGET, half).check(ATTEMPT, US_POLICY, NOW, {BUDGET_ID: 1_000_000}), Refusal)
     assert isinstance(book(EXPORT, IMPORT).check(ATTEMPT, US_POLICY, 80 * DAY - 1), Allowed)
@@ -176,7 +180,7 @@ def test_onward_transfer_needs_the_grant_and_the_policy() -> None:
     policy = parse_policy(_loose, "us.yaml")
     eu = parse_policy(EU_POLICY.text.replace("lifetime: 90d", "lifetime: 90d\n    onward: true"), "eu.yaml")
     onward = sign_export(terms(not_before=DAY, onward=True), policy, US_KEY, NOW)
-    half = sign_import(onward, eu, EU_KEY, TRUSTED, "bob", NOW)
+    half = sign_import(onward, eu, EU_KEY, TRUSTED, BOB, NOW)
     attempt = ATTEMPT._replace(path=("ap-south", "us-east"))
     assert isinstance(book(onward, half).check(attempt, policy, NOW), Allowed)
     assert refusal(book(onward, half).check(attempt, US_POLICY, NOW)).kind is RefusalKind.AGAINST_POLICY
@@ -191,7 +195,7 @@ def test_a_policy_change_stops_a_standing_grant_and_its_return_lets_it_go_on() -
 
 def test_one_good_grant_suffices_beside_refused_ones() -> None:
     renewed = sign_export(terms(not_before=DAY, reference="SCC-2027-001"), US_POLICY, US_KEY, NOW)
-    half = sign_import(renewed, EU_POLICY, EU_KEY, TRUSTED, "bob", NOW)
+    half = sign_import(renewed, EU_POLICY, EU_KEY, TRUSTED, BOB, NOW)
     revoked = standing(StandingAction.REVOKE, 1)
     found = book(EXPORT, IMPORT, revoked, renewed, half).check(ATTEMPT, US_POLICY, NOW)
     assert isinstance(found, Allowed)
@@ -211,7 +215,7 @@ def test_a_wildcard_grant_lets_each_stream_cross_under_its_own_name_but_not_the_
     policy = parse_policy(text, "us.yaml")
     eu_text = EU_POLICY.text.replace("    streams: [acme/ops/departures]\n", "    wildcards: true\n")
     export = sign_export(terms(stream="acme/ops/*", wildcard=True), policy, US_KEY, NOW)
-    both = book(export, sign_import(export, parse_policy(eu_text, "eu"), EU_KEY, TRUSTED, "bob", NOW))
+    both = book(export, sign_import(export, parse_policy(eu_text, "eu"), EU_KEY, TRUSTED, BOB, NOW))
     found = both.check(ATTEMPT._replace(stream=StreamName.parse("acme/ops/gates")), policy, NOW)
     assert isinstance(found, Allowed)
     assert str(found.destination_stream) == "acme/ops/gates"
@@ -240,14 +244,14 @@ def test_a_grant_against_the_policy_cannot_be_made() -> None:
 
 def test_a_destination_accepts_only_what_is_for_it_genuine_and_within_its_own_policy() -> None:
     with pytest.raises(SignatureError):
-        sign_import(FORGED_EXPORT, EU_POLICY, EU_KEY, TRUSTED, "bob", NOW)
+        sign_import(FORGED_EXPORT, EU_POLICY, EU_KEY, TRUSTED, BOB, NOW)
     with pytest.raises(GrantError, match="is for eu-west; this region is us-east"):
-        sign_import(EXPORT, US_POLICY, US_KEY, TRUSTED, "bob", NOW)
+        sign_import(EXPORT, US_POLICY, US_KEY, TRUSTED, BOB, NOW)
     with pytest.raises(GrantError, match="expired"):
-        sign_import(EXPORT, EU_POLICY, EU_KEY, TRUSTED, "bob", 80 * DAY)
+        sign_import(EXPORT, EU_POLICY, EU_KEY, TRUSTED, BOB, 80 * DAY)
     strict = parse_policy(EU_POLICY.text.replace("bases: [scc, adequacy]", "bases: [bcr]"), "eu")
     with pytest.raises(ResidencyError, match="The basis scc is not accepted here"):
-        sign_import(EXPORT, strict, EU_KEY, TRUSTED, "bob", NOW)
+        sign_import(EXPORT, strict, EU_KEY, TRUSTED, BOB, NOW)
 
 
 def test_an_export_grant_whose_hash_is_not_that_of_its_terms_is_refused_even_if_signed() -> None:
@@ -361,7 +365,9 @@ def test_a_third_region_cannot_revoke_or_deny() -> None:
     trusted = {**TRUSTED, "ap-south": [raw_public_key(MALLORY)]}
     word = Standing(grant=GRANT, action=StandingAction.REVOKE, region="ap-south", sequence=1, at=NOW, by="m")
     no = DenyEntry(streams="*/*/*", peer="*", region="ap-south", sequence=1, at=NOW, by="m")
-    found = GrantBook([EXPORT, IMPORT, sign_standing(word, MALLORY), sign_deny(no, MALLORY)], trusted)
+    found = GrantBook(
+        with_approvals(EXPORT, IMPORT, sign_standing(word, MALLORY), sign_deny(no, MALLORY)), trusted, roots()
+    )
     assert isinstance(found.check(ATTEMPT, US_POLICY, NOW), Allowed)
     assert found.get(GRANT, NOW).state is GrantState.ACTIVE
 
@@ -421,7 +427,7 @@ def test_final_states_are_final_and_nothing_is_active_that_was_not_accepted(even
     state, accepted, ended = GrantState.OFFERED, False, None
     for event in events:
         state = advance(state, event)
-        accepted = accepted or event is GrantEvent.ACCEPT
+        accepted = accepted or event is GrantEvent.COMPLETE
         if ended is not None:
             assert state is ended
         if state in (GrantState.REVOKED, GrantState.EXPIRED):

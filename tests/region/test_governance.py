@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from bridge_mesh import BRIDGE, POLICIES, STREAM, Mesh, two_regions, until
+from bridge_mesh import ACCEPTED_BY, BRIDGE, POLICIES, STREAM, Mesh, two_regions, until
 from region_home import make_region
 from region_peer import raw_peer
 
@@ -61,8 +61,7 @@ async def granted(mesh: Mesh) -> str:
     """Both halves in the source, and the bridge's right to read there."""
     await mesh.create()
     body, export, accepted = mesh.sign_grant()
-    await mesh.put("us-east", "export", export)
-    await mesh.put("us-east", "import", accepted)
+    await mesh.agree("us-east", body, export, accepted)
     governance(mesh).check_export(mesh.bridge_id, body.grant, NAME, "read")
     return body.grant
 
@@ -124,7 +123,9 @@ async def test_the_other_half_of_a_grant_cannot_be_forged_with_a_bundle_of_ones_
     false = make_region(tmp_path / "false", "eu-west")
     key = load_signing_key(false.policy_key).private_key
     trusted = {"us-east": mesh.bundle("us-east").policy_keys}
-    accepted = sign_import(export, parse_policy(POLICIES["eu-west"], "eu"), key, trusted, "mallory", now_ms())
+    accepted = sign_import(
+        export, parse_policy(POLICIES["eu-west"], "eu"), key, trusted, ACCEPTED_BY, now_ms()
+    )
     store = catalog(mesh)
     entry = await store.store.get(store.keys.trusted("eu-west"))
     assert entry is not None
@@ -199,7 +200,7 @@ async def test_a_bridge_of_another_region_is_told_of_its_own_grants_only(mesh: M
             with pytest.raises(RequestError) as refused:
                 await peer.ask(ListDocuments(kind), number)
             assert refused.value.code is Code.FORBIDDEN
-        for number, kind in enumerate(("export", "import", "standing", "deny"), 10):
+        for number, kind in enumerate(("export", "import", "approval", "standing", "deny"), 10):
             assert await peer.ask(ListDocuments(kind), number) == DocumentPage({}, False)
         _, export, _ = mesh.sign_grant()
         await mesh.put("eu-west", "export", export)
@@ -235,7 +236,7 @@ async def test_a_region_has_no_say_in_grants_that_are_not_its_own(mesh: Mesh) ->
 async def test_another_region_cannot_fill_the_store_with_documents(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("region.governance.PEER_DOCUMENTS_MAX", 2)
+    monkeypatch.setattr("region.governance.PEER_DOCUMENTS_MAX", 3)
     grant = await granted(mesh)
     node, identity = mesh.nodes["us-east"], load_identity(mesh.us.identity(BRIDGE))
 
