@@ -1,0 +1,21 @@
+"""The state folder that version 0.1 wrote (tests/vectors/version-0.1), laid out anew for a test."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+from typing import Final
+
+HOME: Final = Path(__file__).parent / "vectors" / "version-0.1" / "home.tar.xz"
+
+EGRESS: Final = "us-east/bridges/us-east-to-eu-west/egress"
+US_EAST: Final = "us-east/data/audit"
+EU_WEST: Final = "eu-west/data/audit"
+
+
+def lay_out(folder: Path) -> Path:
+    """Unpack it into a new folder, which is returned: the FELIX_HOME of then."""
+    home = folder / "home"
+    with tarfile.open(HOME) as archive:
+        archive.extractall(home, filter="data")
+    return home
