@@ -32,6 +32,7 @@ from cli import (
     stream,
     subscription,
     top,
+    witness,
 )
 from cli.output import err
 from felix.errors import Code, FelixError
@@ -67,6 +68,7 @@ app.add_typer(policy.app, name="policy")
 app.add_typer(keys.app, name="keys")
 app.add_typer(log.app, name="log")
 app.add_typer(audit.app, name="audit")
+app.add_typer(witness.app, name="witness")
 app.add_typer(bench.app, name="bench")
 app.command("top")(top.top)
 app.command("doctor")(doctor.doctor)

@@ -1,0 +1,193 @@
+"""Submitting a log's checkpoints to outside witnesses: a thread for each, so that none waits for another.
+
+Each thread looks at what the log offers, once a second and when told to, and asks its witness to cosign it; what comes
+back is verified and kept on the log's checkpoint. A witness that fails is asked again after a pause that doubles up to a
+minute. Nothing here holds up the log, and nothing of it is on an event loop.
+
+Invariants: all witnesses are shown the same checkpoint (audit.trail, `offer`); what a witness answers counts only where
+its key's signature holds; a witness that has more leaves than the log ever checkpointed says that the log was rolled back,
+or lies: it is reported, and asked again only rarely. Callers: bridge.agent, region.node.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from audit.lag import Lag
+from audit.note import Note, Verified, encode_note, parse_note, verify_note
+from audit.trail import Trail
+from audit.tree_head import parse_tree_head
+from audit.witness_client import Behind, Cosigned, WitnessClient, WitnessTarget
+from audit.witness_protocol import AddCheckpoint
+from felix.errors import FelixError, TamperError
+
+log = logging.getLogger("felix.audit.submission")
+
+POLL_S: Final = 1.0
+PAUSE_S: Final = 1.0
+"""After the first failure; doubled with each further one."""
+PAUSE_S_MAX: Final = 60.0
+WITNESSES_MAX: Final = 16
+"""Of one log: a thread each."""
+_STOP_S: Final = 5.0
+
+
+class SubmissionStatus(NamedTuple):
+    """How far one witness is; for `status` and metrics."""
+
+    witness: str
+    url: str
+    size: int
+    """leaves of the log that it has cosigned"""
+    lag_ms: int
+    """for how long there has been a leaf that it has not cosigned"""
+    failures: int
+    """since it last cosigned"""
+    sentence: str
+    """what went wrong last, empty where nothing did"""
+
+
+class Submission:
+    """One log's checkpoints to one witness. `start`, then `stop`."""
+
+    def __init__(
+        self, trail: Trail, target: WitnessTarget, *, poll_s: float = POLL_S, pause_s: float = PAUSE_S
+    ) -> None:
+        self._trail, self._target = trail, target
+        self._client = WitnessClient(target)
+        self._poll_s, self._pause_s = poll_s, pause_s
+        self._lag = Lag()
+        self._known = 0
+        self._size = 0
+        self._failures = 0
+        self._sentence = ""
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=f"witness-{target.url}", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._trail.trust_witnesses(self._target.keys)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, also a call that is under way. Blocks for some seconds at most. Safe to call twice."""
+        self._stopping = True
+        self._wake.set()
+        self._client.cancel()
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+
+    def wake(self) -> None:
+        """Look at once what the log offers."""
+        self._wake.set()
+
+    def status(self) -> SubmissionStatus:
+        """Where it is. Does not block."""
+        now_ms = _monotonic_ms()
+        self._lag.update(now_ms, self._size, self._trail.status().durable)
+        name = self._target.keys[0].name
+        return SubmissionStatus(
+            name, self._target.url, self._size, self._lag.ms(now_ms), self._failures, self._sentence
+        )
+
+    def _run(self) -> None:
+        self._size = max(
+            (held.checkpoint.size for held in self._trail.cosigned() if self._is_by_it(held.cosigned)),
+            default=0,
+        )
+        self._known = self._size
+        while not self._stopping:
+            pause_s = self._poll_s
+            try:
+                self.submit()
+                self._failures, self._sentence = 0, ""
+            except FelixError as error:
+                pause_s = self._failed(error.sentence)
+            except Exception as error:
+                log.exception("submitting to %s failed", self._target.url)
+                pause_s = self._failed(str(error))
+            self._lag.update(_monotonic_ms(), self._size, self._trail.status().durable)
+            self._wake.wait(pause_s)
+            self._wake.clear()
+
+    def _failed(self, sentence: str) -> float:
+        self._failures += 1
+        if sentence != self._sentence and not self._stopping:
+            log.warning(
+                "the witness %s has not cosigned %s: %s", self._target.url, self._trail.key.name, sentence
+            )
+        self._sentence = sentence
+        # Spread, so that many logs do not come back to a witness at one moment.
+        pause_s = min(PAUSE_S_MAX, self._pause_s * float(2 ** min(self._failures - 1, 10)))
+        return pause_s * (0.5 + random.random() / 2)  # noqa: S311 - nothing secret is drawn
+
+    def _is_by_it(self, cosigned: Iterable[Verified]) -> bool:
+        return any(by.key in self._target.keys for by in cosigned)
+
+    def submit(self) -> None:
+        """One look: nothing where the offered checkpoint has this witness's cosignature. Raises FelixError, OSError."""
+        for _ in range(3):
+            offered = self._trail.offer(at_least=self._known)
+            note = parse_note(offered)
+            size = parse_tree_head(note.text).size
+            if not size or self._trail.is_cosigned_by(offered, self._target.keys):
+                return
+            if self._known > size:
+                self._known = self._size
+                raise TamperError(
+                    f"The witness {self._target.url} has cosigned {self._known} leaves of {self._trail.key.name}, whose "
+                    f"newest checkpoint has {size}: the log was rolled back, or the witness is wrong."
+                )
+            proof = self._trail.consistency_proof(self._known, size) if 0 < self._known < size else []
+            answer = self._client.add_checkpoint(AddCheckpoint(self._known, tuple(proof), offered))
+            if isinstance(answer, Behind):
+                # Another start, another size: once more from what it has.
+                self._known = answer.size
+                continue
+            self._keep(note, answer)
+            self._size = self._known = size
+            return
+        raise TamperError(f"The witness {self._target.url} names another size each time it is asked.")
+
+    def _keep(self, note: Note, answer: Cosigned) -> None:
+        verified = verify_note(Note(note.text, answer.signatures), self._target.keys)
+        known = {(by.key.name, by.key.key_id) for by in verified if by.time_s}
+        lines = [line for line in answer.signatures if (line.name, line.key_id) in known]
+        self._trail.add_cosigned(encode_note(note.with_signatures(lines)))
+
+
+class Submissions:
+    """One log's checkpoints to all its outside witnesses."""
+
+    def __init__(self, trail: Trail, targets: Iterable[WitnessTarget]) -> None:
+        self._all = [Submission(trail, target) for target in targets]
+        assert len(self._all) <= WITNESSES_MAX
+
+    def start(self) -> None:
+        """Begin with all of them."""
+        for each in self._all:
+            each.start()
+
+    def stop(self) -> None:
+        """End all of them. Blocks for some seconds at most."""
+        for each in self._all:
+            each.wake()
+        threads = [threading.Thread(target=each.stop, daemon=True) for each in self._all]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(_STOP_S)
+
+    def status(self) -> list[SubmissionStatus]:
+        """Each witness, in the order of the configuration."""
+        return [each.status() for each in self._all]
+
+
+def _monotonic_ms() -> int:
+    return int(time.monotonic() * 1000)

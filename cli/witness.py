@@ -1,0 +1,150 @@
+"""`felix witness`: an outside witness for anybody's transparency logs (c2sp.org/tlog-witness), and no part of a region."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+import time
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from audit.note import VerifierKey
+from audit.witness_policy import WitnessPolicy
+from audit.witness_server import WitnessServer
+from audit.witness_service import WitnessService
+from audit.witness_sqlite import KnownLog, WitnessState, init_witness
+from cli.output import note, out, print_json, table
+from cli.setting import JsonOption, read_file, run, stop_signals
+from felix.address import Address
+from felix.errors import Code, RequestError
+
+app = typer.Typer(help="A witness that cosigns the checkpoints of other parties' logs.", no_args_is_help=True)
+
+DEFAULT_LISTEN: Final = "127.0.0.1:7480"
+
+Folder = Annotated[Path, typer.Option("--dir", help="The witness's folder: its keys and its state.")]
+
+
+@app.command("init")
+def init(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="What its cosignatures are called: a URL without scheme, as in witness.example/w1."
+        ),
+    ],
+    folder: Folder = Path("felix-witness"),
+) -> None:
+    """Make a witness: an Ed25519 and an ML-DSA-44 key, and an empty state that belongs to them."""
+    keys = init_witness(folder, name)
+    out.print(f"{folder}: the witness {name}. Others verify its cosignatures with these keys:", markup=False)
+    for key in keys:
+        print(key)
+    note(f"Next: felix witness add-log VKEY --dir {folder}, then: felix witness serve --dir {folder}")
+
+
+@app.command("add-log")
+def add_log(
+    keys: Annotated[list[str] | None, typer.Argument(help="Verifier keys of a log, NAME+ID+KEY.")] = None,
+    origin: Annotated[str, typer.Option(help="The log's origin, where it is not its key's name.")] = "",
+    logs: Annotated[
+        Path | None, typer.Option("--from", help="A tlog-policy file: take all the logs that it lists.")
+    ] = None,
+    folder: Folder = Path("felix-witness"),
+) -> None:
+    """Cosign a log from now on. A log with several keys is named once for each of them."""
+    wanted = [VerifierKey.parse(text) for text in keys or []]
+    if logs is not None:
+        wanted += WitnessPolicy.parse(read_file(logs, "The list of logs")).log_keys
+    if not wanted:
+        raise RequestError("No log is named.", hint="Give its verifier key, or a file with --from.")
+    state = WitnessState.open(folder)
+    try:
+        for key in wanted:
+            added = state.add_log(origin or key.name, key)
+            out.print(
+                f"{origin or key.name}: {'cosigned from now on' if added else 'known already'}", markup=False
+            )
+    finally:
+        state.close()
+
+
+@app.command("list")
+def list_(folder: Folder = Path("felix-witness"), json: JsonOption = False) -> None:
+    """List the logs that are cosigned, and how far."""
+    state = WitnessState.open(folder)
+    try:
+        logs = state.logs()
+        keys = [str(signer.key) for signer in state.signers]
+    finally:
+        state.close()
+    if json:
+        rows = [
+            {"origin": log.origin, "size": log.held.size, "root": _root(log), "keys": _kinds(log)}
+            for log in logs
+        ]
+        print_json({"witness": state.name, "keys": keys, "logs": rows})
+        return
+    table(
+        state.name,
+        ["origin", "cosigned#", "root", "keys"],
+        [[log.origin, log.held.size, _root(log)[:16], ", ".join(_kinds(log))] for log in logs],
+    )
+
+
+def _root(log: KnownLog) -> str:
+    return (log.held.root or b"").hex()
+
+
+def _kinds(log: KnownLog) -> list[str]:
+    return [key.algorithm.name.lower().replace("_", "-") for key in log.keys]
+
+
+@app.command("serve")
+def serve(
+    listen: Annotated[str, typer.Option(help="Host and port; port 0 takes any.")] = DEFAULT_LISTEN,
+    prefix: Annotated[str, typer.Option(help="What stands before the calls in a path, behind a proxy.")] = "",
+    tls_cert: Annotated[Path | None, typer.Option(help="A certificate chain (PEM), to serve https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
+    folder: Folder = Path("felix-witness"),
+) -> None:
+    """Serve add-checkpoint over HTTP until interrupted. Refuses to start where its state is lost or older."""
+    address = Address.parse(listen)
+    tls: ssl.SSLContext | None = None
+    if (tls_cert is None) is not (tls_key is None):
+        raise RequestError("TLS needs both --tls-cert and --tls-key.")
+    if tls_cert is not None:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            tls.load_cert_chain(tls_cert, tls_key)
+        except OSError as error:
+            raise RequestError(f"The certificate or its key cannot be read: {error}.") from error
+    logging.getLogger("felix").setLevel(logging.INFO)
+    state = WitnessState.open(folder, serve=True)
+    try:
+        run(_serve(state, address, prefix, tls))
+    finally:
+        state.close()
+
+
+async def _serve(state: WitnessState, address: Address, prefix: str, tls: ssl.SSLContext | None) -> None:
+    service = WitnessService(state, lambda: int(time.time()))
+    server = WitnessServer(service, address.host, address.port, prefix=prefix, tls=tls)
+    ended: asyncio.Event = stop_signals()
+    try:
+        await server.start()
+    except OSError as error:
+        raise RequestError(
+            f"{address} cannot be used: {error.strerror or error}.",
+            code=Code.CONFIG_INVALID,
+            hint="Name another one with --listen.",
+        ) from error
+    try:
+        scheme = "http" if tls is None else "https"
+        note(f"{state.name} serves at {scheme}://{address.host}:{server.port}{prefix}; end it with Ctrl-C")
+        await ended.wait()
+    finally:
+        await server.close()
