@@ -104,8 +104,7 @@ async def test_streams_that_end_in_order_or_are_reset_give_their_places_back(
     """More ingest streams one after the other than a session may have at once: each is ended on both sides."""
     await mesh.create()
     body, export, accepted = mesh.sign_grant()
-    await mesh.put("eu-west", "export", export)
-    await mesh.put("eu-west", "import", accepted)
+    await mesh.agree("eu-west", body, export, accepted)
     stream_name = StreamName.parse(STREAM)
     scope = TransferScope(
         "us-east", "eu-west", stream_name, b"i" * 16, stream_name, 0, 1, body.grant, bytes.fromhex(body.terms_hash),
