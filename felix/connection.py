@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,7 +31,7 @@ from felix.address import Address
 from felix.backoff import Backoff, BackoffPolicy
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError, error_for
 from felix.frames import AppendedBody, Frame, FrameDecoder, FrameType
-from felix.identity import Proof, prove
+from felix.identity import NONCE_BYTES, Binding, Proof, prove
 from felix.messages import (
     Answer,
     Challenge,
@@ -211,11 +212,11 @@ class Link:
     """One QUIC connection and the session on it; the Handler that the transport calls."""
 
     def __init__(
-        self, *, region: str, prove_to: Callable[[Challenge, str], Proof], limits: TransportLimits
+        self, *, region: str, prove: Callable[[Challenge, Binding], Proof], limits: TransportLimits
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._region = region
-        self._prove_to = prove_to
+        self._prove = prove
         self._backlog_high_bytes = limits.backlog_high_bytes
         self._connection: Connection | None = None
         self._session: ClientSession | None = None
@@ -248,9 +249,12 @@ class Link:
 
     def connected(self, connection: Connection) -> None:
         self._connection = connection
-        name = connection.server_name
         self._session = ClientSession(
-            region=self._region, software=SOFTWARE, prove=lambda challenge: self._prove_to(challenge, name)
+            region=self._region,
+            software=SOFTWARE,
+            nonce=os.urandom(NONCE_BYTES),
+            leaf_sha256=connection.server_leaf_sha256,
+            prove=self._prove,
         )
         self._control = connection.open_stream(bidirectional=True)
         self._flush()
@@ -859,7 +863,7 @@ class RegionConnection:
         credentials = await asyncio.to_thread(load_credentials, self.profile)
         link = Link(
             region=self.profile.region,
-            prove_to=lambda challenge, name: self._prove(credentials, challenge, name),
+            prove=lambda challenge, binding: self._prove(credentials, challenge, binding),
             limits=self._limits,
         )
         tls = ClientTls(credentials.root_pem, self.profile.tls_name)
@@ -890,14 +894,14 @@ class RegionConnection:
         self._linked.set()
         return link
 
-    def _prove(self, credentials: Credentials, challenge: Challenge, server_name: str) -> Proof:
+    def _prove(self, credentials: Credentials, challenge: Challenge, binding: Binding) -> Proof:
         if challenge.mesh != self.profile.mesh:
             raise RequestError(
                 f"Asked for mesh {self.profile.mesh!r} and reached {challenge.mesh!r}; nothing was sent there.",
                 code=Code.WRONG_REGION,
                 hint="Check the addresses in the profile.",
             )
-        return prove(credentials.identity, challenge.nonce, self.profile.region, server_name)
+        return prove(credentials.identity, binding)
 
     def _link_over(self, link: Link, error: FelixError) -> None:
         if link is not self._link:

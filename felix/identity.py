@@ -1,8 +1,9 @@
 """Identity: who somebody is, and how that is proved on a session and checked.
 
-Proof: the broker sends a nonce; the client signs `felix/identity/1`, a zero byte, then nonce, region and the server
-name that TLS verified, each behind its length (u32), with the key of its certificate (ECDSA P-256, SHA-256), and
-sends its chain. A proof is good for one nonce, one region and one server, so it cannot be passed on.
+Proof: client and broker each send a nonce in the messages that open the handshake; the client signs the context
+`session-proof`: both messages as they crossed, and SHA-256 of the certificate that the server showed in TLS, with the key of
+its own certificate (ECDSA P-256, SHA-256), and sends its chain. A proof is good for one session with the holder of one TLS
+key, and for what was negotiated in it: it cannot be passed on, nor can version, region or features be changed on the way.
 
 Checking, in this order, each refusal with its own sentence:
 
@@ -24,7 +25,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from cryptography import x509
@@ -242,16 +243,26 @@ class Proof(msgspec.Struct, frozen=True):
     signature: bytes
 
 
-def _proof_message(nonce: bytes, region: str, server_name: str) -> bytes:
-    return bind("identity", nonce, region, server_name)
+class Binding(NamedTuple):
+    """What one session's proof is bound to.
+
+    `hello` and `challenge`: the bodies of both messages as they crossed, the client's and the broker's, each with 32 random
+    bytes of its sender. `leaf_sha256`: of the certificate (DER) that the server showed in the TLS handshake beneath.
+    """
+
+    hello: bytes
+    challenge: bytes
+    leaf_sha256: bytes
+
+    def message(self) -> bytes:
+        """What is signed."""
+        assert len(self.leaf_sha256) == 32  # both engines give it; without it a proof could be passed on
+        return bind("session-proof", self.hello, self.challenge, self.leaf_sha256)
 
 
-def prove(identity: Identity, nonce: bytes, region: str, server_name: str) -> Proof:
-    """The answer to a challenge: `nonce` from it, `server_name` as TLS verified it, `region` as asked for."""
-    if len(nonce) != NONCE_BYTES:
-        raise _refuse(f"A challenge has a nonce of {NONCE_BYTES} bytes, not {len(nonce)}.", Code.PROTOCOL)
-    signature = identity.private_key.sign(_proof_message(nonce, region, server_name), _ECDSA_SIGN)
-    return Proof(identity.chain_pem, signature)
+def prove(identity: Identity, binding: Binding) -> Proof:
+    """The answer to a challenge."""
+    return Proof(identity.chain_pem, identity.private_key.sign(binding.message(), _ECDSA_SIGN))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,42 +280,33 @@ class Peer:
 
 def verify_peer(
     proof: Proof,
-    nonce: bytes,
-    region: str,
-    server_name: str | tuple[str, ...],
+    binding: Binding,
     bundle: TrustBundle,
     now_ms: int,
     expected_kinds: Collection[str] = SESSION_KINDS,
 ) -> Peer:
-    """Who sent this proof. `server_name` is this broker's name or names: what its own certificate carries.
+    """Who sent this proof on the session that `binding` describes: our own messages, our own certificate.
 
-    `nonce` is the one sent on this session, used once. Raises RequestError: IDENTITY_REFUSED, IDENTITY_EXPIRED,
-    WRONG_REGION.
+    Raises RequestError: IDENTITY_REFUSED, IDENTITY_EXPIRED, WRONG_REGION.
     """
     peer = verify_chain(proof.chain_pem, bundle, now_ms, expected_kinds)
-    names = (server_name,) if isinstance(server_name, str) else server_name
-    if len(nonce) != NONCE_BYTES or not any(
-        _verifies(peer.public_key, proof.signature, _proof_message(nonce, region, name)) for name in names
-    ):
+    if not _verifies(peer.public_key, proof.signature, binding.message()):
         raise _refuse(
-            f"The signature of {peer.spiffe_id} is not over this session's nonce, region {region!r} and server name "
-            f"{' or '.join(names)!r}.",
-            hint="Connect by a name that this broker's certificate carries, with the region it belongs to.",
+            f"The signature of {peer.spiffe_id} is not over this session's messages and this broker's certificate.",
+            hint="Connect to the broker itself: a proof that was made for another one, or passed on, is of no use.",
         )
     return peer
 
 
 def verify_proof(
     proof: Proof,
-    nonce: bytes,
-    region: str,
-    server_name: str | tuple[str, ...],
+    binding: Binding,
     bundle: TrustBundle,
     now_ms: int,
     expected_kinds: Collection[str] = SESSION_KINDS,
 ) -> SpiffeId:
     """`verify_peer`, for those who only need the name."""
-    return verify_peer(proof, nonce, region, server_name, bundle, now_ms, expected_kinds).spiffe_id
+    return verify_peer(proof, binding, bundle, now_ms, expected_kinds).spiffe_id
 
 
 def verify_chain(

@@ -29,7 +29,8 @@ from felix.settings import (
     Views,
 )
 
-PROTOCOL_VERSIONS: Final = (1,)
+PROTOCOL_VERSIONS: Final = (2,)
+"""Version 1 (release 0.1) is not spoken: its proof of identity was bound to a name that all brokers of a region share."""
 PAGE_MAX: Final = 500
 """Entries in one page of a listing."""
 
@@ -52,10 +53,12 @@ class Message(msgspec.Struct, frozen=True, tag_field="is", omit_defaults=True):
 
 
 class ClientHello(Message, frozen=True, tag="client_hello"):
-    """First frame of a session: what the client speaks and which region it means to reach."""
+    """First frame of a session: what the client speaks, which region it means to reach, and 32 random bytes that make its
+    proof one of this session alone. (`nonce` is empty in version 1, which is refused by its version.)"""
 
     versions: list[int]
     region: Name
+    nonce: bytes = b""
     software: Name = ""
     features: list[Name] = []
 

@@ -1,8 +1,8 @@
 """The control stream of a session, both ends of it, without I/O: bytes in, events out, bytes to send kept aside.
 
 Handshake: client hello → challenge → proof → welcome. Identity is proved here, not by TLS client certificates:
-TLS has proved the broker to the client, the client's signature over nonce, region and server name proves the
-client to the broker (docs/wire.md). The transitions are the table below; the code runs on it.
+TLS has proved the broker to the client; the client's signature over the first two messages and the broker's certificate
+proves the client to that broker (docs/wire.md). The transitions are the table below; the code runs on it.
 
 Invariants: nothing but handshake frames is accepted before the session stands, and no more than
 HANDSHAKE_BYTES_MAX of them; credit only ever grows; a session that has raised is finished.
@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 from felix.errors import Code, FelixError, ProtocolError, RequestError
 from felix.frames import (
+    FRAME_HEADER_BYTES,
     HANDSHAKE_BYTES_MAX,
     AppendedBody,
     Credit,
@@ -28,7 +29,7 @@ from felix.frames import (
     decode_offsets,
     encode_frame,
 )
-from felix.identity import NONCE_BYTES, Peer, Proof
+from felix.identity import NONCE_BYTES, Binding, Peer, Proof
 from felix.messages import (
     PROTOCOL_VERSIONS,
     Answer,
@@ -250,10 +251,20 @@ class _Control:
 class ServerSession(_Control):
     """The broker's end of a control stream.
 
-    `verify` is given the proof and the nonce, and returns who it proves or raises RequestError.
+    `verify` is given the proof and what it must be bound to, and returns who it proves or raises RequestError.
     """
 
-    __slots__ = ("_broker", "_mesh", "_nonce", "_region", "_verify", "_welcomed", "hello")
+    __slots__ = (
+        "_binding",
+        "_broker",
+        "_leaf_sha256",
+        "_mesh",
+        "_nonce",
+        "_region",
+        "_verify",
+        "_welcomed",
+        "hello",
+    )
 
     def __init__(
         self,
@@ -262,10 +273,14 @@ class ServerSession(_Control):
         mesh: str,
         broker: str,
         nonce: bytes,
-        verify: Callable[[Proof, bytes], Peer],
+        leaf_sha256: bytes,
+        verify: Callable[[Proof, Binding], Peer],
     ) -> None:
+        """`leaf_sha256`: of the certificate that this broker showed on this connection (port.Connection)."""
         super().__init__(State.AWAIT_HELLO, _TO_BROKER)
         assert len(nonce) == NONCE_BYTES
+        self._leaf_sha256 = leaf_sha256
+        self._binding: Binding | None = None
         self._region, self._mesh, self._broker = region, mesh, broker
         self._nonce = nonce
         self._verify = verify
@@ -293,7 +308,7 @@ class ServerSession(_Control):
                 case FrameType.PONG if self._welcomed:
                     pass
                 case FrameType.HANDSHAKE:
-                    event = self._handshake(decode_handshake(frame.body), now_ms)
+                    event = self._handshake(bytes(frame.body), now_ms)
                     if event is not None:
                         events.append(event)
                 case _:
@@ -302,7 +317,8 @@ class ServerSession(_Control):
                     )
         return events
 
-    def _handshake(self, message: Handshake, now_ms: int) -> ServerEvent | None:
+    def _handshake(self, body: bytes, now_ms: int) -> ServerEvent | None:
+        message = decode_handshake(memoryview(body))
         self._step(message)
         if isinstance(message, ClientHello):
             version = max(set(message.versions) & set(PROTOCOL_VERSIONS), default=None)
@@ -312,6 +328,10 @@ class ServerSession(_Control):
                     code=Code.VERSION_UNSUPPORTED,
                     hint="Use a client and a broker of neighbouring releases.",
                 )
+            if len(message.nonce) != NONCE_BYTES:
+                raise ProtocolError(
+                    f"A client_hello has a nonce of {NONCE_BYTES} bytes, not {len(message.nonce)}."
+                )
             if message.region != self._region:
                 raise RequestError(
                     f"This is region {self._region!r}, and the client asked for {message.region!r}.",
@@ -320,11 +340,14 @@ class ServerSession(_Control):
                 )
             self.hello = message
             challenge = Challenge(version, self._region, self._mesh, self._broker, self._nonce, now_ms)
-            self._out.append(encode_message(FrameType.HANDSHAKE, challenge))
+            frame = encode_message(FrameType.HANDSHAKE, challenge)
+            self._binding = Binding(body, frame[FRAME_HEADER_BYTES:], self._leaf_sha256)
+            self._out.append(frame)
             return None
         assert isinstance(message, Prove)
+        assert self._binding is not None
         proof = Proof(message.chain_pem, message.signature)
-        return Authenticated(self._verify(proof, self._nonce))
+        return Authenticated(self._verify(proof, self._binding))
 
     def welcome(self, welcome: Welcome) -> None:
         """Let the authenticated client in."""
@@ -337,19 +360,33 @@ class ServerSession(_Control):
 class ClientSession(_Control):
     """The client's end of a control stream.
 
-    `prove` is given the challenge and returns the proof; the region has been checked before it is called, so
-    a client that reached another region signs nothing there.
+    `prove` is given the challenge and what the proof is bound to, and returns the proof; the region has been checked before it
+    is called, so a client that reached another region signs nothing there.
     """
 
-    __slots__ = ("_challenge", "_prove", "_region")
+    __slots__ = ("_challenge", "_hello", "_leaf_sha256", "_prove", "_region")
 
-    def __init__(self, *, region: str, software: str, prove: Callable[[Challenge], Proof]) -> None:
+    def __init__(
+        self,
+        *,
+        region: str,
+        software: str,
+        nonce: bytes,
+        leaf_sha256: bytes,
+        prove: Callable[[Challenge, Binding], Proof],
+    ) -> None:
+        """`nonce`: random bytes of this session alone. `leaf_sha256`: of the certificate that TLS verified (port.Connection)."""
         super().__init__(State.HELLO_SENT, _TO_CLIENT)
+        assert len(nonce) == NONCE_BYTES
+        self._leaf_sha256 = leaf_sha256
         self._region = region
         self._prove = prove
         self._challenge: Challenge | None = None
-        hello = ClientHello(list(PROTOCOL_VERSIONS), region, software)
-        self._out.append(encode_message(FrameType.HANDSHAKE, hello))
+        frame = encode_message(
+            FrameType.HANDSHAKE, ClientHello(list(PROTOCOL_VERSIONS), region, nonce, software)
+        )
+        self._hello = frame[FRAME_HEADER_BYTES:]
+        self._out.append(frame)
 
     def receive(self, data: bytes) -> list[ClientEvent]:
         """Raises ProtocolError, or RequestError(WRONG_REGION): close the connection."""
@@ -377,12 +414,13 @@ class ClientSession(_Control):
                 case FrameType.PONG:
                     pass
                 case _:
-                    event = self._handshake(decode_handshake(frame.body))
+                    event = self._handshake(bytes(frame.body))
                     if event is not None:
                         events.append(event)
         return events
 
-    def _handshake(self, message: Handshake) -> ClientEvent | None:
+    def _handshake(self, body: bytes) -> ClientEvent | None:
+        message = decode_handshake(memoryview(body))
         self._step(message)
         if isinstance(message, Challenge):
             if message.region != self._region:
@@ -394,7 +432,7 @@ class ClientSession(_Control):
             if message.version not in PROTOCOL_VERSIONS or len(message.nonce) != NONCE_BYTES:
                 raise ProtocolError("The broker's challenge is not of this protocol.", code=Code.PROTOCOL)
             self._challenge = message
-            proof = self._prove(message)
+            proof = self._prove(message, Binding(self._hello, body, self._leaf_sha256))
             self._out.append(encode_message(FrameType.HANDSHAKE, Prove(proof.chain_pem, proof.signature)))
             return None
         assert isinstance(message, Welcome)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from felix.identity import Peer, Proof, TrustBundle, verify_peer
+from felix.identity import Binding, Peer, Proof, TrustBundle, verify_peer
 from felix.messages import CacheTraffic, ReaderTraffic
 from felix.names import RESERVED_TENANT, SpiffeId, StreamName
 from felix.quota import QuotaLimits, Scope
@@ -71,7 +71,6 @@ class Broker:
         self,
         config: RegionConfig,
         *,
-        server_names: tuple[str, ...],
         streams: StreamTable,
         catalog: Catalog,
         budgets: Budgets,
@@ -80,7 +79,6 @@ class Broker:
     ) -> None:
         self.config = config
         self.region, self.mesh, self.broker_id = config.region, config.mesh, config.broker
-        self.server_names = server_names
         self.streams = streams
         self.catalog = catalog
         self.transport_limits = transport_limits
@@ -122,9 +120,9 @@ class Broker:
 
     # -- identity and rights ---------------------------------------------------------------------------
 
-    def verify(self, proof: Proof, nonce: bytes) -> Peer:
+    def verify(self, proof: Proof, binding: Binding) -> Peer:
         """Who the client is. Another region's identity is let in only as a bridge."""
-        peer = verify_peer(proof, nonce, self.region, self.server_names, self.trust, self.clock_ms())
+        peer = verify_peer(proof, binding, self.trust, self.clock_ms())
         identity = peer.spiffe_id
         if identity.region != self.region and identity.kind != "bridge":
             raise RequestError(

@@ -191,7 +191,6 @@ class Node:
         )
         self.broker = broker = Broker(
             config,
-            server_names=self.server_names,
             streams=streams,
             catalog=catalog,
             budgets=budgets,

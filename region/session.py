@@ -106,7 +106,7 @@ class ClientSession:
 
     def __init__(self, services: Services) -> None:
         self.services = services
-        self.broker = broker = services.broker
+        self.broker = services.broker
         self.connection: Connection | None = None
         self.identity: SpiffeId | None = None
         self.peer: Peer | None = None
@@ -129,19 +129,22 @@ class ClientSession:
         self._told_throttled_s = 0.0
         self._timeout: asyncio.TimerHandle | None = None
         self._is_wide = False
-        self._control = ServerSession(
-            region=broker.region,
-            mesh=broker.mesh,
-            broker=broker.broker_id,
-            nonce=os.urandom(NONCE_BYTES),
-            verify=broker.verify,
-        )
+        self._control: ServerSession
 
     # -- transport handler -----------------------------------------------------------------------------
 
     def connected(self, connection: Connection) -> None:
         self.connection = connection
-        self.broker.sessions.add(self)
+        broker = self.broker
+        self._control = ServerSession(
+            region=broker.region,
+            mesh=broker.mesh,
+            broker=broker.broker_id,
+            nonce=os.urandom(NONCE_BYTES),
+            leaf_sha256=connection.server_leaf_sha256,
+            verify=broker.verify,
+        )
+        broker.sessions.add(self)
         loop = asyncio.get_running_loop()
         self._timeout = loop.call_later(HANDSHAKE_TIMEOUT_S, self._handshake_timeout)
 

@@ -6,6 +6,7 @@ peer's is kept. It blocks, and takes what comes only in `pump`; the broker that 
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -18,8 +19,9 @@ from aioquic.quic import events
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection
 from aioquic.quic.packet import QuicProtocolVersion
+from cryptography.hazmat.primitives.hashes import SHA256
 
-from felix.identity import Identity, prove
+from felix.identity import NONCE_BYTES, Identity, prove
 from felix.session import ClientSession, Established
 
 PAYLOAD_BYTES = 1150
@@ -151,6 +153,13 @@ class Stranger:
 
     # -- Felix's handshake -----------------------------------------------------------------------------
 
+    @property
+    def leaf_sha256(self) -> bytes:
+        """Of the certificate that the broker showed."""
+        leaf = self.quic.tls._peer_certificate
+        assert leaf is not None
+        return bytes(leaf.fingerprint(SHA256()))
+
     def prove(self, identity: Identity, region: str) -> bool:
         """Come in as `identity`; False where the broker would not have it."""
         come: list[Established] = []
@@ -158,7 +167,9 @@ class Stranger:
         session = ClientSession(
             region=region,
             software="stranger",
-            prove=lambda challenge: prove(identity, challenge.nonce, challenge.region, self.server_name),
+            nonce=os.urandom(NONCE_BYTES),
+            leaf_sha256=self.leaf_sha256,
+            prove=lambda _, binding: prove(identity, binding),
         )
 
         def step() -> bool:

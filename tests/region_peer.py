@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ import felix
 from felix.batch import NewRecord, encode_batch
 from felix.errors import FelixError
 from felix.frames import Frame, FrameDecoder, FrameType, encode_frame
-from felix.identity import Identity, Proof, load_identity, prove
+from felix.identity import NONCE_BYTES, Binding, Identity, Proof, load_identity, prove
 from felix.messages import Answer, Challenge, Request, decode_answer, decode_error, encode_message
 from felix.session import ClientSession, Established
 from felix.transport.port import ClientTls, Connection, engine_named
@@ -59,6 +60,7 @@ class RawPeer:
     frames: dict[int, list[Frame]] = field(default_factory=dict)
     closed_with: tuple[int, str] | None = None
     challenge: Challenge | None = None
+    binding: Binding | None = None
     established: Established | None = None
     alter_proof: Callable[[Proof], Proof] = lambda proof: proof
     _decoders: dict[int, FrameDecoder] = field(default_factory=dict)
@@ -116,14 +118,18 @@ class RawPeer:
     async def handshake(self) -> None:
         """Come in as `identity`. Raises what the broker refuses it with."""
 
-        def answer(challenge: Challenge) -> Proof:
-            self.challenge = challenge
-            return self.alter_proof(
-                prove(self.identity, challenge.nonce, challenge.region, self.peer.server_name)
-            )
+        def answer(challenge: Challenge, binding: Binding) -> Proof:
+            self.challenge, self.binding = challenge, binding
+            return self.alter_proof(prove(self.identity, binding))
 
         self.open_control()
-        self._session = ClientSession(region=self.region, software="raw", prove=answer)
+        self._session = ClientSession(
+            region=self.region,
+            software="raw",
+            nonce=os.urandom(NONCE_BYTES),
+            leaf_sha256=self.peer.server_leaf_sha256,
+            prove=answer,
+        )
         self.send(self._session.take_output())
         await until(lambda: self.established or self.errors() or self.closed_with)
         if self.established is None:

@@ -80,7 +80,6 @@ class Home:
         self.catalog = Catalog(self.store, "us-east")
         self.broker = Broker(
             config,
-            server_names=("b1.us-east.acme",),
             streams=self.streams,
             catalog=self.catalog,
             budgets=self.budgets,

@@ -310,15 +310,7 @@ class BrokerSession:
         self.broker = broker
         self.connection = connection
         self.control = 0
-        self.session = ServerSession(
-            region=broker.region,
-            mesh=broker.mesh,
-            broker="b1",
-            nonce=os.urandom(32),
-            verify=lambda proof, nonce: verify_peer(
-                proof, nonce, broker.region, SERVER_NAME, TrustBundle([authority().anchor()]), now_ms()
-            ),
-        )
+        self.session: ServerSession
         self.decoders: dict[int, FrameDecoder] = {}
         self.publishers: dict[int, OpenPublisher] = {}
         self.credit_limit = broker.publish_credit_bytes
@@ -335,6 +327,17 @@ class BrokerSession:
     def connected(self, connection: Connection) -> None:
         self.connection = connection
         connection.admit()
+        broker = self.broker
+        self.session = ServerSession(
+            region=broker.region,
+            mesh=broker.mesh,
+            broker="b1",
+            nonce=os.urandom(32),
+            leaf_sha256=connection.server_leaf_sha256,
+            verify=lambda proof, binding: verify_peer(
+                proof, binding, TrustBundle([authority().anchor()]), now_ms()
+            ),
+        )
 
     def stream_reset(self, stream_id: int, code: int) -> None:
         self.ended_streams.add(stream_id)

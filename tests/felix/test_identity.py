@@ -21,6 +21,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from felix.errors import Code, RequestError
 from felix.identity import (
     CHAIN_BYTES_MAX,
+    Binding,
     Identity,
     Proof,
     TrustAnchor,
@@ -40,7 +41,6 @@ from keys.authority import RegionAuthority, create_authority
 
 NOW = 1_764_000_000_000
 DAY = 86_400_000
-NONCE = bytes(range(32))
 ORDERS = SpiffeId.parse("spiffe://us-east.acme/client/orders-svc")
 
 
@@ -107,62 +107,55 @@ def refused(code: Code, match: str) -> object:
     return Check()
 
 
+BINDING = Binding(b"hello", b"challenge", bytes(range(32)))
+
+
 def test_a_proof_shows_who_sent_it_and_until_when() -> None:
-    proof = prove(orders(), NONCE, "us-east", "b1.us-east.acme")
-    peer = verify_peer(proof, NONCE, "us-east", "b1.us-east.acme", trusting("us-east"), NOW)
+    proof = prove(orders(), BINDING)
+    peer = verify_peer(proof, BINDING, trusting("us-east"), NOW)
     assert peer.spiffe_id == ORDERS
     assert peer.not_after_ms == orders().not_after_ms == NOW + 30 * DAY
-    assert verify_proof(proof, NONCE, "us-east", "b1.us-east.acme", trusting("us-east"), NOW) == ORDERS
-
-
-def test_a_broker_with_several_names_takes_a_proof_for_any_of_them() -> None:
-    proof = prove(orders(), NONCE, "us-east", "localhost")
-    names = ("b1.us-east.acme", "localhost")
-    assert verify_proof(proof, NONCE, "us-east", names, trusting("us-east"), NOW) == ORDERS
+    assert verify_proof(proof, BINDING, trusting("us-east"), NOW) == ORDERS
 
 
 def test_a_bridge_of_another_trusted_region_is_known_by_its_own_root() -> None:
     bridge = SpiffeId.parse("spiffe://us-east.acme/bridge/us-to-eu")
     identity = authority("us-east").issue_identity(bridge, NOW)
-    proof = prove(identity, NONCE, "eu-west", "b1.eu-west.acme")
     both = trusting("us-east", "eu-west")
-    assert verify_proof(proof, NONCE, "eu-west", "b1.eu-west.acme", both, NOW, {"bridge"}) == bridge
+    assert verify_proof(prove(identity, BINDING), BINDING, both, NOW, {"bridge"}) == bridge
 
 
 @pytest.mark.parametrize(
-    ("nonce", "region", "server"),
+    "other",
     [
-        (bytes(32), "us-east", "b1"),
-        (NONCE, "eu-west", "b1"),
-        (NONCE, "us-east", "b2"),
-        (NONCE, "us-eas", "tb1"),
+        BINDING._replace(hello=b"hell"),
+        BINDING._replace(challenge=b"another"),
+        BINDING._replace(leaf_sha256=bytes(32)),
+        Binding(b"hell", b"ochallenge", BINDING.leaf_sha256),
     ],
 )
-def test_a_proof_for_another_session_region_or_server_is_refused(
-    nonce: bytes, region: str, server: str
-) -> None:
-    proof = prove(orders(), NONCE, "us-east", "b1")
-    with refused(Code.IDENTITY_REFUSED, "is not over this session's nonce"):
-        verify_proof(proof, nonce, region, server, trusting("us-east"), NOW)
+def test_a_proof_for_another_session_or_server_is_refused(other: Binding) -> None:
+    proof = prove(orders(), BINDING)
+    with refused(Code.IDENTITY_REFUSED, "is not over this session's messages"):
+        verify_proof(proof, other, trusting("us-east"), NOW)
 
 
 def test_a_signature_by_another_key_is_refused() -> None:
     thief = authority("us-east").issue_identity(SpiffeId.parse("spiffe://us-east.acme/client/thief"), NOW)
-    stolen = Proof(orders().chain_pem, prove(thief, NONCE, "us-east", "b1").signature)
+    stolen = Proof(orders().chain_pem, prove(thief, BINDING).signature)
     with refused(Code.IDENTITY_REFUSED, "signature of spiffe://us-east.acme/client/orders-svc"):
-        verify_proof(stolen, NONCE, "us-east", "b1", trusting("us-east"), NOW)
+        verify_proof(stolen, BINDING, trusting("us-east"), NOW)
 
 
 @pytest.mark.parametrize("signature", [b"", b"x", bytes(72), bytes(100_000)])
 def test_bytes_that_are_no_signature_are_refused(signature: bytes) -> None:
     with refused(Code.IDENTITY_REFUSED, "signature"):
-        verify_proof(Proof(orders().chain_pem, signature), NONCE, "us-east", "b1", trusting("us-east"), NOW)
+        verify_proof(Proof(orders().chain_pem, signature), BINDING, trusting("us-east"), NOW)
 
 
 def test_an_identity_of_a_region_that_is_not_trusted_is_refused_as_such() -> None:
-    proof = prove(orders(), NONCE, "eu-west", "b1")
     with refused(Code.WRONG_REGION, r"us-east\.acme, which is not trusted here \(trusted: eu-west\.acme\)"):
-        verify_proof(proof, NONCE, "eu-west", "b1", trusting("eu-west"), NOW)
+        verify_proof(prove(orders(), BINDING), BINDING, trusting("eu-west"), NOW)
 
 
 def test_an_empty_bundle_trusts_nobody() -> None:
@@ -310,8 +303,7 @@ def test_an_identity_survives_its_file(tmp_path: Path) -> None:
     assert loaded.spiffe_id == ORDERS
     assert loaded.chain_pem == orders().chain_pem
     assert loaded.not_after_ms == orders().not_after_ms
-    proof = prove(loaded, NONCE, "us-east", "b1")
-    assert verify_proof(proof, NONCE, "us-east", "b1", trusting("us-east"), NOW) == ORDERS
+    assert verify_proof(prove(loaded, BINDING), BINDING, trusting("us-east"), NOW) == ORDERS
 
 
 def test_an_identity_may_stand_in_two_files(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from felix.errors import Code, FelixError, ProtocolError, RequestError
 from felix.frames import HANDSHAKE_BYTES_MAX, AppendedBody, FrameType, encode_frame
-from felix.identity import NONCE_BYTES, Identity, Peer, Proof, TrustBundle, prove, verify_peer
+from felix.identity import NONCE_BYTES, Binding, Identity, Peer, Proof, TrustBundle, prove, verify_peer
 from felix.messages import (
     ClientHello,
     Done,
@@ -36,7 +36,8 @@ from felix.session import (
 from keys.authority import RegionAuthority, create_authority
 
 NOW_MS = 1_767_225_600_000
-SERVER = "b1.us-east.acme"
+LEAF = bytes(range(32))
+"""SHA-256 of the certificate that the broker showed."""
 LIMITS = Limits(batch_bytes_max=1 << 20, subscriptions_max=256, streams_max=1024, requests_max=256)
 
 
@@ -50,14 +51,19 @@ def client_identity(authority: RegionAuthority) -> Identity:
     return authority.issue_identity(SpiffeId("us-east", "acme", "client", "orders"), NOW_MS)
 
 
-def make_server(authority: RegionAuthority) -> ServerSession:
+def make_server(authority: RegionAuthority, leaf: bytes = LEAF) -> ServerSession:
     bundle = TrustBundle([authority.anchor()])
 
-    def verify(proof: Proof, nonce: bytes) -> Peer:
-        return verify_peer(proof, nonce, "us-east", SERVER, bundle, NOW_MS)
+    def verify(proof: Proof, binding: Binding) -> Peer:
+        return verify_peer(proof, binding, bundle, NOW_MS)
 
     return ServerSession(
-        region="us-east", mesh="acme", broker="b1", nonce=os.urandom(NONCE_BYTES), verify=verify
+        region="us-east",
+        mesh="acme",
+        broker="b1",
+        nonce=os.urandom(NONCE_BYTES),
+        leaf_sha256=leaf,
+        verify=verify,
     )
 
 
@@ -65,7 +71,9 @@ def make_client(identity: Identity, region: str = "us-east") -> ClientSession:
     return ClientSession(
         region=region,
         software="test",
-        prove=lambda challenge: prove(identity, challenge.nonce, challenge.region, SERVER),
+        nonce=os.urandom(NONCE_BYTES),
+        leaf_sha256=LEAF,
+        prove=lambda _, binding: prove(identity, binding),
     )
 
 
@@ -107,7 +115,7 @@ def test_a_client_that_reached_another_region_signs_nothing(
         server.receive(client.take_output(), NOW_MS)
     assert refused.value.code is Code.WRONG_REGION
     # And a broker that does not refuse by itself gets no proof either.
-    hello = encode_message(FrameType.HANDSHAKE, ClientHello([1], "us-east"))
+    hello = encode_message(FrameType.HANDSHAKE, ClientHello([2], "us-east", bytes(32)))
     server = make_server(authority)
     server.receive(hello, NOW_MS)
     with pytest.raises(RequestError, match="nothing was sent"):
@@ -118,7 +126,7 @@ def test_a_client_that_reached_another_region_signs_nothing(
 def test_a_proof_for_another_nonce_is_refused(authority: RegionAuthority, client_identity: Identity) -> None:
     server, client = make_server(authority), make_client(client_identity)
     server.receive(client.take_output(), NOW_MS)
-    stale = prove(client_identity, os.urandom(NONCE_BYTES), "us-east", SERVER)
+    stale = prove(client_identity, Binding(b"another hello", b"another challenge", LEAF))
     with pytest.raises(RequestError) as refused:
         server.receive(encode_message(FrameType.HANDSHAKE, Prove(stale.chain_pem, stale.signature)), NOW_MS)
     assert refused.value.code is Code.IDENTITY_REFUSED
@@ -144,7 +152,7 @@ def test_an_unproved_peer_can_send_only_so_much(authority: RegionAuthority) -> N
 
 
 def test_versions_that_do_not_meet_are_refused(authority: RegionAuthority) -> None:
-    hello = encode_message(FrameType.HANDSHAKE, ClientHello([99], "us-east"))
+    hello = encode_message(FrameType.HANDSHAKE, ClientHello([99], "us-east", bytes(32)))
     with pytest.raises(ProtocolError) as refused:
         make_server(authority).receive(hello, NOW_MS)
     assert refused.value.code is Code.VERSION_UNSUPPORTED

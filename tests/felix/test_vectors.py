@@ -15,7 +15,15 @@ from felix.frames import (
     decode_gap,
     decode_offsets,
 )
-from felix.messages import ClientHello, Subscribe, decode_handshake, decode_request
+from felix.identity import Binding
+from felix.messages import (
+    Challenge,
+    ClientHello,
+    Subscribe,
+    decode_handshake,
+    decode_request,
+    encode_message,
+)
 from felix.names import shard_for_key
 
 VECTORS = json.loads((Path(__file__).parent.parent / "vectors" / "wire.json").read_text())
@@ -64,7 +72,15 @@ def test_frames() -> None:
     assert each.encode(10).hex() == VECTORS["frames"]["offsets"]
     expected, batch = decode_condition(frames["conditional"].body)
     assert (expected, batch.hex()) == (4242, VECTORS["batches"][0]["hex"])
-    assert decode_handshake(frames["client_hello"].body) == ClientHello([1], "us-east", "felix-python")
+    hello = ClientHello([2], "us-east", bytes(range(32)), "felix-python")
+    assert decode_handshake(frames["client_hello"].body) == hello
+    challenge = Challenge(2, "us-east", "acme", "b1", bytes(range(32, 64)), 1_767_225_600_000)
+    assert decode_handshake(frames["challenge"].body) == challenge
+    for name, message in (("client_hello", hello), ("challenge", challenge)):
+        assert encode_message(FrameType.HANDSHAKE, message).hex() == VECTORS["frames"][name]
+    proof = VECTORS["session_proof"]
+    bodies = (bytes(frames[name].body) for name in ("client_hello", "challenge"))
+    assert Binding(*bodies, bytes.fromhex(proof["leaf_sha256"])).message().hex() == proof["signed"]
     request = decode_request(frames["subscribe"].body)
     assert isinstance(request, Subscribe)
     assert (request.stream, request.start.kind, request.credit_bytes) == (

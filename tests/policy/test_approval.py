@@ -8,7 +8,7 @@ from approvers import DAY, MADE_MS, approver, authority, roots
 from departures import terms
 
 from felix.errors import Code, RequestError
-from felix.identity import Identity, TrustBundle, prove, verify_peer
+from felix.identity import Binding, Identity, TrustBundle, prove, verify_peer
 from felix.names import IDENTITY_KINDS, SESSION_KINDS, SpiffeId
 from keys.authority import IDENTITY_LIFETIME, create_authority
 from policy.approval import (
@@ -142,10 +142,10 @@ def test_bodies_that_contradict_themselves_are_refused(changes: dict[str, object
 def test_an_approver_opens_no_session() -> None:
     assert set(IDENTITY_KINDS) - set(SESSION_KINDS) == {"approver"}
     assert set(IDENTITY_LIFETIME) == set(IDENTITY_KINDS)
-    identity, nonce = approver("dpo"), bytes(32)
-    proof = prove(identity, nonce, "us-east", "us-east.acme")
+    identity, binding = approver("dpo"), Binding(b"hello", b"challenge", bytes(32))
+    proof = prove(identity, binding)
     with pytest.raises(RequestError, match="is of kind approver; here only") as caught:
-        verify_peer(proof, nonce, "us-east", "us-east.acme", roots(), NOW)
+        verify_peer(proof, binding, roots(), NOW)
     assert caught.value.code is Code.IDENTITY_REFUSED
 
 

@@ -233,7 +233,7 @@ async def test_thousands_of_lying_frames_before_and_after_the_handshake(
     await until(lambda: len(node.broker.sessions) == 1)
 
 
-HELLO = encode_message(FrameType.HANDSHAKE, ClientHello([1], "us-east"))
+HELLO = encode_message(FrameType.HANDSHAKE, ClientHello([2], "us-east", bytes(32)))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,9 @@ HELLO = encode_message(FrameType.HANDSHAKE, ClientHello([1], "us-east"))
         ),
         ([encode_message(FrameType.HANDSHAKE, ClientHello([99], "us-east"))], Code.VERSION_UNSUPPORTED),
         ([encode_message(FrameType.HANDSHAKE, ClientHello([], "us-east"))], Code.VERSION_UNSUPPORTED),
-        ([encode_message(FrameType.HANDSHAKE, ClientHello([1], "eu-west"))], Code.WRONG_REGION),
+        ([encode_message(FrameType.HANDSHAKE, ClientHello([1], "us-east"))], Code.VERSION_UNSUPPORTED),
+        ([encode_message(FrameType.HANDSHAKE, ClientHello([2], "us-east", b"short"))], Code.PROTOCOL),
+        ([encode_message(FrameType.HANDSHAKE, ClientHello([2], "eu-west", bytes(32)))], Code.WRONG_REGION),
         ([encode_frame(FrameType.PING, bytes(8))], Code.STATE),
         ([encode_frame(FrameType.CREDIT, bytes(12))], Code.STATE),
         ([batch_frame([b"x"])], Code.FRAME_UNKNOWN),

@@ -14,7 +14,7 @@ from region_peer import client, raw_peer, take, until
 import felix
 from felix import Code, RequestError
 from felix.frames import FrameType
-from felix.identity import Identity, Proof, load_identity, prove
+from felix.identity import Identity, Proof, load_identity
 from felix.messages import ClientHello, Prove, encode_message
 from felix.names import SpiffeId
 from keys.authority import RegionAuthority, create_authority, load_authority
@@ -112,14 +112,7 @@ async def test_a_replayed_proof_is_of_no_use(node: Node, authority: RegionAuthor
         pass
     error = await refused(node, good, alter_proof=lambda _: heard[0])
     assert error.code is Code.IDENTITY_REFUSED
-    assert "is not over this session's nonce" in error.sentence
-    # Nor is one that was made for another server's name.
-    error = await refused(
-        node,
-        good,
-        alter_proof=lambda _: prove(good, bytes(32), "us-east", "eu-west.acme"),
-    )
-    assert error.code is Code.IDENTITY_REFUSED
+    assert "is not over this session's messages" in error.sentence
 
 
 async def test_a_session_ends_with_its_certificate(node: Node, operator: felix.RegionClient) -> None:
@@ -154,7 +147,7 @@ async def test_a_client_renews_and_comes_back(node: Node, authority: RegionAutho
 async def test_a_hello_to_nobody_is_answered(node: Node) -> None:
     async with raw_peer(node.folder, node.address, proved=False) as peer:
         peer.open_control()
-        peer.send(encode_message(FrameType.HANDSHAKE, ClientHello([1, 2, 3], "us-east")))
+        peer.send(encode_message(FrameType.HANDSHAKE, ClientHello([1, 2, 3], "us-east", bytes(32))))
         await until(lambda: peer.of(FrameType.HANDSHAKE))
         peer.send(encode_message(FrameType.HANDSHAKE, Prove(b"x" * 60_000, b"y")))
         assert (await peer.ending()).code in (Code.IDENTITY_REFUSED, Code.FRAME_TOO_LARGE)

@@ -199,7 +199,6 @@ class World:
         streams = StreamTable(self.directory, budgets.ring, lambda *_: PlainSeal(), lambda: None)
         self.broker = Broker(
             RegionConfig(region="us-east", mesh="acme", country="US"),
-            server_names=(),
             streams=streams,
             catalog=catalog,
             budgets=budgets,
