@@ -44,7 +44,7 @@ from audit.note import encode_note
 from audit.range_index import INDEX_PATH, candidate_bundles
 from audit.receipt import Receipt, differences
 from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, Files, TileHashes, read_bundle
-from audit.trust import LogTrust, Trust
+from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
 from felix.batch import encode_headers
 from felix.errors import Code, RequestError, TamperError
 
@@ -232,7 +232,7 @@ def check_proof(
     data: bytes,
     trust: Trust,
     *,
-    cosignatures_min: int = 0,
+    cosignatures_min: int = COSIGNATURES_MIN,
 ) -> Proven:
     """Verify a proof file without the log. The steps are those of docs/audit.md, "Checking a proof".
 

@@ -28,7 +28,7 @@ from audit.tile import (
     read_tile,
     tile_path,
 )
-from audit.trust import LogTrust, Trust
+from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
 from audit.wal_disk import Torn, read_segment, segment_first
 from felix.errors import CorruptionError, TamperError
 
@@ -81,6 +81,8 @@ class Report:
     """regions and outside witnesses whose cosignatures stand on the checkpoint itself; the log's own region never does"""
     cosigned_size: int = 0
     """leaves covered by a cosigned checkpoint"""
+    cosigners: dict[str, int] = field(default_factory=dict)
+    """regions and outside witnesses that cosigned, and how many leaves at most"""
     steps: list[Step] = field(default_factory=lambda: [Step(n + 1, title) for n, title in enumerate(TITLES)])
     findings: list[Finding] = field(default_factory=list)
     left_off: int = 0
@@ -113,7 +115,7 @@ def verify_log(
     trust: Trust,
     *,
     origin: str = "",
-    cosignatures_min: int = 0,
+    cosignatures_min: int = COSIGNATURES_MIN,
     remembered: Iterable[bytes] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
@@ -192,9 +194,8 @@ class _Run:
     def _remembered(
         self, signed: SignedCheckpoint, remembered: tuple[bytes, ...], cosignatures_min: int
     ) -> None:
-        report, most = self._report, len(self._report.cosigned_by)
-        if signed.cosigned:
-            report.cosigned_size = signed.checkpoint.size
+        report = self._report
+        self._count(signed)
         own = self._files.read(COSIGNED_PATH)
         notes = [(data, f"remembered checkpoint {at + 1}") for at, data in enumerate(remembered)]
         if own is not None:
@@ -206,7 +207,7 @@ class _Run:
             except TamperError as error:
                 report.find(2, error.sentence, path=path)
                 continue
-            if path == COSIGNED_PATH and self._log.witnesses and not before.cosigned:
+            if path == COSIGNED_PATH and cosignatures_min and self._log.witnesses and not before.cosigned:
                 report.find(2, "It carries no cosignature of a known witness.", path=path)
             if before.checkpoint.size > report.size:
                 report.find(
@@ -216,15 +217,12 @@ class _Run:
                     path=path,
                 )
                 continue
-            if path == COSIGNED_PATH:
-                most = max(most, len(self._log.cosigners(before.cosigned)))
-            if before.cosigned:
-                report.cosigned_size = max(report.cosigned_size, before.checkpoint.size)
+            self._count(before)
             self._roots_due.append((before.checkpoint, path))
-        if most < cosignatures_min:
+        if len(report.cosigners) < cosignatures_min:
             report.find(
                 1,
-                f"{most} trusted regions or witnesses other than {self._log.region} cosigned, {cosignatures_min} are "
+                f"{len(report.cosigners)} trusted regions or witnesses other than {self._log.region} cosigned, {cosignatures_min} are "
                 "required.",
                 path=CHECKPOINT_PATH,
             )
@@ -232,6 +230,13 @@ class _Run:
             report.steps[1].note = "no cosigned checkpoint is known"
         self._roots_due.sort(key=lambda due: due[0].size)
         self._check_roots()
+
+    def _count(self, signed: SignedCheckpoint) -> None:
+        """Who cosigned this checkpoint, whose root is compared in its turn."""
+        report, size = self._report, signed.checkpoint.size
+        for party in self._log.cosigners(signed.cosigned):
+            report.cosigners[party] = max(report.cosigners.get(party, 0), size)
+            report.cosigned_size = max(report.cosigned_size, size)
 
     def _check_roots(self) -> None:
         """At every size that somebody remembers, the tree must have had that root."""

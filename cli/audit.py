@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -15,7 +15,7 @@ from audit.proof import check_proof, prove
 from audit.receipt import Receipt
 from audit.tile import CHECKPOINT_PATH, read_entries
 from audit.tile_disk import Folder
-from audit.trust import Trust
+from audit.trust import COSIGNATURES_MIN, Trust
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from cli.bridge import known_bundles, parse_moment
@@ -23,7 +23,7 @@ from cli.output import err, iso, note, out, print_json, progress, styled, table,
 from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file
 from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.names import StreamName
-from keys.bundle import RegionBundle, decode_bundle
+from keys.bundle import RegionBundle, changes_of, decode_bundle
 from region.folder import RegionFolder
 
 app = typer.Typer(help="Audit logs: verify, show, prove, report.", no_args_is_help=True)
@@ -32,6 +32,17 @@ EXIT_DAMAGED: Final = 5
 
 Logs = Annotated[
     list[Path] | None, typer.Argument(help="Audit log folders; all of this machine's if left out.")
+]
+Cosignatures = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="How many regions or outside witnesses must have cosigned; the log's own region never counts.",
+    ),
+]
+RememberedNotes = Annotated[
+    list[Path] | None,
+    typer.Option(help="A checkpoint that a witness remembered of the log elsewhere; may be repeated."),
 ]
 Bundles = Annotated[
     list[Path] | None,
@@ -46,10 +57,21 @@ def trusted(bundles: list[Path] | None) -> Trust:
     found: dict[str, RegionBundle] = {}
     for region in known_regions():
         for name, bundle in known_bundles(RegionFolder.of(region)).items():
-            held = found.get(name)
-            if held is None or bundle.issued_ms > held.issued_ms:
-                found[name] = bundle
+            found[name] = _newest(found.get(name, bundle), bundle)
     return Trust.of(found.values())
+
+
+def _newest(held: RegionBundle, other: RegionBundle) -> RegionBundle:
+    """Of what two regions of this machine trust, the newer bundle, where people need not compare it with the older."""
+    older, newer = sorted((held, other), key=lambda bundle: bundle.issued_ms)
+    if older != newer and (changed := changes_of(older, newer)):
+        raise RequestError(
+            f"Two regions on this machine trust different bundles of {newer.region}: the newer one has "
+            f"{', '.join(changed)}.",
+            code=Code.CONFLICT,
+            hint="Compare its fingerprint and trust it in both, or say which bundles to trust with --bundle.",
+        )
+    return newer
 
 
 def require_log(path: Path) -> None:
@@ -90,16 +112,17 @@ def choose_logs(logs: list[Path] | None, region: str) -> list[Path]:
 def verify(
     logs: Logs = None,
     bundle: Bundles = None,
-    cosignatures: Annotated[int, typer.Option(help="How many witnesses must have cosigned.")] = 0,
+    cosignatures: Cosignatures = COSIGNATURES_MIN,
+    remembered: RememberedNotes = None,
     region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
     """Verify logs from their files alone: every leaf, the tree, signatures, continuity. Exit code 5 if not."""
-    trust = trusted(bundle)
+    trust, notes = trusted(bundle), remembered_notes(remembered)
     reports: list[tuple[Path, Report]] = []
     for path in choose_logs(logs, region):
         require_log(path)
-        reports.append((path, verify_one(path, trust, cosignatures)))
+        reports.append((path, verify_one(path, trust, cosignatures, notes)))
     if json:
         print_json(
             [
@@ -114,8 +137,13 @@ def verify(
         raise typer.Exit(EXIT_DAMAGED)
 
 
-def verify_one(path: Path, trust: Trust, cosignatures_min: int = 0) -> Report:
-    """Verify one log, with a progress bar. Findings are in the report; nothing raises for damage."""
+def verify_one(
+    path: Path, trust: Trust, cosignatures_min: int = COSIGNATURES_MIN, notes: Sequence[bytes] = ()
+) -> Report:
+    """Verify one log, with a progress bar. Findings are in the report; nothing raises for damage.
+
+    `notes`: what witnesses elsewhere remember, of this log or of others; this machine's regions are asked besides.
+    """
     origin = origin_of(path)
     with progress() as bar:
         task = bar.add_task(f"verifying {origin or path}", total=None)
@@ -127,20 +155,36 @@ def verify_one(path: Path, trust: Trust, cosignatures_min: int = 0) -> Report:
             Folder(path),
             trust,
             cosignatures_min=cosignatures_min,
-            remembered=remembered(origin),
+            remembered=[note for note in (*notes, *remembered_here(origin)) if note_origin(note) == origin],
             progress=show_progress,
         )
 
 
 def origin_of(path: Path) -> str:
     """What the log in this folder calls itself; empty where it has no readable checkpoint."""
+    return note_origin(Folder(path).read(CHECKPOINT_PATH) or b"")
+
+
+def note_origin(data: bytes) -> str:
+    """What the log of this checkpoint is called; empty where it is none."""
     try:
-        return parse_note(Folder(path).read(CHECKPOINT_PATH) or b"").text.partition("\n")[0]
+        return parse_note(data).text.partition("\n")[0]
     except TamperError:
         return ""
 
 
-def remembered(origin: str) -> list[bytes]:
+def remembered_notes(files: list[Path] | None) -> list[bytes]:
+    """Checkpoints from files. Raises RequestError where a file cannot be read or holds none."""
+    notes = [read_file(path, "The remembered checkpoint") for path in files or []]
+    for path, data in zip(files or [], notes, strict=True):
+        if not note_origin(data):
+            raise RequestError(
+                f"{path} holds no checkpoint.", hint="Ask the witness for the last note of this log."
+            )
+    return notes
+
+
+def remembered_here(origin: str) -> list[bytes]:
     """What this machine's regions have cosigned of a log: a log that does not reach it was rolled back."""
     notes = []
     for region in known_regions():
@@ -158,6 +202,7 @@ def _plain(report: Report) -> dict[str, Any]:
         "root": report.root.hex(),
         "cosigned_by": report.cosigned_by,
         "cosigned_size": report.cosigned_size,
+        "cosigners": report.cosigners,
         "leaves": report.leaves,
         "records": report.records,
         "unanswered": report.unanswered,
@@ -177,11 +222,15 @@ def _print_report(path: Path, report: Report) -> None:
             f": {report.size:,} leaves, root {report.root.hex()[:16]}…  ({path})",
         )
     )
-    if report.cosigned_size:
-        by = ", ".join(report.cosigned_by)
+    if report.cosigners:
+        by = ", ".join(f"{party} up to {size:,}" for party, size in sorted(report.cosigners.items()))
+        rest = report.size - report.cosigned_size
         out.print(
-            f"  cosigned up to {report.cosigned_size:,} leaves{f', the checkpoint itself by {by}' if by else ''}"
+            f"  cosigned by {by} leaves"
+            + (f"; the last {rest:,} have the log's own signature alone" if rest else "")
         )
+    else:
+        out.print("  cosigned by nobody: whoever has the log's key can have written all of it anew")
     table(
         "",
         ["step#", "what is checked", "checked#", "findings#", "note"],
@@ -306,7 +355,7 @@ def _egress_log(region: str) -> Path:
 def check_proof_(
     file: Annotated[Path, typer.Argument(help="A proof that `felix audit prove` wrote.")],
     bundle: Bundles = None,
-    cosignatures: Annotated[int, typer.Option(help="How many witnesses must have cosigned.")] = 0,
+    cosignatures: Cosignatures = COSIGNATURES_MIN,
     json: JsonOption = False,
 ) -> None:
     """Check a proof against trusted bundles; no log is needed. Exit code 5 if it does not hold."""
@@ -360,6 +409,8 @@ def report(
     until: Annotated[str, typer.Option(help="Only leaves before this time.")] = "",
     openlineage_url: Annotated[str, typer.Option(help="Post lineage events there.")] = "",
     bundle: Bundles = None,
+    cosignatures: Cosignatures = COSIGNATURES_MIN,
+    remembered: RememberedNotes = None,
     region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
@@ -379,6 +430,8 @@ def report(
             since=parse_moment(since, now) if since else None,
             until=parse_moment(until, now) if until else None,
             openlineage_url=openlineage_url or None,
+            cosignatures_min=cosignatures,
+            remembered=remembered_notes(remembered),
             tell=lambda sentence: bar.update(task, description=sentence),
         )
     if json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -24,10 +25,10 @@ from cli.setting import (
     stop_signals,
 )
 from felix.address import Address
-from felix.errors import RequestError
+from felix.errors import FelixError, RequestError
 from felix.messages import Done, PutDocument
 from felix.telemetry import configure_tracing
-from keys.bundle import decode_bundle
+from keys.bundle import SignedBundle, check_update, decode_bundle
 from region.config import load_config
 from region.folder import RegionFolder
 from region.founding import found_region, trust_region, write_profile
@@ -247,11 +248,20 @@ async def _gauges(region: str) -> dict[str, float]:
 
 
 @app.command()
-def bundle(region: RegionOption = "", json: JsonOption = False) -> None:
+def bundle(
+    region: RegionOption = "",
+    fingerprint: Annotated[
+        bool, typer.Option("--fingerprint", help="Only the fingerprint, to tell another region's operator.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
     """Show what other regions need to know of this one; give them the file bundle.json."""
     folder, _ = folder_of(region)
     signed = decode_bundle(read_file(folder.bundle, "The bundle"))
     held = signed.bundle
+    if fingerprint:
+        print(held.fingerprint())
+        return
     if json:
         print_json(signed)
         return
@@ -278,25 +288,57 @@ def trust(
         str, typer.Option(help="The fingerprint its operator told you; refused if it differs.")
     ] = "",
 ) -> None:
-    """Trust another region: its bridges may knock, its grants can be verified, its audit logs cosigned."""
+    """Trust another region: its bridges may knock, its grants can be verified, its audit logs cosigned.
+
+    What is trusted is the bundle with the fingerprint that you compared. A newer one that only names logs of new
+    bridges needs no comparing; whatever else changes does.
+    """
     folder, config = folder_of(region)
     signed = decode_bundle(read_file(bundle_file, "The bundle"))
     other = signed.bundle
-    found = other.fingerprint()
     if other.region == config.region:
         raise RequestError(
             f"{bundle_file} is the bundle of {config.region} itself.", hint="Give the other one's."
         )
-    if fingerprint and fingerprint.replace(" ", "").lower() != found.replace(" ", ""):
-        raise RequestError(
-            f"The bundle's fingerprint is {found}, not the one given.",
-            hint="Do not trust it. Get the bundle again from that region's operator.",
-        )
+    _compare(folder, signed, fingerprint)
+    # Pinned first: the broker takes what was compared, whatever it trusted before.
+    trust_region(folder, signed)
     if read_state(folder.broker_pid) is not None:
         out.print(run(_put_bundle(config.region, signed.encode())))
-    trust_region(folder, signed)
-    out.print(f"{config.region} trusts {other.region}. Compare its fingerprint with that region's operator:")
-    out.print(f"  {found}")
+    out.print(f"{config.region} trusts {other.region}, fingerprint {other.fingerprint()}")
+
+
+def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str) -> None:
+    """Raises unless people compared the bundle's fingerprint, or it is a successor that needs no comparing."""
+    new, found = signed.bundle, signed.bundle.fingerprint()
+    if fingerprint:
+        if fingerprint.replace(" ", "").lower() != found.replace(" ", ""):
+            raise RequestError(
+                f"The bundle's fingerprint is {found}, not the one given.",
+                hint="Do not trust it. Get the bundle again from that region's operator.",
+            )
+        return
+    path = folder.trusted / f"{new.region}.json"
+    changed = ""
+    if path.exists():
+        held = decode_bundle(read_file(path, "The trusted bundle")).bundle
+        try:
+            if held != new:
+                check_update(held, signed)
+            return
+        except FelixError as error:
+            changed = f" {error.sentence}"
+    if not sys.stdin.isatty():
+        raise RequestError(
+            f"Nobody compared the fingerprint of {new.region}'s bundle.{changed}",
+            hint="Ask that region's operator for it by another way than the file came (`felix region bundle "
+            "--fingerprint` there), and give it with --fingerprint.",
+        )
+    if changed:
+        note(changed.strip())
+    out.print(f"The bundle of {new.region} has the fingerprint\n  {found}")
+    if not typer.confirm(f"Does the operator of {new.region} read you the same?"):
+        raise RequestError(f"{new.region} is not trusted.", hint="Get the bundle again from its operator.")
 
 
 async def _put_bundle(region: str, body: bytes) -> str:

@@ -11,7 +11,9 @@ Invariants of a decoded `SignedBundle`, each checked again at decoding:
    `<region>.<mesh>/…`, and every key is a key;
 3. the signature holds under one of its own policy keys.
 
-An update is taken without people comparing again only where `check_update` holds. Pure.
+An update is taken without people comparing again only where `check_update` holds: it may name logs of new bridges, and
+change nothing else about who speaks for the region. Whoever holds a policy key can sign one, so it must not make more of that
+key than it is. Pure.
 """
 
 from __future__ import annotations
@@ -158,11 +160,40 @@ def decode_bundle(data: bytes) -> SignedBundle:
     return signed
 
 
+_FIXED: Final = (
+    ("root_pem", "another root certificate"),
+    ("policy_keys", "other policy keys"),
+    ("receipt_keys", "other receipt keys"),
+    ("import_key", "another import key"),
+    ("country", "another country"),
+    ("jurisdiction", "another jurisdiction"),
+)
+"""What stays as people compared it, and how a refusal calls it: who may speak for the region, what is sealed to it, and
+where it is."""
+
+
+def changes_of(trusted: RegionBundle, new: RegionBundle) -> list[str]:
+    """What a bundle of the same region says otherwise than the trusted one and only people may agree to, in words.
+
+    New logs are nothing of it: under a new name, a key speaks for no log that was there before.
+    """
+    found = [words for name, words in _FIXED if getattr(new, name) != getattr(trusted, name)]
+    before, after = set(trusted.audit_keys), set(new.audit_keys)
+    names = {key.name for key in trusted.audit_keys}
+    found += [f"no key {key.name} any more, or another one" for key in trusted.audit_keys if key not in after]
+    for key in new.audit_keys:
+        if key not in before and key.name in names:
+            found.append(f"one more key {key.name}")
+        elif key not in before and key.role != "log":
+            found.append(f"the new witness {key.name}")
+    return found
+
+
 def check_update(trusted: RegionBundle, update: SignedBundle) -> None:
     """That `update` may take the place of `trusted` without people comparing fingerprints again.
 
-    It must be of the same region, mesh and root, newer, and signed by a policy key that was trusted before. Raises
-    RequestError(WRONG_REGION | CONFLICT), TamperError.
+    It must be of the same region and mesh, newer, signed by a policy key that was trusted before, and differ in
+    nothing but new logs. Raises RequestError(WRONG_REGION | CONFLICT), TamperError.
     """
     new = update.bundle
     if (new.region, new.mesh) != (trusted.region, trusted.mesh):
@@ -174,11 +205,15 @@ def check_update(trusted: RegionBundle, update: SignedBundle) -> None:
         raise RequestError(
             f"The bundle of {new.region} is not newer than the one that is trusted.", code=Code.CONFLICT
         )
+    changed = changes_of(trusted, new)
     message = new.signed_bytes()
-    if new.root_pem != trusted.root_pem or not any(
+    if not any(
         VerifyKey(public).holds(_PURPOSE, message, update.signature) for public in trusted.policy_keys
     ):
+        changed.append("no signature by a policy key that was trusted")
+    if changed:
         raise TamperError(
-            f"The new bundle of {new.region} has another root, or no policy key that was trusted signed it.",
-            hint="If the region really began anew, compare the fingerprint with its operator and trust it again.",
+            f"The new bundle of {new.region} has {', '.join(changed)}.",
+            hint=f"Ask {new.region}'s operator. If it is so, compare the fingerprint and trust it again: "
+            "felix region trust FILE --fingerprint ….",
         )

@@ -18,7 +18,7 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -159,12 +159,12 @@ class Governance:
         trail: Trail,
         witness: Witness,
         own: RegionBundle,
-        pinned: Mapping[str, RegionBundle],
+        pinned: Callable[[], Mapping[str, RegionBundle]],
         memory: Memory,
         remembered: Remembered,
     ) -> None:
-        """`pinned`: other regions' bundles that an operator put into this region's folder. `memory` keeps what
-        must not be taken back; `remembered` is what it kept before."""
+        """`pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
+        compared. `memory` keeps what must not be taken back; `remembered` is what it kept before."""
         self.broker = broker
         self.trail = trail
         self._catalog = catalog
@@ -172,7 +172,8 @@ class Governance:
         self._keyring = keyring
         self._own = own
         self._bundles: dict[str, RegionBundle] = {own.region: own}
-        self._believed = dict(pinned)
+        self._pinned = pinned
+        self._believed = dict(pinned())
         self._memory = memory
         self._revocations: dict[bytes, SignedDocument] = {}
         self._signed_by: Counter[str] = Counter()
@@ -253,13 +254,16 @@ class Governance:
         """Bundles of the regions that the store trusts; what was believed before gives way only to its own successor."""
         bundles = {self._own.region: self._own}
         for region, data in self._mirror.trusted().items():
+            if region == self._own.region:
+                log.error("the metadata store holds a bundle of %s itself; it is not believed", region)
+                continue
             held = self._believed.get(region)
             try:
                 signed = decode_bundle(data)
                 bundle = signed.bundle
                 if bundle.region != region:
                     raise RequestError(f"It is of {bundle.region}.")
-                if held is not None and held != bundle:
+                if held is not None and held != bundle and not self._is_pinned(bundle):
                     check_update(held, signed)
                 held = self._believed[region] = bundle
                 for key in RegionTrust(bundle).logs:
@@ -269,6 +273,10 @@ class Governance:
             if held is not None:
                 bundles[region] = held
         return bundles
+
+    def _is_pinned(self, bundle: RegionBundle) -> bool:
+        """True where an operator put this very bundle into the region's folder, whatever was trusted before."""
+        return self._pinned().get(bundle.region) == bundle
 
     def _trusted_policy_keys(self) -> dict[str, tuple[bytes, ...]]:
         return {region: bundle.policy_keys for region, bundle in self._bundles.items()}
@@ -675,7 +683,7 @@ class Governance:
         held = self._bundles.get(bundle.region)
         if held == bundle:
             return f"{bundle.region} is trusted already."
-        if held is not None:
+        if held is not None and not await asyncio.to_thread(self._is_pinned, bundle):
             check_update(held, signed)
         revision = self._mirror.trusted_revision(bundle.region)
         await self._catalog.put_trusted(bundle.region, body, revision=revision)

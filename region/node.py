@@ -170,8 +170,7 @@ class Node:
         await mirror.start()
         self._stack.push_async_callback(mirror.close)
         await self._offer_bundles(catalog, mirror)
-        known = [decode_bundle(data).bundle for data in mirror.trusted().values()]
-        witness, trail = await asyncio.to_thread(self._open_audit, data, own, known)
+        witness, trail = await asyncio.to_thread(self._open_audit, data, own)
         self._stack.push_async_callback(asyncio.to_thread, trail.close)
 
         budgets = Budgets()
@@ -200,12 +199,11 @@ class Node:
         )
         self.caches = CacheDesk(broker)
         broker.caches = self.caches.traffic
-        pinned = await asyncio.to_thread(_trusted_files, folder)
         memory = Memory(data / "governance")
         self._stack.push_async_callback(asyncio.to_thread, memory.close)
         governance = Governance(
             broker, catalog, mirror, keyring, trail, witness, own,
-            {signed.bundle.region: signed.bundle for _, signed in pinned},
+            lambda: pinned_bundles(folder),
             memory, await asyncio.to_thread(memory.load),
         )  # fmt: skip
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
@@ -301,16 +299,21 @@ class Node:
         )
 
     async def _offer_bundles(self, catalog: Catalog, mirror: CatalogMirror) -> None:
-        """Bundles in `trusted/` that the region does not know yet: trusted before the first broker ran."""
+        """Bundles in `trusted/` that the region does not know yet: trusted while no broker ran."""
         for path, signed in await asyncio.to_thread(_trusted_files, self.folder):
             region = signed.bundle.region
-            if region not in mirror.trusted():
-                log.info("trusting %s, from %s", region, path)
-                revision = await catalog.put_trusted(region, signed.encode())
-                await mirror.wait_for(revision)
+            if not _is_newer(signed.bundle, mirror.trusted().get(region)):
+                continue
+            log.info("trusting %s, from %s", region, path)
+            revision = await catalog.put_trusted(
+                region, signed.encode(), revision=mirror.trusted_revision(region)
+            )
+            await mirror.wait_for(revision)
 
-    def _open_audit(self, data: Path, own: RegionBundle, known: list[RegionBundle]) -> tuple[Witness, Trail]:
+    def _open_audit(self, data: Path, own: RegionBundle) -> tuple[Witness, Trail]:
+        """Of other regions only the pinned ones are known yet; governance adds those that the store names rightly."""
         region, mesh = self.config.region, self.config.mesh
+        known = list(pinned_bundles(self.folder).values())
         audit_key = load_signing_key(self.folder.audit_key)
         cosigning_key = load_signing_key(self.folder.witness_key)
         witness = Witness(
@@ -580,6 +583,19 @@ def _own_bundle(folder: RegionFolder, config: RegionConfig) -> RegionBundle:
 
 def _trusted_files(folder: RegionFolder) -> list[tuple[Path, SignedBundle]]:
     return [(path, decode_bundle(_read(path))) for path in sorted(folder.trusted.glob("*.json"))]
+
+
+def pinned_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
+    """Other regions' bundles as an operator put them into the folder. Blocks."""
+    return {signed.bundle.region: signed.bundle for _, signed in _trusted_files(folder)}
+
+
+def _is_newer(bundle: RegionBundle, held: bytes | None) -> bool:
+    """Whether the store is to be told of this bundle. What it holds and cannot be read is no reason to keep it."""
+    try:
+        return held is None or bundle.issued_ms > decode_bundle(held).bundle.issued_ms
+    except FelixError:
+        return True
 
 
 def _read(path: Path) -> bytes:

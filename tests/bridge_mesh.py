@@ -398,8 +398,13 @@ class Mesh:
             cosignatures_min=cosignatures_min,
         )
 
-    def verify_ingress(self) -> Report:
-        return verify_log(Folder(self.ingress_folder), self.trust, origin=region_origin("eu-west", "acme"))
+    def verify_ingress(self, cosignatures_min: int = 0) -> Report:
+        return verify_log(
+            Folder(self.ingress_folder),
+            self.trust,
+            origin=region_origin("eu-west", "acme"),
+            cosignatures_min=cosignatures_min,
+        )
 
     def leaves(self, folder: Path, *kinds: Kind) -> list[Leaf]:
         """The log's leaves of these kinds; what its checkpoint covers."""

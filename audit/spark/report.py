@@ -39,7 +39,7 @@ from audit.spark.verification import (
     open_log,
     problem_of,
 )
-from audit.trust import Trust
+from audit.trust import COSIGNATURES_MIN, Trust
 from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.visible import visible_json
 
@@ -123,6 +123,8 @@ def run_report(
     until: int | None = None,
     java: Java | None = None,
     openlineage_url: str | None = None,
+    cosignatures_min: int = COSIGNATURES_MIN,
+    remembered: Sequence[bytes] = (),
     session: SparkSession | None = None,
     tell: Callable[[str], None] = _say_nothing,
     clock: Callable[[], float] = time.time,
@@ -147,7 +149,7 @@ def run_report(
         openlineage.check_url(openlineage_url)
     began = clock()
     tell(f"Verifying {len(paths)} checkpoints")
-    opened, problems = _open_all(paths, trust)
+    opened, problems = _open_all(paths, trust, cosignatures_min, remembered)
     leaves_in_all = sum(log.checkpoint.size for log in opened)
 
     def work(spark: SparkSession) -> ReportResult:
@@ -169,12 +171,14 @@ def run_report(
     return result
 
 
-def _open_all(paths: Sequence[str], trust: Trust) -> tuple[list[OpenedLog], list[Problem]]:
+def _open_all(
+    paths: Sequence[str], trust: Trust, cosignatures_min: int, remembered: Sequence[bytes]
+) -> tuple[list[OpenedLog], list[Problem]]:
     opened: list[OpenedLog] = []
     problems: list[Problem] = []
     for path in paths:
         try:
-            log = open_log(path, trust)
+            log = open_log(path, trust, cosignatures_min, remembered)
         except CorruptionError as error:
             problems.append(problem_of(path, error))
             continue

@@ -4,7 +4,8 @@ A log is verified in these steps; the source (`audit.spark.source`) does 4 to 6 
 
 1. the checkpoint is signed by a log key that the caller trusts;
 2. tiles of level 1 and up hash to their places, up to the checkpoint's root;
-3. cosignatures of trusted witnesses hold, and what they cosigned is a prefix of this very tree;
+3. cosignatures of trusted regions and witnesses hold, as many as are asked for, the log's own region not counted; what
+   they cosigned, and what they remember, is a prefix of this very tree;
 4. each full tile of level 0 hashes to its place in level 1;
 5. each leaf hashes to its place in level 0, and decodes;
 6. each receipt in an egress log agrees with the leaf that carries it, and is signed by the region that it calls its
@@ -16,6 +17,7 @@ exceptions): a log that was faithfully kept by a faulty bridge verifies, and its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Final
@@ -34,13 +36,13 @@ from audit.note import VerifierKey, parse_note
 from audit.spark.document import Cosigner
 from audit.spark.files import open_files, read_checkpoint
 from audit.tile import COSIGNED_PATH, Files, TileHashes, read_tile, read_tree, tile_path
-from audit.trust import LogTrust, Trust
+from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
 from felix.errors import CorruptionError, TamperError
 
 STEPS: Final = (
     "The checkpoint's signature holds under the trusted key of the log.",
     "Tiles of level 1 and up hash to their places, up to the root in the checkpoint.",
-    "Cosignatures of trusted witnesses hold, and what they cosigned is a prefix of this tree.",
+    "Cosignatures of trusted regions or witnesses other than the log's own region hold, and what they cosigned is a prefix of this tree.",
     "Each full tile of level 0 hashes to its place in level 1.",
     "Each leaf hashes to its place in the tree, and decodes.",
 )
@@ -73,8 +75,16 @@ class OpenedLog:
         return sha256(self.key.public).hexdigest()
 
 
-def open_log(path: str, trust: Trust) -> OpenedLog:
-    """Steps 1 to 3. Raises TamperError or RolledBackError with what does not hold, RequestError without a log."""
+def open_log(
+    path: str,
+    trust: Trust,
+    cosignatures_min: int = COSIGNATURES_MIN,
+    remembered: Sequence[bytes] = (),
+) -> OpenedLog:
+    """Steps 1 to 3. Raises TamperError or RolledBackError with what does not hold, RequestError without a log.
+
+    `remembered`: checkpoints that witnesses keep; those of other logs are left aside.
+    """
     files = open_files(path)
     data = read_checkpoint(files, path)
     origin = parse_note(data).text.partition("\n")[0]
@@ -84,6 +94,14 @@ def open_log(path: str, trust: Trust) -> OpenedLog:
     checkpoint = signed.checkpoint
     check_tree(files, checkpoint)
     cosigners = _cosigners(files, signed, log)
+    if len(cosigners) < cosignatures_min:
+        raise TamperError(
+            f"{len(cosigners)} trusted regions or witnesses other than {log.region} cosigned {origin}, "
+            f"{cosignatures_min} are required."
+        )
+    for note in remembered:
+        if parse_note(note).text.partition("\n")[0] == origin:
+            _check_prefix(files, checkpoint, log.open(note).checkpoint)
     return OpenedLog(path, key, checkpoint, cosigners)
 
 

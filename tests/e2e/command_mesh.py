@@ -192,8 +192,10 @@ class CommandMesh:
         self.felix("identity", "issue", BRIDGE, "--kind", "bridge", "--region", SOURCE)
         for region in (SOURCE, DESTINATION):
             self.felix("identity", "issue", APPROVER, "--kind", "approver", "--region", region)
-        self.felix("region", "trust", str(self.eu.bundle), "--region", SOURCE)
-        self.felix("region", "trust", str(self.us.bundle), "--region", DESTINATION)
+        for region, other in ((SOURCE, DESTINATION), (DESTINATION, SOURCE)):
+            fingerprint = self.felix("region", "bundle", "--region", other, "--fingerprint").out.strip()
+            bundle = RegionFolder.of(other, self.home).bundle
+            self.felix("region", "trust", str(bundle), "--region", region, "--fingerprint", fingerprint)
         self.relay = Relay(ports[DESTINATION])
         self.write_agent_config(BRIDGE, ports[SOURCE], self.relay.port)
 

@@ -14,7 +14,15 @@ from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.identity import TrustBundle, verify_chain
 from felix.names import SpiffeId
 from keys.authority import RegionAuthority, create_authority
-from keys.bundle import BUNDLE_BYTES_MAX, AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
+from keys.bundle import (
+    BUNDLE_BYTES_MAX,
+    AuditKey,
+    RegionBundle,
+    changes_of,
+    check_update,
+    decode_bundle,
+    sign_bundle,
+)
 from keys.hybrid import HybridKeyPair
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
@@ -149,13 +157,37 @@ def test_a_bundle_signed_by_a_key_that_it_does_not_name_is_refused() -> None:
         decode_bundle(forged.encode())
 
 
-def test_an_update_signed_by_a_trusted_key_may_bring_new_keys() -> None:
-    next_key = SigningKey.generate()
-    keys = (POLICY.verify_key.public, next_key.verify_key.public)
-    first = bundle(issued_ms=NOW + 1, policy_keys=keys, import_key=HybridKeyPair.generate().public.encoded)
+LOG = AuditKey("eu-west.acme/ingress", "log", SigningKey.from_seed(b"a" * 32).verify_key.public)
+OTHER = SigningKey.from_seed(b"o" * 32).verify_key.public
+
+
+def test_an_update_signed_by_a_trusted_key_may_name_logs_of_new_bridges() -> None:
+    first = bundle(
+        issued_ms=NOW + 1, audit_keys=(LOG, AuditKey("eu-west.acme/bridge/eu-to-us", "log", OTHER))
+    )
     check_update(bundle(), sign_bundle(first, POLICY))
-    second = bundle(issued_ms=NOW + 2, policy_keys=(next_key.verify_key.public,))
-    check_update(first, sign_bundle(second, next_key))
+    assert changes_of(bundle(), first) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"policy_keys": (POLICY.verify_key.public, OTHER)}, "other policy keys"),
+        ({"receipt_keys": (OTHER,)}, "other receipt keys"),
+        ({"receipt_keys": (SigningKey.from_seed(b"r" * 32).verify_key.public, OTHER)}, "other receipt keys"),
+        ({"import_key": HybridKeyPair.generate().public.encoded}, "another import key"),
+        ({"country": "CN"}, "another country"),
+        ({"jurisdiction": "CN"}, "another jurisdiction"),
+        ({"audit_keys": ()}, "no key eu-west.acme/ingress any more"),
+        ({"audit_keys": (AuditKey(LOG.name, "log", OTHER),)}, "no key eu-west.acme/ingress any more"),
+        ({"audit_keys": (LOG, AuditKey(LOG.name, "log", OTHER))}, "one more key eu-west.acme/ingress"),
+        ({"audit_keys": (LOG, AuditKey("eu-west.acme/witness", "cosigner", OTHER))}, "the new witness"),
+    ],
+)
+def test_an_update_that_changes_who_may_speak_is_refused(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(TamperError, match=says) as caught:
+        check_update(bundle(), sign_bundle(bundle(issued_ms=NOW + 1, **changes), POLICY))
+    assert "--fingerprint" in caught.value.hint
 
 
 def test_an_update_that_is_old_foreign_or_by_a_stranger_is_refused() -> None:

@@ -390,7 +390,7 @@ def test_a_region_s_own_log_beside_its_bridge_s_does_not_confuse_either(
     )  # fmt: skip
     # Somebody asks for another stream under the grant that holds for this one: its terms are not lent to the attempt.
     own.deny(CREW, START_MS + 2, 501, "No grant lets it cross.", grant_id=grant_id(DEPARTURES))
-    write_log(tmp_path / "own", REGION_ORIGIN, own.egress)
+    write_log(tmp_path / "own", REGION_ORIGIN, own.egress, cosign=True)
     result = run_report([tmp_path / "own", *five.logs], tmp_path / "out", trust=trust(), session=spark)
     row = next(row for row in result.report.register.records() if row["stream"] == DEPARTURES)
     alone = next(row for row in five.result.report.register.records() if row["stream"] == DEPARTURES)
