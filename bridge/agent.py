@@ -282,7 +282,7 @@ class Agent:
             if not shore.is_up:
                 return shore.reason
         for carrier, _ in list(self._carriers.values()):
-            if carrier.phase in (LinkPhase.DENIED, LinkPhase.GAP):
+            if carrier.phase in (LinkPhase.DENIED, LinkPhase.GAP, LinkPhase.TRUNCATED):
                 return f"{carrier.row.grant}: {carrier.reason}"
         return ""
 

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 from opentelemetry.trace import Span
@@ -34,6 +34,7 @@ from audit.errors import AuditUnavailableError
 from audit.leaf import GapKind, Header, Kind, Leaf, Side
 from audit.position import LinkShard
 from audit.receipt import differences, open_receipt
+from audit.stream_statement import Cut, StreamStatement, cut_of, open_statement
 from audit.trail import Trail
 from bridge.budget import RateLimit, fits_budget
 from bridge.config import LimitsConfig
@@ -50,7 +51,7 @@ from bridge.crossing import (
     sort_records,
 )
 from bridge.failpoint import Failpoints
-from bridge.ledger import Ledger
+from bridge.ledger import Ledger, ShardAccount
 from bridge.link import Announced, Denials, LinkEvent, LinkPhase, OnTheWay, Passage, Todo, advance
 from bridge.plan import PlannedLink, Verdict
 from bridge.shore import Shore
@@ -62,15 +63,18 @@ from felix.errors import Code, FelixError, ProtocolError, RequestError, Unavaila
 from felix.frames import GapBody, GapReason
 from felix.identity import Identity
 from felix.messages import (
+    CutState,
     DataKeySealed,
     DescribeStream,
     GetDataKey,
     GetLinkSecret,
+    GetStreamStatement,
     LinkSecretSealed,
     LinkState,
     OpenIngest,
     ShardState,
     StreamState,
+    StreamStated,
 )
 from felix.names import SpiffeId, StreamName
 from keys.envelope import DataKey
@@ -79,6 +83,7 @@ from keys.hybrid import HybridKeyPair
 from keys.link import LinkSecrets, LinkSecretScope, open_link_secrets
 from keys.transfer import TransferScope, seal_transfer_key
 from policy.transform import Transform
+from policy.truncation import Live, chain
 
 log = logging.getLogger("felix.bridge.carrier")
 
@@ -99,7 +104,7 @@ SENTENCE_CHARS_MAX: Final = 2_000
 _GAP_KINDS: Final = {
     GapReason.RETENTION: GapKind.RETENTION,
     GapReason.RING: GapKind.RETENTION,
-    GapReason.TRUNCATED: GapKind.TRUNCATION,
+    GapReason.TRUNCATED: GapKind.RETENTION,
     GapReason.RECREATED: GapKind.INCARNATION,
     GapReason.COMPACTED: GapKind.COMPACTION,
 }
@@ -146,6 +151,25 @@ class Workshop:
             self.ledger.apply(leaf.header)
 
 
+class SourceShard(NamedTuple):
+    """What the source states that a shard is, as signed and as read; and what it crossed under, the newest last."""
+
+    signed: bytes
+    statement: StreamStatement
+    lives: tuple[Live, ...]
+
+    @property
+    def live(self) -> Live:
+        """What it crosses under now."""
+        return self.lives[-1]
+
+    @property
+    def begins_at(self) -> int:
+        """The source offset at which that begins: the log's start, or where a truncation was accepted."""
+        accepted = self.live.accepted
+        return self.statement.log_start if accepted is None else accepted.truncation.offset
+
+
 class _Left(Exception):
     """The plan no longer says that the link runs."""
 
@@ -187,6 +211,8 @@ class Carrier:
         self._denials = Denials()
         self._ask_again = True
         self._high: dict[bytes, int] = {}
+        self.cut: CutState | None = None
+        """What an operator is to decide about, while the link is truncated."""
         self._backoff = Backoff(LOST_AGAIN, shop.random)
         self._denied_backoff = Backoff(DENIED_AGAIN, shop.random)
         # Of the session that stands.
@@ -195,6 +221,7 @@ class Carrier:
         self._channel: IngestChannel | None = None
         self._passage: Passage | None = None
         self._route: Route | None = None
+        self._source: SourceShard | None = None
         self._held: SealedBatch | GapBody | None = None
         self._data_keys: dict[bytes, DataKey] = {}
         self._secrets: LinkSecrets | None = None
@@ -214,7 +241,8 @@ class Carrier:
 
     def take_plan(self, row: PlannedLink) -> None:
         """The newest row; a changed verdict takes effect at once."""
-        changed = (row.verdict, row.reason) != (self.row.verdict, self.row.reason)
+        held = self.row
+        changed = (row.verdict, row.reason, row.accepted) != (held.verdict, held.reason, held.accepted)
         self.row = row
         if changed:
             self._planned.set()
@@ -272,6 +300,7 @@ class Carrier:
             withheld=figures.withheld,
             filtered=figures.filtered,
             reported_ms=shop.clock_ms(),
+            cut=self.cut if self.phase is LinkPhase.TRUNCATED else None,
         )
 
     # -- the actor -------------------------------------------------------------------------------------
@@ -327,6 +356,11 @@ class Carrier:
             self._step(LinkEvent.END, str(error))
         elif error.code is Code.OFFSET_OUT_OF_RANGE:
             self._step(LinkEvent.GAP, str(error))
+        elif error.code is Code.TRUNCATED:
+            self._step(LinkEvent.TRUNCATE, str(error))
+            if not error.told:
+                # The GAP leaf says it; nobody refused anything.
+                return self._denied_backoff.next_ms(error.retry_after_ms)
         else:
             self._step(LinkEvent.REFUSE, str(error))
         self._deny(error)
@@ -375,12 +409,14 @@ class Carrier:
             await shop.check_history(shore)
             await shop.log_grant(row)  # 1
             stream = await self._describe()
-            state = stream.state[row.shard]
+            self._source = await self._take_statement(row, stream)
             self._log_old_incarnation(stream)
+            self._check_source(self._source)
             await self._take_secrets(row, stream)  # 2
-            await self._open_channel(stream, state.leader_epoch, state.log_start)  # 3
+            await self._open_channel(self._first_epoch(trail))  # 3
             assert self._channel is not None and self._passage is None
-            self._passage = self._begin(trail, stream)
+            self._check_destination(trail)
+            self._passage = self._begin(trail)
             self.figures.position = self._passage.position
             self._feed = await SealedFeed.open(  # 4
                 source_link,
@@ -407,7 +443,7 @@ class Carrier:
             self._feed.close()
         if self._channel is not None:
             self._channel.close()
-        self._feed = self._channel = self._passage = self._route = self._held = None
+        self._feed = self._channel = self._passage = self._route = self._held = self._source = None
         self._secrets = self._transform = None
         self._data_keys.clear()
         self._append_times.clear()
@@ -427,9 +463,11 @@ class Carrier:
     def _log_old_incarnation(self, stream: StreamState) -> None:
         """What was not read of an incarnation that is gone, as far as is known, gets its GAP leaf."""
         shop, row = self._shop, self.row
+        assert self._source is not None
+        lives = {each.incarnation for each in self._source.lives}
         for incarnation, account in shop.ledger.incarnations(self.link_shard).items():
             high = self._high.get(incarnation, 0)
-            if incarnation != stream.incarnation and account.accounted_to < high:
+            if incarnation not in lives and account.accounted_to < high:
                 self.alarm = (
                     f"{row.stream} was made anew; offsets {account.accounted_to} to {high - 1} of the old one "
                     "were never read."
@@ -479,10 +517,111 @@ class Carrier:
         self._secrets = open_link_secrets(answer.sealed, scope, shop.handoff)
         self._transform = compile_terms(row.export.terms, self._secrets)
 
-    async def _open_channel(self, stream: StreamState, epoch: int, log_start: int) -> None:
+    async def _take_statement(self, row: PlannedLink, stream: StreamState) -> SourceShard:
+        """What the source signs that the shard is. Raises TamperError, UnavailableError where it was made anew meanwhile."""
+        source = self._shop.source
+        answer = await source.connection().request(GetStreamStatement(row.grant, row.stream, row.shard))
+        if not isinstance(answer, StreamStated):
+            raise ProtocolError("A stream statement was answered with something else.")
+        statement = open_statement(answer.statement, source.trust.receipt_keys)
+        said = (statement.region, statement.stream, statement.shard)
+        if said != (source.region, row.stream, row.shard):
+            raise ProtocolError(f"The source stated what another shard is: {said}.", code=Code.TAMPERED)
+        if statement.incarnation != stream.incarnation:
+            raise UnavailableError(f"{row.stream} was made anew while the link opened.", retry_after_ms=50)
+        return SourceShard(answer.statement, statement, chain(statement.incarnation, row.accepted))
+
+    def _check_source(self, source: SourceShard) -> None:
+        """Raises RequestError(TRUNCATED) where the source no longer has what was read of it, after the GAP leaf of that."""
+        ledger, live = self._shop.ledger, source.live
+        for each in reversed(source.lives):
+            account = ledger.shard(self.link_shard, each.incarnation)
+            if account is not None and account.epoch:
+                break
+        else:
+            return
+        cut = cut_of(source.statement, account.epoch, account.read_to)
+        if each is not live:
+            # It was accepted that the link goes on, and it has not begun to: no later than where the histories part.
+            most = account.accounted_to if cut is None else min(cut.offset, account.accounted_to)
+            if source.begins_at <= most:
+                return
+            cut = Cut(source.statement.epoch_at(most), most)
+        if cut is None:
+            return
+        row, last = self.row, account.accounted_to - 1
+        said = (
+            f"{row.stream} shard {row.shard} was cut back to offset {cut.offset}, where its epoch {cut.epoch} begins: offsets "
+            f"{cut.offset} to {last} of epoch {account.epoch} had been announced, and are not there as they crossed."
+        )
+        raise self._truncated(said, each.incarnation, account, cut, source)
+
+    def _check_destination(self, trail: Trail) -> None:
+        """Raises RequestError(TRUNCATED) where the destination no longer has what it gave receipts for."""
+        source, channel = self._source, self._channel
+        assert source is not None and channel is not None
+        last, at = trail.last_ack(self.link_shard), channel.opened.position
+        account = self._shop.ledger.shard(self.link_shard, source.live.incarnation)
+        if (
+            last is None
+            or account is None
+            or last.incarnation != source.live.incarnation
+            or last.last_offset < at
+        ):
+            return
+        row = self.row
+        said = (
+            f"{row.destination_region} gave receipts for {row.stream} shard {row.shard} up to offset {last.last_offset}, and "
+            f"now has what lies below {at}: its log was restored from an older copy, or lost records."
+        )
+        cut = Cut(source.statement.epoch_at(at), at)
+        raise self._truncated(said, source.live.incarnation, account, cut, source)
+
+    def _truncated(
+        self, said: str, incarnation: bytes, account: ShardAccount, cut: Cut, source: SourceShard
+    ) -> RequestError:
+        """The link stops until an operator decides: alarm, GAP leaf (once), and the error that ends the session."""
+        shop, row, last = self._shop, self.row, account.accounted_to - 1
+        self.alarm = said
+        self.cut = CutState(source.live.incarnation, cut.epoch, cut.offset)
+        if (cut.offset, last) not in account.truncated:
+            log.error("link %s %s/%d: %s", row.grant, row.stream, row.shard, said)
+            self.figures.gaps += last + 1 - cut.offset
+            template = msgspec.structs.replace(
+                self._template(incarnation), source_epoch=account.epoch, sentence=said
+            )
+            leaf = gap_leaf(template, GapKind.TRUNCATION, cut.offset, last, shop.clock_ms())
+            shop.append([leaf], lambda index, error: None)
+        return RequestError(
+            said,
+            code=Code.TRUNCATED,
+            hint="Put the newest copy back; or go on from there, which the logs of both regions will say: felix bridge "
+            f"resume {row.grant} --accept-truncation.",
+        )
+
+    def _first_epoch(self, trail: Trail) -> int:
+        """The epoch of what is likely to be sent first; `_deal` opens anew where it is another."""
+        source = self._source
+        assert source is not None
+        account = self._shop.ledger.shard(self.link_shard, source.live.incarnation)
+        first = account.accounted_to if account is not None else source.begins_at
+        first = min([first, *(found.first_offset for found in self._unanswered(trail))])
+        return source.statement.epoch_at(first)
+
+    def _unanswered(self, trail: Trail) -> list[Announced]:
+        """INTENTs of this grant and incarnation without an ACK."""
+        assert self._source is not None
+        live = self._source.live.incarnation
+        return [
+            Announced(found.first_offset, found.last_offset, found.envelope_sha256)
+            for found in trail.unanswered(self.link_shard)
+            if found.incarnation == live and found.grant_id == self.row.grant
+        ]
+
+    async def _open_channel(self, epoch: int) -> None:
         """The ingest stream for one source epoch; an older one of this session is closed."""
-        shop, row, shore = self._shop, self.row, self._shore
-        assert shore is not None and row.export is not None
+        shop, row, shore, source = self._shop, self.row, self._shore, self._source
+        assert shore is not None and row.export is not None and source is not None
         assert self._secrets is not None and self._transform is not None
         if self._channel is not None:
             self._channel.close()
@@ -490,7 +629,7 @@ class Carrier:
             shop.source.region,
             row.destination_region,
             StreamName.parse(row.stream),
-            stream.incarnation,
+            source.live.incarnation,
             StreamName.parse(row.destination_stream),
             row.shard,
             epoch,
@@ -509,13 +648,21 @@ class Carrier:
             row.stream,
             row.shard,
             row.shards,
-            log_start,
-            stream.incarnation,
+            source.live.incarnation,
             epoch,
             sealed.sealed,
             sealed.signature,
+            source.signed,
         )
-        self._channel = await IngestChannel.open(shore.link(), request, self._received, self._fail)
+        try:
+            self._channel = await IngestChannel.open(shore.link(), request, self._received, self._fail)
+        except RequestError as error:
+            if error.code is Code.TRUNCATED:
+                # Only the destination knows of it (another agent carried before): all that is held would cross again.
+                at = source.statement.log_start
+                self.cut = CutState(source.live.incarnation, source.statement.epoch_at(at), at)
+                self.alarm = str(error)
+            raise
         if self._channel.opened.destination != row.destination_stream:
             raise RequestError(
                 f"{row.destination_region} would write to {self._channel.opened.destination}, the grant says "
@@ -523,22 +670,17 @@ class Carrier:
                 code=Code.GRANT_MISMATCH,
             )
 
-    def _begin(self, trail: Trail, stream: StreamState) -> Passage:
+    def _begin(self, trail: Trail) -> Passage:
         """Where to go on: what the destination has recorded, and what the egress log says."""
-        assert self._channel is not None
+        assert self._channel is not None and self._source is not None
         opened, limits = self._channel.opened, self._shop.limits
-        account = self._shop.ledger.shard(self.link_shard, stream.incarnation)
-        unanswered = [
-            Announced(found.first_offset, found.last_offset, found.envelope_sha256)
-            for found in trail.unanswered(self.link_shard)
-            if found.incarnation == stream.incarnation and found.grant_id == self.row.grant
-        ]
+        account = self._shop.ledger.shard(self.link_shard, self._source.live.incarnation)
         return Passage(
             position=opened.position,
             accounted_to=(
                 account.accounted_to if account is not None and account.grant_id == self.row.grant else None
             ),
-            unanswered=unanswered,
+            unanswered=self._unanswered(trail),
             envelopes_max=min(limits.envelopes, opened.envelopes_max),
             credit_bytes=min(limits.on_the_way, opened.credit_bytes),
             ask_again=self._ask_again,
@@ -610,7 +752,7 @@ class Carrier:
             feed.consumed(item.frame_bytes)
             return
         if header.base_offset > passage.next_offset:
-            self._gap(header.base_offset, GapKind.TRUNCATION)
+            self._gap(header.base_offset, GapKind.COMPACTION)
             return
         if header.leader_epoch != self._route.key.scope.epoch:
             if not passage.is_empty:
@@ -619,7 +761,7 @@ class Carrier:
                     async with asyncio.timeout(IDLE_S):
                         await self._wake.wait()
                 return
-            await self._open_channel(stream, header.leader_epoch, passage.position)
+            await self._open_channel(header.leader_epoch)
             assert self._channel is not None
             if self._channel.opened.position != passage.position:
                 raise UnavailableError("The destination's position moved; the link opens anew.")

@@ -9,13 +9,19 @@ Invariants: the state is a function of the headers applied, in order; `Ledger.de
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import hashlib
+from typing import Final, NamedTuple
 
 import msgspec
 
-from audit.leaf import Header, Kind, Side
+from audit.leaf import GapKind, Header, Kind, Side
 from audit.position import LinkShard
 from felix.errors import CorruptionError
+
+NOTHING: Final = hashlib.sha256(b"").digest()
+"""What an INTENT names as its source batch that carries no records over a gap."""
+TRUNCATED_MAX: Final = 64
+"""Ranges found gone that are remembered of one shard; the log has them all."""
 
 
 class GrantAccount(msgspec.Struct):
@@ -32,11 +38,17 @@ class ShardAccount(msgspec.Struct):
 
     grant_id: str
     accounted_to: int
+    epoch: int
+    """of the newest batch that was read; 0 before the first"""
+    read_to: int
+    """the offset after that batch; gaps come from no epoch, and move only `accounted_to`"""
     crossed: int = 0
     withheld: int = 0
     filtered: int = 0
     gaps: int = 0
     """offsets that could not be read"""
+    truncated: list[tuple[int, int]] = []
+    """ranges that are accounted for and were found gone afterwards: first and last offset"""
 
 
 class ShardKey(NamedTuple):
@@ -83,13 +95,19 @@ class Ledger:
         key = ShardKey(LinkShard.of(header), header.incarnation)
         account = self._shards.get(key)
         after = header.last_offset + 1
+        if account is not None and header.gap is GapKind.TRUNCATION and after <= account.accounted_to:
+            del account.truncated[: 1 - TRUNCATED_MAX]
+            account.truncated.append((header.first_offset, header.last_offset))
+            return
         if account is None:
-            account = self._shards[key] = ShardAccount(header.grant_id, after)
+            account = self._shards[key] = ShardAccount(header.grant_id, after, 0, 0)
         elif account.grant_id != header.grant_id:
             # Another grant may begin again where the one before it was not answered any more.
             account.grant_id, account.accounted_to = header.grant_id, after
         else:
             account.accounted_to = max(account.accounted_to, after)
+        if header.kind is not Kind.GAP and header.source_batch_sha256 != NOTHING and after >= account.read_to:
+            account.epoch, account.read_to = header.source_epoch, after
         if header.kind is Kind.INTENT:
             account.crossed += header.records
             grant = self._grant(header.grant_id)

@@ -42,6 +42,8 @@ class LinkPhase(StrEnum):
     """a region refused, and the link tries again; or a region's deny entry stands, until it is lifted"""
     GAP = "gap"
     """the source no longer has what comes next, or has less than what crossed"""
+    TRUNCATED = "truncated"
+    """what had crossed is gone at the source, or at the destination: an operator of the source decides"""
     STOPPED = "stopped"
     """the grant is revoked or expired, or its budget is used up"""
 
@@ -53,6 +55,7 @@ class LinkEvent(StrEnum):
     LOST = "lost"
     REFUSE = "refuse"
     GAP = "gap"
+    TRUNCATE = "truncate"
     PAUSE = "pause"
     END = "end"
 
@@ -62,12 +65,13 @@ TRANSITIONS: Final[Mapping[tuple[LinkPhase, LinkEvent], LinkPhase]] = {
     **{(phase, _E.HOLD): _P.WAITING for phase in _P},
     **{(phase, _E.PAUSE): _P.PAUSED for phase in _P if phase is not _P.STOPPED},
     **{(phase, _E.END): _P.STOPPED for phase in _P},
-    # A link that was denied, or stands before a gap, says so until it is open again.
+    # A link that was denied, stands before a gap, or waits for a decision says so until it is open again.
     **{(phase, _E.ALLOW): _P.OPENING for phase in (_P.WAITING, _P.PAUSED, _P.ACTIVE, _P.STOPPED)},
-    **{(phase, _E.OPENED): _P.ACTIVE for phase in (_P.OPENING, _P.DENIED, _P.GAP)},
+    **{(phase, _E.OPENED): _P.ACTIVE for phase in (_P.OPENING, _P.DENIED, _P.GAP, _P.TRUNCATED)},
     **{(phase, _E.LOST): _P.WAITING for phase in (_P.OPENING, _P.ACTIVE, _P.DENIED, _P.GAP)},
     **{(phase, _E.REFUSE): _P.DENIED for phase in _P if phase is not _P.STOPPED},
     **{(phase, _E.GAP): _P.GAP for phase in (_P.OPENING, _P.ACTIVE, _P.WAITING, _P.DENIED)},
+    **{(phase, _E.TRUNCATE): _P.TRUNCATED for phase in _P if phase is not _P.STOPPED},
 }
 """What an event leads to; a pair that is not here leaves the phase as it is."""
 

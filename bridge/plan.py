@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from felix.errors import Code
@@ -18,6 +19,7 @@ from felix.messages import StreamState
 from felix.names import NamePattern, SpiffeId, StreamName
 from policy.grant import Attempt, ExportGrant, GrantBook, GrantState, GrantView, Refusal, RefusalKind
 from policy.quantity import Instant
+from policy.truncation import Accepted
 
 LINKS_MAX: Final = 60
 """Links of one agent: each takes one subscription and one ingest stream of its sessions, which have 64 and 96."""
@@ -47,6 +49,8 @@ class PlannedLink(NamedTuple):
     reason: str
     code: int = 0
     export: ExportGrant | None = None
+    accepted: Mapping[str, Accepted] = MappingProxyType({})
+    """truncations that were accepted, by the incarnation (hex) that each ends"""
 
 
 def plan_links(
@@ -123,7 +127,17 @@ def _rows(
         shards = streams[name].shards
         arrives = str(terms.destination_of(stream))
         rows += [
-            PlannedLink(view.grant, name, shard, shards, terms.to_region, arrives, *own, export)
+            PlannedLink(
+                view.grant,
+                name,
+                shard,
+                shards,
+                terms.to_region,
+                arrives,
+                *own,
+                export,
+                book.accepted_truncations(view.grant, name, shard),
+            )
             for shard in range(shards)
         ]
     return rows

@@ -101,6 +101,7 @@ class Code(IntEnum):
     TAMPERED = 701
     AUDIT_UNAVAILABLE = 702
     ROLLED_BACK = 703
+    TRUNCATED = 704
 
     # 9xx  our own
     INTERNAL = 900

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
-from felix.batch import OFFSET_MAX
 from felix.errors import Code, FelixError, OffsetMismatchError, ProtocolError, error_for
 from felix.frames import FrameType, encode_frame
 from felix.quota import QuotaLimits
@@ -464,6 +463,15 @@ class TrafficPage(Message, frozen=True, tag="traffic_page"):
     more: bool = False
 
 
+class CutState(Message, frozen=True, tag="cut"):
+    """What an operator accepts with `felix bridge resume --accept-truncation`: the incarnation that ends, and the epoch and
+    source offset that the link goes on from."""
+
+    incarnation: bytes
+    epoch: int
+    offset: int
+
+
 class LinkState(Message, frozen=True, tag="link"):
     """One shard of one link, as its agent last said. Lag in records, bytes and ms; -1 where unknown."""
 
@@ -484,6 +492,8 @@ class LinkState(Message, frozen=True, tag="link"):
     withheld: int = 0
     filtered: int = 0
     reported_ms: int = 0
+    cut: CutState | None = None
+    """where `state` is truncated"""
 
 
 class ReportLinks(Message, frozen=True, tag="report_links"):
@@ -532,11 +542,24 @@ class LinkSecretSealed(Message, frozen=True, tag="link_secret_sealed"):
     sealed: bytes
 
 
-class OpenIngest(Message, frozen=True, tag="open_ingest"):
-    """First frame of an ingest stream at the destination: which link, and its transfer key (keys.transfer).
+class GetStreamStatement(Message, frozen=True, tag="get_stream_statement"):
+    """From a bridge agent: the region's signed word on what a shard of a granted stream is (audit.stream_statement)."""
 
-    `shards` is how many the source stream has; `start` is where the source's log begins, for a link that has no
-    position at the destination yet.
+    grant: GrantName
+    stream: Name
+    shard: Natural
+
+
+class StreamStated(Message, frozen=True, tag="stream_stated"):
+    statement: bytes
+
+
+class OpenIngest(Message, frozen=True, tag="open_ingest"):
+    """First frame of an ingest stream at the destination: which link, its transfer key (keys.transfer), and the source
+    region's signed statement of what the shard is (audit.stream_statement).
+
+    `shards` is how many the source stream has; `incarnation` the one that the shard crosses under: the stream's own, or the
+    one that an accepted truncation began.
     """
 
     grant: GrantName
@@ -544,15 +567,16 @@ class OpenIngest(Message, frozen=True, tag="open_ingest"):
     stream: Name
     shard: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     shards: Annotated[int, msgspec.Meta(ge=1, lt=1 << 32)]
-    start: Annotated[int, msgspec.Meta(ge=0, le=OFFSET_MAX)]
     incarnation: bytes
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     transfer_key: bytes
     signature: bytes
+    statement: bytes
 
 
 class IngestOpened(Message, frozen=True, tag="ingest_opened"):
-    """`position` is the source offset that comes next: after the last one recorded here, or `start`.
+    """`position` is the source offset that comes next: after the last one recorded here; for a link that has none yet, where
+    the source's log begins, or where a truncation was accepted.
 
     Without a receipt, at most `credit_bytes` of TRANSFER frames and `envelopes_max` of them may be on the way.
     """
@@ -803,7 +827,7 @@ class Done(Message, frozen=True, tag="done"):
 Request = (
     CreateStream | AlterStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
     | DescribeTraffic | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
-    | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
+    | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | GetStreamStatement | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
     | CreateSubscription | AlterSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
     | OpenCache | WatchCache | OpenQueue
     | OpenTransactions | PutNamespace | DeleteNamespace | ListNamespaces
@@ -811,7 +835,7 @@ Request = (
 Answer = (
     StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | TrafficPage | DocumentPage | KeyPage | RegionState
     | CacheOpened | QueueOpened
-    | LinkPage | DataKeySealed | LinkSecretSealed | IngestOpened | Witnessed | CheckpointAnswer | Done
+    | LinkPage | DataKeySealed | LinkSecretSealed | StreamStated | IngestOpened | Witnessed | CheckpointAnswer | Done
     | SubscriptionState | SubscriptionPage | ConsumerOpened | TransactionsOpened | NamespacePage
 )  # fmt: skip
 

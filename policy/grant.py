@@ -63,7 +63,7 @@ from policy.signed import (
     verify,
 )
 from policy.terms import GrantId, GrantTerms, Hash, Line, Number, OptionalLine, grant_id
-from policy.truncation import Accepted, Live, Truncation, live_incarnation
+from policy.truncation import Accepted, Live, Truncation, chain
 
 DOCUMENTS_MAX: Final = 100_000
 """Documents in one book: each is verified once when the book is made."""
@@ -565,7 +565,7 @@ class GrantBook:
         self._entries: dict[str, _Entry] = {}
         self._unbelieved: list[_Unbelieved] = []
         self._standings: dict[tuple[str, str], Standing] = {}
-        self._truncations: dict[tuple[str, str, int], dict[str, Accepted]] = {}
+        self._truncations: dict[tuple[str, int], list[tuple[str, Accepted]]] = {}
         self._denies: dict[tuple[str, str, str], DenyEntry] = {}
         self._decisions: dict[tuple[bytes, str, str, bool, bool], Decision] = {}
         problems: list[Problem] = []
@@ -642,23 +642,40 @@ class GrantBook:
             raise SignatureError(f"A {standing.action} by {standing.region} is signed by {signer}.")
         key = (standing.grant, standing.region)
         if isinstance(standing.truncation, Truncation):
-            self._accept(Accepted(standing.truncation, standing.region, standing.at), standing.grant)
+            cut = standing.truncation
+            accepted = Accepted(cut, standing.region, standing.at)
+            self._truncations.setdefault((cut.stream, cut.shard), []).append((standing.grant, accepted))
             return
         held = self._standings.get(key)
         if held is None or _outranks(standing, held):
             self._standings[key] = standing
 
-    def _accept(self, accepted: Accepted, grant: str) -> None:
-        cut = accepted.truncation
-        of_shard = self._truncations.setdefault((grant, cut.stream, cut.shard), {})
-        held = of_shard.get(cut.incarnation)
-        # Where both regions accept the end of one incarnation, the later word counts, whatever order they came in.
-        if held is None or (held.at, held.region) < (accepted.at, accepted.region):
-            of_shard[cut.incarnation] = accepted
+    def accepted_truncations(self, grant: str, stream: str, shard: int) -> dict[str, Accepted]:
+        """What was accepted of a shard, under this grant or another between the same regions, by the incarnation (hex) that
+        each ends."""
+        ends = self._ends_of(grant)
+        accepted: dict[str, Accepted] = {}
+        for named, found in self._truncations.get((stream, shard), ()):
+            if found.region not in ends or (named != grant and self._ends_of(named) != ends):
+                continue
+            held = accepted.get(found.truncation.incarnation)
+            # Where both regions accept the end of one incarnation, the later word counts, whatever order they came in.
+            if held is None or (held.at, held.region) < (found.at, found.region):
+                accepted[found.truncation.incarnation] = found
+        return accepted
+
+    def incarnations(self, grant: str, stream: str, shard: int, incarnation: bytes) -> tuple[Live, ...]:
+        """What a shard crossed under, from its stream's own incarnation to the one that lives now: another begins wherever a
+        truncation was accepted."""
+        return chain(incarnation, self.accepted_truncations(grant, stream, shard))
 
     def live_incarnation(self, grant: str, stream: str, shard: int, incarnation: bytes) -> Live:
-        """What a shard crosses under, given its stream's own incarnation: another where a truncation was accepted."""
-        return live_incarnation(incarnation, self._truncations.get((grant, stream, shard), {}))
+        """What a shard crosses under now."""
+        return self.incarnations(grant, stream, shard, incarnation)[-1]
+
+    def _ends_of(self, grant: str) -> tuple[str, ...]:
+        entry = self._entries.get(grant)
+        return () if entry is None or entry.export is None else _ends(entry.export.terms)
 
     def _remember_unbelieved(self, document: Document, error: SignatureError) -> None:
         # Only to answer "there is a grant, but it is forged" instead of "there is none"; it allows nothing.

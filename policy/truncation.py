@@ -65,12 +65,15 @@ class Live(NamedTuple):
     accepted: Accepted | None
 
 
-def live_incarnation(incarnation: bytes, accepted: Mapping[str, Accepted]) -> Live:
-    """From the stream's own incarnation to the one that lives. `accepted`: by the incarnation (hex) that each ends."""
-    live = Live(incarnation, None)
-    for _ in range(TRUNCATIONS_MAX):
-        following = accepted.get(live.incarnation.hex())
+def chain(incarnation: bytes, accepted: Mapping[str, Accepted]) -> tuple[Live, ...]:
+    """From the stream's own incarnation to the one that lives now, which is the last.
+
+    `accepted`: by the incarnation (hex) that each ends.
+    """
+    found = [Live(incarnation, None)]
+    while len(found) <= TRUNCATIONS_MAX:
+        following = accepted.get(found[-1].incarnation.hex())
         if following is None:
             break
-        live = Live(following.incarnation, following)
-    return live
+        found.append(Live(following.incarnation, following))
+    return tuple(found)

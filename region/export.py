@@ -17,14 +17,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from audit.stream_statement import Epoch, StreamStatement, sign_statement
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
-from felix.messages import DataKeySealed, GetDataKey, GetLinkSecret, LinkSecretSealed, LinkState
+from felix.messages import (
+    DataKeySealed,
+    GetDataKey,
+    GetLinkSecret,
+    GetStreamStatement,
+    LinkSecretSealed,
+    LinkState,
+    StreamStated,
+)
 from felix.names import SpiffeId, StreamName
 from keys.handoff import scope_of, seal_data_key
 from keys.hybrid import HybridPublicKey
 from keys.keyring import Keyring
 from keys.link import LinkSecretScope, seal_link_secrets
+from keys.signing import SigningKey
 from policy.grant import Allowed
 from policy.terms import pseudonym_scope
 from region.broker import Broker
@@ -90,10 +100,13 @@ class SealedReader:
 class ExportDesk:
     """One per broker."""
 
-    def __init__(self, broker: Broker, governance: Governance, keyring: Keyring) -> None:
+    def __init__(
+        self, broker: Broker, governance: Governance, keyring: Keyring, receipt_key: SigningKey
+    ) -> None:
         self._broker = broker
         self._governance = governance
         self._keyring = keyring
+        self._receipt_key = receipt_key
         self._links: dict[str, dict[tuple[str, str, int], LinkState]] = {}
 
     def reader(self, bridge: SpiffeId, stream: StreamName, grant_id: str) -> SealedReader:
@@ -153,6 +166,26 @@ class ExportDesk:
             self._broker.region, stream, hosted.incarnation, allowed.grant, allowed.terms_hash, bridge
         )
         return LinkSecretSealed(seal_link_secrets(secrets, scope, recipient))
+
+    def stream_statement(self, bridge: SpiffeId, request: GetStreamStatement) -> StreamStated:
+        """What a shard of a granted stream is, signed. Raises the refusal, UnavailableError where it does not serve."""
+        stream = StreamName.parse(request.stream)
+        self._broker.refuse_reserved(stream.tenant)
+        self._governance.check_export(bridge, request.grant, stream, "take a stream statement")
+        hosted = self._broker.stream(stream)
+        shard = hosted.shard(request.shard)
+        statement = StreamStatement(
+            region=self._broker.region,
+            stream=str(stream),
+            incarnation=hosted.incarnation,
+            shards=len(hosted.shards),
+            shard=request.shard,
+            log_start=shard.log_start_offset,
+            log_end=max(shard.synced_offset, shard.log_start_offset),
+            epochs=tuple(Epoch(start.epoch, start.start_offset) for start in shard.epochs.starts),
+            time_ms=self._broker.clock_ms(),
+        )
+        return StreamStated(sign_statement(statement, self._receipt_key))
 
     # -- the board of links ----------------------------------------------------------------------------
 

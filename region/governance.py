@@ -304,6 +304,13 @@ class Governance:
         """The residency policy in force; without one, nothing may cross."""
         return self._policy
 
+    def trust_of(self, region: str) -> RegionTrust:
+        """What a region that is trusted here signs with. Raises RequestError(NOT_FOUND)."""
+        bundle = self._bundles.get(region)
+        if bundle is None:
+            raise RequestError(f"The region {region} is not trusted here.", code=Code.NOT_FOUND)
+        return RegionTrust(bundle)
+
     @property
     def book(self) -> GrantBook:
         """Every grant this region knows of."""

@@ -31,14 +31,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, NamedTuple
 
-import xxhash
-
 from audit.leaf import CommitmentKey, Committer, Header, Kind, Leaf, Side, intent_leaves
 from audit.position import LinkShard
 from audit.receipt import Receipt, sign_receipt
+from audit.stream_statement import StreamStatement, cut_of, open_statement
 from felix.batch import Batch, Record, decode_batch, decode_records
-from felix.context import bind
-from felix.errors import Code, CorruptionError, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import CONTROL_BYTES_MAX, FRAME_HEADER_BYTES, Frame, FrameDecoder, FrameType, encode_frame
 from felix.identity import Peer
 from felix.messages import IngestOpened, OpenIngest, decode_request, encode_error, encode_message
@@ -56,8 +54,18 @@ from keys.transfer import (
     open_envelope,
     open_transfer_key,
 )
+from policy.truncation import Live
 from region.broker import Broker
 from region.governance import Governance
+from region.link_slot import (
+    ENVELOPES_MAX,
+    Landed,
+    LinkRecord,
+    Position,
+    held_record,
+    link_slot,
+    old_slot,
+)
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import StreamConfig
 from region.ports import Ingesting
@@ -67,66 +75,8 @@ log = logging.getLogger("felix.region.ingest")
 
 INGEST_WINDOW_BYTES: Final = 8 << 20
 """Envelopes of one link shard on the way without a receipt, in bytes."""
-ENVELOPES_MAX: Final = 24
-"""The same, in envelopes: as many appends as one annotation of the log holds."""
 
-_POSITION: Final = struct.Struct(">QB")
-_NEWEST: Final = struct.Struct(">QQI")
 _RECEIPT: Final = struct.Struct(">Q")
-
-
-class Landed(NamedTuple):
-    """One range that was appended: source offset, offset here, records (0: nothing of the range crossed)."""
-
-    source_base: int
-    base_offset: int
-    records: int
-
-    @property
-    def first_offset(self) -> int | None:
-        """Of its records here; None where nothing of the range crossed."""
-        return self.base_offset if self.records else None
-
-    @property
-    def last_offset(self) -> int | None:
-        return self.base_offset + self.records - 1 if self.records else None
-
-
-class Position(NamedTuple):
-    """What step 6 records with the append: the source offset that comes next, and the newest ranges."""
-
-    next_offset: int
-    newest: tuple[Landed, ...] = ()
-
-    def encode(self) -> bytes:
-        """At most 9 + 24 × 20 = 489 bytes."""
-        assert len(self.newest) <= ENVELOPES_MAX
-        return _POSITION.pack(self.next_offset, len(self.newest)) + b"".join(
-            _NEWEST.pack(*landed) for landed in self.newest
-        )
-
-    @classmethod
-    def decode(cls, data: bytes) -> Position:
-        """Raises CorruptionError."""
-        if len(data) < _POSITION.size:
-            raise CorruptionError("A bridge position in the log is cut off.")
-        next_offset, count = _POSITION.unpack_from(data)
-        if len(data) != _POSITION.size + count * _NEWEST.size:
-            raise CorruptionError("A bridge position in the log has a wrong length.")
-        return cls(next_offset, tuple(map(Landed._make, _NEWEST.iter_unpack(data[_POSITION.size :]))))
-
-    def after(self, landed: Landed, next_offset: int) -> Position:
-        """The position once one more range has landed."""
-        return Position(next_offset, (*self.newest, landed)[-ENVELOPES_MAX:])
-
-    def find(self, source_base: int) -> Landed | None:
-        """The newest range that began at this source offset."""
-        return next((landed for landed in reversed(self.newest) if landed.source_base == source_base), None)
-
-
-def link_slot(source_region: str, stream: str, incarnation: bytes, shard: int) -> int:
-    """The log's annotation slot of a link: XXH3-64 of its names."""
-    return int(xxhash.xxh3_64_intdigest(bind("link-slot", source_region, stream, incarnation, shard)))
 
 
 class IngestDesk:
@@ -234,7 +184,9 @@ class IngestStream:
         self._key: TransferKey
         self._committer: Committer
         self._position = Position(0)
+        self._record: LinkRecord
         self._slot = 0
+        self._old_slot = 0
         self._grant_id = ""
         self._landing: _Landing | None = None
         self._taken_bytes = 0
@@ -314,6 +266,8 @@ class IngestStream:
                 terms.terms_hash,
                 peer.spiffe_id,
             )
+            statement = self._statement(request)
+            self._live(request, statement)
             self._key = open_transfer_key(
                 request.transfer_key, request.signature, scope, desk.import_key, peer
             )
@@ -331,12 +285,18 @@ class IngestStream:
             self._fail(FelixError(f"The broker failed: {type(error).__name__}."), correlation)
             return
         self._grant_id = request.grant
-        self._slot = link_slot(request.from_region, request.stream, request.incarnation, request.shard)
+        self._slot = link_slot(request.from_region, request.stream, request.shard)
         self._landing = desk.claim(self._hosted.name, request.shard, self._slot, self)
         await self._landing.settled.wait()
-        annotation = self._shard.annotations.get(self._slot)
-        # A new link begins where the source's log begins: what was gone before it was granted is no gap.
-        self._position = Position.decode(annotation) if annotation else Position(request.start)
+        try:
+            self._record = self._recorded(request, statement)
+        except UnavailableError as error:
+            self._fail(error, correlation)
+            return
+        except FelixError as error:
+            self._refuse(error, correlation, request)
+            return
+        self._position = self._record.position
         secret = CommitmentKey(self._key.key_id, commitment_secret(self._key))
         self._committer = Committer(secret, str(name), request.incarnation, request.shard)
         self._is_open = True
@@ -345,6 +305,107 @@ class IngestStream:
             str(terms.destination), self._position.next_offset, INGEST_WINDOW_BYTES, ENVELOPES_MAX
         )
         self._send(encode_message(FrameType.ANSWER, opened, correlation))
+
+    def _statement(self, request: OpenIngest) -> StreamStatement:
+        """The source region's word on the shard. Raises TamperError, RequestError where it is about something else."""
+        statement = open_statement(
+            request.statement, self._desk.governance.trust_of(request.from_region).receipt_keys
+        )
+        claimed = (request.from_region, request.stream, request.shard, request.shards)
+        if (statement.region, statement.stream, statement.shard, statement.shards) != claimed:
+            raise RequestError(
+                f"The stream statement is about shard {statement.shard} of {statement.shards} of {statement.stream} in "
+                f"{statement.region}, the request about shard {request.shard} of {request.shards} of {request.stream}."
+            )
+        if not statement.has_epoch(request.epoch):
+            raise RequestError(
+                f"{request.from_region} does not state that {request.stream} has an epoch {request.epoch}."
+            )
+        return statement
+
+    def _live(self, request: OpenIngest, statement: StreamStatement) -> Live:
+        """What the shard crosses under now, by the source's statement and the truncations that were accepted.
+
+        Raises RequestError where the request names another incarnation.
+        """
+        live = self._desk.governance.book.live_incarnation(
+            request.grant, request.stream, request.shard, statement.incarnation
+        )
+        if live.incarnation != request.incarnation:
+            raise RequestError(
+                f"{request.from_region} does not state that {request.stream} has the incarnation "
+                f"{request.incarnation.hex()}, nor was a truncation accepted that began it.",
+                hint="If a truncation was just accepted, its document may still be on its way.",
+            )
+        return live
+
+    def _recorded(self, request: OpenIngest, statement: StreamStatement) -> LinkRecord:
+        """Where the link stands here: what its slot holds, or where it begins.
+
+        Raises RequestError(TRUNCATED) where the source's history is not the one that was recorded, RequestError(CONFLICT)
+        for a statement older than the newest one shown.
+        """
+        live = self._live(request, statement)
+        annotations, region = self._shard.annotations, request.from_region
+        held = held_record(annotations, self._slot, region, request.stream)
+        # A new link begins where the source's log begins: what was gone before it was granted is no gap.
+        start = statement.log_start if live.accepted is None else live.accepted.truncation.offset
+        begun = LinkRecord(
+            region, request.stream, live.incarnation, statement.incarnation, statement.time_ms, 0, 0,
+            Position(start),
+        )  # fmt: skip
+        if held is None:
+            self._old_slot = old_slot(region, request.stream, request.incarnation, request.shard)
+            old = annotations.get(self._old_slot)
+            # What version 0.1 recorded; the next range moves it over.
+            return begun if old is None else begun._replace(position=Position.decode(old))
+        if statement.time_ms < held.statement_ms:
+            raise RequestError(
+                f"The statement about {request.stream} is older than the newest one that was shown.",
+                code=Code.CONFLICT,
+                hint=f"Ask {region} for a new one; if its clock was set back, wait until it has caught up.",
+            )
+        if statement.incarnation != held.own:
+            # The stream was made anew, and the older one's place is free.
+            return begun
+        self._check_history(request, statement, held, live)
+        if held.live == live.incarnation:
+            return held._replace(statement_ms=statement.time_ms)
+        return begun
+
+    def _check_history(
+        self, request: OpenIngest, statement: StreamStatement, held: LinkRecord, live: Live
+    ) -> None:
+        """Raises RequestError(TRUNCATED) where the source's log is not the one that was read, and nobody accepted that."""
+        region, where = request.from_region, f"shard {request.shard} of {request.stream}"
+        cut = cut_of(statement, held.epoch, held.read_to) if held.epoch else None
+        goes_on = live.accepted.truncation.offset if live.accepted is not None else 0
+        if held.live == live.incarnation:
+            if cut is not None:
+                raise RequestError(
+                    f"{region} cut {where} back to offset {cut.offset}, where its epoch {cut.epoch} begins; records up to "
+                    f"{held.read_to - 1} of epoch {held.epoch} had crossed.",
+                    code=Code.TRUNCATED,
+                    hint=f"An operator of {region} decides: felix bridge resume {request.grant} --accept-truncation.",
+                )
+            return
+        lives = self._desk.governance.book.incarnations(
+            request.grant, request.stream, request.shard, statement.incarnation
+        )
+        if all(each.incarnation != held.live for each in lives):
+            raise RequestError(
+                f"{where} of {region} crossed under a truncation that is not known here any more.",
+                code=Code.TRUNCATED,
+                hint="Bring the document that accepted it back.",
+            )
+        most = min(held.position.next_offset, cut.offset if cut is not None else held.position.next_offset)
+        if goes_on > most:
+            raise RequestError(
+                f"{where} was accepted to go on at offset {goes_on}, and is known here up to {most}: records between would "
+                "never cross.",
+                code=Code.TRUNCATED,
+                hint=f"Accept it at {most}: felix bridge resume {request.grant} --accept-truncation.",
+            )
 
     def _take_window(self) -> None:
         """Raises UnavailableError(LIMIT_MEMORY) where the broker's budget is handed out."""
@@ -446,10 +507,14 @@ class IngestStream:
             self._logged_before(way)
             return
         self._position = position.after(landed, header.next_offset)
+        record = self._record._replace(position=self._position)
+        if landed.records:
+            record = record._replace(epoch=header.epoch, read_to=header.next_offset)
+        self._record = record
         self._shard.append_nowait(  # 6
             batch,
             partial(self._appended, way),
-            annotation=self._position.encode(),
+            annotation=record.encode(),
             slot=self._slot,
             # What comes over a border was promised there record by record: none is left out.
             as_it_is=True,
@@ -516,6 +581,9 @@ class IngestStream:
                 way, UnavailableError("The append was moved; open the stream again.", retry_after_ms=50)
             )
             return
+        if self._old_slot in self._shard.annotations:
+            # The record that has just landed holds what stood there.
+            self._shard.free_slot_nowait(self._old_slot, lambda freed: None)
         self._log(way)
 
     def _log(self, way: _Way) -> None:

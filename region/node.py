@@ -208,7 +208,7 @@ class Node:
         )  # fmt: skip
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
         receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
-        export = ExportDesk(broker, governance, keyring)
+        export = ExportDesk(broker, governance, keyring, receipt_key)
         self.transactions = transactions = Coordinator(broker)
         ingest = IngestDesk(broker, governance, import_key, receipt_key)
         self.subscriptions = subscriptions = SubscriptionDesk(broker, catalog, mirror)

@@ -37,6 +37,7 @@ from felix.messages import (
     GetCheckpoint,
     GetDataKey,
     GetLinkSecret,
+    GetStreamStatement,
     KeyPage,
     LinkPage,
     LinkSecretSealed,
@@ -66,6 +67,7 @@ from felix.messages import (
     SeekSubscription,
     StreamPage,
     StreamState,
+    StreamStated,
     StreamTraffic,
     SubscriptionPage,
     SubscriptionState,
@@ -501,6 +503,9 @@ class Requests:
     async def get_link_secret(self, identity: SpiffeId, request: GetLinkSecret) -> LinkSecretSealed:
         return await self._export.link_secret(identity, request)
 
+    async def get_stream_statement(self, identity: SpiffeId, request: GetStreamStatement) -> StreamStated:
+        return self._export.stream_statement(identity, request)
+
     async def get_data_key(self, identity: SpiffeId, request: GetDataKey) -> DataKeySealed:
         return await self._export.data_key(identity, request)
 
@@ -592,6 +597,7 @@ _HANDLERS: dict[type, Handler] = {
     ListLinks: Requests.list_links,
     GetDataKey: Requests.get_data_key,
     GetLinkSecret: Requests.get_link_secret,
+    GetStreamStatement: Requests.get_stream_statement,
     PutNamespace: Requests.put_namespace,
     DeleteNamespace: Requests.delete_namespace,
     ListNamespaces: Requests.list_namespaces,

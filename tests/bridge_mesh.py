@@ -18,6 +18,7 @@ from region_home import make_region, running
 import felix
 from audit.leaf import Header, Kind, Leaf, decode_leaf
 from audit.origin import egress_origin, region_origin
+from audit.stream_statement import Epoch, StreamStatement, sign_statement
 from audit.tile import read_entries
 from audit.tile_disk import Folder
 from audit.trust import Trust
@@ -280,6 +281,23 @@ class Mesh:
             lifted=lifted,
         )
         await self.put(region, "deny", sign_deny(entry, self.key(region)))
+
+    def statement(self, region: str = "us-east", **changes: Any) -> bytes:
+        """A stream statement that the region signs; one that its broker would make for some stream with one epoch."""
+        fields: dict[str, Any] = {
+            "region": region,
+            "stream": STREAM,
+            "incarnation": b"i" * 16,
+            "shards": 1,
+            "shard": 0,
+            "log_start": 0,
+            "log_end": 1 << 40,
+            "epochs": (Epoch(1, 0),),
+            "time_ms": now_ms(),
+        }
+        fields.update(changes)
+        fields["log_end"] = max(fields["log_end"], fields["log_start"])
+        return sign_statement(StreamStatement(**fields), load_signing_key(self.folder(region).receipt_key))
 
     # -- streams and records ---------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from region_peer import RawPeer, encode_request, raw_peer
 
 from audit.receipt import Receipt
+from audit.stream_statement import Epoch
 from felix.errors import FelixError
 from felix.frames import Frame, FrameType, encode_frame
 from felix.identity import Identity, load_identity
@@ -159,15 +160,26 @@ class RogueAgent:
         self.position = 0
         self._read = 0
 
-    async def open(self, start: int = 0, shards: int = 1) -> IngestOpened:
-        """Open an ingest stream. Raises what it is refused with."""
+    async def open(self, start: int = 0, shards: int = 1, statement: bytes | None = None) -> IngestOpened:
+        """Open an ingest stream. Raises what it is refused with.
+
+        Without a `statement`, with one that the source region signs for what is asked, its log beginning at `start`.
+        """
         scope = self.key.scope
         sealed = seal_transfer_key(
             self.key, self.mesh.bundle("eu-west").hybrid_import_key(), self.peer.identity
         )
+        if statement is None:
+            statement = self.mesh.statement(
+                stream=str(scope.stream),
+                incarnation=scope.incarnation,
+                shards=shards,
+                epochs=(Epoch(scope.epoch, 0),),
+                log_start=start,
+            )
         request = OpenIngest(
-            scope.grant_id, "us-east", str(scope.stream), 0, shards, start, scope.incarnation, scope.epoch,
-            sealed.sealed, sealed.signature,
+            scope.grant_id, "us-east", str(scope.stream), 0, shards, scope.incarnation, scope.epoch,
+            sealed.sealed, sealed.signature, statement,
         )  # fmt: skip
         self.stream = self.peer.peer.open_stream(bidirectional=True)
         self._read = 0

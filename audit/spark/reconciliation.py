@@ -249,7 +249,10 @@ def compare_records(leaves: DataFrame, unlike: DataFrame) -> DataFrame:
 
 
 def _covered(leaves: DataFrame) -> DataFrame:
-    """Egress leaves that cover source offsets, each with how far the ones before it reach."""
+    """Egress leaves that cover source offsets, each with how far the ones before it reach.
+
+    A truncation covers nothing: it says of offsets that were accounted for that the source lost them afterwards.
+    """
     before = f"""OVER (PARTITION BY {_SHARD} ORDER BY first_offset, last_offset, leaf_index
                        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)"""
     return leaves.sparkSession.sql(
@@ -260,6 +263,7 @@ def _covered(leaves: DataFrame) -> DataFrame:
                last(grant_id, true) {before} AS grant_before
         FROM {{leaves}}
         WHERE side = 'egress' AND kind IN ('INTENT', 'WITHHELD', 'GAP') AND first_offset IS NOT NULL
+              AND NOT (kind = 'GAP' AND gap <=> 'truncation')
         """,  # noqa: S608
         leaves=leaves,
     )

@@ -41,6 +41,7 @@ from region.log.recovery import (
     PRODUCERS_NAME,
     Recovered,
     SegmentState,
+    annotate,
     damaged,
     encode_epochs,
     recover,
@@ -64,8 +65,8 @@ SEGMENT_BYTES_MAX: Final = 256 << 20
 """Large enough that a roll is rare, small enough that retention is fine-grained and a tail scan takes a second."""
 SEGMENT_AGE_MS: Final = 24 * 3_600_000
 """Retention by age deletes whole segments, so one must not stay open for longer than a day."""
-ANNOTATION_SLOTS_MAX: Final = 256
-"""Every roll carries all annotations over: 256 of them stay under 150 KB."""
+ANNOTATION_SLOTS_MAX: Final = 384
+"""Every roll carries all annotations over: 384 of them stay under 420 KB."""
 FULL_RETRY_MS: Final = 250
 """While the disk is full, one append in this time is let through to find out whether there is room."""
 _INDEXES_HELD_MAX: Final = 16
@@ -112,7 +113,10 @@ class StorageFailedError(UnavailableError):
 
 
 class Frame(NamedTuple):
-    """What `write` puts into the file as one entry. The batch, if any, is sealed and carries its final header."""
+    """What `write` puts into the file as one entry. The batch, if any, is sealed and carries its final header.
+
+    Without batch and annotation it frees the slot.
+    """
 
     batch: Batch | None
     base_offset: int
@@ -338,8 +342,7 @@ class DiskLog:
         active.segment_bytes = position
         active.next_offset = next_offset
         for frame in frames:
-            if frame.annotation:
-                self.annotations[frame.slot] = frame.annotation
+            annotate(self.annotations, frame.slot, frame.annotation, alone=frame.batch is None)
 
     def sync(self) -> None:
         """Bring everything written to the disk, then write the mark. Raises StorageFailedError."""
@@ -633,12 +636,11 @@ class DiskLog:
                         )
                     else:
                         index.add_position(note.end)
-                    if note.annotation:
-                        annotations[note.slot] = note.annotation
+                    annotate(annotations, note.slot, note.annotation, alone=note.header is None)
                 pending.clear()
             for note in pending:
                 index.add_position(note.end)
-                annotations[note.slot] = note.annotation
+                annotate(annotations, note.slot, note.annotation, alone=True)
         except EntryDamagedError as error:
             raise damaged(segment.path, index.segment_bytes, index.next_offset, str(error)) from error
         finally:

@@ -144,6 +144,14 @@ class Recovered:
     offload: OffloadState = field(default_factory=OffloadState)
 
 
+def annotate(annotations: dict[int, bytes], slot: int, annotation: bytes, *, alone: bool) -> None:
+    """Let an entry's annotation count. An entry that stands `alone`, without a batch, and has no bytes frees its slot."""
+    if annotation:
+        annotations[slot] = annotation
+    elif alone:
+        annotations.pop(slot, None)
+
+
 def damaged(path: Path, position: int, offset: int, what: str) -> CorruptionError:
     """The error that names file, position and offset."""
     return CorruptionError(
@@ -448,8 +456,7 @@ class _Recovery:
                 for entry in scan_file(self.files, descriptor, header, start, size, verify_bodies=True):
                     self.visit(index, path, entry)
                     evidence = max(evidence, entry.synced_to)
-                    if entry.annotation:
-                        annotations[entry.slot] = entry.annotation
+                    annotate(annotations, entry.slot, entry.annotation, alone=entry.header is None)
             except EntryDamagedError as error:
                 stopped = error
             position, offset = index.segment_bytes, index.next_offset

@@ -45,7 +45,7 @@ from felix.errors import CorruptionError, RequestError
 
 SEGMENT_SUFFIX: Final = ".seg"
 ENTRY_HEADER_BYTES: Final = 48
-ANNOTATION_BYTES_MAX: Final = 512
+ANNOTATION_BYTES_MAX: Final = 1_024
 """A source position with its ids fits many times; entries stay small enough to carry over at every roll."""
 COMMITMENT_BYTES_MAX: Final = 256
 """A key commitment is a hash or two."""
@@ -70,7 +70,7 @@ class Kind(IntEnum):
 
     BATCH = 1
     POSITION = 2
-    """An annotation alone: it takes no offset."""
+    """An annotation alone: it takes no offset. Without bytes it frees its slot."""
 
 
 class ShardIdentity(NamedTuple):

@@ -70,7 +70,7 @@ from region.log.files import Files, is_full
 from region.log.message_ids import Identified, MessageIds, identified, message_ids, repeated_offsets, sift
 from region.log.offloader import OffloadReport
 from region.log.producers import ProducerTable, Remembered, Verdict, refusal
-from region.log.recovery import Recovered, RecoveryReport
+from region.log.recovery import Recovered, RecoveryReport, annotate
 from region.log.ring import Entry, Ring
 from region.log.segment import ANNOTATION_BYTES_MAX, ShardIdentity
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
@@ -118,7 +118,8 @@ Done = Callable[[Appended | FelixError], None]
 
 @dataclass(slots=True)
 class _Pending:
-    """An append on its way. Without batch and annotation it only waits for those before it (a repeated batch)."""
+    """An append on its way. Without batch and annotation it frees its slot, or only waits for those before it (a repeated
+    batch)."""
 
     batch: Batch | None
     answer: Appended
@@ -128,6 +129,7 @@ class _Pending:
     slot: int
     annotation: bytes
     entry: Entry | None = None
+    frees_slot: bool = False
 
 
 class AppendObserver(Protocol):
@@ -577,6 +579,18 @@ class ShardLog:
         self.append_nowait(batch, done, annotation=annotation, slot=slot, expected_offset=expected_offset)
         return await future
 
+    def free_slot_nowait(self, slot: int, done: Done) -> None:
+        """Let go of a slot's annotation; `done` is called as for an append. Nothing is written where the slot is free."""
+        refused = self._not_serving() if self.state is not State.SERVING else self._hold
+        if refused:
+            done(refused)
+            return
+        answer = Appended(self._next_offset, self._last_time_ms)
+        if slot not in self.annotations:
+            done(answer)
+            return
+        self._enqueue(_Pending(None, answer, done, 0, self._epochs.current, slot, b"", frees_slot=True))
+
     def _refusal(self, batch: Batch | None, annotation: bytes, slot: int) -> FelixError | None:
         """Why nothing may be appended now, or not this; None where it may."""
         if self.state is not State.SERVING and (stopped := self._state_refusal()):
@@ -679,8 +693,8 @@ class ShardLog:
             self._ids.settle(self._last_time_ms)
 
     def _append_ephemeral(self, item: _Pending) -> None:
-        if item.annotation:
-            self.annotations[item.slot] = item.annotation
+        if item.annotation or item.frees_slot:
+            annotate(self.annotations, item.slot, item.annotation, alone=item.frees_slot)
         if item.batch:
             self._count(item.batch.header)
             self._accept(self._plain_entry(item.batch))
@@ -761,7 +775,7 @@ class ShardLog:
             if item.batch:
                 item.entry = self._plain_entry(item.batch)
                 sealed = self._hooks.seal(item.batch)
-            elif item.annotation:
+            elif item.annotation or item.frees_slot:
                 sealed = None
             else:
                 continue
@@ -828,8 +842,8 @@ class ShardLog:
         for item in group:
             self._in_flight -= 1
             self.pending_bytes -= item.size
-            if item.annotation:
-                self.annotations[item.slot] = item.annotation
+            if item.annotation or item.frees_slot:
+                annotate(self.annotations, item.slot, item.annotation, alone=item.frees_slot)
             if item.batch and item.entry:
                 self._count(item.batch.header)
                 self._accept(item.entry)

@@ -117,7 +117,16 @@ async def test_streams_that_end_in_order_or_are_reset_give_their_places_back(
     async with raw_peer(mesh.eu, target.address, identity=identity, region="eu-west") as peer:
         sealed = seal_transfer_key(key, mesh.bundle("eu-west").hybrid_import_key(), identity)
         request = OpenIngest(
-            body.grant, "us-east", STREAM, 0, 1, 0, scope.incarnation, 1, sealed.sealed, sealed.signature
+            body.grant,
+            "us-east",
+            STREAM,
+            0,
+            1,
+            scope.incarnation,
+            1,
+            sealed.sealed,
+            sealed.signature,
+            mesh.statement(),
         )
         for number in range(count):
             stream = peer.peer.open_stream(bidirectional=True)

@@ -52,7 +52,16 @@ class Rogue:
             self.key, self.mesh.bundle("eu-west").hybrid_import_key(), self.peer.identity
         )
         request = OpenIngest(
-            scope.grant_id, "us-east", STREAM, 0, 1, 0, scope.incarnation, 1, sealed.sealed, sealed.signature
+            scope.grant_id,
+            "us-east",
+            STREAM,
+            0,
+            1,
+            scope.incarnation,
+            1,
+            sealed.sealed,
+            sealed.signature,
+            self.mesh.statement(),
         )
         stream = self.peer.peer.open_stream(bidirectional=True)
         self.peer.send(encode_request(request), stream)

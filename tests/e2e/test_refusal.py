@@ -382,7 +382,7 @@ async def knock_at_destination(mesh: CommandMesh, stream: str, grant: str, ident
     async with felix.connect(profile=foreigner(mesh, identity)) as client:
         link = client.connection.link
         assert link is not None
-        request = OpenIngest(grant, SOURCE, stream, 0, 1, 0, bytes(16), 1, bytes(1200), bytes(64))
+        request = OpenIngest(grant, SOURCE, stream, 0, 1, bytes(16), 1, bytes(1200), bytes(64), b"")
         await IngestChannel.open(link, request, lambda position, receipt: None, lambda error: None)
 
 

@@ -6,16 +6,36 @@ from itertools import permutations
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from departures import DAY, terms
 
-from policy.grant import GrantBook, Standing, StandingAction, sign_standing
+from policy.grant import ExportGrant, GrantBook, Standing, StandingAction, sign_standing
 from policy.signed import Purpose, SignatureError, SignedDocument, canonical, decode_body, sign
+from policy.terms import GrantTerms, grant_id
 from policy.truncation import Accepted, Truncation
 
-GRANT = "g-" + "a" * 16
 OWN = bytes(range(16))
 STREAM = "acme/ops/departures"
 KEYS = {region: Ed25519PrivateKey.generate() for region in ("us-east", "eu-west")}
+TERMS = terms(not_before=DAY)
+GRANT = grant_id(TERMS.hash())
 TRUSTED = {region: (key.public_key().public_bytes_raw(),) for region, key in KEYS.items()}
+
+
+def exported(granted: GrantTerms) -> SignedDocument:
+    body = ExportGrant(
+        grant=grant_id(granted.hash()),
+        terms=granted,
+        terms_hash=granted.hash().hex(),
+        approvals=0,
+        separate=False,
+        policy_revision=1,
+        policy_hash="0" * 64,
+        signed_at=DAY,
+    )
+    return sign(Purpose.EXPORT, "us-east", canonical(body), KEYS["us-east"])
+
+
+EXPORT = exported(TERMS)
 
 
 def accepted(ended: bytes, offset: int, at: int, region: str = "us-east") -> Standing:
@@ -41,14 +61,18 @@ def signed(standing: Standing) -> SignedDocument:
 
 
 def test_a_stream_crosses_under_its_own_incarnation_until_a_truncation_is_accepted() -> None:
-    book = GrantBook([], TRUSTED)
+    book = GrantBook([EXPORT], TRUSTED)
     assert book.live_incarnation(GRANT, STREAM, 0, OWN) == (OWN, None)
     book = book.including([signed(accepted(OWN, 5, 100))])
     live = book.live_incarnation(GRANT, STREAM, 0, OWN)
     assert live.incarnation != OWN
     assert live.accepted is not None and live.accepted.truncation.offset == 5
     assert book.live_incarnation(GRANT, STREAM, 1, OWN) == (OWN, None), "another shard"
-    assert book.live_incarnation("g-" + "b" * 16, STREAM, 0, OWN) == (OWN, None), "another grant"
+    renewed = terms(not_before=DAY, purpose="planning")
+    elsewhere = terms(not_before=DAY, to_region="ap-south")
+    book = book.including([exported(renewed), exported(elsewhere)])
+    assert book.live_incarnation(grant_id(renewed.hash()), STREAM, 0, OWN) == live, "a grant renewed"
+    assert book.live_incarnation(grant_id(elsewhere.hash()), STREAM, 0, OWN) == (OWN, None), "elsewhere"
     assert book.live_incarnation(GRANT, STREAM, 0, bytes(16)) == (bytes(16), None), "the stream made anew"
 
 
@@ -59,7 +83,7 @@ def test_the_chain_is_the_same_whatever_order_documents_come_in() -> None:
     rival = accepted(OWN, 3, 99, "eu-west")
     documents = [signed(each) for each in (first, second, third, rival)]
     found = {
-        GrantBook(order, TRUSTED).live_incarnation(GRANT, STREAM, 0, OWN).incarnation
+        GrantBook([EXPORT, *order], TRUSTED).live_incarnation(GRANT, STREAM, 0, OWN).incarnation
         for order in permutations(documents)
     }
     assert found == {derived(third)}
@@ -69,7 +93,7 @@ def test_the_chain_is_the_same_whatever_order_documents_come_in() -> None:
 def test_a_document_of_a_region_that_did_not_sign_it_counts_for_nothing() -> None:
     forged = accepted(OWN, 5, 100)
     document = sign(Purpose.STANDING, "us-east", canonical(forged), KEYS["eu-west"])
-    book = GrantBook([document], TRUSTED)
+    book = GrantBook([EXPORT, document], TRUSTED)
     assert book.problems
     assert book.live_incarnation(GRANT, STREAM, 0, OWN) == (OWN, None)
 

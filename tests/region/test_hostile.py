@@ -70,7 +70,7 @@ WORDS = st.one_of(
 REQUESTS = [
     "create_stream", "delete_stream", "describe_stream", "list_streams", "open_publisher", "subscribe",
     "unsubscribe", "put_rights", "list_rights", "put_document", "list_documents", "list_keys", "rotate_keys",
-    "describe_region", "report_links", "list_links", "get_data_key", "get_link_secret", "open_ingest", "cosign",
+    "describe_region", "report_links", "list_links", "get_data_key", "get_link_secret", "get_stream_statement", "open_ingest", "cosign",
     "witnessed_size", "get_checkpoint", "put_cosignature", "open_cache", "watch_cache", "open_queue",
     "create_subscription", "describe_subscription", "list_subscriptions", "seek_subscription", "delete_subscription",
     "open_consumer",
