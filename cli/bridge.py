@@ -61,6 +61,7 @@ from policy.residency import Decision, Question, ResidencyPolicy, decide, decide
 from policy.signed import SignedDocument
 from policy.terms import Basis, GrantTerms
 from policy.transform import KeyRule, Missing, build_spec
+from policy.truncation import Truncation
 from region.config import RegionConfig
 from region.config import load_config as load_region_config
 from region.folder import RegionFolder
@@ -405,9 +406,61 @@ def pause(grant: GrantId, reason: Reason = "", region: RegionOption = "") -> Non
 
 
 @app.command()
-def resume(grant: GrantId, reason: Reason = "", region: RegionOption = "") -> None:
-    """Take this region's pause back; the link goes on where it stood."""
-    _stand(StandingAction.RESUME, grant, reason, region)
+def resume(
+    grant: GrantId,
+    accept: Annotated[
+        bool,
+        typer.Option(
+            "--accept-truncation",
+            help="What had crossed is gone at one end; go on from there, on the record.",
+        ),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Accept a truncation without asking.")] = False,
+    reason: Reason = "",
+    region: RegionOption = "",
+) -> None:
+    """Take this region's pause back; the link goes on where it stood. Or accept what a truncated link lost."""
+    if accept:
+        _accept_truncation(grant, reason, region, yes=yes)
+    else:
+        _stand(StandingAction.RESUME, grant, reason, region)
+
+
+def _accept_truncation(grant: str, reason: str, region: str, *, yes: bool) -> None:
+    """Sign where each truncated link of the grant goes on, as its agent says; in the source region."""
+    folder, config = folder_of(region)
+    book = run(fetch_book(config.region, folder))
+    view = book.get(grant, now_ms())
+    links = [link for link in run(_links(config.region)) if link.grant == view.grant and link.cut is not None]
+    if not links:
+        raise RequestError(
+            f"No link of {view.grant} is truncated, as the board of {config.region} has it.",
+            code=Code.NOT_FOUND,
+            hint="See `felix bridge status` in the source region, while the agent runs.",
+        )
+    for link in links:
+        out.print(f"{link.stream} shard {link.shard}: {link.reason}")
+        out.print(f"It would go on at source offset {link.cut.offset}, epoch {link.cut.epoch}.")
+    confirm("Accept that, on the record of both regions?", yes)
+    key = load_signing_key(folder.policy_key).private_key
+    for link in links:
+        standing = Standing(
+            grant=view.grant,
+            action=StandingAction.ACCEPT_TRUNCATION,
+            region=config.region,
+            sequence=book.next_sequence(view.grant, config.region),
+            at=now_ms(),
+            by=f"operator of {config.region}",
+            reason=reason,
+            truncation=Truncation(
+                stream=link.stream,
+                shard=link.shard,
+                incarnation=link.cut.incarnation.hex(),
+                epoch=link.cut.epoch,
+                offset=link.cut.offset,
+            ),
+        )
+        out.print(run(put_document(config.region, "standing", sign_standing(standing, key))))
 
 
 # -- list, show, explain -------------------------------------------------------------------------------
