@@ -199,7 +199,9 @@ class RogueAgent:
             decode_error(frame.body) for frame in self.peer.of(FrameType.ERROR, self.stream)
         ]
         if not errors and self.peer.closed_with:
-            errors = self.peer.errors(0) or [FelixError(f"The connection was closed: {self.peer.closed_with}.")]
+            errors = self.peer.errors(0) or [
+                FelixError(f"The connection was closed: {self.peer.closed_with}.")
+            ]
         if errors:
             raise errors[0]
 
