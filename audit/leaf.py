@@ -258,6 +258,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """`DOCUMENT_KINDS`: the signed document, where it is short enough to stand here"""
     document_sha256: Digest = b""
     """from version 2: of the signed document, wherever it stands"""
+    drain_until_ms: Natural = 0
+    """REVOKE: nothing that was taken later than this stands before the leaf, and nothing at all behind it (docs/audit.md)"""
     seal_file: Text = ""
     seal_sha256: Digest = b""
 

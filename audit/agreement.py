@@ -1,0 +1,537 @@
+"""Agreements: what the signed documents in a log say about its crossings, and whether each crossing may stand there. Pure.
+
+Fed with a log's leaves in order. Of each document leaf (version 2) it reads the document, from the leaf or through a
+loader from beside the log, verifies it under the keys of the region that it speaks for (policy keys; for an approval the
+approver's chain under the region's root), and holds the leaf to it. What nobody signed is not believed, and nothing legal
+is taken from a leaf's own fields.
+
+A crossing, an INTENT in an egress log or an ACK in an ingress log, must find *before itself, in the same log*:
+
+1. GRANT and ACCEPT, whose documents agree, with its grant id and terms hash, for its stream, bridge and regions;
+2. as many approvals by different people on each side as that side's half states, and on the log's own side as its policy asks;
+3. the policy under which the own side's half was made, or a later one of that region;
+4. no revocation; no pause and no deny entry that was in the log `STANDING_GRACE_MS` before;
+5. its time inside the grant's window.
+
+What is asked is what brokers and agents ask (`policy.grant.GrantBook`), of the documents that the log had by then.
+
+For the register: feed every document leaf of a log to `Agreements.take`, in order, and then take every legal field from
+`Agreements.agreement(grant_id)`: the terms as signed, who approved and accepted them, policies, countries. Where it gives
+None, or `complete` is false, no pair of signed documents covers the crossing: `crossed-without-terms`, a breach.
+
+Memory is bounded: by grants, and documents of one grant. Callers: audit.verify, audit.proof, audit.spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, Final
+
+import msgspec
+
+from audit.grant_leaf import terms_of
+from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, Terms
+from audit.origin import Origin
+from audit.trust import Trust
+from felix.errors import FelixError
+from felix.names import SpiffeId, StreamName
+from policy.approval import Approval, ApprovalBody, Document, open_approval, parse_document, tally
+from policy.grant import (
+    Attempt,
+    DenyEntry,
+    ExportGrant,
+    GrantBook,
+    ImportGrant,
+    Refusal,
+    RefusalKind,
+    Standing,
+    StandingAction,
+    agree,
+    open_export,
+    open_import,
+)
+from policy.residency import ResidencyPolicy, decide_grant, open_policy
+from policy.signed import Purpose, SignedDocument, decode_body, verify
+from policy.terms import GrantTerms
+
+STANDING_GRACE_MS: Final = 10_000
+"""What was on its way when a pause or a deny entry reached the log may still be written down so long after it."""
+GRANTS_MAX: Final = 1 << 16
+"""Grants of one log whose documents are held: some 10 kB each."""
+GRANT_DOCUMENTS_MAX: Final = 1_024
+"""Documents about one grant: far more than approvals, pauses and resumptions in its lifetime."""
+POLICIES_MAX: Final = 1_024
+DENY_ENTRIES_MAX: Final = 16_384
+
+Load = Callable[[Header], bytes | None]
+"""Gives a leaf's document, from the leaf or from beside the log (`audit.document_leaf.read_document`); None: not there."""
+
+VERSION_1_UNSUPPORTED: Final = (
+    "that the terms are those that both regions signed: the documents are not in the leaves, or were not checked",
+    "that named people approved the terms: approvals were texts",
+    "who accepted the grant at the destination, and under which policy",
+    "that grants were not paused, and streams not denied, when records crossed",
+    "the records' keys, headers and times: commitments cover payloads alone",
+)
+"""What leaves of version 1 do not show, whoever reads them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What two regions signed about one grant, verified. Times in ms since the Unix epoch."""
+
+    grant_id: str
+    export: ExportGrant
+    accepted: ImportGrant
+    approvals: tuple[ApprovalBody, ...]
+    """everybody's whose approval holds, of both sides, by approver; who of them counts is the halves' and policies' say"""
+    source_policy: ResidencyPolicy | None
+    """of the source, where it stands in the log: the one that the export was made under, else the newest"""
+    destination_policy: ResidencyPolicy | None
+    problems: tuple[str, ...]
+    """what is missing of it; empty where it is complete"""
+    leaves: tuple[int, ...]
+    """indexes of the leaves that it was read from"""
+
+    @property
+    def complete(self) -> bool:
+        """True where nothing crosses under it for want of a document."""
+        return not self.problems
+
+    @property
+    def terms(self) -> GrantTerms:
+        return self.export.terms
+
+    @property
+    def terms_hash(self) -> bytes:
+        return bytes.fromhex(self.export.terms_hash)
+
+    @property
+    def approvers(self) -> tuple[str, ...]:
+        """SPIFFE ids of those who approved, both sides."""
+        return tuple(body.approver for body in self.approvals)
+
+    @property
+    def accepted_by(self) -> str:
+        """SPIFFE id of the operator of the destination who accepted."""
+        return self.accepted.accepted_by
+
+    def place(self, region: str) -> tuple[str, str]:
+        """Country and jurisdiction of a region, by the signed policies: the source's word before the destination's. Empty
+        texts where neither policy stands in the log."""
+        for policy in (self.source_policy, self.destination_policy):
+            if policy is not None and (entry := policy.file.regions.get(region)) is not None:
+                return entry.country, entry.jurisdiction
+        return "", ""
+
+    @property
+    def leaf_terms(self) -> Terms:
+        """The legal fields as the reports name them. Every one is signed; `approvers` are those whose approvals hold."""
+        terms = self.terms
+        found = terms_of(terms, self.place(terms.from_region)[0], self.place(terms.to_region)[0])
+        return msgspec.structs.replace(found, approvers=self.approvers)
+
+
+@dataclass(slots=True)
+class _Held:
+    """The documents about one grant so far."""
+
+    documents: list[tuple[int, int, Document]] = field(default_factory=list)
+    """with the leaf's index and time"""
+    exports: list[ExportGrant] = field(default_factory=list)
+    imports: list[ImportGrant] = field(default_factory=list)
+    approvals: dict[str, ApprovalBody] = field(default_factory=dict)
+    revoked: bool = False
+    last_ms: int = 0
+    """the latest time of a crossing"""
+    seen: set[bytes] = field(default_factory=set)
+    book: GrantBook | None = None
+    book_of: int = -1
+    """how many deny entries it was made with"""
+    policies_met: dict[tuple[str, bytes], str] = field(default_factory=dict)
+
+
+class Agreements:
+    """The documents of one log, so far."""
+
+    def __init__(self, trust: Trust, origin: Origin) -> None:
+        self._trust, self._origin = trust, origin
+        self._keys, self._anchors = trust.policy_keys, trust.anchors
+        self._grants: dict[str, _Held] = {}
+        self._policies: dict[str, dict[bytes, ResidencyPolicy]] = {}
+        self._stated: set[bytes] = set()
+        """policies that leaves of version 1 name, by hash"""
+        self._denies: list[tuple[int, int, Document]] = []
+        self._policies_seen = 0
+        self.documents = 0
+        """how many were verified"""
+
+    # -- documents -------------------------------------------------------------------------------------
+
+    def take(self, index: int, leaf: Leaf, load: Load) -> list[str]:
+        """Take the next document leaf. Returns a sentence for each thing that does not hold; such a document is not
+        believed. Leaves of other kinds, and of version 1, are left aside."""
+        header = leaf.header
+        if header.kind not in DOCUMENT_KINDS:
+            return []
+        if leaf.version == 1:
+            if header.kind is Kind.POLICY:
+                self._stated.add(header.policy_hash)
+            return []
+        what = header.kind.name if not header.grant_id else f"{header.kind.name} of {header.grant_id}"
+        try:
+            data = load(header)
+            if data is None:
+                return [f"{what}: its document is neither in the leaf nor beside the log."]
+            if sha256(data).digest() != header.document_sha256:
+                return [f"{what}: the document is not the one that the leaf names."]
+            document = parse_document(data)
+            differing = self._open(index, header, document)
+        except FelixError as error:
+            return [f"{what}: {error.sentence}"]
+        if differing:
+            return [f"{what}: leaf and document differ in {', '.join(differing)}."]
+        self.documents += 1
+        return self._drained(header)
+
+    def _open(self, index: int, header: Header, document: Document) -> list[str]:
+        """Verify and keep a document; or in what the leaf differs from it. Raises SignatureError."""
+        kind = kind_of(document)
+        if kind is not header.kind:
+            return ["kind"]
+        if isinstance(document, Approval):
+            approval = open_approval(document, self._anchors)
+            said: dict[str, Any] = {
+                "grant_id": approval.grant,
+                "terms_hash": bytes.fromhex(approval.terms_hash),
+            }
+            return self._keep(index, header, document, approval.grant, said, approval)
+        match document.purpose:
+            case Purpose.POLICY:
+                return self._policy(header, document)
+            case Purpose.EXPORT:
+                export = open_export(document, self._keys)
+                return self._keep(
+                    index, header, document, export.grant, _said_by_export(export, header), export
+                )
+            case Purpose.IMPORT:
+                accepted = open_import(document, self._keys)
+                said = _said_by_import(accepted)
+                return self._keep(index, header, document, accepted.grant, said, accepted)
+            case Purpose.STANDING:
+                verify(document, self._keys)
+                standing = decode_body(document, Standing, Purpose.STANDING)
+                said = {"grant_id": standing.grant}
+                if kind is Kind.STANDING:
+                    said["action"] = standing.action.value
+                if standing.region != document.region:
+                    return ["region"]
+                return self._keep(index, header, document, standing.grant, said, standing)
+        verify(document, self._keys)
+        entry = decode_body(document, DenyEntry, Purpose.DENY)
+        if entry.region != document.region:
+            return ["region"]
+        if len(self._denies) >= DENY_ENTRIES_MAX:
+            return [f"more than {DENY_ENTRIES_MAX} deny entries"]
+        self._denies.append((index, header.time_ms, document))
+        return []
+
+    def _policy(self, header: Header, document: SignedDocument) -> list[str]:
+        policy = open_policy(document, self._keys, "the policy in the log")
+        said = {
+            "policy_version": policy.revision,
+            "policy_hash": policy.hash,
+            "source_region": policy.region,
+            "destination_region": policy.region,
+        }
+        differing = _differences(header, said)
+        if not differing:
+            self._policies_seen += 1
+            if self._policies_seen > POLICIES_MAX:
+                return [f"more than {POLICIES_MAX} policies"]
+            self._policies.setdefault(policy.region, {})[policy.hash] = policy
+        return differing
+
+    def _keep(
+        self,
+        index: int,
+        header: Header,
+        document: Document,
+        grant: str,
+        said: dict[str, Any],
+        body: ExportGrant | ImportGrant | ApprovalBody | Standing,
+    ) -> list[str]:
+        held = self._grants.get(grant)
+        terms = _terms_of(held, body)
+        if terms is not None:
+            # What else the leaf says of the grant is the grant's, or is left out.
+            said |= {
+                name: value
+                for name, value in _names(terms).items()
+                if name in ("source_region", "destination_region") or getattr(header, name)
+            }
+            if self._origin.region not in (terms.from_region, terms.to_region):
+                return ["region: the grant is between other regions than the log's own"]
+        if differing := _differences(header, said):
+            return differing
+        if held is None:
+            if len(self._grants) >= GRANTS_MAX:
+                return [f"more than {GRANTS_MAX} grants"]
+            held = self._grants[grant] = _Held()
+        if len(held.documents) >= GRANT_DOCUMENTS_MAX:
+            return [f"more than {GRANT_DOCUMENTS_MAX} documents of one grant"]
+        held.book = None
+        held.documents.append((index, header.time_ms, document))
+        match body:
+            case ExportGrant():
+                held.exports.append(body)
+            case ImportGrant():
+                held.imports.append(body)
+            case ApprovalBody():
+                held.approvals.setdefault(body.approver, body)
+            case Standing():
+                held.revoked |= body.action is StandingAction.REVOKE
+        held.policies_met.clear()
+        return []
+
+    def _drained(self, header: Header) -> list[str]:
+        if header.kind is not Kind.REVOKE or not header.drain_until_ms:
+            return []
+        held = self._grants[header.grant_id]
+        if held.last_ms <= header.drain_until_ms:
+            return []
+        return [
+            f"REVOKE of {header.grant_id}: a crossing at {held.last_ms} ms stands before it, taken after "
+            f"{header.drain_until_ms} ms, when it was in force."
+        ]
+
+    # -- crossings -------------------------------------------------------------------------------------
+
+    def judge(self, header: Header) -> list[str]:
+        """Why this INTENT or ingress ACK of version 2 may not stand here: a sentence, or nothing."""
+        what = f"{header.kind.name} under grant {header.grant_id}"
+        held = self._grants.get(header.grant_id)
+        if held is None:
+            return [f"{what}: no GRANT and no ACCEPT leaf stands before it."]
+        if not held.exports:
+            return [f"{what}: no GRANT leaf stands before it."]
+        if not held.imports:
+            return [f"{what}: no ACCEPT leaf stands before it."]
+        if held.revoked:
+            return [f"{what}: the grant was revoked before."]
+        held.last_ms = max(held.last_ms, header.time_ms)
+        export = held.exports[-1]
+        if bytes.fromhex(export.terms_hash) != header.terms_hash:
+            return [f"{what}: its hash of terms is not the grant's."]
+        try:
+            stream, bridge = StreamName.parse(header.stream), SpiffeId.parse(header.bridge)
+        except FelixError as error:
+            return [f"{what}: {error.sentence}"]
+        path = header.path if header.kind is Kind.INTENT else ()
+        attempt = Attempt(stream, header.source_region, header.destination_region, bridge, path)
+        result = self._book(held).check(attempt, None, header.time_ms, grant=header.grant_id)
+        if isinstance(result, Refusal) and result.kind in (RefusalKind.PAUSED, RefusalKind.DENIED):
+            settled = self._settled(held, header.time_ms - STANDING_GRACE_MS)
+            result = settled.check(attempt, None, header.time_ms, grant=header.grant_id)
+        if isinstance(result, Refusal):
+            return [f"{what}: {result.sentence}"]
+        if str(result.destination_stream) != header.destination_stream:
+            return [
+                f"{what}: it arrives as {header.destination_stream}, the grant says {result.destination_stream}."
+            ]
+        unmet = self._policy_unmet(held, result.export, result.accepted, stream, header)
+        return [f"{what}: {unmet}"] if unmet else []
+
+    def _book(self, held: _Held) -> GrantBook:
+        if held.book is None or held.book_of != len(self._denies):
+            documents = [document for _, _, document in (*held.documents, *self._denies)]
+            held.book, held.book_of = GrantBook(documents, self._keys, self._anchors), len(self._denies)
+        return held.book
+
+    def _settled(self, held: _Held, until_ms: int) -> GrantBook:
+        """A book without the pauses and deny entries whose leaves are younger than this."""
+        documents = [
+            document
+            for _, time_ms, document in (*held.documents, *self._denies)
+            if time_ms <= until_ms or not _stops(document)
+        ]
+        return GrantBook(documents, self._keys, self._anchors)
+
+    def _policy_unmet(
+        self, held: _Held, export: ExportGrant, accepted: ImportGrant, stream: StreamName, header: Header
+    ) -> str:
+        """What the own side's policy asks for and the documents before the crossing do not have; or nothing."""
+        own = header.source_region if header.side is Side.EGRESS else header.destination_region
+        policy_hash = bytes.fromhex(
+            export.policy_hash if own == export.terms.from_region else accepted.policy_hash
+        )
+        policy = self._policy_for(own, policy_hash)
+        if policy is None:
+            if policy_hash in self._stated:
+                return ""
+            return f"no POLICY leaf of {own} stands before it."
+        key = (str(stream), policy.hash)
+        if key not in held.policies_met:
+            held.policies_met[key] = self._asks(held, export, accepted, stream, policy, header.time_ms)
+        return held.policies_met[key]
+
+    def _policy_for(self, region: str, policy_hash: bytes) -> ResidencyPolicy | None:
+        """The policy that a half was made under, else the newest of the region that stands in the log."""
+        known = self._policies.get(region, {})
+        if policy_hash in known:
+            return known[policy_hash]
+        return max(known.values(), key=lambda policy: policy.revision, default=None)
+
+    def _asks(
+        self,
+        held: _Held,
+        export: ExportGrant,
+        accepted: ImportGrant,
+        stream: StreamName,
+        policy: ResidencyPolicy,
+        now: int,
+    ) -> str:
+        terms, region = export.terms, policy.region
+        made = export if region == terms.from_region else accepted
+        at = made.signed_at if made.policy_hash == policy.hash.hex() else now
+        decision = decide_grant(policy, terms, stream, at)
+        if not decision.allowed:
+            reasons = " ".join(map(str, decision.reasons))
+            return f"the policy of {region}, revision {policy.revision}, does not allow it. {reasons}"
+        concerned = {SpiffeId.parse(terms.drawn_up_by).name}
+        if region == terms.to_region:
+            concerned.add(SpiffeId.parse(accepted.accepted_by).name)
+        bodies = [body for body in held.approvals.values() if body.region == region]
+        for rule in decision.approvals:
+            found = tally(rule, region, bodies, export.terms_hash, concerned, now)
+            if found.missing:
+                return f"rule {rule.rule} of the policy of {region}, revision {policy.revision}: {found}."
+        return ""
+
+    # -- what is known ---------------------------------------------------------------------------------
+
+    def agreement(self, grant_id: str) -> Agreement | None:
+        """What both regions signed about this grant, as far as the log has come; None where there are no two halves that
+        agree. `Agreement.problems` says what else is missing."""
+        held = self._grants.get(grant_id)
+        if held is None:
+            return None
+        for export in reversed(held.exports):
+            for accepted in reversed(held.imports):
+                if agree(export, accepted):
+                    return self._agreement(grant_id, held, export, accepted)
+        return None
+
+    def _agreement(self, grant_id: str, held: _Held, export: ExportGrant, accepted: ImportGrant) -> Agreement:
+        terms = export.terms
+        approvals = tuple(
+            body
+            for _, body in sorted(held.approvals.items())
+            if body.terms_hash == export.terms_hash and body.region in (terms.from_region, terms.to_region)
+        )
+        policies = [
+            self._policy_for(region, bytes.fromhex(half.policy_hash))
+            for region, half in ((terms.from_region, export), (terms.to_region, accepted))
+        ]
+        refusal = self._book(held).check_grant(grant_id, terms.bridge_id, terms.not_before)
+        problems = (
+            [] if refusal is None or refusal.kind is not RefusalKind.NOT_APPROVED else [refusal.sentence]
+        )
+        own = self._origin.region
+        if self._policies.get(own) is None and not self._stated:
+            problems.append(f"No POLICY leaf of {own} stands in the log.")
+        leaves = tuple(index for index, _, _ in held.documents)
+        return Agreement(
+            grant_id, export, accepted, approvals, policies[0], policies[1], tuple(problems), leaves
+        )
+
+    def grants(self) -> tuple[str, ...]:
+        """The grants that documents in the log are about, sorted."""
+        return tuple(sorted(self._grants))
+
+
+def read_agreements(
+    trust: Trust, origin: Origin, leaves: Iterable[tuple[int, Leaf]], load: Load
+) -> tuple[Agreements, list[str]]:
+    """The agreements of a log's document leaves, given in order with their indexes, and what did not hold about them."""
+    found, problems = Agreements(trust, origin), []
+    for index, leaf in leaves:
+        problems += found.take(index, leaf, load)
+    return found, problems
+
+
+_KINDS: Final = {
+    Purpose.EXPORT: Kind.GRANT,
+    Purpose.IMPORT: Kind.ACCEPT,
+    Purpose.APPROVAL: Kind.APPROVE,
+    Purpose.DENY: Kind.DENY_ENTRY,
+    Purpose.POLICY: Kind.POLICY,
+}
+
+
+def kind_of(document: Document) -> Kind:
+    """Of the leaf that this document belongs into. Raises SignatureError where it cannot be read."""
+    if isinstance(document, Approval) or document.purpose is not Purpose.STANDING:
+        return _KINDS[document.purpose]
+    action = decode_body(document, Standing, Purpose.STANDING).action
+    return Kind.REVOKE if action is StandingAction.REVOKE else Kind.STANDING
+
+
+def _said_by_export(export: ExportGrant, header: Header) -> dict[str, Any]:
+    said = _names(export.terms) | {
+        "grant_id": export.grant,
+        "terms_hash": bytes.fromhex(export.terms_hash),
+        "policy_version": export.policy_revision,
+        "policy_hash": bytes.fromhex(export.policy_hash),
+    }
+    if header.terms is not None:
+        # Countries are the policy's to say; a leaf repeats the rest, or leaves it out.
+        said["terms"] = terms_of(export.terms, header.terms.source_country, header.terms.destination_country)
+    return said
+
+
+def _said_by_import(accepted: ImportGrant) -> dict[str, Any]:
+    return {
+        "grant_id": accepted.grant,
+        "terms_hash": bytes.fromhex(accepted.terms_hash),
+        "source_region": accepted.from_region,
+        "destination_region": accepted.to_region,
+        "bridge": accepted.bridge,
+        "stream": accepted.stream,
+        "destination_stream": accepted.destination_stream,
+    }
+
+
+def _names(terms: GrantTerms) -> dict[str, Any]:
+    return {
+        "source_region": terms.from_region,
+        "destination_region": terms.to_region,
+        "bridge": terms.bridge,
+        "stream": terms.stream,
+        "destination_stream": terms.destination_stream,
+        "terms_hash": terms.hash(),
+    }
+
+
+def _terms_of(held: _Held | None, body: object) -> GrantTerms | None:
+    """The terms of the grant that a document is about, where they are known by now."""
+    if isinstance(body, ExportGrant):
+        return body.terms
+    return held.exports[-1].terms if held is not None and held.exports else None
+
+
+def _differences(header: Header, said: dict[str, Any]) -> list[str]:
+    return [name for name, value in said.items() if getattr(header, name) != value]
+
+
+def _stops(document: Document) -> bool:
+    """True of a pause and of a deny entry that was not lifted."""
+    if isinstance(document, Approval):
+        return False
+    if document.purpose is Purpose.DENY:
+        return not decode_body(document, DenyEntry, Purpose.DENY).lifted
+    if document.purpose is not Purpose.STANDING:
+        return False
+    return decode_body(document, Standing, Purpose.STANDING).action is StandingAction.PAUSE
