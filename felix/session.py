@@ -231,6 +231,11 @@ class _Control:
                 )
         return self._decoder.feed(data)
 
+    @property
+    def held_bytes(self) -> int:
+        """What has come of a frame that is not whole yet."""
+        return self._decoder.held_bytes
+
     def _step(self, message: Handshake) -> None:
         state = TRANSITIONS.get((self.state, type(message)))
         if state is None:

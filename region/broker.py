@@ -30,6 +30,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.records import Durability, Retention, StreamConfig, check_stream_config
 from region.metrics import BrokerMetrics
 from region.offload import check_offload
+from region.places import places_of, refusal
 from region.ports import LiveSession
 from region.quota import Quotas
 from region.streams import HostedStream, StreamTable
@@ -139,11 +140,20 @@ class Broker:
             raise UnavailableError(
                 f"Broker {self.broker_id} is shutting down.", code=Code.SHUTTING_DOWN, retry_after_ms=1000
             )
-        limit = self.config.limits.sessions
-        if sum(held.identity is not None for held in self.sessions) >= limit:
+        identity = peer.spiffe_id
+        why = refusal(
+            places_of(self.config.limits.sessions),
+            self.region,
+            (held.identity for held in self.sessions if held.identity is not None),
+            identity,
+            is_operator=self.is_operator(identity),
+            quota=self.quotas.own_limits("identity", str(identity)).sessions,
+        )
+        if why:
             raise UnavailableError(
-                f"Broker {self.broker_id} has {limit} sessions, the most that are allowed.",
+                f"Broker {self.broker_id} {why}.",
                 code=Code.LIMIT_SESSIONS,
+                hint="End other sessions first, or have the limit raised: limits.sessions, felix quota set.",
                 retry_after_ms=5000,
             )
         self.metrics.authenticated += 1
@@ -208,11 +218,17 @@ class Broker:
         if not self.allows(identity, verb, name):
             raise not_found_or_forbidden(verb, name)
 
+    def is_operator(self, identity: SpiffeId) -> bool:
+        """True for those whom the configuration names, and for those of this region who have the right to operate."""
+        if identity in self._operators:
+            return True
+        return identity.region == self.region and any(
+            right.verb is Verb.OPERATE for right in self._rights.of(identity)
+        )
+
     def require_operator(self, identity: SpiffeId, what: str) -> None:
         """Raises RequestError(FORBIDDEN) for anyone but an operator with the right to operate."""
-        if identity in self._operators:
-            return
-        if identity.region == self.region and any(r.verb is Verb.OPERATE for r in self._rights.of(identity)):
+        if self.is_operator(identity):
             return
         raise RequestError(
             f"{identity} may not {what}.",
@@ -348,9 +364,14 @@ class Broker:
 
     def gauges(self) -> dict[str, float]:
         """Every gauge by name; a limit stands beside what it limits."""
+        places = places_of(self.config.limits.sessions)
+        known = [session.identity for session in list(self.sessions) if session.identity is not None]
         found: dict[str, float] = {
-            "sessions": len(self.sessions),
-            "sessions_limit": self.config.limits.sessions,
+            "sessions": len(known),
+            "sessions_limit": places.limit,
+            "sessions_foreign": sum(identity.region != self.region for identity in known),
+            "sessions_foreign_limit": places.foreign,
+            "sessions_kept_for_operators": places.operators,
             "subscriptions": sum(session.subscription_count for session in list(self.sessions)),
             "streams": len(self.streams),
         }

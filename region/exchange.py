@@ -63,14 +63,18 @@ class Undecided:
         self._admit = admit
         self._become = become
         self._held = b""
+        self._charged = 0
 
     def data(self, data: bytes, end: bool) -> None:
         self._held += data
         first = self._first()
         if first is None:
+            self._session.hold_request(len(data))
+            self._charged += len(data)
             if len(self._held) > FRAME_HEADER_BYTES + CONTROL_BYTES_MAX or end:
                 raise ProtocolError("An exchange begins with one whole request.", code=Code.FRAME_MALFORMED)
             return
+        self.closed()
         asked = type(decode_request(first.body))
         opener = self._openers.get(asked)
         if opener is None:
@@ -100,7 +104,10 @@ class Undecided:
 
     def rights_changed(self) -> None: ...
 
-    def closed(self) -> None: ...
+    def closed(self) -> None:
+        """Give back what is charged: the role that follows charges what it holds itself."""
+        self._session.hold_request(-self._charged)
+        self._charged = 0
 
 
 class Handler(Protocol):
@@ -211,7 +218,7 @@ class Exchange:
                 retry_after_ms=50,
             )
         elif not self.broker.budgets.exchange.take(size):
-            refusal = _no_memory(self.broker)
+            refusal = no_memory(self.broker)
         if refusal is not None:
             self._send_error(correlation, refusal)
             return
@@ -241,7 +248,7 @@ class Exchange:
         budget = self.broker.budgets.exchange
         if held > self._partial:
             if not budget.take(held - self._partial):
-                raise _no_memory(self.broker)
+                raise no_memory(self.broker)
         else:
             budget.give(self._partial - held)
         self._partial = held
@@ -346,9 +353,10 @@ class Exchange:
             self.session.send(self._stream_id, data, end=end)
 
 
-def _no_memory(broker: Broker) -> UnavailableError:
+def no_memory(broker: Broker) -> UnavailableError:
+    """The `exchange` budget is used up."""
     return UnavailableError(
-        f"Calls that wait for their answers hold the {broker.budgets.exchange.limit_bytes} bytes that this broker gives them.",
+        f"Requests and calls that wait for their rest or their answers hold the {broker.budgets.exchange.limit_bytes} bytes that this broker gives them.",
         code=Code.LIMIT_MEMORY,
         hint="Try again, or have limits.exchange_budget raised.",
         retry_after_ms=50,

@@ -190,6 +190,7 @@ class IngestStream:
         self._grant_id = ""
         self._landing: _Landing | None = None
         self._taken_bytes = 0
+        self._request_held = 0
         self._is_open = False
         self._refusal: FelixError | None = None
         """given once what was taken before it is answered"""
@@ -219,6 +220,9 @@ class IngestStream:
         """A frame counts while it comes in, not only once it is whole; before the opening, only a request may."""
         window, held = self._window, self._decoder.held_bytes
         limit = FRAME_HEADER_BYTES + CONTROL_BYTES_MAX
+        request = 0 if self._is_open or self._ended else held
+        self._session.hold_request(request - self._request_held)
+        self._request_held = request
         if self._is_open:
             limit = window.announced_bytes - window.received_bytes
         if held > limit and not self._ended:
@@ -468,6 +472,11 @@ class IngestStream:
         envelope = decode_envelope(frame.body)  # 1
         self._check_grant()  # 2
         header, position = envelope.header, self._position
+        meter = self._session.meter_for("")
+        over_quota = meter.refusal(size)
+        if over_quota is not None:
+            raise over_quota
+        meter.published(size, header.next_offset - header.base_offset)
         again: Landed | None = None  # 3
         if header.base_offset != position.next_offset:
             again = position.find(header.base_offset)
@@ -754,3 +763,5 @@ class IngestStream:
             self._landing.leave(self)
         self._desk.broker.budgets.ingest.give(self._taken_bytes)
         self._taken_bytes = 0
+        self._session.hold_request(-self._request_held)
+        self._request_held = 0

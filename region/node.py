@@ -477,6 +477,7 @@ class Node:
         return {
             **self.broker.gauges(),
             **self.subscriptions.gauges(),
+            **self._stranger_gauges(),
             "offload_cache_bytes": self._directory.fetched_bytes,
             "offload_cache_bytes_limit": self._directory.fetched_bytes_max,
             "offload_refused": self.broker.streams.offload_refused,
@@ -491,6 +492,19 @@ class Node:
             "transactions_committed": self.transactions.committed,
             "transactions_aborted": self.transactions.aborted,
             "transactions_timed_out": self.transactions.timed_out,
+        }
+
+    def _stranger_gauges(self) -> dict[str, float]:
+        """Connections that have proved nothing yet, beside their limits."""
+        listener, limits = self.listener, self.broker.transport_limits
+        return {
+            "connections": listener.connection_count,
+            "connections_limit": limits.connections_max,
+            "strangers": listener.stranger_count,
+            "strangers_limit": limits.handshakes_pending_max,
+            "stranger_bytes": listener.stranger_bytes,
+            "stranger_bytes_limit": limits.strangers_bytes_max,
+            "strangers_evicted": listener.strangers_evicted,
         }
 
     def _shard_gauges(self) -> list[tuple[str, int, dict[str, float]]]:

@@ -100,6 +100,9 @@ class Publishing(Protocol):
     def publisher_closed(self, role: Role, partial: int) -> None:
         """A publisher is gone, and `partial` bytes of a batch with it; with the last one the window goes back."""
 
+    def hold_request(self, change: int) -> None:
+        """Count the bytes of a request that is not whole. Raises UnavailableError(LIMIT_MEMORY)."""
+
     def hold_partial(self, change: int) -> None:
         """Count the bytes of an incomplete batch against the window. Raises ProtocolError(CREDIT_EXCEEDED)."""
 
@@ -115,6 +118,13 @@ class Ingesting(Protocol):
 
     def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None: ...
 
+    def hold_request(self, change: int) -> None:
+        """Count the bytes of a request that is not whole. Raises UnavailableError(LIMIT_MEMORY)."""
+
+    def meter_for(self, stream: str) -> Meter:
+        """What a use of this stream is charged to: its tenant and the session's identity; the identity alone where there is
+        no such stream, or no right to it. Raises UnavailableError(LIMIT_SESSIONS)."""
+
     def widen(self) -> None:
         """A grant lets this session bring in records: it has the full windows from now on."""
 
@@ -126,10 +136,6 @@ class Exchanging(Ingesting, Protocol):
 
     def fail(self, error: FelixError) -> None:
         """Tell the client what it did wrong, and end the session."""
-
-    def meter_for(self, stream: str) -> Meter:
-        """What a use of this stream is charged to: its tenant and the session's identity; the identity alone where there is
-        no such stream, or no right to it. Raises UnavailableError(LIMIT_SESSIONS)."""
 
     def may_send(self) -> bool:
         """True while the connection and the broker's delivery budget take more."""

@@ -51,6 +51,7 @@ class PublishStream:
         "_partial",
         "_refusal",
         "_refused",
+        "_request_held",
         "_session",
         "_stream",
         "name",
@@ -62,6 +63,7 @@ class PublishStream:
         self._session = session
         self._refusal = refusal
         self._partial = 0
+        self._request_held = 0
         self._refused = False
         self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.BATCH, FrameType.CONDITIONAL}))
         self._stream: HostedStream | None = None
@@ -86,9 +88,12 @@ class PublishStream:
     def _hold_partial(self) -> None:
         """A batch counts against the credit while it comes in, not only once it is whole."""
         held = self._decoder.held_bytes
-        if self.name is None:
-            # Until it is opened, a request is expected, which needs no credit.
-            held = max(0, held - FRAME_HEADER_BYTES - CONTROL_BYTES_MAX)
+        # Until it is opened, a request is expected, which needs no credit.
+        request = min(held, FRAME_HEADER_BYTES + CONTROL_BYTES_MAX) if self.name is None else 0
+        if request != self._request_held:
+            self._session.hold_request(request - self._request_held)
+            self._request_held = request
+        held -= request
         if held != self._partial:
             change, self._partial = held - self._partial, held
             self._session.hold_partial(change)
@@ -197,6 +202,8 @@ class PublishStream:
 
     def closed(self) -> None:
         self._stream = None
+        self._session.hold_request(-self._request_held)
+        self._request_held = 0
         partial, self._partial = self._partial, 0
         self._session.publisher_closed(self, partial)
 

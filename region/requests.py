@@ -352,16 +352,17 @@ class Requests:
         return Done()
 
     def _quota_holder(self, scope: str, name: str) -> str | SpiffeId:
-        """Raises RequestError where it is neither a tenant nor an identity of this region."""
+        """Raises RequestError where it is neither a tenant, nor an identity of this region or a bridge of another."""
         if scope == "tenant":
             return name
         if scope != "identity":
             raise RequestError(f"A quota is of a tenant or of an identity, not of a {scope[:40]!r}.")
         found = SpiffeId.parse(name)
-        if found.region != self._broker.region:
+        if found.region != self._broker.region and found.kind != "bridge":
             raise RequestError(
-                f"{found} is of region {found.region!r}; quotas are given to identities of {self._broker.region!r}.",
+                f"{found} is of region {found.region!r}, of which only bridges come in here.",
                 code=Code.WRONG_REGION,
+                hint=f"Give quotas to identities of {self._broker.region} and to bridges of other regions.",
             )
         return found
 

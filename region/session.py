@@ -48,7 +48,7 @@ from policy.access import Verb
 from region.audience import request_name, require_audience
 from region.broker import Broker
 from region.delivery import Subscription, resolve_starts, subscription_refusal
-from region.exchange import OpenRole, Undecided
+from region.exchange import OpenRole, Undecided, no_memory
 from region.export import ExportDesk
 from region.governance import Governance
 from region.ports import Role
@@ -79,6 +79,9 @@ THROTTLED_EVERY_S: Final = 1.0
 
 TIMER_S_MAX: Final = 86_400.0
 """Timers are set for a day at most: event loops do not take arbitrarily long ones."""
+
+REQUESTS_HELD_BYTES_MAX: Final = 1 << 20
+"""Of requests that are not whole: four of the largest. A client sends them whole; QUIC cuts and delays only what is on its way."""
 
 RIGHTLESS_BYTES_MAX: Final = 384 << 10
 """Bytes on the wire that a session may send in all whose identity has no right here and no grant in use: hours of an agent that
@@ -129,6 +132,9 @@ class ClientSession:
         self._told_throttled_s = 0.0
         self._timeout: asyncio.TimerHandle | None = None
         self._is_wide = False
+        self._control_held = 0
+        self._requests_held = 0
+        """Bytes of requests that are not whole, of the control stream and of streams that are being opened."""
         self._control: ServerSession
 
     # -- transport handler -----------------------------------------------------------------------------
@@ -215,7 +221,8 @@ class ClientSession:
         budgets = self.broker.budgets
         budgets.publish.give(self._publish_taken)
         budgets.delivery.give(self._delivery_charged)
-        self._publish_taken = self._delivery_charged = 0
+        budgets.exchange.give(self._requests_held)
+        self._publish_taken = self._delivery_charged = self._requests_held = 0
         self.broker.session_closed(self)
 
     # -- control stream --------------------------------------------------------------------------------
@@ -275,7 +282,12 @@ class ClientSession:
         self._roles[stream_id] = role
 
     def _control_data(self, data: bytes, end: bool) -> None:
-        for event in self._control.receive(data, int(time.time() * 1000)):
+        events = self._control.receive(data, int(time.time() * 1000))
+        if self.identity is not None:
+            held = self._control.held_bytes
+            self.hold_request(held - self._control_held)
+            self._control_held = held
+        for event in events:
             if isinstance(event, Requested):
                 self._request(event.correlation, event.request)
             elif isinstance(event, CreditGranted):
@@ -467,6 +479,27 @@ class ClientSession:
         if name is None or self.broker.streams.get(name) is None or not self.broker.sees(self.identity, name):
             return self._standing
         return self.meter_of(name.tenant)
+
+    def hold_request(self, change: int) -> None:
+        """Bytes of requests that are not whole yet: of the broker's `exchange` budget, and few of one session.
+
+        Raises UnavailableError(LIMIT_MEMORY), which ends the session.
+        """
+        budget = self.broker.budgets.exchange
+        if change > 0:
+            if self._requests_held + change > REQUESTS_HELD_BYTES_MAX:
+                raise UnavailableError(
+                    f"Requests of this session that are not whole hold {REQUESTS_HELD_BYTES_MAX} bytes, the most that are "
+                    "allowed.",
+                    code=Code.LIMIT_MEMORY,
+                    hint="Send a request whole before the next one is begun.",
+                    retry_after_ms=1000,
+                )
+            if not budget.take(change):
+                raise no_memory(self.broker)
+        else:
+            budget.give(-change)
+        self._requests_held += change
 
     def hold_partial(self, change: int) -> None:
         """Bytes of incomplete batches, which count against the credit before they are whole.

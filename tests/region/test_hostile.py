@@ -258,7 +258,6 @@ HELLO = encode_message(FrameType.HANDSHAKE, ClientHello([2], "us-east", bytes(32
         ([b"\0\0\0\1\1\0\0\0\0\0\0\0\xc1"], Code.FRAME_MALFORMED),
         ([bytes(12)], Code.FRAME_UNKNOWN),
         ([b"\0\1\0\1\1\0\0\0" + bytes(4)], Code.FRAME_TOO_LARGE),
-        ([b"\0\0\xff\xff\1\0\0\0" + bytes(4) + bytes(60_000), bytes(9_000)], Code.FRAME_TOO_LARGE),
     ],
 )
 async def test_before_the_handshake_only_the_handshake_is_taken(
