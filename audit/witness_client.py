@@ -50,7 +50,7 @@ def check_url(url: str) -> str:
     """The prefix without its last slash. Raises RequestError(CONFIG_INVALID)."""
     try:
         parts = urlsplit(url)
-        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         fits = False
     if (

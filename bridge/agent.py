@@ -25,6 +25,8 @@ from audit.grant_leaf import grant_leaf
 from audit.leaf import Kind, Side
 from audit.note import Algorithm, NoteSigner
 from audit.origin import egress_origin, region_origin
+from audit.quorum import Quorum
+from audit.submission import Submissions, SubmissionStatus
 from audit.trail import TrailStatus
 from audit.trust import Trust
 from bridge.carrier import Carrier, Figures, Workshop
@@ -54,7 +56,7 @@ from felix.messages import (
     Witnessed,
     WitnessedSize,
 )
-from felix.names import NamePattern, SpiffeId, StreamName
+from felix.names import NamePattern, SpiffeId, StreamName, trust_domain
 from felix.profile import Profile
 from felix.transport.port import Engine
 from keys.bundle import RegionBundle, decode_bundle
@@ -73,6 +75,10 @@ SOON_S: Final = 0.1
 """The same while there is no session with the source, or just after something was carried."""
 REPORT_S: Final = 1.0
 COSIGN_S: Final = 3.0
+QUORUM_S: Final = 0.5
+"""How often is looked whether a quorum of witnesses has cosigned."""
+WITNESS_LAG_MS: Final = 60_000
+"""A witness that is this far behind is named in the links' reports."""
 RENEW_S: Final = 30.0
 """How often identity and bundles are read again, so that renewed ones are taken."""
 TRAIL_AGAIN_S: Final = 1.0
@@ -119,6 +125,27 @@ def load_files(config: BridgeConfig, paths: BridgePaths) -> AgentFiles:
     )
 
 
+def load_quorum(config: BridgeConfig, base: Path) -> Quorum:
+    """The quorum that nothing crosses without. Blocks. Raises RequestError."""
+    wanted = config.require_quorum
+    assert wanted is not None
+    policy = wanted.load(base)
+    own = f"{trust_domain(config.source, config.mesh)}/"
+    for key in policy.witness_keys:
+        if key.name.startswith(own):
+            raise RequestError(
+                f"{wanted.policy} names {key.name}, a witness of the region whose log it is.",
+                code=Code.CONFIG_INVALID,
+                hint="A region does not vouch for itself; name other regions' witnesses, or outside ones.",
+            )
+    return Quorum(policy, wanted.max_lag)
+
+
+def monotonic_ms() -> int:
+    """A clock that does not go back, in ms."""
+    return int(time.monotonic() * 1000)
+
+
 def _load_bundle(path: Path, region: str, mesh: str) -> RegionBundle:
     try:
         bundle = decode_bundle(path.read_bytes()).bundle
@@ -161,6 +188,7 @@ class Agent:
         random: Random | None = None,
     ) -> None:
         self.config = config
+        self.base = base
         self.paths = paths_of(config, base)
         self.health: HealthServer | None = None
         self.rows: tuple[PlannedLink, ...] = ()
@@ -177,6 +205,8 @@ class Agent:
         self._book_of: object = None
         self._courier = Courier()
         self._logging = asyncio.Lock()
+        self._submissions: Submissions | None = None
+        self._quorum: Quorum | None = None
         self._reasons: dict[str, str] = {}
 
     # -- life ------------------------------------------------------------------------------------------
@@ -185,6 +215,8 @@ class Agent:
         """Read the files and begin. Raises RequestError where they are not as they must be."""
         config = self.config
         self._files = files = await asyncio.to_thread(load_files, config, self.paths)
+        if config.require_quorum is not None:
+            self._quorum = await asyncio.to_thread(load_quorum, config, self.base)
         source = self._shore(config.source, config.source_addresses, config.source_server_name)
         for each in config.destinations:
             self._shore(each.region, each.addresses, each.server_name)
@@ -199,10 +231,14 @@ class Agent:
             random=self._random,
             log_grant=self._log_grant,
             check_history=self._check_history,
+            held=self._held,
+            notice=self._notice,
             tracing=CrossingTracing() if config.tracing.exporter != "none" else None,
         )
         if config.health is not None:
-            collector = AgentCollector(self._figures, self._trail_status, self._sessions)
+            collector = AgentCollector(
+                self._figures, self._trail_status, self._sessions, self.witnesses, self._quorum_lag_ms
+            )
             self.health = HealthServer(config.health.host, config.health.port, collector, self.not_ready)
         for shore in self._shores.values():
             shore.start()
@@ -211,6 +247,7 @@ class Agent:
             self._plan_loop(),
             self._report_loop(),
             self._cosign_loop(),
+            self._quorum_loop(),
             self._renew_loop(),
         ):
             self._spawn(work)
@@ -249,6 +286,8 @@ class Agent:
                 async with asyncio.timeout(CLOSE_S):
                     await self._cosign_all(final=True)
             self.shop.trail, self.shop.trail_reason = None, "The agent is stopping."
+            if self._submissions is not None:
+                await asyncio.to_thread(self._submissions.stop)
             await asyncio.to_thread(trail.close)
             await asyncio.to_thread(save_ledger, trail, at_once=True)
         for shore in self._shores.values():
@@ -275,7 +314,7 @@ class Agent:
         shop = self.shop
         if shop.trail is None:
             return shop.trail_reason
-        failure = shop.trail.status().failure
+        failure = shop.trail.status().failure or self._held()
         if failure:
             return failure
         for shore in self._shores.values():
@@ -292,6 +331,9 @@ class Agent:
     def _trail_status(self) -> TrailStatus | None:
         trail = self.shop.trail
         return None if trail is None else trail.status()
+
+    def _quorum_lag_ms(self) -> int | None:
+        return None if self._quorum is None else self._quorum.lag_ms(monotonic_ms())
 
     def _sessions(self) -> dict[str, bool]:
         return {region: shore.is_up for region, shore in self._shores.items()}
@@ -311,7 +353,11 @@ class Agent:
                 trail, shop.ledger = await asyncio.to_thread(
                     open_egress, self.paths.egress, signer, witnesses, also
                 )
-                trail.expect_cosigners(len(config.destinations))
+                trail.expect_cosigners(len(config.destinations) + len(config.witnesses))
+                if self._quorum is not None:
+                    trail.trust_witnesses(self._quorum.policy.witness_keys)
+                self._submissions = Submissions(trail, [each.target(self.base) for each in config.witnesses])
+                self._submissions.start()
                 shop.trail = trail
                 log.info("the egress log %s is open, %d leaves", self.paths.egress, trail.status().durable)
                 return
@@ -555,6 +601,31 @@ class Agent:
                     await asyncio.to_thread(save_ledger, trail)
                 except (FelixError, OSError) as error:
                     log.warning("the ledger's snapshot was not written: %s", error)
+
+    async def _quorum_loop(self) -> None:
+        while self._quorum is not None:
+            trail, before = self.shop.trail, self._held()
+            if trail is not None:
+                self._quorum.update(monotonic_ms(), trail.cosigned(), trail.status().durable)
+            if bool(self._held()) is not bool(before):
+                log.warning("%s", self._held() or "A quorum of witnesses has cosigned; links go on.")
+                for carrier, _ in list(self._carriers.values()):
+                    carrier.wake()
+            await asyncio.sleep(QUORUM_S)
+
+    def _held(self) -> str:
+        return "" if self._quorum is None else self._quorum.refuses(monotonic_ms())
+
+    def _notice(self) -> str:
+        behind = [status for status in self.witnesses() if status.lag_ms >= WITNESS_LAG_MS]
+        return " ".join(
+            f"The witness {status.witness} is {status.lag_ms // 1000} s behind: {status.sentence or 'it does not answer'}"
+            for status in behind
+        )
+
+    def witnesses(self) -> list[SubmissionStatus]:
+        """How far each outside witness is."""
+        return [] if self._submissions is None else self._submissions.status()
 
     async def _cosign_all(self, *, final: bool = False) -> None:
         """The egress log by every destination; each region's own log by the other. `final`: up to the last leaf."""

@@ -133,6 +133,10 @@ class Workshop:
     log_grant: Callable[[PlannedLink], Awaitable[None]]
     check_history: Callable[[Shore], Awaitable[None]]
     tracing: CrossingTracing | None = None
+    held: Callable[[], str] = lambda: ""
+    """why nothing new may cross though the grants allow it: no quorum of witnesses"""
+    notice: Callable[[], str] = lambda: ""
+    """what people should know besides: witnesses that are behind"""
     trail: Trail | None = None
     trail_reason: str = "The egress log is not open yet."
     ledger: Ledger = field(default_factory=Ledger)
@@ -265,6 +269,10 @@ class Carrier:
         """True once it was told to end; it does not begin again."""
         return self._leaving
 
+    def wake(self) -> None:
+        """Something that held the link may have changed."""
+        self._wake.set()
+
     def leave(self) -> None:
         """The agent stops: finish what is on the way, then end."""
         self._leaving = True
@@ -290,7 +298,7 @@ class Carrier:
             to_region=row.destination_region,
             bridge=str(shop.bridge),
             state=self.phase.value,
-            reason=" ".join(filter(None, (self.alarm, self.reason)))[:4000],
+            reason=" ".join(filter(None, (self.alarm, self.reason, shop.notice())))[:4000],
             position=passage.position if passage is not None else figures.position,
             high_watermark=figures.high_watermark,
             lag_records=behind if known else -1,
@@ -706,7 +714,11 @@ class Carrier:
             pause_s = IDLE_S
             if passage.has_room:
                 wait_ms = rate.wait_ms(shop.clock_ms())
-                if wait_ms:
+                held = shop.held()
+                if held:
+                    # Receipts of what is on its way are still taken; nothing else is begun.
+                    self.reason = held
+                elif wait_ms:
                     self.reason = f"Held to the grant's rate of {terms.rate_bytes} bytes per second."
                     pause_s = min(IDLE_S, wait_ms / 1000)
                 else:

@@ -20,6 +20,7 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
+from audit.witness_config import QuorumConfig, Witnesses
 from bridge.plan import LINKS_MAX
 from felix.address import Address
 from felix.errors import Code, RequestError
@@ -99,6 +100,10 @@ class BridgeConfig(Part, frozen=True, kw_only=True):
     engine: Literal["", "qh3", "aioquic"] = ""
     limits: LimitsConfig = LimitsConfig()
     tracing: TracingConfig = TracingConfig()
+    witnesses: Witnesses = ()
+    """outside witnesses that the egress log is submitted to (docs/witnesses.md)"""
+    require_quorum: QuorumConfig | None = None
+    """nothing crosses without it"""
 
     def __post_init__(self) -> None:
         regions = [destination.region for destination in self.destinations]

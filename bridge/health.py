@@ -8,6 +8,7 @@ from typing import Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from audit.submission import SubmissionStatus
 from audit.trail import TrailStatus
 from bridge.carrier import Figures
 from felix.messages import LinkState
@@ -29,6 +30,11 @@ _GAUGES: Final = (
     ("lag_bytes", "lag_bytes", "The same in bytes, by their share of the shard; -1: not known."),
     ("lag_ms", "lag_ms", "Age of the newest record that crossed, where there is a lag; -1: not known."),
 )
+_WITNESS_GAUGES: Final = (
+    ("leaves", "size", "Leaves of the egress log that an outside witness has cosigned."),
+    ("lag_ms", "lag_ms", "For how long there has been a leaf that it has not cosigned."),
+    ("failures", "failures", "Failures since it last cosigned."),
+)
 _LABELS: Final = ("grant", "stream", "shard", "destination")
 
 
@@ -40,8 +46,11 @@ class AgentCollector(Collector):
         links: Callable[[], Sequence[tuple[LinkState, Figures]]],
         trail: Callable[[], TrailStatus | None],
         regions: Callable[[], dict[str, bool]],
+        witnesses: Callable[[], Sequence[SubmissionStatus]],
+        quorum_lag_ms: Callable[[], int | None],
     ) -> None:
         self._links, self._trail, self._regions = links, trail, regions
+        self._witnesses, self._quorum_lag_ms = witnesses, quorum_lag_ms
 
     def collect(self) -> Iterator[Metric]:
         links = self._links()
@@ -65,6 +74,7 @@ class AgentCollector(Collector):
         for region, is_up in self._regions().items():
             sessions.add_metric([region], float(is_up))
         yield sessions
+        yield from self._witnessing()
         status = self._trail()
         if status is not None:
             for name, value in (
@@ -75,6 +85,19 @@ class AgentCollector(Collector):
                 ("audit_failed", float(bool(status.failure))),
             ):
                 yield GaugeMetricFamily(f"felix_bridge_{name}", f"{name.replace('_', ' ')}.", value)
+
+    def _witnessing(self) -> Iterator[Metric]:
+        statuses = self._witnesses()
+        for name, field, text in _WITNESS_GAUGES:
+            gauge = GaugeMetricFamily(f"felix_bridge_witness_{name}", text, labels=["witness"])
+            for each in statuses:
+                gauge.add_metric([each.witness], getattr(each, field))
+            yield gauge
+        lag_ms = self._quorum_lag_ms()
+        if lag_ms is not None:
+            yield GaugeMetricFamily(
+                "felix_bridge_quorum_lag_ms", "For how long a leaf has had no quorum of witnesses.", lag_ms
+            )
 
 
 def _labels(state: LinkState) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
+from audit.witness_config import Witnesses
 from felix.address import Address
 from felix.errors import Code, RequestError
 from felix.names import parse_region
@@ -69,9 +70,11 @@ class MetadataConfig(Part, frozen=True):
 
 
 class AuditConfig(Part, frozen=True):
-    """How often the audit log signs a checkpoint while leaves come in."""
+    """How often the audit log signs a checkpoint while leaves come in, and who is asked to cosign it besides the regions
+    that bridges lead to (docs/witnesses.md)."""
 
     checkpoint_every: Duration = Duration(1_000)
+    witnesses: Witnesses = ()
 
 
 class LimitsConfig(Part, frozen=True):

@@ -19,6 +19,7 @@ from typing import Final
 
 from audit.note import Algorithm, NoteSigner
 from audit.origin import region_origin, witness_name
+from audit.submission import Submissions
 from audit.trail import Trail, TrailSettings
 from audit.trust import RegionTrust, Trust
 from audit.witness import DiskWitnessStore, Witness
@@ -172,6 +173,11 @@ class Node:
         await self._offer_bundles(catalog, mirror)
         witness, trail = await asyncio.to_thread(self._open_audit, data, own)
         self._stack.push_async_callback(asyncio.to_thread, trail.close)
+        submissions = Submissions(trail, [each.target(folder.root) for each in config.audit.witnesses])
+        # One note is to have the cosignatures of them all, and of a region that a bridge leads to.
+        trail.expect_cosigners(1 + len(config.audit.witnesses))
+        submissions.start()
+        self._stack.push_async_callback(asyncio.to_thread, submissions.stop)
 
         budgets = Budgets()
 
@@ -206,6 +212,7 @@ class Node:
             lambda: pinned_bundles(folder),
             memory, await asyncio.to_thread(memory.load),
         )  # fmt: skip
+        governance.witnessing.submissions = submissions
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
         receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
         export = ExportDesk(broker, governance, keyring, receipt_key)
@@ -486,6 +493,7 @@ class Node:
             "audit_cosigned_leaves": status.cosigned,
             "audit_pending_bytes": status.pending_bytes,
             "audit_failed": float(bool(status.failure)),
+            **self.services.governance.witnessing.gauges(),
             "transactions_open": self.transactions.open_count,
             "transactions_open_limit": OPEN_MAX,
             "transactions_owed": self.transactions.owed_count,

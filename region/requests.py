@@ -465,8 +465,9 @@ class Requests:
         broker = self._broker
         broker.require_operator(identity, "describe the region")
         origin, size = self._governance.audit_state()
+        gauges = broker.gauges() | self._governance.witnessing.gauges()
         return RegionState(
-            broker.region, broker.mesh, broker.broker_id, broker.started_ms, broker.gauges(), origin, size
+            broker.region, broker.mesh, broker.broker_id, broker.started_ms, gauges, origin, size
         )
 
     async def describe_traffic(self, identity: SpiffeId, request: DescribeTraffic) -> TrafficPage:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from typing import Final
 
+from audit.submission import Submissions
 from audit.trail import Trail
 from audit.witness import Witness
 from felix.errors import Code, UnavailableError
@@ -39,6 +40,8 @@ class Witnessing:
 
     def __init__(self, witness: Witness, trail: Trail, region: str) -> None:
         self.witness = witness
+        self.submissions: Submissions | None = None
+        """of this region's log to outside witnesses"""
         self._trail = trail
         self._region = region
         self._locks: dict[str, asyncio.Lock] = {}
@@ -85,6 +88,18 @@ class Witnessing:
     async def put_cosignature(self, cosigned: bytes) -> None:
         """Keep another region's cosignature of this region's checkpoint."""
         await asyncio.to_thread(self._trail.add_cosigned, cosigned)
+
+    def gauges(self) -> dict[str, float]:
+        """How far the outside witnesses are with this region's log; empty where there are none."""
+        statuses = [] if self.submissions is None else self.submissions.status()
+        if not statuses:
+            return {}
+        return {
+            "audit_witnesses": len(statuses),
+            "audit_witnesses_failing": sum(bool(each.failures) for each in statuses),
+            "audit_witness_leaves_least": min(each.size for each in statuses),
+            "audit_witness_lag_ms": max(each.lag_ms for each in statuses),
+        }
 
     def _require_pace(self, pace: Pace, who: str, what: str) -> None:
         wait_ms = pace.take(who)

@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import threading
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -87,29 +87,45 @@ def post(port: int, data: bytes, path: str = "/add-checkpoint", method: str = "P
 class Running(NamedTuple):
     port: int
     state: WitnessState
-    server: WitnessServer
+    stop: Callable[[], None]
+    """ends the server before its block does"""
 
 
 @contextmanager
 def serving(
-    folder: Path, *logs: Log, limits: ServerLimits | None = None, prefix: str = "", now_s: int = NOW_S
+    folder: Path,
+    *logs: Log,
+    limits: ServerLimits | None = None,
+    prefix: str = "",
+    now_s: int = NOW_S,
+    name: str = NAME,
+    port: int = 0,
 ) -> Iterator[Running]:
     """A witness over real HTTP on loopback, its event loop in a thread of its own."""
     if not folder.exists():
-        init_witness(folder, NAME)
+        init_witness(folder, name)
     state = WitnessState.open(folder, serve=True)
     for log in logs:
         state.add_log(log.origin, log.signer.key)
-    server = WitnessServer(WitnessService(state, lambda: now_s), "127.0.0.1", 0, limits=limits, prefix=prefix)
+    server = WitnessServer(
+        WitnessService(state, lambda: now_s), "127.0.0.1", port, limits=limits, prefix=prefix
+    )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
+    ended = threading.Event()
+
+    def stop() -> None:
+        if not ended.is_set():
+            ended.set()
+            asyncio.run_coroutine_threadsafe(server.close(), loop).result(30)
+            state.close()
+
     try:
         asyncio.run_coroutine_threadsafe(server.start(), loop).result(30)
-        yield Running(server.port, state, server)
-        asyncio.run_coroutine_threadsafe(server.close(), loop).result(30)
+        yield Running(server.port, state, stop)
     finally:
+        stop()
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()
-        state.close()

@@ -1,0 +1,160 @@
+"""A bridge and a region that submit their logs to an outside witness, and a bridge that waits for a quorum."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from bridge_mesh import POLICIES, Mesh, flight, two_regions, until
+from witness_logs import serving
+
+from audit.note import VerifierKey
+from audit.trail import Trail
+from audit.witness_config import QuorumConfig, WitnessConfig
+from audit.witness_policy import WitnessPolicy
+from bridge.agent import Agent
+from felix.errors import RequestError
+from felix.messages import DescribeRegion
+from policy.quantity import Duration
+from policy.residency import parse_policy, sign_policy
+from region.config import AuditConfig, load_config
+
+
+def policy_text(mesh: Mesh, outside: tuple[VerifierKey, ...]) -> str:
+    """Both algorithms of the other region's witness, and the outside witness, by any one of their keys."""
+    lines = [f"witness out{at} {key}" for at, key in enumerate(outside)]
+    theirs = mesh.trust.region("eu-west").witnesses
+    lines += [f"witness eu{at} {key}" for at, key in enumerate(theirs)]
+    lines.append(f"group out any {' '.join(f'out{at}' for at in range(len(outside)))}")
+    lines.append(f"group eu all {' '.join(f'eu{at}' for at in range(len(theirs)))}")
+    return "\n".join([*lines, "group both all out eu", "quorum both", ""])
+
+
+def trail_of(agent: Agent) -> Trail:
+    trail = agent.shop.trail
+    assert trail is not None
+    return trail
+
+
+async def test_nothing_crosses_without_a_quorum_and_goes_on_once_there_is_one(tmp_path: Path) -> None:
+    async with two_regions(tmp_path / "mesh") as mesh:
+        with serving(tmp_path / "w") as witness:
+            port, keys = witness.port, tuple(signer.key for signer in witness.state.signers)
+            for key in mesh.trust.region("us-east").logs:
+                witness.state.add_log(key.name, key)
+            path = mesh.us.root / "witnesses.policy"
+            path.write_text(policy_text(mesh, keys))
+            config = {
+                "witnesses": (WitnessConfig(url=f"http://127.0.0.1:{port}", keys=tuple(map(str, keys))),),
+                "require_quorum": QuorumConfig(policy=path.name, max_lag=Duration(4_000)),
+            }
+            await mesh.create()
+            await mesh.grant()
+            agent = Agent(mesh.bridge_config(**config), mesh.us.root)
+            await agent.start()
+            try:
+                await mesh.publish([flight(at) for at in range(50)])
+                await mesh.crossed(50)
+
+                def has_quorum() -> bool:
+                    policy = WitnessPolicy.parse(path.read_bytes())
+                    durable = trail_of(agent).status().durable
+                    return any(
+                        held.checkpoint.size == durable and policy.is_met(by.key for by in held.cosigned)
+                        for held in trail_of(agent).cosigned()
+                    )
+
+                await until(has_quorum, "one checkpoint with the cosignatures of both")
+                assert agent.witnesses()[0].size == trail_of(agent).status().durable
+                assert any(log.held.size > 0 for log in witness.state.logs())
+                await asyncio.to_thread(witness.stop)
+
+                async def held() -> bool:
+                    await mesh.publish([flight(1)])
+                    return "no quorum" in agent.not_ready()
+
+                await until(held, "the bridge stands still without its witness")
+                links = agent.links()
+                position = links[0].position
+                await mesh.publish([flight(at) for at in range(50)])
+                await until(lambda: "no quorum" in agent.links()[0].reason, "the link says why")
+                await asyncio.sleep(2)
+                settled = agent.links()[0].position
+                assert settled <= position + 24, "what was on its way may have arrived"
+                end = (await mesh.describe("us-east")).state[0].high_watermark
+                assert settled < end
+            except BaseException:
+                await agent.stop()
+                raise
+        with serving(tmp_path / "w", port=port):
+            try:
+                await mesh.crossed(end)
+                assert agent.not_ready() == ""
+            finally:
+                await agent.stop()
+        for region in ("us-east", "eu-west"):
+            await mesh.stop(region)
+        assert mesh.verify_egress(1).ok and mesh.verify_ingress().ok
+
+
+async def test_a_region_submits_its_own_log_and_shows_how_far_the_witness_is(tmp_path: Path) -> None:
+    mesh = Mesh.make(tmp_path / "mesh")
+    with serving(tmp_path / "w") as witness:
+        keys = tuple(str(signer.key) for signer in witness.state.signers)
+        for key in mesh.trust.region("us-east").logs:
+            witness.state.add_log(key.name, key)
+        audit = AuditConfig(witnesses=(WitnessConfig(url=f"http://127.0.0.1:{witness.port}", keys=keys),))
+        node = await mesh.start("us-east", audit=audit)
+        try:
+            policy = parse_policy(POLICIES["us-east"], "us-east.yaml")
+            await mesh.put("us-east", "policy", sign_policy(policy, mesh.key("us-east")))
+            trail = node.services.governance.trail
+
+            def cosigned() -> bool:
+                status = trail.status()
+                return 0 < status.cosigned == status.durable
+
+            await until(cosigned, "the outside witness cosigns the region's log")
+            async with mesh.operator("us-east") as operator:
+                gauges = (await operator.request(DescribeRegion())).gauges
+            assert (
+                gauges["audit_witnesses"] == 1
+                and gauges["audit_witness_leaves_least"] == trail.status().durable
+            )
+        finally:
+            await mesh.stop("us-east")
+
+
+def test_configurations_name_witnesses_and_a_quorum(tmp_path: Path) -> None:
+    mesh = Mesh.make(tmp_path)
+    key = mesh.trust.region("eu-west").witnesses[0]
+    path = mesh.us.config
+    path.write_text(
+        path.read_text() + f"audit:\n  witnesses:\n    - url: https://w.example/a/\n      keys: ['{key}']\n"
+    )
+    (found,) = load_config(path).audit.witnesses
+    assert found.target(tmp_path).keys == (key,) and found.target(tmp_path).ca is None
+    for wrong in (
+        f"- url: w.example\n      keys: ['{key}']",
+        "- url: https://w.example\n      keys: ['nonsense']",
+        "- url: https://w.example\n      keys: []",
+        f"- url: https://w.example\n      keys: ['{mesh.trust.region('eu-west').logs[0]}']",
+    ):
+        text = path.read_text().partition("audit:")[0] + f"audit:\n  witnesses:\n    {wrong}\n"
+        path.write_text(text)
+        with pytest.raises(RequestError):
+            load_config(path)
+
+
+async def test_a_quorum_of_the_own_region_is_refused(tmp_path: Path) -> None:
+    async with two_regions(tmp_path) as mesh:
+        own = mesh.trust.region("us-east").witnesses[0]
+        path = mesh.us.root / "own.policy"
+        path.write_text(f"witness w {own}\nquorum w\n")
+        config = msgspec.structs.replace(
+            mesh.bridge_config(), require_quorum=QuorumConfig(policy=path.name, max_lag=Duration(4_000))
+        )
+        with pytest.raises(RequestError, match="does not vouch for itself"):
+            await Agent(config, mesh.us.root).start()
