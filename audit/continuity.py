@@ -9,7 +9,8 @@ Rules, for each link shard and stream incarnation (docs/audit.md, verification s
 - egress: an ACK answers exactly one INTENT batch: same envelope, same range, same number of records.
 - ingress: source offsets only grow; no record is appended twice.
 - both: an INTENT or ingress ACK names a grant whose GRANT leaf stands earlier in the same log, with the same hash of
-  terms, for its stream, bridge and regions, inside its window and not after its REVOKE.
+  terms, for its stream, bridge and regions, inside its window and not after its REVOKE. What a REVOKE found on its way ends before
+  it: nothing before it was taken later than its `drain_until_ms`.
 
 Memory is bounded: by link shards, by unanswered batches, by withheld records ahead of their INTENT.
 Callers: audit.verify, audit.spark.
@@ -65,6 +66,7 @@ class Continuity:
         self._shards: dict[tuple[LinkShard, bytes], _Shard] = {}
         self._unanswered: dict[tuple[LinkShard, bytes], _Batch] = {}
         self._grants: dict[str, _Grant] = {}
+        self._latest_ms: dict[str, int] = {}
         self.leaves: Counter[str] = Counter()
         """leaves by kind"""
         self.records: Counter[str] = Counter()
@@ -104,9 +106,7 @@ class Continuity:
             case Kind.GRANT:
                 return self._grant(header)
             case Kind.REVOKE:
-                grant = self._grants.get(header.grant_id)
-                if grant is not None:
-                    self._grants[header.grant_id] = grant._replace(revoked=True)
+                return self._revoke(header)
             case Kind.INTENT:
                 return ["An INTENT stands in an ingress log."]
         return []
@@ -137,10 +137,22 @@ class Continuity:
         )
         return []
 
+    def _revoke(self, header: Header) -> list[str]:
+        grant, latest = self._grants.get(header.grant_id), self._latest_ms.get(header.grant_id, 0)
+        if grant is not None:
+            self._grants[header.grant_id] = grant._replace(revoked=True)
+        if header.drain_until_ms and latest > header.drain_until_ms:
+            return [
+                f"REVOKE of grant {header.grant_id}: records were taken under it at {latest} ms, after what was on its way "
+                f"had until {header.drain_until_ms} ms to end."
+            ]
+        return []
+
     def _grant_holds(self, header: Header) -> list[str]:
         grant, what = self._grants.get(header.grant_id), f"{header.kind.name} under grant {header.grant_id}"
         if grant is None:
             return [f"{what}: no GRANT leaf stands before it."]
+        self._latest_ms[header.grant_id] = max(self._latest_ms.get(header.grant_id, 0), header.time_ms)
         if grant.terms_hash != header.terms_hash:
             return [f"{what}: its hash of terms is not the grant's."]
         if (header.bridge, header.source_region, header.destination_region) != grant.link:

@@ -4,7 +4,8 @@ Every second it reads the documents of its grants in each region, carries to one
 its carriers; it reports its links to its own region; every few seconds it has checkpoints cosigned both ways.
 
 Invariants: an agent without an open egress log carries nothing, and of several agents of one identity only the one that
-holds the log's lock does; REVOKE is written only after the last link under that grant has ended; a log that the
+holds the log's lock does; a document is brought nowhere, and nothing crosses under it, before its leaf is durable in that log;
+REVOKE is written only after the last link under that grant has ended; a log that the
 destination remembers as longer is rolled back, and nothing crosses to it.
 """
 
@@ -20,9 +21,6 @@ from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
 
-from audit.document_leaf import document_leaf
-from audit.grant_leaf import grant_leaf
-from audit.leaf import Kind, Side
 from audit.note import Algorithm, NoteSigner
 from audit.origin import egress_origin, region_origin
 from audit.quorum import Quorum
@@ -31,7 +29,8 @@ from audit.trail import TrailStatus
 from audit.trust import Trust
 from bridge.carrier import Carrier, Figures, Workshop
 from bridge.config import BridgeConfig, BridgePaths, paths_of
-from bridge.courier import Courier, list_documents, parse_documents
+from bridge.courier import KINDS, Courier, list_documents, parse_documents
+from bridge.documents import POLICY, EgressDocuments
 from bridge.egress_disk import note_size, open_egress, save_ledger
 from bridge.failpoint import Failpoints
 from bridge.health import AgentCollector
@@ -63,9 +62,8 @@ from keys.bundle import RegionBundle, decode_bundle
 from keys.hybrid import HybridKeyPair, load_key_pair
 from keys.post_quantum import MlDsaKey, load_ml_dsa_key
 from keys.signing import SigningKey, load_signing_key
-from policy.approval import Approval, Document
-from policy.grant import GrantBook, Standing, StandingAction
-from policy.signed import Purpose, decode_body
+from policy.approval import Document
+from policy.grant import GrantBook
 
 log = logging.getLogger("felix.bridge.agent")
 
@@ -204,9 +202,9 @@ class Agent:
         self._book = GrantBook()
         self._book_of: object = None
         self._courier = Courier()
-        self._logging = asyncio.Lock()
         self._submissions: Submissions | None = None
         self._quorum: Quorum | None = None
+        self._egress_documents: EgressDocuments
         self._reasons: dict[str, str] = {}
 
     # -- life ------------------------------------------------------------------------------------------
@@ -235,6 +233,7 @@ class Agent:
             notice=self._notice,
             tracing=CrossingTracing() if config.tracing.exporter != "none" else None,
         )
+        self._egress_documents = EgressDocuments(self.shop)
         if config.health is not None:
             collector = AgentCollector(
                 self._figures, self._trail_status, self._sessions, self.witnesses, self._quorum_lag_ms
@@ -384,66 +383,13 @@ class Agent:
             )
 
     async def _log_grant(self, row: PlannedLink) -> None:
-        """The GRANT leaf of a link's grant, where the log does not have it yet; durable on return."""
-        shop, export = self.shop, row.export
-        assert export is not None
-        async with self._logging:
-            if shop.ledger.grant(row.grant).granted:
-                return
-            document = self._documents.get(self.config.source, {}).get("export", {}).get(row.grant, b"")
-            leaf = grant_leaf(
-                export.terms,
-                side=Side.EGRESS,
-                time_ms=self._clock_ms(),
-                actor=str(shop.bridge),
-                policy_version=export.policy_revision,
-                policy_hash=bytes.fromhex(export.policy_hash),
-                source_country=shop.source.bundle.country,
-                destination_country=self._shores[row.destination_region].bundle.country,
-                document=document,
-            )
-            await shop.open_trail().append([leaf])
-            shop.ledger.apply(leaf.header)
+        """All that a link's grant rests on stands in the egress log, durable on return. Raises UnavailableError, OSError."""
+        await self._egress_documents.log(self._is_busy)
+        self._egress_documents.require_logged(row.grant)
 
-    async def _log_revocations(self) -> None:
-        """REVOKE leaves of grants that ended before their time, once none of their links is in session."""
-        shop = self.shop
-        revoked = {row.grant: row for row in self.rows if row.code == Code.GRANT_REVOKED}
-        for grant, row in revoked.items():
-            account = shop.ledger.grant(grant)
-            busy = any(
-                carrier.in_session for carrier, _ in self._carriers.values() if carrier.row.grant == grant
-            )
-            if shop.trail is None or not account.granted or account.revoked or busy:
-                continue
-            standing, document = self._revocation(grant)
-            if not document:
-                continue
-            leaf = document_leaf(
-                Kind.REVOKE,
-                document,
-                side=Side.EGRESS,
-                time_ms=self._clock_ms(),
-                source_region=shop.source.region,
-                destination_region=row.destination_region,
-                bridge=str(shop.bridge),
-                stream=row.export.terms.stream if row.export else row.stream,
-                grant_id=grant,
-                actor=standing.by if standing else str(shop.bridge),
-                sentence=(standing.reason if standing else "") or row.reason,
-            )
-            await shop.open_trail().append([leaf])
-            shop.ledger.apply(leaf.header)
-
-    def _revocation(self, grant: str) -> tuple[Standing | None, bytes]:
-        for held in self._documents.values():
-            for document in parse_documents({"standing": held.get("standing", {})}):
-                if isinstance(document, Approval):
-                    continue
-                standing = decode_body(document, Standing, Purpose.STANDING)
-                if standing.grant == grant and standing.action is StandingAction.REVOKE:
-                    return standing, document.encode_file()
-        return None, b""
+    def _is_busy(self, grant: str) -> bool:
+        """Whether a link under this grant is in session, or its way is not at its end yet."""
+        return any(carrier.in_session for carrier, _ in self._carriers.values() if carrier.row.grant == grant)
 
     # -- documents, plan, links ------------------------------------------------------------------------
 
@@ -454,31 +400,44 @@ class Agent:
                 if not self.shop.source.is_up:
                     pause_s = SOON_S
                 else:
-                    # What was carried is read back at once: a grant need not wait for the next round.
-                    if await self._read_documents():
+                    await self._read_documents()
+                    self._make_book()
+                    # What was brought is read back at once: a grant need not wait for the next round, nor does a revocation
+                    # whose last link is about to end.
+                    if await self._bring_documents() or self._egress_documents.is_waiting:
                         pause_s = SOON_S
                     await self._plan()
-                    await self._log_revocations()
             except FelixError as error:
                 self._say("plan", error)
             except Exception:
                 log.exception("planning failed")
             await asyncio.sleep(pause_s)
 
-    def _say(self, what: str, error: FelixError) -> None:
+    def _say(self, what: str, error: FelixError | OSError) -> None:
         """Log a failure of a loop, once for each sentence."""
-        if self._reasons.get(what) != error.sentence:
-            self._reasons[what] = error.sentence
+        sentence = str(error)
+        if self._reasons.get(what) != sentence:
+            self._reasons[what] = sentence
             log.warning("%s: %s", what, error)
 
-    async def _read_documents(self) -> int:
-        """From every region that answers; from the others what they said last. Returns how many were carried."""
+    async def _read_documents(self) -> None:
+        """From every region that answers; from the others what they said last."""
         for region, shore in self._shores.items():
             if shore.is_up:
                 try:
-                    self._documents[region] = await list_documents(shore.connection())
+                    self._documents[region] = await list_documents(
+                        shore.connection(), (*KINDS, POLICY) if shore is self.shop.source else KINDS
+                    )
                 except UnavailableError as error:
                     self._say(f"documents of {region}", error)
+
+    async def _bring_documents(self) -> int:
+        """Their leaves into the egress log, then to each region what the other one signed. Returns how many were taken."""
+        try:
+            await self._egress_documents.log(self._is_busy)
+        except (FelixError, OSError) as error:
+            # What is not in the log is brought nowhere; what forbids counts for the links all the same.
+            self._say("documents", error)
         source, carried = self.shop.source, 0
         here = self._documents.get(source.region)
         for region, shore in self._shores.items():
@@ -490,25 +449,35 @@ class Agent:
                 if to.is_up:
                     with suppress(UnavailableError):
                         carried += await self._courier.carry(
-                            giver, taker, signer.region, to.connection(), self._clock_ms()
+                            giver,
+                            taker,
+                            signer.region,
+                            to.connection(),
+                            self._clock_ms(),
+                            self._egress_documents.is_logged,
                         )
+                        self.shop.failpoints.at("documents-brought")
         return carried
 
-    async def _plan(self) -> None:
-        """Rebuild the book where a document changed, and tell the carriers."""
+    def _make_book(self) -> None:
+        """Anew where a document changed."""
         if self._book_of != self._documents:
             documents: list[Document] = []
             for held in self._documents.values():
-                documents += parse_documents(held)
+                documents += parse_documents({kind: held.get(kind, {}) for kind in KINDS})
             trusted = {region: shore.bundle.policy_keys for region, shore in self._shores.items()}
             anchors = TrustBundle(shore.bundle.anchor() for shore in self._shores.values())
             self._book = GrantBook(documents, trusted, anchors)
+            self._egress_documents.take(self._documents, trusted, anchors, self._book)
             for problem in self._book.problems:
                 log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
             self._book_of = {
                 region: {kind: dict(held) for kind, held in kinds.items()}
                 for region, kinds in self._documents.items()
             }
+
+    async def _plan(self) -> None:
+        """Tell the carriers what the book says."""
         streams = await self._streams()
         destinations = [each.region for each in self.config.destinations]
         self.rows = plan_links(

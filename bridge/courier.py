@@ -10,7 +10,7 @@ and deny entries to the destination, import grants and the destination's own bac
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from felix.connection import RegionConnection
@@ -33,10 +33,12 @@ Documents = Mapping[str, Mapping[str, bytes]]
 """Kind to id to the document's bytes."""
 
 
-async def list_documents(connection: RegionConnection) -> dict[str, dict[str, bytes]]:
-    """All that the region shows this bridge. Raises what the region refuses it with, UnavailableError."""
+async def list_documents(
+    connection: RegionConnection, kinds: tuple[str, ...] = KINDS
+) -> dict[str, dict[str, bytes]]:
+    """All of these kinds that the region shows this bridge. Raises what the region refuses it with, UnavailableError."""
     found: dict[str, dict[str, bytes]] = {}
-    for kind in KINDS:
+    for kind in kinds:
         held: dict[str, bytes] = {}
         after = ""
         while len(held) < DOCUMENTS_MAX:
@@ -106,25 +108,36 @@ def _concerns(document: Document, region: str, own: dict[str, str]) -> bool:
 
 
 class Courier:
-    """Carries between two regions, and remembers what was refused."""
+    """Carries between two regions, and remembers what was brought or refused."""
 
     def __init__(self) -> None:
         self._refused: dict[tuple[str, str, str], int] = {}
 
     async def carry(
-        self, giver: Documents, taker: Documents, from_region: str, to: RegionConnection, now_ms: int
+        self,
+        giver: Documents,
+        taker: Documents,
+        from_region: str,
+        to: RegionConnection,
+        now_ms: int,
+        is_logged: Callable[[bytes], bool],
     ) -> int:
-        """Bring what is missing; returns how many were taken. A refusal is logged, and tried again later."""
+        """Bring what is missing; returns how many were taken. A refusal is logged, and tried again later.
+
+        `is_logged`: whether a document's leaf stands in the egress log; without it, it is brought nowhere.
+        """
         to_region = to.profile.region
         taken = 0
         self._refused = {key: until for key, until in self._refused.items() if until > now_ms}
         for kind, name in missing(giver, taker, from_region, to_region):
             key = (to_region, kind, name)
-            if key in self._refused:
+            if key in self._refused or not is_logged(parse_document(giver[kind][name]).encode_file()):
                 continue
             try:
                 await to.request(PutDocument(kind, giver[kind][name]))
                 taken += 1
+                # Taken, or there already under another name: it is not brought again at once.
+                self._refused[key] = now_ms + REFUSED_AGAIN_MS
                 log.info("brought the %s document %s of %s to %s", kind, name, from_region, to_region)
             except UnavailableError:
                 raise

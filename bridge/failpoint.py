@@ -19,6 +19,8 @@ STEPS: Final = (
 )  # fmt: skip
 """In the order in which a batch comes by: after it was read, opened, transformed, its INTENT appended, durable, sent,
 its receipt received, its ACK appended; and after a checkpoint was cosigned."""
+DOCUMENT_STEPS: Final = ("document-kept", "document-logged", "documents-brought")
+"""The same of signed documents: before its leaf is appended, after it is durable, after a round was brought to a region."""
 
 
 class Failpoints:
@@ -28,9 +30,10 @@ class Failpoints:
 
     def __init__(self, step: str = "", times: int = 1) -> None:
         """Raises RequestError(CONFIG_INVALID) for a step that there is none of."""
-        if step and (step not in STEPS or times < 1):
+        if step and (step not in (*STEPS, *DOCUMENT_STEPS) or times < 1):
             raise RequestError(
-                f"{VARIABLE} names {step}:{times}; steps are {', '.join(STEPS)}.", code=Code.CONFIG_INVALID
+                f"{VARIABLE} names {step}:{times}; steps are {', '.join((*STEPS, *DOCUMENT_STEPS))}.",
+                code=Code.CONFIG_INVALID,
             )
         self._step, self._left = step, times
 

@@ -68,6 +68,7 @@ class _Snapshot(msgspec.Struct):
     last_leaf_hash: bytes
     grants: dict[str, GrantAccount]
     shards: list[_Shard]
+    documents: list[bytes]
 
 
 class Ledger:
@@ -76,9 +77,13 @@ class Ledger:
     def __init__(self) -> None:
         self._grants: dict[str, GrantAccount] = {}
         self._shards: dict[ShardKey, ShardAccount] = {}
+        self.documents: set[bytes] = set()
+        """SHA-256 of each signed document that has a leaf"""
 
     def apply(self, header: Header) -> None:
         """Take the next leaf's header into account."""
+        if header.document_sha256:
+            self.documents.add(header.document_sha256)
         match header.kind:
             case Kind.GRANT:
                 self._grant(header.grant_id).granted = True
@@ -134,7 +139,9 @@ class Ledger:
     def encode(self, size: int, last_leaf_hash: bytes) -> bytes:
         """A snapshot after `size` leaves, the last of which has this hash."""
         shards = [_Shard(key, account) for key, account in self._shards.items()]
-        return msgspec.msgpack.encode(_Snapshot(size, last_leaf_hash, self._grants, shards))
+        return msgspec.msgpack.encode(
+            _Snapshot(size, last_leaf_hash, self._grants, shards, sorted(self.documents))
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> tuple[Ledger, int, bytes]:
@@ -145,5 +152,6 @@ class Ledger:
             raise CorruptionError(f"The snapshot of the ledger does not decode: {error}.") from error
         ledger = cls()
         ledger._grants = snapshot.grants
+        ledger.documents = set(snapshot.documents)
         ledger._shards = {each.key: each.account for each in snapshot.shards}
         return ledger, snapshot.size, snapshot.last_leaf_hash

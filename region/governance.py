@@ -18,15 +18,13 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from audit.document_disk import keep_document
-from audit.document_leaf import document_leaf
-from audit.grant_leaf import grant_leaf
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.proof import find_leaves
+from audit.signed_leaf import signed_leaf
 from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
 from audit.witness import Witness
@@ -45,7 +43,6 @@ from policy.grant import (
     Allowed,
     Attempt,
     DenyEntry,
-    ExportGrant,
     GrantBook,
     GrantError,
     ImportGrant,
@@ -58,12 +55,14 @@ from policy.grant import (
 )
 from policy.residency import ResidencyPolicy, check_successor, open_policy
 from policy.signed import Purpose, SignedDocument, decode_body, verify
+from policy.terms import GrantTerms
 from region.broker import Broker
+from region.document_log import DocumentLog
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
-from region.remembered import Memory, Remembered
+from region.remembered import Memory, Newest, Remembered, forbids, place_of
 from region.witnessing import Witnessing, note_size
 
 log = logging.getLogger("felix.region.governance")
@@ -86,8 +85,15 @@ CUT_OFF_MS_MAX: Final = 30_000
 """How long grants are judged by what is known while the metadata store does not answer: a revocation may stand in it."""
 PEER_DOCUMENTS_MAX: Final = 5_000
 """Documents signed by one other region: enough for years of grants, and still verified in less than a second."""
+DRAIN_MS: Final = 10_000
+"""How long whoever revokes waits for what is on its way under the grant. Its leaf comes behind that, however long it takes."""
+LOG_AGAIN_S: Final = 1.0
+"""How soon the leaf of a document is tried again that the audit log did not take."""
 MIRROR_TIMEOUT_S: Final = 10.0
 """How long a put document waits until this broker judges by it."""
+
+Drain = Callable[[str], Awaitable[None]]
+"""Returns once nothing that was taken under the grant is on its way any more."""
 
 _STORED: Final[dict[str, tuple[DocumentKind, DocumentSide]]] = {
     "export": ("grants", "export"),
@@ -133,6 +139,21 @@ class _Denials:
         return True
 
 
+class _Held(NamedTuple):
+    """A document of the store, parsed once. `lasts`: it forbids, or lifts what did (region.remembered)."""
+
+    document: Document
+    digest: bytes
+    lasts: bool
+
+    @classmethod
+    def of(cls, data: bytes) -> _Held:
+        """Raises SignatureError."""
+        document = parse_document(data)
+        lasts = isinstance(document, SignedDocument) and place_of(document) is not None
+        return cls(document, _digest(document), lasts)
+
+
 class FoundAck(NamedTuple):
     """The index of an ACK leaf in the ingress log, and the envelope that it answers."""
 
@@ -162,9 +183,11 @@ class Governance:
         pinned: Callable[[], Mapping[str, RegionBundle]],
         memory: Memory,
         remembered: Remembered,
+        logged: DocumentLog,
     ) -> None:
         """`pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
-        compared. `memory` keeps what must not be taken back; `remembered` is what it kept before."""
+        compared. `memory` keeps what must not be taken back; `remembered` is what it kept before. `logged`: the documents
+        that have a leaf."""
         self.broker = broker
         self.trail = trail
         self._catalog = catalog
@@ -175,7 +198,14 @@ class Governance:
         self._pinned = pinned
         self._believed = dict(pinned())
         self._memory = memory
-        self._revocations: dict[bytes, SignedDocument] = {}
+        self.logged = logged
+        self.drain: Drain = _nothing_to_drain
+        self._parsed: dict[bytes, _Held] = {}
+        self._newest = Newest()
+        self._unverified: dict[bytes, SignedDocument] = {}
+        self._taken: set[bytes] = set()
+        self._actors: dict[bytes, SpiffeId] = {}
+        self._logging: dict[bytes, asyncio.Task[None]] = {}
         self._signed_by: Counter[str] = Counter()
         self._cut_off_ms: int | None = None
         self._book = GrantBook()
@@ -206,20 +236,8 @@ class Governance:
         self.broker.trust = TrustBundle(bundle.anchor() for bundle in bundles.values())
         self.trail.trust_witnesses(Trust.of(bundles.values()).witnesses_for(self._own.region))
         self._policy = self._read_policy()
-        documents: list[Document] = []
-        for section, side in _STORED.values():
-            for name, data in self._mirror.documents(section, side).items():
-                try:
-                    document = parse_document(data)
-                    if isinstance(document, SignedDocument) and _is_revocation(document):
-                        self._revocations[document.signature] = document
-                    documents.append(document)
-                except FelixError as error:
-                    log.error("document %s/%s/%s cannot be read: %s", section, side, name, error)
-        self._signed_by = Counter(document.region for document in documents)
-        self._book = GrantBook(
-            (*documents, *self._revocations.values()), self._trusted_policy_keys(), self.broker.trust
-        )
+        documents, waiting = self._sorted_documents()
+        self._book = GrantBook((*documents, *self._newest), self._believed_policy_keys(), self.broker.trust)
         if self._book.left_out:
             first = ", ".join(claim.grant for claim in self._book.left_out[:3])
             log.error(
@@ -228,19 +246,95 @@ class Governance:
             )  # fmt: skip
         for problem in self._book.problems:
             log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
-            self._revocations.pop(problem.document.signature, None)
-        for revocation in self._revocations.values():
-            self._memory.keep_revocation(revocation.encode_file())
+        for document in waiting:
+            self._log_soon(document)
+
+    def _sorted_documents(self) -> tuple[list[Document], list[Document]]:
+        """What the store holds: the documents of the book, besides those that `_newest` holds, and those whose leaf is missing.
+
+        What forbids is in force at once; what allows, once its leaf stands in the audit log.
+        """
+        parsed: dict[bytes, _Held] = {}
+        for section, side in _STORED.values():
+            for name, data in self._mirror.documents(section, side).items():
+                held = self._parsed.get(data)
+                try:
+                    # Parsed once: the rest of a change costs little, however many documents there are.
+                    parsed[data] = held if held is not None else _Held.of(data)
+                except FelixError as error:
+                    log.error("document %s/%s/%s cannot be read: %s", section, side, name, error)
+        self._parsed = parsed
+        self._signed_by = Counter(held.document.region for held in parsed.values())
+        self._unverified |= {
+            held.digest: held.document
+            for held in parsed.values()
+            if held.lasts and held.digest not in self._taken and isinstance(held.document, SignedDocument)
+        }
+        waiting = self._take_lasting()
+        documents: list[Document] = []
+        for held in parsed.values():
+            if held.lasts:
+                continue
+            if held.document.region not in self._bundles:
+                log.error("a document of %s is not believed: the region is not trusted", held.document.region)
+            elif held.digest in self.logged or not self._is_genuine(held.document):
+                # Of what is not genuine the book says why it does not believe it.
+                documents.append(held.document)
+            else:
+                waiting.append(held.document)
+        return documents, waiting
+
+    def _take_lasting(self) -> list[Document]:
+        """Take what forbids, and what lifts it once it has its leaf, into `_newest`. Returns those without a leaf."""
+        waiting: list[Document] = []
+        for digest, document in list(self._unverified.items()):
+            if not self._is_genuine(document):
+                # Its region's bundle may come back: what was kept here is kept until then.
+                if digest not in self._kept:
+                    del self._unverified[digest]
+                    log.error("a %s of %s is not believed", document.purpose, document.region)
+                continue
+            if digest not in self.logged:
+                waiting.append(document)
+                if not forbids(document):
+                    continue
+            del self._unverified[digest]
+            self._taken.add(digest)
+            key = self._newest.take(document)
+            if key is not None:
+                self._memory.keep(key, document.encode_file())
+        return waiting
+
+    def _is_genuine(self, document: Document) -> bool:
+        """Whether the region that it names signed it, by what this broker believes of that region."""
+        try:
+            if isinstance(document, Approval):
+                open_approval(document, self.broker.trust)
+            else:
+                verify(document, self._believed_policy_keys())
+                self._require_own_word(document)
+        except FelixError:
+            return False
+        return True
+
+    def _require_own_word(self, document: SignedDocument) -> None:
+        """Raises GrantError where a region speaks in another's name."""
+        if document.purpose is Purpose.STANDING:
+            standing = decode_body(document, Standing, Purpose.STANDING)
+            _require_signer(document, standing.region, str(standing.action))
+        elif document.purpose is Purpose.DENY:
+            _require_signer(document, decode_body(document, DenyEntry, Purpose.DENY).region, "deny entry")
 
     def _remember(self, remembered: Remembered) -> None:
         """What this broker knew before it was started again. Each document is verified as those of the store are."""
-        for data in remembered.revocations:
+        for data in remembered.documents:
             try:
                 document = SignedDocument.parse(data)
-                if _is_revocation(document):
-                    self._revocations[document.signature] = document
+                if place_of(document) is not None:
+                    self._unverified[_digest(document)] = document
             except FelixError as error:
-                log.error("a revocation that was kept cannot be read: %s", error)
+                log.error("a document that was kept cannot be read: %s", error)
+        self._kept = frozenset(self._unverified)
         if remembered.policy is not None:
             try:
                 self._newest_policy = self._own_policy(SignedDocument.parse(remembered.policy))
@@ -281,6 +375,11 @@ class Governance:
     def _trusted_policy_keys(self) -> dict[str, tuple[bytes, ...]]:
         return {region: bundle.policy_keys for region, bundle in self._bundles.items()}
 
+    def _believed_policy_keys(self) -> dict[str, tuple[bytes, ...]]:
+        """Those of every region that was believed once: what it forbade then is not forgotten when its bundle is taken away."""
+        believed = {region: bundle.policy_keys for region, bundle in self._believed.items()}
+        return believed | self._trusted_policy_keys()
+
     def _read_policy(self) -> ResidencyPolicy | None:
         held = self._mirror.policy
         if held is None:
@@ -289,6 +388,11 @@ class Governance:
             document = SignedDocument.parse(held.document)
             policy = self._own_policy(document)
             newest = self._newest_policy
+            if _digest(document) not in self.logged:
+                if newest is not None and newest.hash != policy.hash:
+                    check_successor(newest, policy)
+                self._log_soon(document)
+                return None
             if newest is not None and newest.hash != policy.hash:
                 check_successor(newest, policy)
             if newest is None or newest.hash != policy.hash:
@@ -495,6 +599,8 @@ class Governance:
         if kind == "policy":
             return await self._put_policy(actor, document)
         verify(document, self._trusted_policy_keys())
+        if kind == "standing":
+            return await self._put_standing(actor, document)
         self._require_room(document)
         if kind == "deny":
             entry = decode_body(document, DenyEntry, Purpose.DENY)
@@ -504,17 +610,8 @@ class Governance:
                     f"The entry is between {entry.region} and {entry.peer}; this is {self._own.region}.",
                     code=Code.WRONG_REGION,
                 )
-            await self._store("denies", "state", _document_id(document), document)
+            await self._log_and_store(actor, "denies", "state", _document_id(document), document)
             return f"{entry.streams} to or from {entry.peer}: {'lifted' if entry.lifted else 'denied'}."
-        if kind == "standing":
-            standing = decode_body(document, Standing, Purpose.STANDING)
-            _require_signer(document, standing.region, str(standing.action))
-            self._require_end(standing)
-            # A revocation takes effect whether or not the log can be written.
-            is_new = await self._store("revocations", "state", _document_id(document), document)
-            if is_new or actor.kind != "bridge":
-                await self._standing_leaf(actor, standing, document)
-            return f"{standing.grant} is {_DONE[standing.action]} by {standing.region}."
         if kind == "import":
             accepted = open_import(document, self._trusted_policy_keys())
             self._require_party(actor, accepted.bridge, accepted.from_region, accepted.to_region)
@@ -522,18 +619,106 @@ class Governance:
             # By the region that signed it: nobody's acceptance stands in the place of another's.
             name = f"{accepted.grant}.{accepted.to_region}"
             await self._require_newest("import", name, accepted.signed_at)
-            await self._store("grants", "import", name, document)
+            await self._log_and_store(actor, "grants", "import", name, document)
             return f"{accepted.grant} is accepted by {accepted.to_region}."
         export = open_export(document, self._trusted_policy_keys())
         terms = export.terms
         self._require_party(actor, terms.bridge, terms.from_region, terms.to_region)
         await self._require_newest("export", export.grant, export.signed_at)
-        held = await self._catalog.document("grants", "export", export.grant)
-        if held is None or held.document != document.encode_file():
-            # Its leaf first: no grant is in force that the log does not know of.
-            await self.trail.append([self._grant_leaf(export, document, actor)])
-            await self._store("grants", "export", export.grant, document)
+        await self._log_and_store(actor, "grants", "export", export.grant, document)
         return f"{export.grant} is granted by {terms.from_region}."
+
+    async def _put_standing(self, actor: SpiffeId, document: SignedDocument) -> str:
+        standing = decode_body(document, Standing, Purpose.STANDING)
+        _require_signer(document, standing.region, str(standing.action))
+        self._require_end(standing)
+        done = f"{standing.grant} is {_DONE[standing.action]} by {standing.region}."
+        if self._book.is_revoked_by(standing.grant, standing.region):
+            # The first one holds. Others would be kept, verified at each change, and have no end.
+            return f"{standing.grant} is revoked by {standing.region} already."
+        name = _document_id(document)
+        if standing.action is not StandingAction.REVOKE:
+            self._require_room(document)
+            await self._log_and_store(actor, "revocations", "state", name, document)
+            return done
+        # A revocation takes effect whether or not the log can be written, and its leaf comes behind what it found on its way.
+        self._actors[_digest(document)] = actor
+        await self._store("revocations", "state", name, document)
+        await asyncio.wait({self._log_soon(document)}, timeout=DRAIN_MS / 1000)
+        return done
+
+    async def _log_and_store(
+        self, actor: SpiffeId, kind: DocumentKind, side: DocumentSide, name: str, document: Document
+    ) -> None:
+        """Its leaf first: nothing is in force that the log does not know of."""
+        self._actors[_digest(document)] = actor
+        await self._log(document)
+        await self._store(kind, side, name, document)
+
+    def _log_soon(self, document: Document) -> asyncio.Task[None]:
+        """Write the leaf of a document that the store holds and the log does not, and judge anew by it."""
+        digest = _digest(document)
+        held = self._logging.get(digest)
+        if held is None:
+            held = self._logging[digest] = asyncio.ensure_future(self._log_and_reload(document))
+            held.add_done_callback(lambda _: self._logging.pop(digest, None))
+        return held
+
+    async def _log_and_reload(self, document: Document) -> None:
+        while True:
+            try:
+                await self._log(document)
+                break
+            except (FelixError, OSError) as error:
+                log.error(
+                    "the audit log did not take a %s of %s: %s", document.purpose, document.region, error
+                )
+                if self.trail.failure is not None:
+                    return  # nothing crosses any more
+            await asyncio.sleep(LOG_AGAIN_S)
+        self._reload()
+        self.broker.recheck_sessions()
+
+    async def _log(self, document: Document) -> None:
+        """Append the document's leaf, where the log has none. Raises AuditUnavailableError, OSError."""
+        digest = _digest(document)
+        if digest in self.logged:
+            return
+        now = self.broker.clock_ms()
+        drain_until = 0
+        grant = _grant_of(document)
+        if isinstance(document, SignedDocument) and _is_revocation(document):
+            drain_until = now + DRAIN_MS
+            await self.drain(grant)
+        own = self._own
+        actor = self._actors.get(digest) or SpiffeId(own.region, own.mesh, "broker", self.broker.broker_id)
+        leaf = signed_leaf(
+            document,
+            own_region=own.region,
+            time_ms=now,
+            actor=str(actor),
+            terms=self._terms_of(grant),
+            policy=self._own_policy(document)
+            if isinstance(document, SignedDocument) and document.purpose is Purpose.POLICY
+            else None,
+            drain_until_ms=drain_until,
+        )
+        await self.logged.append(document.encode_file(), leaf)
+        self._actors.pop(digest, None)
+
+    def _terms_of(self, grant: str) -> GrantTerms | None:
+        try:
+            export = self._book.get(grant, self.broker.clock_ms()).export
+        except GrantError:
+            return None
+        return None if export is None else export.terms
+
+    async def close(self) -> None:
+        """Leaves that are being written are written; the next start reads on from here."""
+        for task in list(self._logging.values()):
+            task.cancel()
+        await asyncio.gather(*self._logging.values(), return_exceptions=True)
+        await asyncio.to_thread(self.logged.save, at_once=True)
 
     async def _put_approval(self, actor: SpiffeId, approval: Approval) -> str:
         trust, now = self.broker.trust, self.broker.clock_ms()
@@ -560,7 +745,7 @@ class Governance:
             return f"{body.grant} is approved by {approver.name} of {body.region} already."
         self._require_room(approval)
         name = f"{body.grant}.{hashlib.sha256(body.approver.encode()).hexdigest()[:24]}"
-        await self._store("grants", "approval", name, approval)
+        await self._log_and_store(actor, "grants", "approval", name, approval)
         found = next(
             (each for each in self._book.get(body.grant, now).approvals if each.region == body.region), None
         )
@@ -598,25 +783,6 @@ class Governance:
                 code=Code.CONFLICT,
             )
 
-    def _grant_leaf(self, export: ExportGrant, document: SignedDocument, actor: SpiffeId) -> Leaf:
-        terms = export.terms
-        return grant_leaf(
-            terms,
-            side=Side.EGRESS if terms.from_region == self._own.region else Side.INGRESS,
-            time_ms=self.broker.clock_ms(),
-            actor=str(actor),
-            policy_version=export.policy_revision,
-            policy_hash=bytes.fromhex(export.policy_hash),
-            source_country=self.country_of(terms.from_region),
-            destination_country=self.country_of(terms.to_region),
-            document=document.encode_file(),
-        )
-
-    def country_of(self, region: str) -> str:
-        """A known region's country, ISO 3166-1 alpha-2; empty where it is not known."""
-        bundle = self._bundles.get(region)
-        return bundle.country if bundle is not None else ""
-
     def _require_party(self, actor: SpiffeId, bridge: str, from_region: str, to_region: str) -> None:
         """A grant concerns this region; a bridge may bring only documents of its own grants."""
         if self._own.region not in (from_region, to_region):
@@ -638,43 +804,13 @@ class Governance:
                 hint="One of the grant's two regions must sign it.",
             )
 
-    async def _standing_leaf(self, actor: SpiffeId, standing: Standing, document: SignedDocument) -> None:
-        if standing.action is not StandingAction.REVOKE:
-            return
-        now = self.broker.clock_ms()
-        terms = self._book.get(standing.grant, now).export
-        leaf = document_leaf(
-            Kind.REVOKE,
-            document.encode_file(),
-            side=Side.EGRESS if standing.region == self._own.region else Side.INGRESS,
-            time_ms=now,
-            source_region=terms.terms.from_region if terms else standing.region,
-            destination_region=terms.terms.to_region if terms else self._own.region,
-            stream=terms.terms.stream if terms else "",
-            grant_id=standing.grant,
-            actor=str(actor),
-            sentence=standing.reason or f"{standing.region} revoked the grant.",
-        )
-        await self.trail.append([leaf])
-
     async def _put_policy(self, actor: SpiffeId, document: SignedDocument) -> str:
         policy = open_policy(document, {self._own.region: self._own.policy_keys}, "the policy")
         if self._policy is not None:
             check_successor(self._policy, policy)
+        self._actors[_digest(document)] = actor
+        await self._log(document)
         await self._catalog.put_policy(policy.revision, document.encode_file())
-        leaf = document_leaf(
-            Kind.POLICY,
-            document.encode_file(),
-            side=Side.INGRESS,
-            time_ms=self.broker.clock_ms(),
-            source_region=self._own.region,
-            destination_region=self._own.region,
-            actor=str(actor),
-            policy_version=policy.revision,
-            policy_hash=policy.hash,
-        )
-        await asyncio.to_thread(keep_document, self.trail.files.path, document.encode_file())
-        await self.trail.append([leaf])
         return f"Policy revision {policy.revision} of {policy.region} is in force."
 
     async def _put_bundle(self, body: bytes) -> str:
@@ -697,10 +833,8 @@ class Governance:
         return f"{bundle.region} is trusted, fingerprint {bundle.fingerprint()}."
 
     def _require_room(self, document: Document) -> None:
-        """Another region may have so many documents kept here, revocations aside: each is verified at every change."""
+        """Another region may have so many documents kept here, and one revocation of each grant besides."""
         if document.region == self._own.region:
-            return
-        if isinstance(document, SignedDocument) and _is_revocation(document):
             return
         if self._signed_by[document.region] >= PEER_DOCUMENTS_MAX:
             raise UnavailableError(
@@ -724,7 +858,8 @@ class Governance:
 
     def documents(self, identity: SpiffeId, kind: str) -> dict[str, bytes]:
         """Documents of one kind by id. A bridge sees those of its own grants and their regions, an operator all."""
-        if identity.kind != "bridge" or kind not in COURIER_KINDS:
+        own_policy = kind == "policy" and identity.region == self._own.region
+        if identity.kind != "bridge" or not (kind in COURIER_KINDS or own_policy):
             self.broker.require_operator(identity, f"list {kind} documents")
         if kind == "bundle":
             return self._mirror.trusted()
@@ -738,6 +873,12 @@ class Governance:
         found = self._mirror.documents(*_STORED[kind])
         if identity.kind != "bridge":
             return found
+        # What the log does not know of does not leave the region.
+        found = {
+            name: data
+            for name, data in found.items()
+            if (held := self._parsed.get(data)) is not None and held.digest in self.logged
+        }
         own, regions = set(), set()
         for view in self._book.list(self.broker.clock_ms()):
             for half in (view.export.terms if view.export else None, view.accepted):
@@ -829,6 +970,24 @@ def _require_signer(document: SignedDocument, region: str, what: str) -> None:
 def _hashed(text: str) -> str:
     """What stands in a leaf for a text that a peer chose; empty for none."""
     return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}" if text else ""
+
+
+def _digest(document: Document) -> bytes:
+    """What names a document in the log: the SHA-256 of its file."""
+    return hashlib.sha256(document.encode_file()).digest()
+
+
+def _grant_of(document: Document) -> str:
+    """The grant that an approval or a standing is about; empty for other documents. Raises SignatureError."""
+    if isinstance(document, Approval):
+        return document.claim.grant
+    if document.purpose is Purpose.STANDING:
+        return decode_body(document, Standing, Purpose.STANDING).grant
+    return ""
+
+
+async def _nothing_to_drain(grant: str) -> None:
+    return None
 
 
 def _is_revocation(document: SignedDocument) -> bool:

@@ -109,6 +109,15 @@ class IngestDesk:
             before.replaced()
         return landing
 
+    async def drained(self, grant_id: str) -> None:
+        """Wait until nothing that was taken under this grant is on its way to the disk or the log any more.
+
+        The caller has seen to it that nothing new is taken. Each range ends: answered, or lost with its stream.
+        """
+        for landing in list(self._landings.values()):
+            if landing.grant_id == grant_id:
+                await landing.settled.wait()
+
 
 class _Landing:
     """One link shard at the destination: the stream that feeds it, and the ranges between their append and their answer.
@@ -116,10 +125,12 @@ class _Landing:
     It outlives its stream until the last of these ranges has been answered, or cannot be any more.
     """
 
-    __slots__ = ("_forget", "_under_way", "settled", "stream")
+    __slots__ = ("_forget", "_under_way", "grant_id", "settled", "stream")
 
     def __init__(self, forget: Callable[[], object]) -> None:
         self.stream: IngestStream | None = None
+        self.grant_id = ""
+        """under which its ranges were taken; another comes only once they are answered"""
         self.settled = asyncio.Event()
         self.settled.set()
         self._forget = forget
@@ -292,6 +303,7 @@ class IngestStream:
         self._slot = link_slot(request.from_region, request.stream, request.shard)
         self._landing = desk.claim(self._hosted.name, request.shard, self._slot, self)
         await self._landing.settled.wait()
+        self._landing.grant_id = self._grant_id
         try:
             self._record = self._recorded(request, statement)
         except UnavailableError as error:

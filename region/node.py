@@ -49,6 +49,7 @@ from region.budget import Budgets
 from region.cache import watch
 from region.cache.desk import CacheDesk
 from region.config import RegionConfig
+from region.document_log import DocumentLog
 from region.export import ExportDesk
 from region.folder import RegionFolder
 from region.governance import Governance
@@ -211,6 +212,7 @@ class Node:
             broker, catalog, mirror, keyring, trail, witness, own,
             lambda: pinned_bundles(folder),
             memory, await asyncio.to_thread(memory.load),
+            await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged"),
         )  # fmt: skip
         governance.witnessing.submissions = submissions
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
@@ -218,6 +220,8 @@ class Node:
         export = ExportDesk(broker, governance, keyring, receipt_key)
         self.transactions = transactions = Coordinator(broker)
         ingest = IngestDesk(broker, governance, import_key, receipt_key)
+        governance.drain = ingest.drained
+        self._stack.push_async_callback(governance.close)
         self.subscriptions = subscriptions = SubscriptionDesk(broker, catalog, mirror)
         self.queues = QueueDesk(broker)
         broker.readers += [subscriptions.traffic, self.queues.traffic]
@@ -385,6 +389,7 @@ class Node:
             await asyncio.sleep(MEASURE_S)
             try:
                 self.broker.sweep()
+                await asyncio.to_thread(self.services.governance.logged.save)
             except Exception:
                 # A mistake of ours: quotas go by what they last knew, and are measured again.
                 log.exception("what is in use could not be measured")

@@ -1,33 +1,101 @@
-"""What a region's decisions must not forget: revocations that were in force and the newest residency policy, beside the log.
+"""What a region's decisions must not forget: what forbids, and the newest residency policy; in files beside the log.
 
-The metadata store is where brokers read them; whoever administers it could take a revocation away, or put an older policy back. The
-documents are signed by the regions, so a broker that has once believed one keeps a copy in its data folder and goes on believing it,
-also after a restart. Files only ever come: one per revocation, and one policy that is replaced by its successors.
+The metadata store is where brokers read documents; whoever administers it could take one away, put an older one back, or
+exchange one for another. The documents are signed by the regions, so a broker that has once believed one keeps a copy in
+its data folder and goes on believing it, also after a restart: every revocation, and per key the newest of pauses and resumptions
+(grant and region) and of deny entries and liftings (region, pattern, peer). So what forbids is lifted by a newer signed
+document of the same region, and by nothing else. The policy gives way only to its successors.
 
-Invariants: nothing is believed because it stands here; the grant book and the policy's own check verify it again. `keep_*` returns
-at once and writes in a thread of its own; what could not be written is said in the log and tried again at the next start of what knows it.
+Invariants: nothing is believed because it stands here: the grant book and the policy's own check verify it again, and what
+cannot be verified now (its region's bundle was taken away) is kept for when it can. `keep*` returns at once and writes in
+a thread of its own; what could not be written is said in the log, and is kept in memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from felix.files import replace_file
+from policy.grant import DenyEntry, Standing, StandingAction
+from policy.signed import Purpose, SignedDocument, decode_body
 
 log = logging.getLogger("felix.region.governance")
 
+NEWEST_MAX: Final = 100_000
+"""Keys: of each another region can make 5,000 by its bridge; more come only through the store's administrator."""
+_DOCUMENT: Final = ".document"
 _REVOCATION: Final = ".revocation"
+"""as version 0.1 named them"""
 _POLICY: Final = "policy"
+
+Key = tuple[str, ...]
+Rank = tuple[int, bool, bytes]
+
+
+def place_of(document: SignedDocument) -> tuple[Key, Rank] | None:
+    """Where a document stands among those that forbid: its key, and its rank there; None for one of another kind.
+
+    Of two of one number the one that forbids ranks higher. Raises SignatureError where it cannot be read.
+    """
+    if document.purpose is Purpose.STANDING:
+        standing = decode_body(document, Standing, Purpose.STANDING)
+        match standing.action:
+            case StandingAction.REVOKE:
+                return ("revoke", standing.grant, standing.region), (0, True, b"")
+            case StandingAction.PAUSE | StandingAction.RESUME:
+                pauses = standing.action is StandingAction.PAUSE
+                return ("stand", standing.grant, standing.region), (standing.sequence, pauses, document.body)
+        return None
+    if document.purpose is Purpose.DENY:
+        entry = decode_body(document, DenyEntry, Purpose.DENY)
+        return ("deny", entry.region, entry.streams, entry.peer), (
+            entry.sequence,
+            not entry.lifted,
+            document.body,
+        )
+    return None
+
+
+def forbids(document: SignedDocument) -> bool:
+    """True for a revocation, a pause and a deny entry that is not lifted. Raises SignatureError."""
+    found = place_of(document)
+    return found is not None and found[1][1]
+
+
+class Newest:
+    """The newest document of each key. Every one was verified by whoever gave it, or waits until it can be."""
+
+    def __init__(self) -> None:
+        self._held: dict[Key, tuple[Rank, SignedDocument]] = {}
+
+    def __iter__(self) -> Iterator[SignedDocument]:
+        return (document for _, document in self._held.values())
+
+    def take(self, document: SignedDocument) -> Key | None:
+        """Take a document that has a place; its key where it is now the newest, None where it is not."""
+        found = place_of(document)
+        assert found is not None
+        key, rank = found
+        held = self._held.get(key)
+        # Of several revocations the first holds: it ranks as high as any.
+        if held is not None and held[0] >= rank:
+            return None
+        if held is None and len(self._held) >= NEWEST_MAX:
+            log.error("%d documents that forbid are kept, the most; %s is not", NEWEST_MAX, "/".join(key))
+            return None
+        self._held[key] = (rank, document)
+        return key
 
 
 class Remembered(NamedTuple):
-    """Signed documents as they came: revocations, and the newest policy."""
+    """Signed documents as they came: those that forbid or lift, and the newest policy."""
 
-    revocations: list[bytes]
+    documents: list[bytes]
     policy: bytes | None
 
 
@@ -35,25 +103,22 @@ class Memory:
     """One broker's copies. `folder` is made with the first."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="governance")
-        self._kept: set[str] = set()
 
     def load(self) -> Remembered:
         """What is kept. Blocking."""
-        paths = sorted(self._folder.glob(f"*{_REVOCATION}"))
-        self._kept |= {path.name for path in paths}
-        revocations = [path.read_bytes() for path in paths]
-        policy = self._folder / _POLICY
-        return Remembered(revocations, policy.read_bytes() if policy.exists() else None)
+        paths = sorted((*self.folder.glob(f"*{_REVOCATION}"), *self.folder.glob(f"*{_DOCUMENT}")))
+        policy = self.folder / _POLICY
+        return Remembered(
+            [path.read_bytes() for path in paths], policy.read_bytes() if policy.exists() else None
+        )
 
-    def keep_revocation(self, document: bytes) -> None:
-        """Keep a revocation that this broker believes. One that is kept already is not written again."""
-        # Named by its content: what the store calls it is the store's administrator's choice.
-        name = hashlib.sha256(document).hexdigest() + _REVOCATION
-        if name not in self._kept:
-            self._kept.add(name)
-            self._writer.submit(self._write, name, document)
+    def keep(self, key: Key, document: bytes) -> None:
+        """Keep the newest document of this key, in place of the one before."""
+        # Named by what it is about: what the store calls it is the store's administrator's choice.
+        name = hashlib.sha256("\0".join(key).encode()).hexdigest() + _DOCUMENT
+        self._writer.submit(self._write, name, document)
 
     def keep_policy(self, document: bytes) -> None:
         """Keep the policy that is in force, in place of the one before."""
@@ -61,10 +126,10 @@ class Memory:
 
     def _write(self, name: str, document: bytes) -> None:
         try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            replace_file(self._folder / name, document)
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            replace_file(self.folder / name, document)
         except OSError as error:
-            log.error("%s could not be kept in %s: %s", name, self._folder, error)
+            log.error("%s could not be kept in %s: %s", name, self.folder, error)
 
     def close(self) -> None:
         """Finish what is being written. Blocking."""

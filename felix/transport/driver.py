@@ -145,6 +145,9 @@ class Machine(Protocol):
         """Set as soon as either side closed, before the closing period is over."""
 
     def peer_chain_der(self) -> list[bytes]: ...
+    def admit(self) -> None:
+        """The peer has proved who it is: it may open streams, where the engine did not let it."""
+
     def widen(self) -> None:
         """The peer is no stranger any more: open the full windows, where the engine began with small ones."""
 
@@ -342,6 +345,7 @@ class DriverConnection:
         if self.is_stranger:
             self.is_stranger = False
             self._owner.admitted(self)
+            self._machine.admit()
         self._allowed_bytes = bytes_max
         if not bytes_max:
             self._machine.widen()

@@ -230,6 +230,9 @@ class NativeMachine:
             return None
         return MachineClosed(int(event.error_code), event.frame_type, event.reason_phrase)
 
+    def admit(self) -> None:
+        """Streams that nobody has opened cost this engine nothing: a session refuses them before the proof."""
+
     def widen(self) -> None:
         """The packet core's windows are those of its beginning; what a stranger may send is counted by the driver alone."""
 

@@ -67,21 +67,24 @@ class _Connection(QuicConnection):
     - A server begins with a stranger's window, for streams and for the connection; `widen` raises both.
     - The fragments of one stream are at most FRAGMENTS_MAX; each costs the engine 120 bytes, and a walk over all before it.
     - Handshake messages are at most CRYPTO_PENDING_BYTES_MAX ahead of what was read; the engine allows 512 KiB per epoch.
-    - Until `widen`, the first stream is the only one: the engine makes every stream below the one that is named.
+    - Until `admit`, the first stream is the only one: the engine makes every stream below the one that is named.
     """
 
     def __init__(self, *, window_bytes: int, stream_window_bytes: int, is_widened: bool, **more: Any) -> None:
         super().__init__(**more)
         self._window_bytes = window_bytes
         self._stream_window_bytes = stream_window_bytes
-        self._is_widened = is_widened
+        self._is_admitted = is_widened
         self._consumed_bytes = 0
         self._received_on: QuicStream | None = None
 
     def widen(self, window_bytes: int, stream_window_bytes: int) -> None:
         """Known now: these windows count."""
         self._window_bytes, self._stream_window_bytes = window_bytes, stream_window_bytes
-        self._is_widened = True
+
+    def admit(self) -> None:
+        """It has proved who it is: it may open streams, in the windows that count."""
+        self._is_admitted = True
 
     def consumed(self, size: int) -> None:
         """So many bytes were handed on, or will never come."""
@@ -93,7 +96,7 @@ class _Connection(QuicConnection):
         return 0 if stream is None else stream.receiver.highest_offset - stream.receiver.starting_offset()
 
     def _get_or_create_stream(self, frame_type: int, stream_id: int) -> QuicStream:
-        if not self._is_widened and stream_id and stream_id not in self._streams:
+        if not self._is_admitted and stream_id and stream_id not in self._streams:
             raise QuicConnectionError(
                 error_code=QuicErrorCode.STREAM_LIMIT_ERROR,
                 frame_type=frame_type,
@@ -191,6 +194,9 @@ class PortableMachine:
         elif isinstance(event, events.StreamReset):
             self._quic.consumed(self._quic.held_bytes(event.stream_id))
         return event
+
+    def admit(self) -> None:
+        self._quic.admit()
 
     def widen(self) -> None:
         self._quic.widen(self._limits.connection_window_bytes, self._limits.stream_window_bytes)

@@ -107,6 +107,7 @@ async def ask(peer: RawPeer, request: Message, correlation: int) -> FelixError |
         return [frame for frame in peer.frames.get(answered, []) if frame.correlation == correlation]
 
     await until(lambda: said() or peer.closed_with)
+    assert peer.closed_with is None, peer.closed_with
     errors = peer.errors(correlation, answered)
     return errors[0] if errors else None
 

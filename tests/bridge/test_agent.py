@@ -124,7 +124,7 @@ async def test_a_revoked_grant_stops_mid_stream_and_the_log_says_so(mesh: Mesh) 
     await settle(mesh)
     assert mesh.verify_egress().ok
     revoked = mesh.headers(mesh.egress_folder, Kind.REVOKE)
-    assert [(header.grant_id, header.actor) for header in revoked] == [(grant, "alice")]
+    assert [(header.grant_id, header.actor) for header in revoked] == [(grant, str(mesh.bridge_id))]
 
 
 async def test_what_crossed_before_a_revocation_goes_on_under_a_new_grant(mesh: Mesh) -> None:

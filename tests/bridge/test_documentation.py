@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bridge.failpoint import STEPS
+from bridge.failpoint import DOCUMENT_STEPS, STEPS
 from bridge.link import TRANSITIONS, LinkEvent, LinkPhase
 from region.audience import AUDIENCES, Audience, request_name
 
@@ -29,7 +29,7 @@ def test_the_table_of_events_is_the_table_of_the_code() -> None:
 
 
 def test_every_state_and_failpoint_is_named() -> None:
-    for name in (*LinkPhase, *STEPS):
+    for name in (*LinkPhase, *STEPS, *DOCUMENT_STEPS):
         assert f"`{name}`" in PAGE
 
 

@@ -1,0 +1,206 @@
+"""Signed documents in the egress log: each one that concerns this bridge has its leaf there before it is brought to a region,
+and before the first INTENT under it. Once each, over restarts too: the ledger says what the log has.
+
+Which documents: those of the bridge's own grants (halves, approvals, standings), deny entries between its regions, and the
+residency policy of its own region; of them, those whose signatures hold. A revocation's leaf comes once no link under
+its grant is in session any more: what is on its way is dealt with first.
+
+Invariants: a leaf is durable, and its document beside the log where it is too long for it, before `log` returns; what is not
+in the ledger is brought nowhere (`is_logged`), and nothing crosses under a grant one of whose documents is not
+(`require_logged`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from hashlib import sha256
+from typing import Final, NamedTuple
+
+from audit.document_disk import keep_document
+from audit.leaf import Side
+from audit.signed_leaf import signed_leaf
+from bridge.carrier import Workshop
+from bridge.courier import Documents, parse_documents
+from felix.errors import FelixError, UnavailableError
+from felix.identity import TrustBundle
+from policy.approval import Approval, Document
+from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, GrantBook, ImportGrant, Standing, StandingAction
+from policy.residency import ResidencyPolicy, open_policy
+from policy.signed import Purpose, SignedDocument, Trusted, decode_body
+from policy.terms import GrantTerms
+
+log = logging.getLogger("felix.bridge.documents")
+
+POLICY: Final = "policy"
+"""What the source's residency policy is listed as."""
+DRAIN_MS: Final = 10_000
+"""After a revocation is known here, no INTENT under its grant is announced later than this."""
+_ORDER: Final = (
+    Purpose.POLICY,
+    Purpose.EXPORT,
+    Purpose.IMPORT,
+    Purpose.APPROVAL,
+    Purpose.STANDING,
+    Purpose.DENY,
+)
+
+
+class Paper(NamedTuple):
+    """One verified document. `grant`: which it is about, empty for policies and deny entries."""
+
+    document: Document
+    file: bytes
+    digest: bytes
+    grant: str = ""
+    revokes: bool = False
+    policy: ResidencyPolicy | None = None
+
+
+class EgressDocuments:
+    """One per agent."""
+
+    def __init__(self, shop: Workshop) -> None:
+        self._shop = shop
+        self._papers: tuple[Paper, ...] = ()
+        self._book = GrantBook()
+        self._seen_ms: dict[bytes, int] = {}
+        self._logging = asyncio.Lock()
+
+    def take(
+        self, held: Mapping[str, Documents], trusted: Trusted, anchors: TrustBundle, book: GrantBook
+    ) -> None:
+        """Take what the regions hold now; `book` was made of it."""
+        shop = self._shop
+        doubted = {problem.document for problem in book.problems}
+        papers: dict[bytes, Paper] = {}
+        own, regions = _own(book, str(shop.bridge), shop.clock_ms())
+        source = shop.source.region
+        for region, documents in held.items():
+            for document in parse_documents(documents):
+                if document.purpose is Purpose.POLICY:
+                    paper = self._policy(document, trusted) if region == document.region == source else None
+                elif document in doubted:
+                    continue
+                else:
+                    paper = _paper(document, own, regions)
+                if paper is not None:
+                    papers[paper.digest] = paper
+        now = shop.clock_ms()
+        self._seen_ms = {
+            digest: self._seen_ms.get(digest, now) for digest, paper in papers.items() if paper.revokes
+        }
+        self._papers = tuple(sorted(papers.values(), key=_order))
+        self._book = book
+
+    def _policy(self, document: Document, trusted: Trusted) -> Paper | None:
+        assert isinstance(document, SignedDocument)
+        try:
+            policy = open_policy(document, trusted, "the source's policy")
+        except FelixError as error:
+            log.error("the policy of %s is not believed: %s", document.region, error)
+            return None
+        file = document.encode_file()
+        return Paper(document, file, sha256(file).digest(), policy=policy)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while a document has no leaf yet."""
+        return any(paper.digest not in self._shop.ledger.documents for paper in self._papers)
+
+    def is_logged(self, file: bytes) -> bool:
+        """True where the document may be brought to a region."""
+        return sha256(file).digest() in self._shop.ledger.documents
+
+    def require_logged(self, grant: str) -> None:
+        """Raises UnavailableError unless all that the grant rests on stands in the egress log, the source's policy included."""
+        logged = self._shop.ledger.documents
+        if not any(paper.policy is not None and paper.digest in logged for paper in self._papers):
+            raise UnavailableError(
+                f"The residency policy of {self._shop.source.region} does not stand in the egress log yet.",
+                retry_after_ms=500,
+            )
+        needed = [paper for paper in self._papers if paper.grant == grant and not paper.revokes]
+        if not needed or any(paper.digest not in logged for paper in needed):
+            raise UnavailableError(
+                f"The documents of {grant} do not stand in the egress log yet.", retry_after_ms=500
+            )
+
+    async def log(self, is_busy: Callable[[str], bool]) -> int:
+        """Append the leaves that are missing; durable on return. Returns how many. Raises AuditUnavailableError, OSError.
+
+        `is_busy`: whether a link under this grant is in session; its revocation waits.
+        """
+        logged = self._shop.ledger.documents
+        missing = [paper for paper in self._papers if paper.digest not in logged]
+        written = 0
+        for paper in missing:
+            if not (paper.revokes and is_busy(paper.grant)):
+                written += await asyncio.shield(asyncio.ensure_future(self._append(paper)))
+        return written
+
+    async def _append(self, paper: Paper) -> bool:
+        shop = self._shop
+        async with self._logging:
+            if paper.digest in shop.ledger.documents:
+                return False
+            trail = shop.open_trail()
+            leaf = signed_leaf(
+                paper.document,
+                own_region=shop.source.region,
+                time_ms=shop.clock_ms(),
+                actor=str(shop.bridge),
+                terms=self._terms(paper.grant),
+                policy=paper.policy,
+                drain_until_ms=self._seen_ms[paper.digest] + DRAIN_MS if paper.revokes else 0,
+                side=Side.EGRESS,
+            )
+            await asyncio.to_thread(keep_document, trail.files.path, paper.file)
+            shop.failpoints.at("document-kept")
+            await trail.append([leaf])
+            shop.ledger.apply(leaf.header)
+            shop.failpoints.at("document-logged")
+            return True
+
+    def _terms(self, grant: str) -> GrantTerms | None:
+        for view in self._book.list(self._shop.clock_ms()):
+            if view.grant == grant and view.export is not None:
+                return view.export.terms
+        return None
+
+
+def _order(paper: Paper) -> tuple[bool, int, bytes]:
+    """What others rest on comes first, a revocation last."""
+    return paper.revokes, _ORDER.index(paper.document.purpose), paper.digest
+
+
+def _own(book: GrantBook, bridge: str, now_ms: int) -> tuple[set[str], set[str]]:
+    """The bridge's own grants, and the regions that they are between."""
+    own, regions = set(), set()
+    for view in book.list(now_ms):
+        for half in (view.export.terms if view.export else None, view.accepted):
+            if half is not None and half.bridge == bridge:
+                own.add(view.grant)
+                regions |= {half.from_region, half.to_region}
+    return own, regions
+
+
+def _paper(document: Document, own: Iterable[str], regions: set[str]) -> Paper | None:
+    """A document that concerns the bridge; None for one that does not."""
+    file = document.encode_file()
+    digest = sha256(file).digest()
+    if isinstance(document, Approval):
+        grant, revokes = document.claim.grant, False
+    elif document.purpose is Purpose.DENY:
+        entry = decode_body(document, DenyEntry, Purpose.DENY)
+        concerned = entry.region in regions and (entry.peer == EVERYWHERE or entry.peer in regions)
+        return Paper(document, file, digest) if concerned else None
+    elif document.purpose is Purpose.EXPORT:
+        grant, revokes = decode_body(document, ExportGrant, Purpose.EXPORT).grant, False
+    elif document.purpose is Purpose.IMPORT:
+        grant, revokes = decode_body(document, ImportGrant, Purpose.IMPORT).grant, False
+    else:
+        standing = decode_body(document, Standing, Purpose.STANDING)
+        grant, revokes = standing.grant, standing.action is StandingAction.REVOKE
+    return Paper(document, file, digest, grant, revokes) if grant in own else None

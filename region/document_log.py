@@ -1,0 +1,96 @@
+"""Which signed documents have their leaf in this region's audit log, and how they get it. Once each, over restarts too.
+
+Invariants: what is `in` the log has a durable leaf, and its file beside the log where it is too long for one; a document gets one
+leaf, whoever brings it and however often: the log itself says which ones it has, and the snapshot beside the region's
+other copies is a shortcut that is taken only where the log's tiles say that it is of this log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from audit.document_disk import keep_document
+from audit.leaf import Leaf, read_header
+from audit.tile import TileHashes, read_entries
+from audit.trail import Trail
+from felix.files import replace_file
+from region.witnessing import note_size
+
+SNAPSHOT_LEAVES: Final = 8_192
+"""A start reads at most about so many leaves, and those of the minute before."""
+
+
+class _Snapshot(msgspec.Struct):
+    size: int
+    last_leaf_hash: bytes
+    documents: list[bytes]
+
+
+class DocumentLog:
+    """One per broker. `open` and `save` block."""
+
+    def __init__(self, trail: Trail, path: Path, documents: set[bytes], read_to: int) -> None:
+        self._trail, self._path = trail, path
+        self._documents = documents
+        self._saved_to = read_to
+        self._appending = asyncio.Lock()
+
+    @classmethod
+    def open(cls, trail: Trail, path: Path) -> DocumentLog:
+        """Read the log from where the snapshot at `path` ends."""
+        size = note_size(trail.publish())
+        documents, start = _read_snapshot(trail, path, size)
+        _read(trail, documents, start, size)
+        return cls(trail, path, documents, start)
+
+    def __contains__(self, digest: bytes) -> bool:
+        """By the SHA-256 of the document's file."""
+        return digest in self._documents
+
+    async def append(self, document: bytes, leaf: Leaf) -> bool:
+        """Append a document's leaf; durable on return. False where it stands in the log already."""
+        # Whoever asked may go: what is accepted becomes durable, and is known here.
+        return await asyncio.shield(asyncio.ensure_future(self._append(document, leaf)))
+
+    async def _append(self, document: bytes, leaf: Leaf) -> bool:
+        async with self._appending:
+            if sha256(document).digest() in self._documents:
+                return False
+            await asyncio.to_thread(keep_document, self._trail.files.path, document)
+            await self._trail.append([leaf])
+            self._documents.add(leaf.header.document_sha256)
+            return True
+
+    def save(self, *, at_once: bool = False) -> None:
+        """Bring the snapshot up to the newest checkpoint, where it is far behind. Raises OSError, CorruptionError."""
+        size = note_size(self._trail.checkpoint())
+        if size > self._saved_to and (at_once or size - self._saved_to >= SNAPSHOT_LEAVES):
+            # Read anew, from the files: what is in memory may be behind the checkpoint.
+            documents, start = _read_snapshot(self._trail, self._path, size)
+            _read(self._trail, documents, start, size)
+            last = TileHashes(self._trail.files, size)(0, size - 1)
+            self._path.parent.mkdir(mode=0o700, exist_ok=True)
+            replace_file(self._path, msgspec.msgpack.encode(_Snapshot(size, last, sorted(documents))))
+            self._saved_to = size
+
+
+def _read(trail: Trail, documents: set[bytes], start: int, size: int) -> None:
+    for _, data in read_entries(trail.files, start, size, size):
+        header = read_header(data)
+        if header is not None and header.document_sha256:
+            documents.add(header.document_sha256)
+
+
+def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[set[bytes], int]:
+    try:
+        held = msgspec.msgpack.decode(path.read_bytes(), type=_Snapshot)
+        if 0 < held.size <= size and TileHashes(trail.files, size)(0, held.size - 1) == held.last_leaf_hash:
+            return set(held.documents), held.size
+    except (OSError, msgspec.MsgspecError):
+        pass  # a shortcut that is not there, or does not hold, is not taken
+    return set(), 0
