@@ -77,7 +77,12 @@ class ApprovalBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def name(self) -> str:
         """The approver's name: what `separate` compares, and what a policy's `approvers` lists."""
-        return SpiffeId.parse(self.approver).name
+        return name_of(self.approver)
+
+
+def name_of(identity: str) -> str:
+    """The last part of a valid SPIFFE id."""
+    return identity.rpartition("/")[2]
 
 
 class ApprovalRule(NamedTuple):

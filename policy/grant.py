@@ -48,7 +48,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from felix.errors import Code, RequestError
 from felix.identity import TrustBundle
 from felix.names import NamePattern, SpiffeId, StreamName, parse_region
-from policy.approval import Approval, ApprovalBody, ApprovalRule, Document, Tally, open_approval, tally
+from policy.approval import (
+    Approval,
+    ApprovalBody,
+    ApprovalRule,
+    Document,
+    Tally,
+    name_of,
+    open_approval,
+    tally,
+)
 from policy.claims import read_claim, select_documents
 from policy.quantity import Instant, Size
 from policy.residency import APPROVALS_MAX, Decision, ResidencyPolicy, decide_grant
@@ -496,6 +505,8 @@ class _Entry:
     imports: dict[str, list[ImportGrant]] = field(default_factory=dict)
     """By the region that signed them: who signs under another region's id stands beside it, not in its place."""
     approvals: dict[SpiffeId, ApprovalBody] = field(default_factory=dict)
+    speaking: dict[str, tuple[ApprovalBody, ...]] = field(default_factory=dict)
+    """By region, once the book is complete: those of the grant's own mesh. Asked at every read."""
 
     def halves(self) -> Iterator[ImportGrant]:
         for held in self.imports.values():
@@ -624,6 +635,10 @@ class GrantBook:
             if entry.export is not None:
                 terms = entry.export.terms
                 named.append((terms.stream, terms.from_region, terms.to_region))
+                mesh = terms.bridge_id.mesh
+                for who, body in sorted(entry.approvals.items()):
+                    if who.mesh == mesh:
+                        entry.speaking[who.region] = (*entry.speaking.get(who.region, ()), body)
             for stream, source, destination in dict.fromkeys(named):
                 pattern = NamePattern(stream)
                 if pattern.is_exact:
@@ -914,12 +929,10 @@ class GrantBook:
         now: int,
     ) -> Tally:
         terms = export.terms
-        domain = (region, terms.bridge_id.mesh)
-        bodies = [body for who, body in entry.approvals.items() if (who.region, who.mesh) == domain]
-        concerned = {SpiffeId.parse(terms.drawn_up_by).name}
+        concerned = {name_of(terms.drawn_up_by)}
         if accepted is not None and region == terms.to_region:
-            concerned.add(SpiffeId.parse(accepted.accepted_by).name)
-        return tally(rule, region, bodies, export.terms_hash, concerned, now)
+            concerned.add(name_of(accepted.accepted_by))
+        return tally(rule, region, entry.speaking.get(region, ()), export.terms_hash, concerned, now)
 
     def _judge(
         self,
