@@ -566,11 +566,13 @@ class GrantBook:
         trusted: Trusted | None = None,
         anchors: TrustBundle | None = None,
         *,
-        documents_max: int = DOCUMENTS_MAX,
+        documents_max: int | None = None,
     ) -> None:
         """Verifies every document once. `trusted`: the policy keys of both regions, this one's included; `anchors`: their
-        roots, under which their approvers' certificates stand. What is more than `documents_max` is in `left_out`."""
-        self._documents, self.left_out = select_documents(tuple(dict.fromkeys(documents)), documents_max)
+        roots, under which their approvers' certificates stand. What is more than `documents_max` (DOCUMENTS_MAX) is in `left_out`."""
+        self._documents, self.left_out = select_documents(
+            tuple(dict.fromkeys(documents)), DOCUMENTS_MAX if documents_max is None else documents_max
+        )
         self._trusted: Trusted = trusted or {}
         self._anchors = anchors or TrustBundle()
         self._entries: dict[str, _Entry] = {}

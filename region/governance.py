@@ -36,7 +36,7 @@ from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.keyring import Keyring
 from keys.transfer import TransferScope
 from policy.access import Verb
-from policy.approval import Approval, Document, open_approval, parse_document, refuse_ended
+from policy.approval import CLOCK_SKEW_MS, Approval, Document, open_approval, parse_document, refuse_ended
 from policy.grant import (
     DOCUMENTS_MAX,
     EVERYWHERE,
@@ -741,6 +741,11 @@ class Governance:
             )
         if body.region == self._own.region:
             refuse_ended(approval, trust, now)
+            if body.at > now + CLOCK_SKEW_MS:
+                raise GrantError(
+                    f"The approval of {body.grant} by {approver.name} is dated {(body.at - now) // 1000} s ahead.",
+                    hint="Compare the clocks, and have it signed again.",
+                )
         if self._book.approval(body.grant, approver) is not None:
             return f"{body.grant} is approved by {approver.name} of {body.region} already."
         self._require_room(approval)

@@ -201,9 +201,12 @@ class Mesh:
             await client.request(PutDocument(kind, document.encode_file()))
 
     async def enact_policies(self) -> None:
-        for region, text in POLICIES.items():
-            policy = parse_policy(text, f"{region}.yaml")
-            await self.put(region, "policy", sign_policy(policy, self.key(region)))
+        for region in POLICIES:
+            await self.enact_policies_of(region)
+
+    async def enact_policies_of(self, region: str) -> None:
+        policy = parse_policy(POLICIES[region], f"{region}.yaml")
+        await self.put(region, "policy", sign_policy(policy, self.key(region)))
 
     def terms(self, **changes: Any) -> GrantTerms:
         fields: dict[str, Any] = {

@@ -237,6 +237,14 @@ def draw(random: Random, pools: Pools) -> World:
         }
         for _ in range(random.choice((0, 0, 0, 0, 0, 0, 1, 2)))
     ]
+    if random.random() < 0.04:
+        # The destination denies a stream by the name that it has there.
+        arriving = random.choice(grants)["terms"]["destination_stream"]
+        denies.append(
+            {
+                "forged": False, "region": DESTINATION, "streams": arriving, "peer": "*", "sequence": 1, "lifted": False,
+            }
+        )  # fmt: skip
     return {
         "now": random.choice((*[10 * DAY] * 12, *NOWS)),
         "certificates": CERTIFICATES,
