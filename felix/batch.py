@@ -238,12 +238,17 @@ def encode_headers(headers: Headers) -> bytes:
 
 
 def decode_headers(data: Buffer) -> dict[str, bytes]:
-    """The headers of one record. Raises RequestError(BATCH_MALFORMED)."""
+    """The headers of one record; of one name twice, the last. Raises RequestError(BATCH_MALFORMED)."""
+    return dict(decode_header_pairs(data))
+
+
+def decode_header_pairs(data: Buffer) -> list[tuple[str, bytes]]:
+    """The headers of one record as they stand, a name that is there twice included. Raises RequestError(BATCH_MALFORMED)."""
     try:
         (count,) = struct.unpack_from(">H", data, 0)
         if count > HEADERS_MAX:
             raise _malformed(f"{count} headers on one record")
-        at, found = 2, {}
+        at, found = 2, list[tuple[str, bytes]]()
         for _ in range(count):
             (length,) = struct.unpack_from(">H", data, at)
             name = bytes(data[at + 2 : at + 2 + length]).decode()
@@ -252,7 +257,7 @@ def decode_headers(data: Buffer) -> dict[str, bytes]:
             value = bytes(data[at + 4 : at + 4 + length])
             if len(value) != length:
                 raise _malformed("a header's value is cut off")
-            found[name] = value
+            found.append((name, value))
             at += 4 + length
     except (struct.error, UnicodeDecodeError) as error:
         raise _malformed(f"record headers: {error}") from error

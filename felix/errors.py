@@ -88,6 +88,7 @@ class Code(IntEnum):
     PAUSED = 511
     ENVELOPE_INVALID = 512
     NOT_APPROVED = 513
+    OUTSIDE_TERMS = 514
 
     # 6xx  keys
     KEY_UNKNOWN = 600

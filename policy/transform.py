@@ -59,7 +59,7 @@ MASK: Final = "***"
 _HASH_CONTEXT: Final = b"felix/transform-hash/1\0"
 _PSEUDONYM_CONTEXT: Final = b"felix/transform-pseudonym/1\0"
 _MASK_LAST: Final = re.compile(r"(.+):([0-9]{1,2})", re.ASCII)
-_TRACEPARENT: Final = re.compile(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+TRACEPARENT: Final = re.compile(rb"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 """W3C Trace Context, section 3.2, version 00."""
 
 
@@ -163,7 +163,7 @@ class TransformSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 )
         if self.filter:
             parse_predicate(self.filter)
-        _grow(self)
+        rule_tree(self)
 
     @property
     def is_allowlist(self) -> bool:
@@ -221,18 +221,18 @@ class Crossing(NamedTuple):
 # ------------------------------------------------------------------------------------------ rules as a tree
 
 
-class _Tree:
+class RuleTree:
     """The rules by path. A node has members, or one subtree for every element, never both."""
 
     __slots__ = ("each", "members", "rule")
 
     def __init__(self) -> None:
         self.rule: FieldRule | None = None
-        self.members: dict[str, _Tree] = {}
-        self.each: _Tree | None = None
+        self.members: dict[str, RuleTree] = {}
+        self.each: RuleTree | None = None
 
     @property
-    def children(self) -> list[_Tree]:
+    def children(self) -> list[RuleTree]:
         return [*self.members.values(), *([self.each] if self.each else [])]
 
     def survives(self) -> bool:
@@ -248,26 +248,26 @@ class _Tree:
         return any(child.strict() for child in self.children)
 
 
-def _grow(spec: TransformSpec) -> _Tree:
-    """Raises RequestError where two rules contradict each other."""
-    root = _Tree()
+def rule_tree(spec: TransformSpec) -> RuleTree:
+    """The rules of a spec by path. Raises RequestError where two rules contradict each other."""
+    root = RuleTree()
     for rule in spec.fields:
         node = root
         for part in rule.path.parts:
             if part == EACH:
                 if node.members:
                     raise _unusable(f"{rule.field} takes for a list what another rule takes for an object")
-                node.each = node.each or _Tree()
+                node.each = node.each or RuleTree()
                 node = node.each
             else:
                 if node.each:
                     raise _unusable(f"{rule.field} takes for an object what another rule takes for a list")
-                node = node.members.setdefault(part, _Tree())
+                node = node.members.setdefault(part, RuleTree())
         if node.rule is not None:
             raise _unusable(f"{rule.field} has two rules")
         node.rule = rule
 
-    def check(node: _Tree) -> None:
+    def check(node: RuleTree) -> None:
         if node.rule is not None and node.rule.do is not Action.KEEP and node.children:
             raise _unusable(f"{node.rule.field} has the rule {node.rule.do}, so no rule can apply below it")
         for child in node.children:
@@ -279,7 +279,7 @@ def _grow(spec: TransformSpec) -> _Tree:
 
 def effective_rule(spec: TransformSpec, path: FieldPath) -> FieldRule:
     """The rule that decides about one field; implied ones (kept, or dropped by an allowlist) included."""
-    node: _Tree | None = _grow(spec)
+    node: RuleTree | None = rule_tree(spec)
     kept = not spec.is_allowlist
     for part in path.parts:
         assert node is not None
@@ -378,7 +378,7 @@ Step = Callable[[dict[str, Any]], None]
 
 
 def _compile_object(
-    tree: _Tree, kept: bool, macs: Mapping[Action, _Hmac], where: str
+    tree: RuleTree, kept: bool, macs: Mapping[Action, _Hmac], where: str
 ) -> Callable[[Any], dict[str, Any]]:
     """A function that takes an object (anything else is refused) and gives what crosses of it."""
     steps: list[Step] = []
@@ -418,7 +418,7 @@ def _compile_object(
     return run
 
 
-def _compile_inner(tree: _Tree, kept: bool, macs: Mapping[Action, _Hmac], where: str) -> Leaf:
+def _compile_inner(tree: RuleTree, kept: bool, macs: Mapping[Action, _Hmac], where: str) -> Leaf:
     """What is to be done with one value that has rules below it: an object, or every element of a list."""
     if tree.each is None:
         return _compile_object(tree, kept, macs, where)
@@ -471,7 +471,8 @@ def _change(name: str, field: str, change: Leaf, strict: bool, container: bool) 
     return apply
 
 
-def _deeper_than(value: Any, levels: int) -> bool:
+def deeper_than(value: Any, levels: int) -> bool:
+    """Whether decoded JSON is nested deeper than so many levels."""
     layer = [value]
     for _ in range(levels):
         layer = [
@@ -520,7 +521,7 @@ def _read(payload: Buffer) -> dict[str, Any]:
         raise _Refuse("the record is not valid JSON.") from None
     if not isinstance(record, dict):
         raise _Refuse(f"the record is {_kind(record)}, not a JSON object.")
-    if data.count(b"{") + data.count(b"[") > DEPTH_MAX and _deeper_than(record, DEPTH_MAX):
+    if data.count(b"{") + data.count(b"[") > DEPTH_MAX and deeper_than(record, DEPTH_MAX):
         raise _Refuse(f"the record is nested deeper than {DEPTH_MAX} levels.")
     # The decoder keeps the last of two equal keys. What it kept, encoded again, has one colon for each member and
     # the colons within texts; the input has those and one more for each member that was overwritten. Only an
@@ -566,7 +567,7 @@ class Transform:
             Action.HASH: _Hmac(hmac.digest(key, _HASH_CONTEXT, "sha256")),
             Action.PSEUDONYMIZE: _Hmac(hmac.digest(key, _PSEUDONYM_CONTEXT + scope.encode(), "sha256")),
         }
-        self._tree = _grow(spec)
+        self._tree = rule_tree(spec)
         self._run = _compile_object(self._tree, not spec.is_allowlist, macs, "")
         self._protective = any(rule.do is not Action.KEEP for rule in spec.fields) or spec.is_allowlist
         predicate = parse_predicate(spec.filter) if spec.filter else None
@@ -642,7 +643,7 @@ class Transform:
 
     def _headers(self, headers: Mapping[str, bytes]) -> dict[str, bytes]:
         crossing = {name: bytes(headers[name]) for name in self.spec.headers if name in headers}
-        if self.spec.trace and _TRACEPARENT.fullmatch(trace := bytes(headers.get(TRACE_HEADER, b""))):
+        if self.spec.trace and TRACEPARENT.fullmatch(trace := bytes(headers.get(TRACE_HEADER, b""))):
             crossing[TRACE_HEADER] = trace
         return crossing
 
@@ -685,7 +686,7 @@ class Transform:
         return Plan("filtered", f"the filter excludes it: {self.spec.filter}", fields, None, {})
 
 
-def _protected(tree: _Tree | None, value: Any, kept: bool) -> Iterator[tuple[Action, str | int | float]]:
+def _protected(tree: RuleTree | None, value: Any, kept: bool) -> Iterator[tuple[Action, str | int | float]]:
     """Texts and numbers of a record that must not cross in the clear, with the action that holds for each.
 
     Dropped numbers may be left out: nobody compares them.
@@ -728,7 +729,7 @@ def _scalars(value: Any) -> Iterator[str | int | float]:
 
 
 def _flat(
-    tree: _Tree | None, value: Any, kept: bool, where: str = "", steps: tuple[str | int, ...] = ()
+    tree: RuleTree | None, value: Any, kept: bool, where: str = "", steps: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[str, Action, Any, tuple[str | int, ...]]]:
     """Every leaf of a record with the action that holds for it. A rule on a whole object holds for its leaves."""
     if tree is not None and tree.rule is not None:

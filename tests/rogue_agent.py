@@ -255,7 +255,7 @@ class RogueAgent:
 
 
 async def granted(mesh: Mesh, **changes: object) -> tuple[str, bytes]:
-    """Both halves of a grant, brought to the destination: its id and hash of terms."""
+    """A grant in force at the destination: its id and hash of terms."""
     body, export, accepted = mesh.sign_grant(**changes)
     await mesh.agree("eu-west", body, export, accepted)
     return body.grant, bytes.fromhex(body.terms_hash)
