@@ -48,7 +48,7 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from felix.batch import OFFSET_MAX, Parts, encode_headers
+from felix.batch import OFFSET_MAX, Columns, Parts, encode_headers
 from felix.errors import CorruptionError, RequestError
 
 LEAF_BYTES_MAX: Final = 65_535
@@ -433,6 +433,10 @@ def encode_leaf(leaf: Leaf) -> bytes:
     They are decoded before they are returned. Raises RequestError(INVALID) where the leaf lacks what its kind needs, does
     not come back as it is, or is over `LEAF_BYTES_MAX`.
     """
+    return _encode_checked(leaf, entries_checked=False)
+
+
+def _encode_checked(leaf: Leaf, *, entries_checked: bool) -> bytes:
     data, mistake = b"", ""
     try:
         data = _encode(leaf)
@@ -440,7 +444,7 @@ def encode_leaf(leaf: Leaf) -> bytes:
             mistake = f"it has {len(data)} bytes, {LEAF_BYTES_MAX} are allowed"
         elif _decode(data) != (leaf.version, leaf.header, len(data) - len(leaf.entries)):
             mistake = "it would be read as another one"
-        else:
+        elif not entries_checked:
             mistake = _entries_mistake(leaf)
     except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, struct.error) as error:
         mistake = f"it cannot be encoded: {error}"
@@ -649,7 +653,9 @@ def pack_parts(offsets: Iterable[int], time_ms: int, parts: Parts, committer: Co
     return b"".join(iter_packed(offsets, time_ms, parts, committer))
 
 
-def iter_packed(offsets: Iterable[int], time_ms: int, parts: Parts, committer: Committer) -> Iterator[bytes]:
+def iter_packed(
+    offsets: Iterable[int], time_ms: int, parts: Parts | Columns, committer: Committer
+) -> Iterator[bytes]:
     """`pack_parts`, entry by entry, for who must not do it all at once."""
     pack, before, join = _ENTRY.pack, _BEFORE.pack, b"".join
     record, key_tag = committer._record.copy, committer.tag
@@ -680,43 +686,98 @@ def intent_leaves(header: Header, records: Iterable[SourceRecord], committer: Co
 
 
 def split_leaves(header: Header, entries: bytes) -> list[Leaf]:
-    """As `intent_leaves`, for entries that are packed already (the ingress side takes them from the envelope).
+    """As `intent_leaves`, for entries that are packed already.
 
     Destination offsets must be as many as the entries, where they are given.
     """
-    if len(entries) % ENTRY_BYTES or header.first_offset is None or header.last_offset is None:
-        raise RequestError("A leaf that lists records needs whole entries and an offset range.")
-    if not entries:
-        return [Leaf(msgspec.structs.replace(header, records=0, record_bytes=0, part=0, parts=1), b"")]
-    head = len(_encoder.encode(msgspec.structs.replace(header, records=1 << 62, record_bytes=1 << 62)))
-    # Part numbers and narrower ranges may need a few bytes more than the header as it was given.
-    room = (LEAF_BYTES_MAX - _PREFIX.size - min(head + 64, HEADER_BYTES_MAX)) // ENTRY_BYTES
-    count = len(entries) // ENTRY_BYTES
-    parts = -(-count // room)
-    first, to_first, leaves = header.first_offset, header.destination_first_offset, []
-    if to_first is not None and header.destination_last_offset != to_first + count - 1:
+    parts = list(iter_leaf_parts(header, entries))
+    to_first, count = header.destination_first_offset, len(entries) // ENTRY_BYTES
+    if to_first is not None and count and header.destination_last_offset != to_first + count - 1:
         raise RequestError(
             f"{count} records cannot have the destination offsets {to_first}..{header.destination_last_offset}."
         )
+    return [part_leaf(header, part, to_first) for part in parts]
+
+
+class LeafPart(NamedTuple):
+    """What one leaf of a batch lists: a part of its entries, checked, and the source range that they cover."""
+
+    part: int
+    parts: int
+    first_offset: int
+    last_offset: int
+    records: int
+    records_before: int
+    """in the parts before"""
+    record_bytes: int
+    entries: bytes
+
+
+def iter_leaf_parts(header: Header, entries: bytes) -> Iterator[LeafPart]:
+    """Entries split so that each part fits into a leaf with this header; their order and their sizes are checked.
+
+    No entries make one part without any. Raises RequestError(INVALID) where the header has no range or an entry lies
+    outside of it.
+    """
+    if len(entries) % ENTRY_BYTES or header.first_offset is None or header.last_offset is None:
+        raise RequestError("A leaf that lists records needs whole entries and an offset range.")
+    head = len(
+        _encoder.encode(
+            msgspec.structs.replace(
+                header,
+                records=1 << 62,
+                record_bytes=1 << 62,
+                part=1 << 16,
+                parts=1 << 16,
+                first_offset=OFFSET_MAX,
+                last_offset=OFFSET_MAX,
+                destination_first_offset=OFFSET_MAX,
+                destination_last_offset=OFFSET_MAX,
+            )
+        )
+    )
+    room = (LEAF_BYTES_MAX - _PREFIX.size - min(head, HEADER_BYTES_MAX)) // ENTRY_BYTES
+    count = len(entries) // ENTRY_BYTES
+    parts = max(1, -(-count // room))
+    first = header.first_offset
     for part in range(parts):
         chunk = entries[part * room * ENTRY_BYTES : (part + 1) * room * ENTRY_BYTES]
-        records = len(chunk) // ENTRY_BYTES
-        (last,) = _OFFSET.unpack_from(chunk, len(chunk) - ENTRY_BYTES)
-        own = msgspec.structs.replace(
-            header,
-            first_offset=first,
-            last_offset=header.last_offset if part == parts - 1 else last,
-            destination_first_offset=to_first,
-            destination_last_offset=None if to_first is None else to_first + records - 1,
-            records=records,
-            record_bytes=sum(fields[2] for fields in _ENTRY.iter_unpack(chunk)),
-            part=part,
-            parts=parts,
-        )
-        leaves.append(Leaf(own, chunk))
+        before, size = first - 1, 0
+        for offset, _, entry_size, _, _ in _ENTRY.iter_unpack(chunk):
+            if offset <= before:
+                raise RequestError(f"Entry {offset} is out of order, or outside of its range.")
+            before = offset
+            size += entry_size
+        last = header.last_offset if part == parts - 1 else before
+        if before > header.last_offset:
+            raise RequestError(f"Entry {before} is outside of its range.")
+        yield LeafPart(part, parts, first, last, len(chunk) // ENTRY_BYTES, part * room, size, chunk)
         first = last + 1
-        to_first = None if to_first is None else to_first + records
-    return leaves
+
+
+def part_leaf(header: Header, part: LeafPart, destination_first_offset: int | None) -> Leaf:
+    """One of a batch's leaves. `destination_first_offset`: of the batch's first record, where there is one."""
+    to_first = destination_first_offset
+    if to_first is not None:
+        to_first = to_first + part.records_before if part.records else None
+    own = msgspec.structs.replace(
+        header,
+        first_offset=part.first_offset,
+        last_offset=part.last_offset,
+        destination_first_offset=to_first,
+        destination_last_offset=None if to_first is None else to_first + part.records - 1,
+        records=part.records,
+        record_bytes=part.record_bytes,
+        part=part.part,
+        parts=part.parts,
+    )
+    return Leaf(own, part.entries)
+
+
+def encode_part(header: Header, part: LeafPart, destination_first_offset: int | None) -> EncodedLeaf:
+    """As `encode_for_log` of `part_leaf`, without looking at the entries again: `iter_leaf_parts` has."""
+    leaf = part_leaf(header, part, destination_first_offset)
+    return EncodedLeaf(leaf.header, _encode_checked(leaf, entries_checked=True))
 
 
 LEAF_COLUMNS: Final[tuple[tuple[str, str], ...]] = (

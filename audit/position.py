@@ -74,7 +74,8 @@ class _Snapshot(msgspec.Struct):
     last_leaf_hash: bytes
     states: list[_State]
     unreadable: list[int]
-    version: Literal[2]
+    crossed_bytes: dict[str, int]
+    version: Literal[3]
     """A snapshot of version 0.1 has none, and is not taken: it does not say which leaves could not be read."""
 
 
@@ -116,6 +117,7 @@ class Positions:
         self._states: dict[LinkShard, _State] = {}
         self.unreadable: list[int] = []
         """leaves that cannot be read, ascending; the first UNREADABLE_MAX of them"""
+        self._crossed_bytes: dict[str, int] = {}
 
     def apply(self, number: int, header: Header | None) -> None:
         """Take the leaf with index `number` into account. Kinds that move no position change nothing.
@@ -128,6 +130,9 @@ class Positions:
             return
         if header.kind not in (Kind.INTENT, Kind.ACK):
             return
+        if header.kind is Kind.INTENT or header.side is Side.INGRESS:
+            grant = header.grant_id
+            self._crossed_bytes[grant] = self._crossed_bytes.get(grant, 0) + header.listed_bytes
         key = LinkShard.of(header)
         state = self._states.get(key)
         if state is None:
@@ -163,6 +168,10 @@ class Positions:
             return f"{UNANSWERED_MAX} intents of {first.stream}, shard {first.shard}, are without an answer"
         return ""
 
+    def crossed_bytes(self, grant_id: str) -> int:
+        """Bytes of records announced (egress) or appended (ingress) under this grant, in all its leaves."""
+        return self._crossed_bytes.get(grant_id, 0)
+
     def last_intent(self, key: LinkShard) -> Crossing | None:
         """The newest INTENT of this link shard."""
         state = self._states.get(key)
@@ -185,7 +194,9 @@ class Positions:
     def encode(self, size: int, last_leaf_hash: bytes) -> bytes:
         """A snapshot after `size` leaves, the last of which has this hash."""
         return msgspec.msgpack.encode(
-            _Snapshot(size, last_leaf_hash, list(self._states.values()), self.unreadable, 2)
+            _Snapshot(
+                size, last_leaf_hash, list(self._states.values()), self.unreadable, self._crossed_bytes, 3
+            )
         )
 
     @classmethod
@@ -198,4 +209,5 @@ class Positions:
         positions = cls()
         positions._states = {state.key: state for state in snapshot.states}
         positions.unreadable = snapshot.unreadable
+        positions._crossed_bytes = snapshot.crossed_bytes
         return positions, snapshot.size, snapshot.last_leaf_hash

@@ -501,6 +501,15 @@ class Columns(NamedTuple):
     headers_ends: tuple[int, ...] | None
     headers: memoryview
 
+    def rows(self) -> Iterator[tuple[Buffer, Buffer, Buffer]]:
+        """Key, encoded headers and payload of each record, one after the other."""
+        return zip(
+            repeat(b"") if self.key_ends is None else _entries(self.keys, self.key_ends),
+            repeat(b"") if self.headers_ends is None else _entries(self.headers, self.headers_ends),
+            _entries(self.payloads, self.payload_ends),
+            strict=False,
+        )
+
 
 def _columns(batch: Batch) -> Columns:
     """Check the whole structure of an unsealed batch's body. Raises RequestError(BATCH_MALFORMED)."""

@@ -39,7 +39,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from operator import ge
 from typing import Final, NamedTuple
 
 from cryptography.exceptions import InvalidTag
@@ -417,4 +417,4 @@ def _ascending(deltas: Sequence[int], last: int) -> bool:
     """True where the numbers rise from at least 0 to at most `last`."""
     if not deltas:
         return True
-    return deltas[0] >= 0 and deltas[-1] <= last and all(a < b for a, b in pairwise(deltas))
+    return deltas[0] >= 0 and deltas[-1] <= last and not any(map(ge, deltas, deltas[1:]))

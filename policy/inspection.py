@@ -28,9 +28,10 @@ from typing import Any, Final, Never
 import msgspec
 
 from felix.batch import KEY_BYTES_MAX, Buffer, decode_header_pairs
-from felix.errors import Code, RequestError
+from felix.errors import Code
 from felix.provenance import PATH_HEADER, parse_path
 from policy.fieldpath import EACH, FieldPath
+from policy.grant import GrantError
 from policy.predicate import compile_predicate, parse_predicate, paths
 from policy.terms import GrantTerms
 from policy.transform import (
@@ -63,7 +64,7 @@ _encode: Final = msgspec.json.Encoder().encode
 Check = Callable[[Any], None]
 
 
-class OutsideTermsError(RequestError):
+class OutsideTermsError(GrantError):
     """A record that the terms do not let cross. The sentence says which term, and nothing of the record."""
 
     default_code = Code.OUTSIDE_TERMS

@@ -166,6 +166,7 @@ class ImportTerms(NamedTuple):
 
     destination: StreamName
     terms_hash: bytes
+    terms: GrantTerms
 
 
 class Governance:
@@ -444,7 +445,7 @@ class Governance:
     ) -> ImportTerms:
         """Whether a bridge may bring records of this stream in. Raises the refusal; the caller writes its leaf."""
         allowed = self._check(Attempt(stream, from_region, self._own.region, bridge), grant_id)
-        return ImportTerms(allowed.destination_stream, allowed.terms_hash)
+        return ImportTerms(allowed.destination_stream, allowed.terms_hash, allowed.terms)
 
     def _destination_of(self, grant_id: str) -> str:
         try:

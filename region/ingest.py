@@ -7,7 +7,9 @@ Per envelope, in this order (docs/bridges.md gives the same numbers):
 3. its first offset is the one after the last recorded; a range that was recorded is answered again, a later one
    is a gap and refused;
 4. the agent signed it, and it opens under the transfer key of this link;
-5. none of its records has been in this region before;
+5. each of its records is what the grant's terms let cross (policy.inspection: headers, path and onward transfer, key, fields,
+   payload, filter), and all of them fit the grant's budget; where the grant has a rate, it waits for its turn. Then the
+   grant must hold still;
 6. it is appended under this region's own key, with the source position in the same write;
 7. an ACK leaf with commitments that this side computed itself is durable in the ingress log;
 8. the signed receipt goes back.
@@ -19,7 +21,9 @@ Invariants: no receipt before the leaf is durable, no leaf before the append is;
 agent can always send its newest ENVELOPES_MAX ranges again and get the same answer. An ingest stream reads its position
 only when nothing of the streams before it is still on its way to the disk (`_Landing`): a recorded position is never
 older than what will be appended. A range sent again is answered only where it is the one that landed. Memory: one
-window per open stream, taken from the broker's ingest budget; before that, one request.
+window per open stream, taken from the broker's ingest budget, in which envelopes wait that are not dealt with yet; before
+that, one request. Envelopes of one stream are dealt with one after the other, in steps (region.inspected): others have
+their turn after STEP_S, whatever an envelope holds.
 """
 
 from __future__ import annotations
@@ -27,21 +31,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, NamedTuple
 
-from audit.leaf import CommitmentKey, Committer, Header, Kind, Leaf, Side, intent_leaves
+import msgspec
+
+from audit.leaf import CommitmentKey, Committer, EncodedLeaf, Header, Kind, Side, encode_part
 from audit.position import LinkShard
 from audit.receipt import Receipt, sign_receipt
 from audit.stream_statement import StreamStatement, cut_of, open_statement
-from felix.batch import Batch, Record, decode_batch, decode_records
+from felix.batch import Batch, decode_batch
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import CONTROL_BYTES_MAX, FRAME_HEADER_BYTES, Frame, FrameDecoder, FrameType, encode_frame
 from felix.identity import Peer
 from felix.messages import IngestOpened, OpenIngest, decode_request, encode_error, encode_message
 from felix.names import StreamName
-from felix.provenance import PATH_HEADER, parse_path
 from felix.session import CreditWindow
 from keys.hybrid import HybridKeyPair
 from keys.link import commitment_secret
@@ -51,12 +57,16 @@ from keys.transfer import (
     TransferKey,
     TransferScope,
     decode_envelope,
-    open_envelope,
     open_transfer_key,
 )
+from policy.grant import GrantError
+from policy.inspection import Inspection
+from policy.terms import GrantTerms
 from policy.truncation import Live
 from region.broker import Broker
 from region.governance import Governance
+from region.grant_meter import GrantMeter
+from region.inspected import Inspected, Steps, inspect
 from region.link_slot import (
     ENVELOPES_MAX,
     Landed,
@@ -76,6 +86,11 @@ log = logging.getLogger("felix.region.ingest")
 INGEST_WINDOW_BYTES: Final = 8 << 20
 """Envelopes of one link shard on the way without a receipt, in bytes."""
 
+STEP_S: Final = 0.005
+"""How long the event loop is held for a foreign envelope before others have their turn."""
+HOLD_S: Final = 0.25
+"""How soon an envelope that is held back to a rate looks whether it may still cross."""
+
 _RECEIPT: Final = struct.Struct(">Q")
 
 
@@ -90,10 +105,19 @@ class IngestDesk:
         self.import_key = import_key
         self.receipt_key = receipt_key
         self._landings: dict[tuple[StreamName, int, int], _Landing] = {}
+        self._meters: dict[str, GrantMeter] = {}
 
     def open(self, session: Ingesting, stream_id: int) -> IngestStream:
         """The role of a new ingest stream."""
         return IngestStream(self, session, stream_id)
+
+    def meter(self, grant: str) -> GrantMeter:
+        """What a grant has let in so far, by the ingress log."""
+        meter = self._meters.get(grant)
+        if meter is None:
+            # Nothing of it is on its way yet, so the log says all.
+            meter = self._meters[grant] = GrantMeter(self.governance.trail.crossed_bytes(grant))
+        return meter
 
     def claim(self, name: StreamName, shard: int, slot: int, stream: IngestStream) -> _Landing:
         """One ingest stream per link shard: a newer one ends an older one, whose agent may be gone.
@@ -174,7 +198,12 @@ class _Way(NamedTuple):
     size: int
     landed: Landed
     batch: Batch | None
-    leaves: list[Leaf]
+    leaves: list[EncodedLeaf]
+    record_bytes: int
+
+
+def _without_producer(batch: Batch) -> Batch:
+    return batch.with_header(batch.header._replace(producer_id=0, producer_epoch=0, base_sequence=0))
 
 
 class IngestStream:
@@ -189,11 +218,19 @@ class IngestStream:
         self._opening: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = False
+        self._inbox: deque[Frame] = deque()
+        self._work: asyncio.Task[None] | None = None
+        self._unanswered = 0
+        """envelopes that came and have no receipt"""
         self._in_flight = 0
+        """of these, those that are being appended and logged"""
         self._hosted: HostedStream
         self._shard: ShardLog
         self._key: TransferKey
         self._committer: Committer
+        self._terms: GrantTerms
+        self._inspection: Inspection
+        self._meter: GrantMeter
         self._position = Position(0)
         self._record: LinkRecord
         self._slot = 0
@@ -219,7 +256,7 @@ class IngestStream:
             if not self._is_open:
                 raise ProtocolError("An envelope came before the ingest stream was opened.", code=Code.STATE)
             self._window.receive(FRAME_HEADER_BYTES + len(frame.body))
-            self._guarded(frame)
+            self._take_in(frame)
         self._check_partial()
         if end:
             self._decoder.finish()
@@ -315,6 +352,8 @@ class IngestStream:
         self._position = self._record.position
         secret = CommitmentKey(self._key.key_id, commitment_secret(self._key))
         self._committer = Committer(secret, str(name), request.incarnation, request.shard)
+        self._terms, self._inspection = terms.terms, Inspection(terms.terms)
+        self._meter = desk.meter(request.grant)
         self._is_open = True
         session.widen()
         opened = IngestOpened(
@@ -436,7 +475,11 @@ class IngestStream:
         self._taken_bytes = INGEST_WINDOW_BYTES
 
     async def _destination(self, name: StreamName, request: OpenIngest) -> HostedStream:
-        """The stream that the import grant names; made like the source where it does not exist yet."""
+        """The stream that the import grant names; made like the source where it does not exist yet.
+
+        Raises RequestError where nobody but the broker itself may write there.
+        """
+        self._desk.broker.refuse_reserved(name.tenant)
         hosted = await self._desk.broker.ensure_stream(name, StreamConfig(shards=request.shards))
         if len(hosted.shards) != request.shards:
             raise RequestError(
@@ -463,24 +506,38 @@ class IngestStream:
 
     # -- envelopes -------------------------------------------------------------------------------------
 
-    def _guarded(self, frame: Frame) -> None:
+    def _take_in(self, frame: Frame) -> None:
+        """An envelope came; it is dealt with after those before it."""
         if self._ended or self._refusal is not None:
             return
-        try:
-            self._envelope(frame)
-        except ProtocolError:
-            raise
-        except UnavailableError as error:
-            self._fail(error)
-        except FelixError as error:
-            self._refuse_next(error)
-
-    def _envelope(self, frame: Frame) -> None:
-        size = FRAME_HEADER_BYTES + len(frame.body)
-        if self._in_flight >= ENVELOPES_MAX:
+        if self._unanswered >= ENVELOPES_MAX:
             raise ProtocolError(
                 f"More than {ENVELOPES_MAX} envelopes without a receipt.", code=Code.CREDIT_EXCEEDED
             )
+        self._unanswered += 1
+        self._inbox.append(frame._replace(body=memoryview(bytes(frame.body))))
+        if self._work is None:
+            self._work = asyncio.ensure_future(self._deal())
+
+    async def _deal(self) -> None:
+        """Envelopes one after the other, in the order in which they came, until there are none or one is refused."""
+        try:
+            while self._inbox and self._takes_more():
+                await self._envelope(self._inbox.popleft())
+        except (ProtocolError, UnavailableError) as error:
+            self._fail(error)
+        except FelixError as error:
+            self._refuse_next(error)
+        except Exception as error:
+            log.exception("an envelope of %s could not be dealt with", self._key.scope)
+            self._fail(FelixError(f"The broker failed: {type(error).__name__}.", code=Code.INTERNAL))
+        finally:
+            self._work = None
+
+    def _takes_more(self) -> bool:
+        return not self._ended and self._refusal is None
+
+    async def _envelope(self, frame: Frame) -> None:
         envelope = decode_envelope(frame.body)  # 1
         self._check_grant()  # 2
         header, position = envelope.header, self._position
@@ -498,35 +555,35 @@ class IngestStream:
                     code=Code.POSITION_GAP,
                     hint="Open the ingest stream again, and go on from the position it answers.",
                 )
-        crossing = open_envelope(self._key, envelope, self._peer())  # 4
-        records: list[Record] = []
-        batch = None
-        if crossing.batch is not None:
-            # Producers are numbered by the region that they publish in: an agent must not fence one here.
-            batch = crossing.batch.with_header(
-                crossing.batch.header._replace(producer_id=0, producer_epoch=0, base_sequence=0)
-            )
-            records = [
-                record._replace(offset=offset)
-                for record, offset in zip(
-                    decode_records(crossing.batch), crossing.source_offsets, strict=True
-                )
-            ]
-            self._check_path(records)  # 5
-        landed = again or Landed(header.base_offset, self._shard.log_end_offset, len(records))
-        if landed.records != len(records):
+        leaf = self._leaf(header, envelope.hash)
+        found = await self._stepped(  # 4, 5
+            inspect(self._key, envelope, self._peer(), self._inspection, self._committer, leaf)
+        )
+        if found is None or not await self._turn(found.size_bytes if again is None else 0):
+            return
+        # From here to the append nothing waits: what is asked now is true then.
+        self._check_grant()
+        landed = again or Landed(header.base_offset, self._shard.log_end_offset, found.records)
+        if landed.records != found.records:
             raise RequestError(
                 f"Source offsets {header.base_offset} to {header.last_offset} landed with {landed.records} records "
-                f"and are sent again with {len(records)}.",
+                f"and are sent again with {found.records}.",
                 code=Code.CONFLICT,
             )
-        leaves = intent_leaves(self._leaf(header, envelope.hash, landed), records, self._committer)
-        way = _Way(header, envelope.hash, size, landed, batch, leaves)
+        if again is None:
+            self._check_budget(found.size_bytes)
+        leaf = msgspec.structs.replace(leaf, time_ms=self._desk.broker.clock_ms())
+        leaves = [encode_part(leaf, part, landed.first_offset) for part in found.parts]
+        # Producers are numbered by the region that they publish in: an agent must not fence one here.
+        batch = None if found.batch is None else _without_producer(found.batch)
+        size = FRAME_HEADER_BYTES + len(frame.body)
+        way = _Way(header, envelope.hash, size, landed, batch, leaves, found.size_bytes)
         self._landed_on().begin(header.base_offset)
         self._in_flight += 1
         if again is not None:
             self._logged_before(way)
             return
+        self._meter.take(way.record_bytes)
         self._position = position.after(landed, header.next_offset)
         record = self._record._replace(position=self._position)
         if landed.records:
@@ -541,35 +598,48 @@ class IngestStream:
             as_it_is=True,
         )
 
+    async def _stepped(self, steps: Steps) -> Inspected | None:
+        """Drive the steps; others have their turn in between. None where the stream ended meanwhile."""
+        now = asyncio.get_running_loop().time
+        begun = now()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                found: Inspected = ended.value
+                return found
+            if now() - begun >= STEP_S:
+                await asyncio.sleep(0)
+                if not self._takes_more():
+                    return None
+                begun = now()
+
+    async def _turn(self, size: int) -> bool:
+        """Wait until the grant's rate lets so many bytes in. False where the stream ended meanwhile."""
+        loop, rate = asyncio.get_running_loop(), self._terms.rate_bytes
+        while wait_s := self._meter.wait_s(rate, loop.time()) if size else 0.0:
+            await asyncio.sleep(min(wait_s, HOLD_S))
+            if not self._takes_more():
+                return False
+        self._meter.spend(rate, size, loop.time())
+        return True
+
+    def _check_budget(self, size: int) -> None:
+        budget = self._terms.budget_bytes
+        if not self._meter.fits(budget, size):
+            raise GrantError(
+                f"The grant {self._grant_id} has a budget of {budget} bytes: {self._meter.taken_bytes} came in, and the next "
+                f"envelope has {size}.",
+                code=Code.BUDGET_EXHAUSTED,
+                hint="Make a new grant with a new budget.",
+            )
+
     def _landed_on(self) -> _Landing:
         assert self._landing is not None
         return self._landing
 
-    def _check_path(self, records: list[Record]) -> None:
-        region, source = self._desk.broker.region, self._key.scope.source_region
-        for record in records:
-            path = record.headers.get(PATH_HEADER)
-            if path is None:
-                raise RequestError(
-                    f"The record at source offset {record.offset} does not say where it has been.",
-                    code=Code.LOOP_REFUSED,
-                )
-            regions = parse_path(path)
-            if regions[-1] != source:
-                raise RequestError(
-                    f"The record at source offset {record.offset} says that it comes from {regions[-1]}, and was sent "
-                    f"by {source}.",
-                    code=Code.LOOP_REFUSED,
-                )
-            if region in regions:
-                raise RequestError(
-                    f"The record at source offset {record.offset} has been in {region} before "
-                    f"({path.decode(errors='replace')}).",
-                    code=Code.LOOP_REFUSED,
-                    hint="Two grants lead in a circle: revoke one of them, or filter by origin.",
-                )
-
-    def _leaf(self, header: EnvelopeHeader, digest: bytes, landed: Landed) -> Header:
+    def _leaf(self, header: EnvelopeHeader, digest: bytes) -> Header:
+        """What the range's leaves say, but for what they list and where it landed."""
         scope = self._key.scope
         return Header(
             kind=Kind.ACK,
@@ -585,8 +655,7 @@ class IngestStream:
             incarnation=scope.incarnation,
             first_offset=header.base_offset,
             last_offset=header.last_offset,
-            destination_first_offset=landed.first_offset,
-            destination_last_offset=landed.last_offset,
+            commitment_key_id=self._committer.key_id,
             grant_id=scope.grant_id,
             terms_hash=scope.terms_hash,
             envelope_sha256=digest,
@@ -594,10 +663,12 @@ class IngestStream:
 
     def _appended(self, way: _Way, result: Appended | FelixError) -> None:
         if isinstance(result, FelixError):
+            self._meter.give_back(way.record_bytes)
             self._lost(way, result)
             return
         if way.landed.records and result.base_offset != way.landed.base_offset:
             # Offsets were given anew after a refusal: what is recorded would be wrong. Start over.
+            self._meter.give_back(way.record_bytes)
             self._lost(
                 way, UnavailableError("The append was moved; open the stream again.", retry_after_ms=50)
             )
@@ -615,10 +686,12 @@ class IngestStream:
                 way.leaves, partial(self._logged, way), asyncio.get_running_loop()
             )
         except Exception as error:
+            self._meter.give_back(way.record_bytes)
             self._lost(way, error)
 
     def _logged(self, way: _Way, index: int, error: FelixError | None) -> None:
         if error is not None:
+            self._meter.give_back(way.record_bytes)
             self._lost(way, error)
             return
         try:
@@ -681,6 +754,8 @@ class IngestStream:
             held = decode_batch(frame.body)
             if held.header.base_offset != landed.base_offset or held.body != batch.body:
                 raise self._another(way)
+        # It was within the budget when it landed, and counts from here on.
+        self._meter.take(way.record_bytes)
         self._log(way)
 
     def _another(self, way: _Way) -> RequestError:
@@ -722,6 +797,7 @@ class IngestStream:
         """Step 8: the position that is recorded now, and the receipt."""
         self._landed_on().end(way.header.base_offset)
         self._in_flight -= 1
+        self._unanswered -= 1
         self._window.finish(way.size)
         self._window.announce()
         self._send(encode_frame(FrameType.RECEIPT, _RECEIPT.pack(way.header.next_offset) + receipt))
@@ -771,6 +847,10 @@ class IngestStream:
         ):
             self._opening.cancel()
         self._is_open = False
+        self._inbox.clear()
+        if self._work is not None and self._work is not asyncio.current_task():
+            # It waits before its append or not at all, so nothing is cut off.
+            self._work.cancel()
         if self._landing is not None:
             self._landing.leave(self)
         self._desk.broker.budgets.ingest.give(self._taken_bytes)

@@ -30,6 +30,7 @@ from felix.messages import IngestOpened, OpenIngest, decode_answer, decode_error
 from felix.names import StreamName
 from keys.key_id import KeyKind, new_key_id
 from keys.transfer import TransferKey, TransferScope, seal_transfer_key
+from policy.transform import TransformSpec
 
 INCARNATION = b"i" * 16
 
@@ -255,8 +256,8 @@ class RogueAgent:
 
 
 async def granted(mesh: Mesh, **changes: object) -> tuple[str, bytes]:
-    """A grant in force at the destination: its id and hash of terms."""
-    body, export, accepted = mesh.sign_grant(**changes)
+    """A grant in force at the destination, any JSON object if nothing else is said: its id and hash of terms."""
+    body, export, accepted = mesh.sign_grant(**{"transform": TransformSpec(), **changes})
     await mesh.agree("eu-west", body, export, accepted)
     return body.grant, bytes.fromhex(body.terms_hash)
 

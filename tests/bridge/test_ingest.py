@@ -23,6 +23,7 @@ from felix.provenance import PATH_HEADER
 from keys.key_id import KeyKind, new_key_id
 from keys.transfer import TransferKey, TransferScope, seal_envelope, seal_transfer_key
 from policy.quantity import Size
+from policy.transform import TransformSpec
 from region.config import LimitsConfig
 from region.ingest import INGEST_WINDOW_BYTES
 from region.log.shard import ShardLog
@@ -32,6 +33,11 @@ from region.log.shard import ShardLog
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     async with two_regions(tmp_path) as mesh:
         yield mesh
+
+
+def wrapped(payload: bytes) -> bytes:
+    """As the grant's terms ask for: a JSON object, and nothing else of it matters here."""
+    return b'{"is":"%s"}' % payload
 
 
 class Rogue:
@@ -91,7 +97,7 @@ class Rogue:
         self, stream: int, base: int, payloads: list[bytes], path: bytes = b"us-east", producer: int = 0
     ) -> None:
         batch = encode_batch(
-            [NewRecord(payload, None, {PATH_HEADER: path}) for payload in payloads],
+            [NewRecord(wrapped(payload), None, {PATH_HEADER: path}) for payload in payloads],
             shard=0,
             producer_id=producer,
             producer_epoch=9 if producer else 0,
@@ -127,7 +133,7 @@ async def rogue(mesh: Mesh, grant: str, terms_hash: bytes) -> AsyncIterator[Rogu
 
 
 async def granted(mesh: Mesh) -> tuple[str, bytes]:
-    body, export, accepted = mesh.sign_grant()
+    body, export, accepted = mesh.sign_grant(transform=TransformSpec())
     await mesh.agree("eu-west", body, export, accepted)
     return body.grant, bytes.fromhex(body.terms_hash)
 
@@ -180,7 +186,9 @@ async def test_a_second_stream_waits_for_what_the_first_has_on_its_way(
         assert (receipt.destination_first_offset, receipt.destination_last_offset) == (1, 2)
         second.send(again, 3, [b"3"])
         await second.receipt(again, 2)
-    assert [bytes(record.payload) for record in await mesh.read("eu-west", 4)] == [b"0", b"1", b"2", b"3"]
+    assert [bytes(record.payload) for record in await mesh.read("eu-west", 4)] == [
+        wrapped(payload) for payload in (b"0", b"1", b"2", b"3")
+    ]
     await mesh.stop("eu-west")
     acks = mesh.headers(mesh.ingress_folder, Kind.ACK)
     assert [(ack.first_offset, ack.last_offset) for ack in acks] == [(0, 0), (1, 2), (3, 3)]

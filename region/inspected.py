@@ -1,0 +1,80 @@
+"""One foreign envelope, opened and inspected step by step, so that no other work of the broker waits for it. Pure.
+
+An envelope of 198 kB can hold 65,536 records. Opening it, checking each record against the terms and making the entries of
+its audit leaves takes longer than an event loop may be held, so all of it is a generator: whoever drives it decides
+between two steps whether others have their turn. A step takes a few milliseconds at most.
+
+Nothing of an envelope is used before all of it was inspected: one record that breaks the terms refuses the whole.
+Callers: region.ingest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Final, NamedTuple
+
+from audit.leaf import Committer, Header, LeafPart, iter_leaf_parts, iter_packed
+from felix.batch import Batch, decode_columns
+from felix.errors import RequestError
+from felix.identity import Peer
+from keys.transfer import TransferEnvelope, TransferKey, open_envelope
+from policy.inspection import Inspection
+
+STEP_RECORDS: Final = 256
+"""Records of one step: about a millisecond."""
+
+Steps = Generator[None, None, "Inspected"]
+
+
+class Inspected(NamedTuple):
+    """What an envelope holds. `batch` is None where nothing of its range crosses."""
+
+    batch: Batch | None
+    records: int
+    size_bytes: int
+    """keys, encoded headers and payloads"""
+    parts: tuple[LeafPart, ...]
+    """of the range's audit leaves"""
+
+
+def inspect(
+    key: TransferKey,
+    envelope: TransferEnvelope,
+    agent: Peer,
+    inspection: Inspection,
+    committer: Committer,
+    leaf: Header,
+) -> Steps:
+    """Open and check an envelope. `leaf`: the header of its leaves but for what the append decides.
+
+    Raises what `open_envelope`, `decode_columns` and `Inspection.record` raise, with the record's source offset.
+    """
+    crossing = open_envelope(key, envelope, agent)
+    yield
+    if crossing.batch is None:
+        return Inspected(None, 0, 0, tuple(iter_leaf_parts(leaf, b"")))
+    columns = decode_columns(crossing.batch)
+    yield
+    offsets, packed, size = crossing.source_offsets, [], 0
+    entries = iter_packed(offsets, crossing.batch.header.append_time_ms, columns, committer)
+    check = inspection.record
+    for at, (offset, (record_key, headers, payload)) in enumerate(zip(offsets, columns.rows(), strict=True)):
+        try:
+            check(record_key, headers, payload)
+        except RequestError as error:
+            raise _at(error, offset) from None
+        size += len(record_key) + len(headers) + len(payload)
+        packed.append(next(entries))
+        if at % STEP_RECORDS == STEP_RECORDS - 1:
+            yield
+    parts = []
+    for part in iter_leaf_parts(leaf, b"".join(packed)):
+        parts.append(part)
+        yield
+    return Inspected(crossing.batch, len(packed), size, tuple(parts))
+
+
+def _at(error: RequestError, offset: int) -> RequestError:
+    return type(error)(
+        f"The record at source offset {offset} is refused. {error.sentence}", code=error.code, hint=error.hint
+    )
