@@ -538,6 +538,7 @@ class IngestStream:
         return not self._ended and self._refusal is None
 
     async def _envelope(self, frame: Frame) -> None:
+        size = FRAME_HEADER_BYTES + len(frame.body)
         envelope = decode_envelope(frame.body)  # 1
         self._check_grant()  # 2
         header, position = envelope.header, self._position
@@ -576,7 +577,6 @@ class IngestStream:
         leaves = [encode_part(leaf, part, landed.first_offset) for part in found.parts]
         # Producers are numbered by the region that they publish in: an agent must not fence one here.
         batch = None if found.batch is None else _without_producer(found.batch)
-        size = FRAME_HEADER_BYTES + len(frame.body)
         way = _Way(header, envelope.hash, size, landed, batch, leaves, found.size_bytes)
         self._landed_on().begin(header.base_offset)
         self._in_flight += 1
