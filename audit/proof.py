@@ -43,7 +43,7 @@ from audit.merkle import (
 from audit.note import encode_note
 from audit.range_index import INDEX_PATH, candidate_bundles
 from audit.receipt import Receipt, differences
-from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, Files, TileHashes, read_bundle
+from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, WITNESSED_PATH, Files, TileHashes, read_bundle
 from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
 from felix.batch import encode_headers
 from felix.errors import Code, RequestError, TamperError
@@ -111,7 +111,37 @@ def prove(
     Where the offset crossed to several regions, or in several incarnations of the stream, the caller says which.
     Raises RequestError(NOT_FOUND | CONFLICT), TamperError where the log's files do not hold.
     """
-    newest, cosigned = _checkpoints(files, trust)
+    checkpoints = read_checkpoints(files, trust)
+    (index, _, data), ack = find_crossing(
+        files, checkpoints[0], stream, shard, offset, destination_region, incarnation
+    )
+    # A cosigned checkpoint proves more; the newest one is for what lies behind it.
+    needed = 1 + (index if ack is None else max(index, ack[0]))
+    chosen = choose_checkpoint(checkpoints, needed, trust)
+    document = _Proof(
+        FORMAT,
+        _Record(stream, shard, offset),
+        _note_text(chosen),
+        _include(files, chosen, index, data),
+        None if ack is None else _include(files, chosen, ack[0], ack[2]),
+    )
+    return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+
+
+Found = tuple[int, Leaf, bytes]
+"""A leaf with its index and bytes."""
+
+
+def find_crossing(
+    files: Files,
+    newest: SignedCheckpoint,
+    stream: str,
+    shard: int,
+    offset: int,
+    destination_region: str = "",
+    incarnation: bytes = b"",
+) -> tuple[Found, Found | None]:
+    """The INTENT leaf that lists this record, and the ACK leaf that answers it. Raises RequestError(NOT_FOUND | CONFLICT)."""
     wanted = (stream, shard, offset, destination_region, incarnation)
     intents = list(find_leaves(files, newest.checkpoint.size, Kind.INTENT, Side.EGRESS, *wanted))
     intents = [found for found in intents if find_entry(found[1], offset) is not None]
@@ -136,41 +166,40 @@ def prove(
             code=Code.CONFLICT,
             hint="Say to which region, and of which incarnation.",
         )
-    index, intent, data = intents[0]
+    intent = intents[0]
     ack = next(
         (
             found
             for found in find_leaves(files, newest.checkpoint.size, Kind.ACK, Side.EGRESS, *wanted)
-            if found[1].header.envelope_sha256 == intent.header.envelope_sha256
+            if found[1].header.envelope_sha256 == intent[1].header.envelope_sha256
         ),
         None,
     )
-    # A cosigned checkpoint proves more; the newest one is for what lies behind it.
-    needed = 1 + (index if ack is None else max(index, ack[0]))
-    chosen = newest
-    if cosigned is not None and cosigned.checkpoint.size >= needed:
-        chosen = cosigned
-    document = _Proof(
-        FORMAT,
-        _Record(stream, shard, offset),
-        _note_text(chosen),
-        _include(files, chosen, index, data),
-        None if ack is None else _include(files, chosen, ack[0], ack[2]),
-    )
-    return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+    return intent, ack
 
 
-def _checkpoints(files: Files, trust: Trust) -> tuple[SignedCheckpoint, SignedCheckpoint | None]:
+def read_checkpoints(files: Files, trust: Trust) -> list[SignedCheckpoint]:
+    """The log's checkpoints: the newest, and those that were cosigned. Raises RequestError(NOT_FOUND), TamperError."""
     data = files.read(CHECKPOINT_PATH)
     if data is None:
         raise RequestError("There is no audit log here: the checkpoint is missing.", code=Code.NOT_FOUND)
     log = trust.log_of(data)
     newest = log.open(data)
-    own = files.read(COSIGNED_PATH)
-    cosigned = None if own is None else log.open(own)
-    if cosigned is not None and cosigned.checkpoint.size > newest.checkpoint.size:
-        cosigned = None
-    return newest, cosigned
+    others = [
+        log.open(held) for path in (COSIGNED_PATH, WITNESSED_PATH) if (held := files.read(path)) is not None
+    ]
+    return [newest, *(held for held in others if held.checkpoint.size <= newest.checkpoint.size)]
+
+
+def choose_checkpoint(checkpoints: list[SignedCheckpoint], needed: int, trust: Trust) -> SignedCheckpoint:
+    """Of those with so many leaves the one that proves most: a quorum, then cosigners, then size."""
+    log = trust.log(checkpoints[0].checkpoint.origin)
+
+    def worth(held: SignedCheckpoint) -> tuple[bool, int, int]:
+        enough = not log.missing(held.cosigned, COSIGNATURES_MIN)
+        return enough, len(log.cosigners(held.cosigned)), held.checkpoint.size
+
+    return max((held for held in checkpoints if held.checkpoint.size >= needed), key=worth)
 
 
 def _note_text(signed: SignedCheckpoint) -> str:
@@ -246,12 +275,9 @@ def check_proof(
     checkpoint = proof.checkpoint.encode()
     log = trust.log_of(checkpoint)
     signed = log.open(checkpoint)
-    cosigned = log.cosigners(signed.cosigned)
-    if len(cosigned) < cosignatures_min:
-        raise TamperError(
-            f"{len(cosigned)} trusted regions or witnesses other than {log.region} cosigned the proof's checkpoint, "
-            f"{cosignatures_min} are required."
-        )
+    missing = log.missing(signed.cosigned, cosignatures_min)
+    if missing:
+        raise TamperError(f"The proof's checkpoint is not cosigned as required: {missing}.")
     # 3. The INTENT leaf is in the tree, and lists the record.
     intent = _included(proof.intent, signed, "The INTENT leaf")
     header = intent.header
@@ -286,11 +312,11 @@ def check_proof(
         receipt,
         signed.checkpoint.origin,
         signed.checkpoint.size,
-        _cosigned(log, signed),
+        cosigned_by(log, signed),
     )
 
 
-def _cosigned(log: LogTrust, signed: SignedCheckpoint) -> tuple[tuple[str, int], ...]:
+def cosigned_by(log: LogTrust, signed: SignedCheckpoint) -> tuple[tuple[str, int], ...]:
     """Who cosigned, and when at the latest."""
     times: dict[str, int] = {}
     for by in signed.cosigned:

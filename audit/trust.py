@@ -25,6 +25,7 @@ from audit.checkpoint import SignedCheckpoint, open_checkpoint
 from audit.note import Algorithm, Verified, VerifierKey, parse_note
 from audit.origin import Origin, region_origin
 from audit.receipt import Receipt, ReceiptKeys, open_receipt, read_unverified
+from audit.witness_policy import WitnessPolicy
 from felix.errors import Code, RequestError, TamperError
 from felix.identity import TrustAnchor, TrustBundle
 from felix.names import trust_domain
@@ -116,6 +117,8 @@ class LogTrust:
     keys: tuple[VerifierKey, ...]
     witnesses: Mapping[VerifierKey, str]
     """who stands behind each witness's key: a region, or an outside witness by its name"""
+    policy: WitnessPolicy | None = None
+    """which witnesses are a quorum; without one, they are counted"""
 
     @property
     def region(self) -> str:
@@ -139,15 +142,37 @@ class LogTrust:
                 found.setdefault(by.key.public, self.witnesses[by.key])
         return tuple(sorted(set(found.values())))
 
+    def missing(self, cosigned: Iterable[Verified], cosignatures_min: int) -> str:
+        """Why these cosignatures of one checkpoint are not enough, for a person; empty where they are. A policy, where
+        there is one, takes the place of the number."""
+        cosigned = tuple(cosigned)
+        if self.policy is not None:
+            return self.policy.missing(by.key for by in cosigned if by.key in self.witnesses)
+        number = len(self.cosigners(cosigned))
+        if number >= cosignatures_min:
+            return ""
+        return (
+            f"{number} trusted regions or witnesses other than {self.region} cosigned it, {cosignatures_min} are "
+            "required"
+        )
+
 
 class Trust:
     """The regions, and outside witnesses, that somebody trusts. An empty one trusts nobody."""
 
-    __slots__ = ("_outside", "_regions")
+    __slots__ = ("_outside", "_policy", "_regions")
 
-    def __init__(self, regions: Iterable[RegionTrust] = (), outside: Iterable[VerifierKey] = ()) -> None:
-        """`outside`: keys of witnesses that belong to no region. Raises RequestError where two bundles of one region
-        differ, or an outside witness is called like something of a trusted region."""
+    def __init__(
+        self,
+        regions: Iterable[RegionTrust] = (),
+        outside: Iterable[VerifierKey] = (),
+        policy: WitnessPolicy | None = None,
+    ) -> None:
+        """`outside`: keys of witnesses that belong to no region. `policy`: a tlog-policy; its witnesses count and no
+        others, its quorum is asked for, and the logs that it lists, if it lists any, are the only ones. Raises
+        RequestError where two bundles of one region differ, or an outside witness is called like something of a trusted
+        region."""
+        self._policy = policy
         self._regions: dict[str, RegionTrust] = {}
         for region in regions:
             held = self._regions.setdefault(region.region, region)
@@ -170,6 +195,10 @@ class Trust:
     def of(cls, bundles: Iterable[RegionBundle], outside: Iterable[VerifierKey] = ()) -> Trust:
         """Trust in these regions. Raises as the constructor does."""
         return cls(map(RegionTrust, bundles), outside)
+
+    def under(self, policy: WitnessPolicy) -> Trust:
+        """The same regions, judged by this policy."""
+        return Trust(self._regions.values(), self._outside, policy)
 
     @property
     def regions(self) -> tuple[str, ...]:
@@ -196,7 +225,23 @@ class Trust:
         own = self.region(parsed.region)
         if own.mesh != parsed.mesh:
             raise TamperError(f"{origin!r} is no log of {trust_domain(own.region, own.mesh)}.")
-        return LogTrust(parsed, own.log_keys(origin), self.witnesses_for(parsed.region))
+        keys = self._listed(origin, own.log_keys(origin))
+        return LogTrust(parsed, keys, self.witnesses_for(parsed.region), self._policy)
+
+    def _listed(self, origin: str, keys: tuple[VerifierKey, ...]) -> tuple[VerifierKey, ...]:
+        """Of the log's keys, those that the policy lists."""
+        if self._policy is None or not self._policy.logs:
+            return keys
+        listed = tuple(key for key in keys if key in self._policy.log_keys)
+        if not listed:
+            named = any(key.name == origin for key in self._policy.log_keys)
+            raise TamperError(
+                f"The policy lists the log {origin} under a key that its region's bundle does not name."
+                if named
+                else f"The policy does not list the log {origin}.",
+                hint="A log must be named by its region's bundle and by the policy.",
+            )
+        return listed
 
     def log_of(self, checkpoint: bytes) -> LogTrust:
         """What the log verifies under that this checkpoint says it is of. Raises TamperError."""
@@ -213,6 +258,13 @@ class Trust:
             for key in other.witnesses
         }
         found |= {key: key.name for key in self._outside}
+        if self._policy is not None:
+            domain = "" if own is None else f"{trust_domain(own.region, own.mesh)}/"
+            found = {
+                key: found.get(key, key.name)
+                for key in self._policy.witness_keys
+                if own is None or not key.name.startswith(domain)
+            }
         return {key: party for key, party in found.items() if key.public not in held}
 
     def open_receipt(self, data: bytes) -> Receipt:
@@ -231,7 +283,8 @@ class Trust:
         return TrustBundle(region.anchor for region in self._regions.values())
 
     def encode(self) -> str:
-        """As one line of JSON, for a process that shall trust the same."""
+        """As one line of JSON, for a process that shall trust the same. The policy is not in it: whoever hands this over
+        has judged checkpoints by it."""
         bundles = [self._regions[name].bundle for name in self.regions]
         return msgspec.json.encode(_Encoded(bundles, [str(key) for key in self._outside])).decode()
 

@@ -20,6 +20,7 @@ from audit.tile import (
     CHECKPOINT_PATH,
     COSIGNED_PATH,
     WAL_FOLDER,
+    WITNESSED_PATH,
     Files,
     bundle_path,
     decode_bundle,
@@ -196,10 +197,15 @@ class _Run:
     ) -> None:
         report = self._report
         self._count(signed)
-        own = self._files.read(COSIGNED_PATH)
+        missing, quorum_size = self._log.missing(signed.cosigned, cosignatures_min), 0
+        if not missing:
+            quorum_size = signed.checkpoint.size
+        own, witnessed = self._files.read(COSIGNED_PATH), self._files.read(WITNESSED_PATH)
         notes = [(data, f"remembered checkpoint {at + 1}") for at, data in enumerate(remembered)]
         if own is not None:
             notes.append((own, COSIGNED_PATH))
+        if witnessed is not None:
+            notes.append((witnessed, WITNESSED_PATH))
         for data, path in notes:
             report.steps[1].checked += 1
             try:
@@ -207,7 +213,8 @@ class _Run:
             except TamperError as error:
                 report.find(2, error.sentence, path=path)
                 continue
-            if path == COSIGNED_PATH and cosignatures_min and self._log.witnesses and not before.cosigned:
+            expected = cosignatures_min and self._log.witnesses and self._log.policy is None
+            if path == COSIGNED_PATH and expected and not before.cosigned:
                 report.find(2, "It carries no cosignature of a known witness.", path=path)
             if before.checkpoint.size > report.size:
                 report.find(
@@ -218,8 +225,14 @@ class _Run:
                 )
                 continue
             self._count(before)
+            if not self._log.missing(before.cosigned, cosignatures_min):
+                quorum_size = max(quorum_size, before.checkpoint.size)
             self._roots_due.append((before.checkpoint, path))
-        if len(report.cosigners) < cosignatures_min:
+        if self._log.policy is not None:
+            report.cosigned_size = quorum_size
+            if not quorum_size and missing:
+                report.find(1, f"No checkpoint of the log has a quorum: {missing}.", path=CHECKPOINT_PATH)
+        elif len(report.cosigners) < cosignatures_min:
             report.find(
                 1,
                 f"{len(report.cosigners)} trusted regions or witnesses other than {self._log.region} cosigned, {cosignatures_min} are "

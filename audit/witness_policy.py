@@ -13,7 +13,7 @@ verifies a signature: `is_met` is asked about keys whose cosignatures were verif
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -114,6 +114,24 @@ class WitnessPolicy:
 def shown(name: str) -> str:
     """A name for people: octets that are not UTF-8 escaped."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def format_policy(
+    logs: Iterable[VerifierKey], witnesses: Mapping[str, Iterable[VerifierKey]], *, post_quantum: bool = False
+) -> str:
+    """A policy file of these logs, and witnesses by who they are: one witness, by any one of its keys, is a quorum. With
+    `post_quantum` only ML-DSA-44 keys stand in it, so whoever verifies by it demands them."""
+    lines = [f"log {key}" for key in logs if key.algorithm.is_post_quantum or not post_quantum]
+    groups = []
+    for party, keys in witnesses.items():
+        wanted = [key for key in keys if key.algorithm.is_post_quantum or not post_quantum]
+        members = [f"{party}-{key.algorithm.name.lower().replace('_', '-')}" for key in wanted]
+        lines += [f"witness {name} {key}" for name, key in zip(members, wanted, strict=True)]
+        if members:
+            lines.append(f"group {party} any {' '.join(members)}")
+            groups.append(party)
+    lines.append(f"group quorum any {' '.join(groups)}\nquorum quorum" if groups else "quorum none")
+    return "\n".join(lines) + "\n"
 
 
 class _Reader:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import typer
@@ -15,9 +15,11 @@ from audit.proof import check_proof, prove
 from audit.receipt import Receipt
 from audit.tile import CHECKPOINT_PATH, read_entries
 from audit.tile_disk import Folder
+from audit.tlog_proof import SUFFIX, ProvenLeaf, check_leaf, is_tlog_proof, prove_leaves
 from audit.trust import COSIGNATURES_MIN, Trust
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
+from audit.witness_policy import WitnessPolicy, format_policy
 from cli.bridge import known_bundles, parse_moment
 from cli.output import err, iso, note, out, print_json, progress, styled, table, verdict
 from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file
@@ -29,6 +31,7 @@ from region.folder import RegionFolder
 app = typer.Typer(help="Audit logs: verify, show, prove, report.", no_args_is_help=True)
 
 EXIT_DAMAGED: Final = 5
+ProofFormat = Literal["json", "tlog-proof"]
 
 Logs = Annotated[
     list[Path] | None, typer.Argument(help="Audit log folders; all of this machine's if left out.")
@@ -38,6 +41,12 @@ Cosignatures = Annotated[
     typer.Option(
         min=0,
         help="How many regions or outside witnesses must have cosigned; the log's own region never counts.",
+    ),
+]
+PolicyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--policy", help="A tlog-policy file: its logs, witnesses and quorum, in place of --cosignatures."
     ),
 ]
 RememberedNotes = Annotated[
@@ -50,8 +59,14 @@ Bundles = Annotated[
 ]
 
 
-def trusted(bundles: list[Path] | None) -> Trust:
-    """From the files that the user names, else from every region of this machine and those they trust."""
+def trusted(bundles: list[Path] | None, policy: Path | None = None) -> Trust:
+    """From the files that the user names, else from every region of this machine and those they trust; judged by a
+    tlog-policy where one is named."""
+    trust = _trusted(bundles)
+    return trust if policy is None else trust.under(WitnessPolicy.parse(read_file(policy, "The policy")))
+
+
+def _trusted(bundles: list[Path] | None) -> Trust:
     if bundles:
         return Trust.of(decode_bundle(read_file(path, "The bundle")).bundle for path in bundles)
     found: dict[str, RegionBundle] = {}
@@ -113,12 +128,13 @@ def verify(
     logs: Logs = None,
     bundle: Bundles = None,
     cosignatures: Cosignatures = COSIGNATURES_MIN,
+    policy: PolicyFile = None,
     remembered: RememberedNotes = None,
     region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
     """Verify logs from their files alone: every leaf, the tree, signatures, continuity. Exit code 5 if not."""
-    trust, notes = trusted(bundle), remembered_notes(remembered)
+    trust, notes = trusted(bundle, policy), remembered_notes(remembered)
     reports: list[tuple[Path, Report]] = []
     for path in choose_logs(logs, region):
         require_log(path)
@@ -325,18 +341,52 @@ def prove_(
     log: Annotated[
         Path | None, typer.Option(help="The egress log; the region's only one if left out.")
     ] = None,
+    form: Annotated[
+        ProofFormat,
+        typer.Option("--format", help="json: one file; tlog-proof: one file for each of two leaves."),
+    ] = "json",
     bundle: Bundles = None,
+    policy: PolicyFile = None,
     region: RegionOption = "",
 ) -> None:
     """Write a proof that one record crossed, which verifies without the log."""
     name = StreamName.parse(stream)
     path = log or _egress_log(region)
     require_log(path)
-    data = prove(Folder(path), trusted(bundle), str(name), shard, offset, destination_region=to)
-    target = output or Path(f"{name.name}-{shard}-{offset}.proof.json")
-    target.write_bytes(data)
-    out.print(f"{target}: {stream} shard {shard} offset {offset}, {len(data):,} bytes")
+    trust = trusted(bundle, policy)
+    if form == "tlog-proof":
+        proofs = prove_leaves(Folder(path), trust, str(name), shard, offset, destination_region=to)
+        target = output or Path(f"{name.name}-{shard}-{offset}{SUFFIX}")
+        for kind, data in zip(("", ".ack"), proofs, strict=False):
+            written = target.with_name(f"{target.name.removesuffix(SUFFIX)}{kind}{SUFFIX}")
+            written.write_bytes(data)
+            out.print(f"{written}: {'ACK' if kind else 'INTENT'} leaf, {len(data):,} bytes")
+    else:
+        data = prove(Folder(path), trust, str(name), shard, offset, destination_region=to)
+        target = output or Path(f"{name.name}-{shard}-{offset}.proof.json")
+        target.write_bytes(data)
+        out.print(f"{target}: {stream} shard {shard} offset {offset}, {len(data):,} bytes")
     out.print(f"Anybody can check it:  felix audit check-proof {target} --bundle BUNDLE")
+
+
+@app.command("policy")
+def policy_(
+    post_quantum: Annotated[
+        bool, typer.Option("--post-quantum", help="Only ML-DSA-44 keys: a verifier then demands them.")
+    ] = False,
+    bundle: Bundles = None,
+) -> None:
+    """Print a tlog-policy file of the trusted regions: their logs, their witnesses, any one of which is a quorum."""
+    trust = trusted(bundle)
+    regions = [trust.region(name) for name in trust.regions]
+    print(
+        format_policy(
+            [key for region in regions for key in region.logs],
+            {region.region: region.witnesses for region in regions},
+            post_quantum=post_quantum,
+        ),
+        end="",
+    )
 
 
 def _egress_log(region: str) -> Path:
@@ -356,11 +406,16 @@ def check_proof_(
     file: Annotated[Path, typer.Argument(help="A proof that `felix audit prove` wrote.")],
     bundle: Bundles = None,
     cosignatures: Cosignatures = COSIGNATURES_MIN,
+    policy: PolicyFile = None,
     json: JsonOption = False,
 ) -> None:
     """Check a proof against trusted bundles; no log is needed. Exit code 5 if it does not hold."""
     data = read_file(file, "The proof")
-    proven = check_proof(data, trusted(bundle), cosignatures_min=cosignatures)
+    trust = trusted(bundle, policy)
+    if is_tlog_proof(data):
+        _show_leaf(file, check_leaf(data, trust, cosignatures_min=cosignatures), json)
+        return
+    proven = check_proof(data, trust, cosignatures_min=cosignatures)
     if json:
         print_json(proven)
         return
@@ -378,10 +433,34 @@ def check_proof_(
         ["arrived", _arrival(receipt, proven.ack_index)],
         ["commitment", proven.entry.commitment.hex()],
         ["log", f"{proven.origin}, {proven.size:,} leaves"],
-        [
-            "cosigned",
-            ", ".join(f"{name} at {iso(seconds * 1000)}" for name, seconds in proven.cosigned) or "by nobody",
-        ],
+        ["cosigned", _cosigners(proven.cosigned)],
+    ]
+    table("What it proves", ["", ""], rows)
+
+
+def _cosigners(cosigned: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} at {iso(seconds * 1000)}" for name, seconds in cosigned) or "by nobody"
+
+
+def _show_leaf(file: Path, proven: ProvenLeaf, json: bool) -> None:
+    if json:
+        print_json(proven)
+        return
+    out.print(styled(("The proof holds.", "green"), f" {file}"))
+    header, entry = proven.header, proven.entry
+    size = "" if entry is None else f", {entry.size} bytes as it crossed"
+    arrived = "" if proven.receipt is None else _arrival(proven.receipt, proven.index)
+    rows = [
+        ["record", f"{header.stream} shard {header.shard} offset {proven.offset}{size}"],
+        ["from, to", f"{header.source_region} → {header.destination_region}, as {header.destination_stream}"],
+        ["carried by", header.bridge],
+        ["under grant", f"{header.grant_id}, terms {header.terms_hash.hex()}"],
+        ["leaf", f"{proven.index}, {proven.kind}, {iso(header.time_ms)}"],
+        ["envelope", header.envelope_sha256.hex()],
+        ["arrived", arrived or "another proof says so: of the ACK leaf with this envelope"],
+        ["commitment", "" if entry is None else entry.commitment.hex()],
+        ["log", f"{proven.origin}, {proven.size:,} leaves"],
+        ["cosigned", _cosigners(proven.cosigned)],
     ]
     table("What it proves", ["", ""], rows)
 
@@ -410,6 +489,7 @@ def report(
     openlineage_url: Annotated[str, typer.Option(help="Post lineage events there.")] = "",
     bundle: Bundles = None,
     cosignatures: Cosignatures = COSIGNATURES_MIN,
+    policy: PolicyFile = None,
     remembered: RememberedNotes = None,
     region: RegionOption = "",
     json: JsonOption = False,
@@ -418,7 +498,7 @@ def report(
     from audit.spark.report import run_report
 
     logs: list[str] = log or [str(path) for path in choose_logs(None, region)]
-    trust = trusted(bundle)
+    trust = trusted(bundle, policy)
     now = now_ms()
     with progress(counted=False) as bar:
         task = bar.add_task("starting", total=None)

@@ -35,7 +35,7 @@ from audit.merkle import (
 from audit.note import VerifierKey, parse_note
 from audit.spark.document import Cosigner
 from audit.spark.files import open_files, read_checkpoint
-from audit.tile import COSIGNED_PATH, Files, TileHashes, read_tile, read_tree, tile_path
+from audit.tile import COSIGNED_PATH, WITNESSED_PATH, Files, TileHashes, read_tile, read_tree, tile_path
 from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
 from felix.errors import CorruptionError, TamperError
 
@@ -93,8 +93,15 @@ def open_log(
     key = signed.signed[0].key
     checkpoint = signed.checkpoint
     check_tree(files, checkpoint)
-    cosigners = _cosigners(files, signed, log)
-    if len(cosigners) < cosignatures_min:
+    notes = [
+        log.open(held) for name in (WITNESSED_PATH, COSIGNED_PATH) if (held := files.read(name)) is not None
+    ]
+    cosigners = _cosigners(files, signed, notes, log)
+    if log.policy is not None:
+        missing = [log.missing(note.cosigned, cosignatures_min) for note in (*notes, signed)]
+        if all(missing):
+            raise TamperError(f"No checkpoint of {origin} has a quorum: {missing[-1]}.")
+    elif len(cosigners) < cosignatures_min:
         raise TamperError(
             f"{len(cosigners)} trusted regions or witnesses other than {log.region} cosigned {origin}, "
             f"{cosignatures_min} are required."
@@ -105,12 +112,11 @@ def open_log(
     return OpenedLog(path, key, checkpoint, cosigners)
 
 
-def _cosigners(files: Files, signed: SignedCheckpoint, log: LogTrust) -> tuple[Cosigner, ...]:
+def _cosigners(
+    files: Files, signed: SignedCheckpoint, before: Sequence[SignedCheckpoint], log: LogTrust
+) -> tuple[Cosigner, ...]:
     newest: dict[str, Cosigner] = {}
-    notes = [signed]
-    if (data := files.read(COSIGNED_PATH)) is not None:
-        notes.insert(0, log.open(data))
-    for note in notes:
+    for note in (*before, signed):
         if not note.cosigned:
             continue
         _check_prefix(files, signed.checkpoint, note.checkpoint)
