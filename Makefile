@@ -3,6 +3,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+EXTRAS := portable,spark,demo,dev,peers
+COMMA  := ,
+# What requirements.lock was tested with; elsewhere its versions may have no wheel.
+LOCK_FITS := import platform, sys; sys.exit(not ((3, 11) <= sys.version_info[:2] <= (3, 13) and sys.platform == "linux" \
+  and platform.machine() in ("x86_64", "aarch64") and platform.python_implementation() == "CPython"))
 RECORDS ?= all
 KILLS   ?= 100
 # How many times the quick number of random cases `make attack` tries.
@@ -10,20 +16,31 @@ SCALE   ?= 20
 # Test processes side by side; a file's tests stay together, since they share brokers and Spark.
 WORKERS ?= 2
 
-.PHONY: demo test attack soak check format bench clean help
+.PHONY: demo test attack lock soak check format bench clean help
 
 help: ## show this list
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Felix needs Python 3.11 or newer; $(PYTHON) is older. Install one, or name it: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "This Python cannot make a virtual environment. On Debian or Ubuntu: apt-get install python3-venv"; exit 1; }
 	@test -x $(BIN)/python || { echo "making $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
 	@echo "installing Felix and what it needs into $(VENV) (a minute or two, once) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[spark,demo,dev,peers]'
+	@if $(BIN)/python -c '$(LOCK_FITS)'; then \
+	  $(PIP) --require-hashes --requirement requirements.lock && $(PIP) --no-deps --no-build-isolation --editable .; \
+	else \
+	  echo "requirements.lock is for CPython 3.11 to 3.13 on Linux (x86-64, arm64): here versions are resolved anew, without hashes"; \
+	  $(PIP) --editable '.[$(EXTRAS)]'; \
+	fi
 	@touch $@
+
+lock: $(STAMP) ## renew requirements.lock: newest versions within the bounds of pyproject.toml, with hashes (by uv)
+	@$(PIP) 'uv>=0.8,<1'
+	@$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --custom-compile-command 'make lock' $(foreach extra,$(subst $(COMMA), ,$(EXTRAS)),--extra $(extra)) pyproject.toml \
+	  --output-file requirements.lock
 
 demo: $(STAMP) ## two regions, one bridge, one report, on real input (RECORDS=20000 for a quick one)
 	@$(BIN)/felix demo --records $(RECORDS)

