@@ -8,9 +8,9 @@ Rules, for each link shard and stream incarnation (docs/audit.md, verification s
   grant it may also begin again where batches announced under the one before have no ACK: those did not cross.
 - egress: an ACK answers exactly one INTENT batch: same envelope, same range, same number of records.
 - ingress: source offsets only grow; no record is appended twice.
-- both: an INTENT or ingress ACK names a grant whose GRANT leaf stands earlier in the same log, with the same hash of
-  terms, for its stream, bridge and regions, inside its window and not after its REVOKE. What a REVOKE found on its way ends before
-  it: nothing before it was taken later than its `drain_until_ms`.
+- both, version 1: an INTENT or ingress ACK names a grant whose GRANT leaf stands earlier in the same log, with the same
+  hash of terms, for its stream, bridge and regions, inside its window and not after its REVOKE. From version 2 on the
+  signed documents decide: audit.agreement.
 
 Memory is bounded: by link shards, by unanswered batches, by withheld records ahead of their INTENT.
 Callers: audit.verify, audit.spark.
@@ -66,7 +66,6 @@ class Continuity:
         self._shards: dict[tuple[LinkShard, bytes], _Shard] = {}
         self._unanswered: dict[tuple[LinkShard, bytes], _Batch] = {}
         self._grants: dict[str, _Grant] = {}
-        self._latest_ms: dict[str, int] = {}
         self.leaves: Counter[str] = Counter()
         """leaves by kind"""
         self.records: Counter[str] = Counter()
@@ -91,7 +90,7 @@ class Continuity:
         match kind:
             case Kind.INTENT if header.side is Side.EGRESS:
                 self.records["INTENT"] += header.records
-                return self._grant_holds(header) + self._cover(leaf) + self._expect_ack(header)
+                return self._grant_holds(leaf) + self._cover(leaf) + self._expect_ack(header)
             case Kind.WITHHELD:
                 self.records["WITHHELD"] += header.records
                 return self._hold(leaf)
@@ -102,11 +101,13 @@ class Continuity:
                 return self._answer(header)
             case Kind.ACK:
                 self.records["ACK"] += header.records
-                return self._grant_holds(header) + self._grow(header)
-            case Kind.GRANT:
+                return self._grant_holds(leaf) + self._grow(header)
+            case Kind.GRANT if leaf.version == 1:
                 return self._grant(header)
             case Kind.REVOKE:
-                return self._revoke(header)
+                grant = self._grants.get(header.grant_id)
+                if grant is not None:
+                    self._grants[header.grant_id] = grant._replace(revoked=True)
             case Kind.INTENT:
                 return ["An INTENT stands in an ingress log."]
         return []
@@ -137,22 +138,13 @@ class Continuity:
         )
         return []
 
-    def _revoke(self, header: Header) -> list[str]:
-        grant, latest = self._grants.get(header.grant_id), self._latest_ms.get(header.grant_id, 0)
-        if grant is not None:
-            self._grants[header.grant_id] = grant._replace(revoked=True)
-        if header.drain_until_ms and latest > header.drain_until_ms:
-            return [
-                f"REVOKE of grant {header.grant_id}: records were taken under it at {latest} ms, after what was on its way "
-                f"had until {header.drain_until_ms} ms to end."
-            ]
-        return []
-
-    def _grant_holds(self, header: Header) -> list[str]:
+    def _grant_holds(self, leaf: Leaf) -> list[str]:
+        header = leaf.header
+        if leaf.version > 1:
+            return []
         grant, what = self._grants.get(header.grant_id), f"{header.kind.name} under grant {header.grant_id}"
         if grant is None:
             return [f"{what}: no GRANT leaf stands before it."]
-        self._latest_ms[header.grant_id] = max(self._latest_ms.get(header.grant_id, 0), header.time_ms)
         if grant.terms_hash != header.terms_hash:
             return [f"{what}: its hash of terms is not the grant's."]
         if (header.bridge, header.source_region, header.destination_region) != grant.link:

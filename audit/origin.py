@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from audit.leaf import Header, Kind, Side
 from felix.errors import RequestError, TamperError
 from felix.names import SpiffeId, parse_region, trust_domain
 
@@ -34,6 +35,25 @@ class Origin(NamedTuple):
     mesh: str
     bridge: SpiffeId | None
     """whose egress log it is; None: the region's own log"""
+
+    def misplaced(self, header: Header) -> str:
+        """Why a leaf has no place in this log, whatever else it says; or an empty string.
+
+        A log speaks for its own region: as the source on its egress side, as the destination on its ingress side. A
+        bridge's log is about that bridge's crossings alone, and they stand nowhere else.
+        """
+        kind, egress = header.kind, header.side is Side.EGRESS
+        crossing = kind in (Kind.INTENT, Kind.WITHHELD, Kind.GAP) or (kind is Kind.ACK and egress)
+        if self.bridge is None and crossing:
+            return f"{kind.name} of a bridge stands in the log of a region."
+        other = not egress or header.bridge != str(self.bridge)
+        if self.bridge is not None and (kind is Kind.ACK or crossing) and other:
+            return f"{kind.name} of {header.bridge or 'no bridge'} stands in the log of {self.bridge}."
+        if crossing or kind in (Kind.ACK, Kind.DENY):
+            own = header.source_region if egress else header.destination_region
+            if own != self.region:
+                return f"{kind.name} speaks for {own} as its own region in a log of {self.region}."
+        return ""
 
     @classmethod
     def parse(cls, origin: str) -> Origin:

@@ -1,8 +1,12 @@
 """Proof files: that one record crossed, under which grant, and that the destination has it. Pure over `Files`.
 
 A proof is one JSON document that stands by itself: the INTENT leaf that lists the record, the ACK leaf with the
-destination's receipt, both with their inclusion paths, and the checkpoint with its signatures. `check_proof`
+destination's receipt, the leaves of the signed documents that it crossed under (both halves of the grant, approvals, the
+source's policy), all with their inclusion paths, and the checkpoint with its signatures. `check_proof`
 needs trusted keys and nothing else. A record whose batch has no ACK yet has a proof of its INTENT alone.
+
+Not shown: that nothing else stands in the log. A revocation before the record is for whoever has the log to find.
+A record in a leaf of version 1 has a proof of format 1, without documents; it says what it does not show.
 
 Invariants: `check_proof(prove(…), …)` holds for every record that the checkpoint covers; any change of the
 document that changes its meaning is refused. Callers: cli, tests.
@@ -16,8 +20,11 @@ from typing import Annotated, Final
 
 import msgspec
 
+from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.checkpoint import SignedCheckpoint
+from audit.document_leaf import DOCUMENT_FILE_BYTES_MAX, read_document
 from audit.leaf import (
+    DOCUMENT_KINDS,
     CommitmentKey,
     Committer,
     Entry,
@@ -26,6 +33,7 @@ from audit.leaf import (
     Leaf,
     Side,
     SourceRecord,
+    decode_header,
     decode_leaf,
     find_entry,
     payload_commitment,
@@ -41,18 +49,34 @@ from audit.merkle import (
     verify_inclusion,
 )
 from audit.note import encode_note
+from audit.origin import Origin
 from audit.range_index import INDEX_PATH, candidate_bundles
 from audit.receipt import Receipt, differences
-from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, WITNESSED_PATH, Files, TileHashes, read_bundle
+from audit.tile import (
+    CHECKPOINT_PATH,
+    COSIGNED_PATH,
+    WITNESSED_PATH,
+    Files,
+    TileHashes,
+    read_bundle,
+    read_entries,
+)
 from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
 from felix.batch import encode_headers
-from felix.errors import Code, RequestError, TamperError
+from felix.errors import Code, CorruptionError, RequestError, TamperError
+from policy.terms import GrantTerms
 
-FORMAT: Final = "felix/proof/1"
-PROOF_BYTES_MAX: Final = 1 << 20
-"""Two leaves in base64, two paths and a note are some 200 kB at most."""
+FORMAT: Final = "felix/proof/2"
+FORMAT_1: Final = "felix/proof/1"
+"""Without documents: of records in leaves of version 1."""
+PROOF_BYTES_MAX: Final = 8 << 20
+"""A grant's documents are some 50 kB; a policy of the largest size, as base64, has 1.4 MB."""
+DOCUMENTS_MAX: Final = 128
+"""Document leaves of one proof: both halves, policies, and the approvals that two sides may ask for, several times over."""
 
 Base64 = Annotated[str, msgspec.Meta(max_length=100_000)]
+"""Of a leaf, or a hash."""
+DocumentBase64 = Annotated[str, msgspec.Meta(max_length=DOCUMENT_FILE_BYTES_MAX * 4 // 3 + 4)]
 
 
 class _Included(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,6 +97,24 @@ class _Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoint: str
     intent: _Included
     ack: _Included | None
+    documents: Annotated[tuple[_Included, ...], msgspec.Meta(max_length=DOCUMENTS_MAX)] = ()
+    """leaves of signed documents, in order; all before the INTENT"""
+    beside: dict[str, DocumentBase64] = {}
+    """documents that are too long for their leaf, by SHA-256 in hex"""
+
+
+class Approved(msgspec.Struct, frozen=True):
+    """Under which approval the record crossed: signed, verified, and in the log before it."""
+
+    terms: GrantTerms
+    approvers: tuple[str, ...]
+    """SPIFFE ids, of both sides"""
+    accepted_by: str
+    """SPIFFE id of the destination's operator"""
+    source_country: str
+    destination_country: str
+    """by the source's signed policy"""
+    policy_revision: int
 
 
 class Proven(msgspec.Struct, frozen=True):
@@ -86,6 +128,10 @@ class Proven(msgspec.Struct, frozen=True):
     intent_index: int
     intent_version: int
     """of its leaf's format; with version 1 nothing is shown of key and headers"""
+    approved: Approved | None
+    """None where the proof is of format 1"""
+    unsupported: tuple[str, ...]
+    """what a proof of format 1 does not show"""
     ack: Header | None
     ack_index: int | None
     receipt: Receipt | None
@@ -112,18 +158,21 @@ def prove(
     Raises RequestError(NOT_FOUND | CONFLICT), TamperError where the log's files do not hold.
     """
     checkpoints = read_checkpoints(files, trust)
-    (index, _, data), ack = find_crossing(
+    (index, intent, data), ack = find_crossing(
         files, checkpoints[0], stream, shard, offset, destination_region, incarnation
     )
     # A cosigned checkpoint proves more; the newest one is for what lies behind it.
     needed = 1 + (index if ack is None else max(index, ack[0]))
     chosen = choose_checkpoint(checkpoints, needed, trust)
+    papers, beside = _papers(files, chosen, trust, index, intent) if intent.version > 1 else ((), {})
     document = _Proof(
-        FORMAT,
+        FORMAT if intent.version > 1 else FORMAT_1,
         _Record(stream, shard, offset),
         _note_text(chosen),
         _include(files, chosen, index, data),
         None if ack is None else _include(files, chosen, ack[0], ack[2]),
+        papers,
+        beside,
     )
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
 
@@ -200,6 +249,40 @@ def choose_checkpoint(checkpoints: list[SignedCheckpoint], needed: int, trust: T
         return enough, len(log.cosigners(held.cosigned)), held.checkpoint.size
 
     return max((held for held in checkpoints if held.checkpoint.size >= needed), key=worth)
+
+
+def _papers(
+    files: Files, signed: SignedCheckpoint, trust: Trust, intent_index: int, intent: Leaf
+) -> tuple[tuple[_Included, ...], dict[str, str]]:
+    """The document leaves before the INTENT that it rests on, and the documents that stand beside the log.
+
+    Raises TamperError where they do not hold.
+    """
+    header = intent.header
+    agreements = Agreements(trust, Origin.parse(signed.checkpoint.origin))
+    policies: dict[bytes, tuple[int, bytes, Header]] = {}
+    chosen: list[tuple[int, bytes, Header]] = []
+    for at, data in read_entries(files, 0, intent_index, signed.checkpoint.size):
+        try:
+            found = decode_header(data)
+        except CorruptionError:
+            continue
+        if found.kind is Kind.POLICY and found.source_region == header.source_region:
+            policies[found.policy_hash] = (at, bytes(data), found)
+        elif found.kind in DOCUMENT_KINDS and found.grant_id == header.grant_id:
+            chosen.append((at, bytes(data), found))
+    made = next((found.policy_hash for _, _, found in reversed(chosen) if found.kind is Kind.GRANT), b"")
+    own = policies.get(made) or max(policies.values(), default=None, key=lambda each: each[2].policy_version)
+    papers = sorted((*chosen, *([own] if own is not None else [])), key=lambda each: each[0])
+    beside: dict[str, str] = {}
+    for at, paper, found in papers:
+        document = read_document(found, files)
+        if document is not None and not found.document:
+            beside[found.document_sha256.hex()] = b64encode(document).decode()
+        problems = agreements.take(at, decode_leaf(paper), lambda header: read_document(header, files))
+        if problems:
+            raise TamperError(problems[0], hint="Run `felix audit verify` on the log.")
+    return tuple(_include(files, signed, at, paper) for at, paper, _ in papers), beside
 
 
 def _note_text(signed: SignedCheckpoint) -> str:
@@ -290,9 +373,15 @@ def check_proof(
         raise TamperError(
             f"The proof's INTENT is of {header.stream} shard {header.shard}, not of {record.stream}."
         )
-    # 4. The ACK leaf is in the tree, after the INTENT, and answers it.
+    # 4. The documents are in the tree before it, signed by whom they must be, and let the record cross.
+    approved = _approved(proof, signed, trust, log, intent) if proof.format == FORMAT else None
+    if approved is None and intent.version > 1:
+        raise TamperError(
+            f"A proof of the format {FORMAT_1} shows a leaf of version {intent.version}: its documents are left out."
+        )
+    # 5. The ACK leaf is in the tree, after the INTENT, and answers it.
     ack = None if proof.ack is None else _ack(proof.ack, signed, proof.intent.index, header)
-    # 5. The receipt in it is signed by the destination, and says the same.
+    # 6. The receipt in it is signed by the destination, and says the same.
     receipt: Receipt | None = None
     if ack is not None:
         receipt = trust.open_receipt(ack.receipt)
@@ -307,12 +396,60 @@ def check_proof(
         header,
         proof.intent.index,
         intent.version,
+        approved,
+        () if approved is not None else VERSION_1_UNSUPPORTED,
         ack,
         None if proof.ack is None else proof.ack.index,
         receipt,
         signed.checkpoint.origin,
         signed.checkpoint.size,
         cosigned_by(log, signed),
+    )
+
+
+def _approved(proof: _Proof, signed: SignedCheckpoint, trust: Trust, log: LogTrust, intent: Leaf) -> Approved:
+    agreements = Agreements(trust, log.origin)
+    try:
+        beside = {digest: b64decode(text, validate=True) for digest, text in proof.beside.items()}
+    except ValueError as error:
+        raise TamperError(f"A document of the proof is not base64: {error}.") from error
+    if any(b64encode(data).decode() != proof.beside[digest] for digest, data in beside.items()):
+        raise TamperError("A document of the proof is not base64 in its one spelling.")
+    used: set[str] = set()
+
+    def load(header: Header) -> bytes | None:
+        digest = header.document_sha256.hex()
+        if not header.document:
+            used.add(digest)
+        return header.document or beside.get(digest)
+
+    before = -1
+    for included in proof.documents:
+        if not before < included.index < proof.intent.index:
+            raise TamperError("The proof's documents do not stand in order before its INTENT.")
+        before = included.index
+        leaf = _included(included, signed, f"Leaf {included.index}")
+        problems = agreements.take(included.index, leaf, load)
+        if problems or leaf.header.kind not in DOCUMENT_KINDS:
+            raise TamperError(
+                problems[0] if problems else f"Leaf {included.index} of the proof is of no document."
+            )
+    if used != set(beside):
+        raise TamperError("The proof carries documents that none of its leaves names.")
+    problems = agreements.judge(intent.header)
+    found = agreements.agreement(intent.header.grant_id)
+    if problems or found is None:
+        raise TamperError(
+            problems[0] if problems else "The proof's documents are no agreement of two regions."
+        )
+    terms = found.terms
+    return Approved(
+        terms,
+        found.approvers,
+        found.accepted_by,
+        found.place(terms.from_region)[0],
+        found.place(terms.to_region)[0],
+        found.export.policy_revision,
     )
 
 
@@ -353,8 +490,12 @@ def _parse(data: bytes) -> _Proof:
         proof = msgspec.json.decode(data, type=_Proof)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TamperError(f"That is not a proof file: {error}.") from error
-    if proof.format != FORMAT:
-        raise TamperError(f"A proof of the format {proof.format[:40]!r}; this version reads {FORMAT}.")
+    if proof.format not in (FORMAT, FORMAT_1) or (
+        proof.format == FORMAT_1 and (proof.documents or proof.beside)
+    ):
+        raise TamperError(
+            f"A proof of the format {proof.format[:40]!r}; this version reads {FORMAT}, and {FORMAT_1} without documents."
+        )
     return proof
 
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.continuity import Continuity
-from audit.leaf import Kind, Leaf, Side, decode_leaf
+from audit.document_leaf import read_document
+from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, decode_leaf
 from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash
 from audit.receipt import differences
 from audit.tile import (
@@ -42,10 +44,11 @@ TITLES: Final = (
     "Every entry is there",
     "Every tile follows from the entries",
     "The tree has the checkpoint's root",
-    "Every leaf is whole",
+    "Every leaf is whole, and in its place",
     "Every record is accounted for once, under a grant",
     "Every delivery has its receipt",
     "The write-ahead file says the same",
+    "Every document is there, and signed by the region that it speaks for",
 )
 """Step 1 is the first."""
 
@@ -91,6 +94,10 @@ class Report:
     """by kind"""
     records: dict[str, int] = field(default_factory=dict)
     """by kind; see audit.continuity"""
+    documents: int = 0
+    """signed documents that were verified"""
+    unsupported: tuple[str, ...] = ()
+    """what the log does not show, because crossings in it stand in leaves of version 1"""
     unanswered: int = 0
     """batches with an INTENT and without an ACK"""
     skipped: int = 0
@@ -136,6 +143,8 @@ class _Run:
         self._log: LogTrust
         self._report = Report(origin)
         self._continuity = Continuity()
+        self._agreements: Agreements
+        self._version = 1
         self._tree = Tree()
         self._roots_due: list[tuple[Checkpoint, str]] = []
 
@@ -152,9 +161,10 @@ class _Run:
             for step in report.steps[1:]:
                 step.note = "not checked: there is no checkpoint to check against"
             return report
+        self._agreements = Agreements(self._trust, self._log.origin)
         # 2. Nothing that was cosigned is missing.
         self._remembered(signed, remembered, cosignatures_min)
-        # 3. to 8. in one pass over the entries.
+        # 3. to 8. and 10. in one pass over the entries.
         bundles = -(-report.size // TILE_WIDTH)
         for number in range(bundles):
             self._bundle(number)
@@ -168,6 +178,7 @@ class _Run:
         continuity = self._continuity
         report.leaves, report.records = dict(continuity.leaves), dict(continuity.records)
         report.unanswered, report.skipped = continuity.unanswered, continuity.skipped
+        report.documents = self._agreements.documents
         return report
 
     # Step 1
@@ -260,7 +271,7 @@ class _Run:
                     2, f"The first {before.size} leaves are not those that were signed before.", path=path
                 )
 
-    # Steps 3, 4, 6, 7, 8
+    # Steps 3, 4, 6, 7, 8, 10
 
     def _bundle(self, number: int) -> None:
         report, size = self._report, self._report.size
@@ -302,7 +313,7 @@ class _Run:
 
     def _leaf(self, index: int, data: memoryview, path: str) -> None:
         report = self._report
-        # 6. Every leaf is whole.
+        # 6. Every leaf is whole, and in its place.
         report.steps[5].checked += 1
         try:
             leaf = decode_leaf(data)
@@ -310,13 +321,46 @@ class _Run:
             report.find(6, error.sentence, leaf=index, path=path)
             self._continuity.forget()
             return
+        self._place(index, leaf, path)
+        # 10. Every document is there, and signed by the region that it speaks for.
+        if leaf.header.kind in DOCUMENT_KINDS:
+            report.steps[9].checked += leaf.version > 1
+            for sentence in self._agreements.take(index, leaf, self._document):
+                report.find(10, sentence, leaf=index, path=path)
         # 7. Every record is accounted for once, under a grant.
         report.steps[6].checked += leaf.header.records
-        for sentence in self._continuity.apply(leaf):
+        for sentence in (*self._granted(leaf), *self._continuity.apply(leaf)):
             report.find(7, sentence, leaf=index, path=path)
         # 8. Every delivery has its receipt.
         if leaf.header.kind is Kind.ACK and leaf.header.side is Side.EGRESS:
             self._receipt(index, leaf, path)
+
+    def _place(self, index: int, leaf: Leaf, path: str) -> None:
+        """Step 6, for a leaf that was read: it is of this log, and versions do not go back."""
+        if misplaced := self._log.origin.misplaced(leaf.header):
+            self._report.find(6, misplaced, leaf=index, path=path)
+        if leaf.version < self._version:
+            self._report.find(
+                6,
+                f"A leaf of version {leaf.version} stands behind one of version {self._version}.",
+                index,
+                path,
+            )
+        self._version = max(self._version, leaf.version)
+
+    def _document(self, header: Header) -> bytes | None:
+        return read_document(header, self._files)
+
+    def _granted(self, leaf: Leaf) -> list[str]:
+        """Step 7, the grant: what the documents before a crossing of version 2 say about it."""
+        kind, side = leaf.header.kind, leaf.header.side
+        if (kind, side) not in ((Kind.INTENT, Side.EGRESS), (Kind.ACK, Side.INGRESS)):
+            return []
+        if leaf.version == 1:
+            # Its own GRANT leaf is all there is; audit.continuity asks it.
+            self._report.unsupported = VERSION_1_UNSUPPORTED
+            return []
+        return self._agreements.judge(leaf.header)
 
     def _receipt(self, index: int, leaf: Leaf, path: str) -> None:
         report, header = self._report, leaf.header

@@ -11,7 +11,7 @@ import typer
 
 from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
 from audit.note import parse_note
-from audit.proof import check_proof, prove
+from audit.proof import Proven, check_proof, prove
 from audit.receipt import Receipt
 from audit.tile import CHECKPOINT_PATH, read_entries
 from audit.tile_disk import Folder
@@ -219,6 +219,8 @@ def _plain(report: Report) -> dict[str, Any]:
         "cosigned_by": report.cosigned_by,
         "cosigned_size": report.cosigned_size,
         "cosigners": report.cosigners,
+        "documents": report.documents,
+        "unsupported": report.unsupported,
         "leaves": report.leaves,
         "records": report.records,
         "unanswered": report.unanswered,
@@ -252,6 +254,10 @@ def _print_report(path: Path, report: Report) -> None:
         ["step#", "what is checked", "checked#", "findings#", "note"],
         [[step.number, step.title, step.checked, step.findings, step.note] for step in report.steps],
     )
+    if report.unsupported:
+        out.print("  Crossings in leaves of version 1, which do not show:")
+        for each in report.unsupported:
+            out.print(f"    - {each}")
     for finding in report.findings[:20]:
         where = f"leaf {finding.leaf}" if finding.leaf is not None else finding.path
         err.print(f"  step {finding.step}, {where}: {finding.sentence}", style="red")
@@ -421,7 +427,7 @@ def check_proof_(
         return
     out.print(styled(("The proof holds.", "green"), f" {file}"))
     intent, receipt = proven.intent, proven.receipt
-    rows = [
+    rows: list[list[object]] = [
         [
             "record",
             f"{proven.stream} shard {proven.shard} offset {proven.offset}, {proven.entry.size} bytes as it crossed",
@@ -429,6 +435,7 @@ def check_proof_(
         ["from, to", f"{intent.source_region} → {intent.destination_region}, as {intent.destination_stream}"],
         ["carried by", intent.bridge],
         ["under grant", f"{intent.grant_id}, terms {intent.terms_hash.hex()}"],
+        *_approval(proven),
         ["about to cross", f"{iso(intent.time_ms)}, leaf {proven.intent_index}"],
         ["arrived", _arrival(receipt, proven.ack_index)],
         ["commitment", proven.entry.commitment.hex()],
@@ -463,6 +470,20 @@ def _show_leaf(file: Path, proven: ProvenLeaf, json: bool) -> None:
         ["cosigned", _cosigners(proven.cosigned)],
     ]
     table("What it proves", ["", ""], rows)
+
+
+def _approval(proven: Proven) -> list[list[object]]:
+    """Under which approval, or what the proof does not show of it."""
+    approved = proven.approved
+    if approved is None:
+        return [["does not show", "; ".join(proven.unsupported)]]
+    terms = approved.terms
+    return [
+        ["for", f"{terms.purpose}, on the basis of {terms.basis} {terms.reference}".rstrip()],
+        ["approved by", ", ".join(approved.approvers) or "nobody, as both policies allow"],
+        ["accepted by", approved.accepted_by],
+        ["countries", f"{approved.source_country} → {approved.destination_country}"],
+    ]
 
 
 def _arrival(receipt: Receipt | None, leaf: int | None) -> str:

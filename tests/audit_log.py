@@ -8,16 +8,15 @@ from functools import cache
 from hashlib import sha256
 from typing import Any, Final
 
+from audit.grant_leaf import terms_of
 from audit.leaf import (
     CommitmentKey,
     Committer,
-    FieldLineage,
     GapKind,
     Header,
     Kind,
     Leaf,
     Side,
-    Terms,
     intent_leaves,
 )
 from audit.note import Algorithm, NoteSigner
@@ -29,6 +28,7 @@ from keys.authority import RegionAuthority, create_authority
 from keys.bundle import AuditKey, RegionBundle
 from keys.hybrid import HybridKeyPair
 from keys.signing import SigningKey
+from policy.grant import StandingAction
 
 STREAM: Final = "acme/ops/departures"
 BRIDGE: Final = "spiffe://us-east.acme/bridge/us-to-eu"
@@ -102,27 +102,15 @@ def trust(*regions: str) -> Trust:
     return Trust.of(map(region_bundle, regions or ("us-east", "eu-west")))
 
 
-TERMS: Final = Terms(
-    purpose="analytics",
-    basis="scc",
-    article="GDPR 46(2)(c)",
-    reference="SCC-2026-014",
-    categories=("travel",),
-    exporter="Acme Inc.",
-    importer="Acme Europe GmbH",
-    owner="ops",
-    approvers=(OPERATOR,),
-    not_before_ms=0,
-    expires_ms=TIME_MS + 10**9,
-    lineage=(FieldLineage(field="tailnum", action="pseudonymize"),),
-)
-
-
 class Link:
     """Writes leaves as the two sides of a link do, batch after batch."""
 
-    def __init__(self, shard: int = 0, grant_id: str = "g-1") -> None:
-        self.shard, self.grant_id = shard, grant_id
+    def __init__(self, shard: int = 0, grant_id: str = "") -> None:
+        """`grant_id`: a made-up one; without it, the grant of `signed_grants.signed_grant()`."""
+        from signed_grants import signed_grant
+
+        self.signed = signed_grant()
+        self.shard, self.grant_id = shard, grant_id or self.signed.grant
         self.offset = self.destination_offset = 0
         self.time_ms = TIME_MS
         self.random = random.Random(shard)
@@ -146,14 +134,24 @@ class Link:
             "source_epoch": 1,
             "incarnation": INCARNATION,
             "grant_id": self.grant_id,
-            "terms_hash": b"t" * 32,
+            "terms_hash": self.signed.terms.hash(),
             "policy_version": 1,
             "policy_hash": b"p" * 32,
         }
         return Header(**(fields | more))  # type: ignore[arg-type]
 
     def grant(self, side: Side = Side.EGRESS, **more: object) -> Leaf:
-        return Leaf(self.header(Kind.GRANT, side, actor=OPERATOR, terms=TERMS, **DOCUMENT, **more))
+        """The GRANT leaf alone."""
+        from signed_grants import paper_leaf
+
+        said = {"terms": terms_of(self.signed.terms), "grant_id": self.grant_id} | more
+        return paper_leaf(self.signed.export, self.signed, side, self.time_ms, **said)
+
+    def agreement(self, side: Side = Side.EGRESS) -> list[Leaf]:
+        """All documents that must stand before the first crossing."""
+        from signed_grants import grant_leaves
+
+        return grant_leaves(self.signed, side, self.time_ms)
 
     def records(self, count: int) -> list[Record]:
         return [record(self.offset + i, self.time_ms) for i in range(count)]
@@ -234,7 +232,10 @@ class Link:
         )
 
     def revoke(self) -> Leaf:
-        return Leaf(self.header(Kind.REVOKE, actor=OPERATOR, sentence="No longer needed.", **DOCUMENT))
+        from signed_grants import paper_leaf, standing
+
+        document = standing(self.signed.grant, StandingAction.REVOKE)
+        return paper_leaf(document, self.signed, time_ms=self.time_ms, sentence="No longer needed.")
 
 
 def _fields(header: Header) -> dict[str, object]:
@@ -278,9 +279,9 @@ def payload(offset: int) -> bytes:
 
 
 def egress_appends(batches: int, link: Link | None = None) -> Iterator[list[Leaf]]:
-    """What a bridge appends for so many batches: a grant, then per batch an append of its INTENT and one of its ACK."""
+    """What a bridge appends for so many batches: the documents of a grant, then per batch an append of its INTENT and one of its ACK."""
     link = link or Link()
-    yield [link.grant()]
+    yield link.agreement()
     for at in range(batches):
         withhold = (1,) if at % 10 == 3 else (0, 1, 2) if at % 10 == 7 else ()
         if at % 25 == 24:

@@ -54,7 +54,7 @@ def resigned(leaf: Leaf, signer: SigningKey, **changes: object) -> Leaf:
 
 def appends(signer: SigningKey, **changes: object) -> Iterator[list[Leaf]]:
     link = Link()
-    yield [link.grant()]
+    yield link.agreement()
     for _ in range(3):
         intents = link.intent()
         yield intents
@@ -127,7 +127,7 @@ def test_the_spark_source_refuses_them_too(tmp_path: Path) -> None:
 
     folder = write(tmp_path, appends(key(6)))
     trusted = Trust.decode(trust().encode())
-    found = list(check_bundle(folder, 0, 7, trusted))
+    found = list(check_bundle(folder, 0, 11, trusted))
     acks = [each for each in found if each.leaf is not None and each.leaf.header.kind is Kind.ACK]
     assert len(acks) == 3 and all("none of eu-west's receipt keys" in str(each.problem) for each in acks)
 

@@ -67,7 +67,7 @@ def write(path: Path, *cosigners: NoteSigner) -> Folder:
         settings=TrailSettings(checkpoint_interval_ms=3_600_000),
     )
     link = Link()
-    for each in ([link.grant()], intents := link.intent(), [link.ack(intents)]):
+    for each in (link.agreement(), intents := link.intent(), [link.ack(intents)]):
         ended = threading.Event()
         trail.append_nowait(each, lambda first, error, ended=ended: ended.set())  # type: ignore[misc]
         assert ended.wait(30)
