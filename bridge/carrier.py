@@ -711,6 +711,11 @@ class Carrier:
             if shop.clock_ms() >= terms.expires:
                 await self._drain()
                 raise RequestError(f"The grant {self.row.grant} has expired.", code=Code.GRANT_EXPIRED)
+            if shop.clock_ms() < terms.not_before:
+                await self._drain()
+                raise RequestError(
+                    f"The grant {self.row.grant} has not begun by this clock.", code=Code.GRANT_NOT_YET
+                )
             pause_s = IDLE_S
             if passage.has_room:
                 wait_ms = rate.wait_ms(shop.clock_ms())
@@ -778,11 +783,13 @@ class Carrier:
             if self._channel.opened.position != passage.position:
                 raise UnavailableError("The destination's position moved; the link opens anew.")
         self._held = None
-        await self._cross(item, header, rate)
+        if not await self._cross(item, header, rate):
+            self._held = item
+            return
         feed.consumed(item.frame_bytes)
 
-    async def _cross(self, item: SealedBatch, header: BatchHeader, rate: RateLimit) -> None:
-        """Steps 5 to 8 for one batch."""
+    async def _cross(self, item: SealedBatch, header: BatchHeader, rate: RateLimit) -> bool:
+        """Steps 5 to 8 for one batch. False where the grant does not hold any more; then the rest of it stays."""
         shop, passage, route = self._shop, self._passage, self._route
         assert passage is not None and route is not None
         at = shop.failpoints.at
@@ -809,6 +816,10 @@ class Carrier:
                 todo is Todo.RESEND,
             )
             if todo is Todo.CROSS:
+                now = shop.clock_ms()
+                if not self._may_announce(route, now):
+                    # Asked again here: between the last time and now a key was waited for. The loop ends in order.
+                    return False
                 if not fits_budget(terms.budget_bytes, crossed, sealed.record_bytes):
                     raise RequestError(
                         f"The grant {self.row.grant} has used up its budget of {terms.budget_bytes} bytes: {crossed} "
@@ -820,7 +831,7 @@ class Carrier:
                     self._spans[sealed.last_offset] = shop.tracing.begin(
                         self.row.stream, terms.from_region, terms.to_region, opened.records or ()
                     )
-                self._announce(sealed, way, route)  # 8
+                self._announce(sealed, way, route, now)  # 8
                 self._append_times[sealed.last_offset] = header.append_time_ms
                 rate.spend(sealed.record_bytes, shop.clock_ms())
             else:
@@ -828,6 +839,7 @@ class Carrier:
                 passage.put(way)
                 passage.durable(way)
                 self._send()
+        return True
 
     async def _take_data_key(self, key_id: bytes) -> DataKey:
         shop, row = self._shop, self.row
@@ -853,11 +865,17 @@ class Carrier:
         key = self._data_keys[key_id] = open_data_key(answer.sealed, scope, shop.handoff)
         return key
 
-    def _announce(self, sealed: SealedRange, way: OnTheWay, route: Route) -> None:
-        """Step 8: the leaves, all in one append; the envelope waits until they are durable."""
+    def _may_announce(self, route: Route, now_ms: int) -> bool:
+        """Whether an INTENT of this time is one under a grant that holds."""
+        terms = route.terms
+        return self.row.verdict is Verdict.RUN and terms.not_before <= now_ms < terms.expires
+
+    def _announce(self, sealed: SealedRange, way: OnTheWay, route: Route, now_ms: int) -> None:
+        """Step 8: the leaves, all in one append and of the time that was asked for; the envelope waits until they are
+        durable."""
         shop, passage, figures = self._shop, self._passage, self.figures
         assert passage is not None
-        leaves = range_leaves(sealed, route, shop.clock_ms())
+        leaves = range_leaves(sealed, route, now_ms)
         passage.put(way)
         shop.append(leaves, partial(self._durable, passage, way))
         shop.failpoints.at("intent-appended")
@@ -870,6 +888,9 @@ class Carrier:
         """Offsets below `next_offset` are gone: a leaf, an alarm, and an empty envelope, so that nothing is papered over."""
         shop, passage, route = self._shop, self._passage, self._route
         assert passage is not None and route is not None
+        now = shop.clock_ms()
+        if not self._may_announce(route, now):
+            return
         leap = passage.leap(next_offset)
         if leap is None:
             return
@@ -882,9 +903,9 @@ class Carrier:
         self.figures.gaps += next_offset - cover
         leaves: list[Leaf] = []
         if leap.leaf_first < next_offset:
-            leaves.append(gap_leaf(route.template, kind, leap.leaf_first, last, shop.clock_ms()))
+            leaves.append(gap_leaf(route.template, kind, leap.leaf_first, last, now))
         if leaves or leap.announced is None or leap.announced.envelope_sha256 != digest:
-            leaves.append(nothing_leaf(route, cover, last, digest, shop.clock_ms()))
+            leaves.append(nothing_leaf(route, cover, last, digest, now))
             shop.append(leaves, partial(self._durable, passage, way))
         else:
             passage.durable(way)

@@ -77,6 +77,9 @@ exports:
     to: {jurisdictions: [EU]}
     bases: [scc]
     keys: [pseudonymize, hash, drop, keep]
+    headers: [note, kind]
+    trace: true
+    opaque: true
     lifetime: 90d
     approvals: 1
     onward: true
@@ -97,6 +100,10 @@ imports:
     classes: [operational]
     from: {regions: [us-east]}
     bases: [scc]
+    keys: [pseudonymize, hash, drop, keep]
+    headers: [note, kind]
+    trace: true
+    opaque: true
     lifetime: 90d
     onward: true
     wildcards: true

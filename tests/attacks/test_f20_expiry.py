@@ -1,0 +1,94 @@
+"""F20, expiry: an INTENT never carries a time outside its grant's window, whatever the agent waited for before it.
+
+Tried as found: the grant expires, is revoked or paused while the agent waits for a data key that it asked for in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from bridge_mesh import Mesh, flight, two_regions, until
+
+from audit.leaf import Kind
+from bridge.carrier import Carrier
+from bridge.link import LinkPhase
+from bridge.plan import Verdict
+from keys.envelope import DataKey
+
+Tally = Callable[[str, int], None]
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with two_regions(tmp_path) as mesh:
+        yield mesh
+
+
+async def test_a_grant_that_expires_while_a_key_is_waited_for_lets_nothing_cross(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    await mesh.create()
+    await mesh.grant()
+    await mesh.publish([flight(number) for number in range(20)])
+    took, waits = Carrier._take_data_key, 0
+
+    async def slow(self: Carrier, key_id: bytes) -> DataKey:
+        nonlocal waits
+        key = await took(self, key_id)
+        export, clock = self.row.export, self._shop.clock_ms
+        assert export is not None and clock() < export.terms.expires
+        ends = export.terms.expires
+        self._shop.clock_ms = lambda: max(clock(), ends)
+        waits += 1
+        return key
+
+    monkeypatch.setattr(Carrier, "_take_data_key", slow)
+    async with mesh.agent() as agent:
+        carriers = agent._carriers
+        await until(
+            lambda: waits and all(c.phase is LinkPhase.STOPPED for c, _ in carriers.values()),
+            "the link's end",
+        )
+        assert await mesh.arrived() == 0
+    assert not mesh.headers(mesh.egress_folder, Kind.INTENT)
+    assert mesh.verify_egress(cosignatures_min=0).ok
+    tally("grants that expired during a wait", waits)
+
+
+async def test_a_plan_that_ends_the_link_while_a_key_is_waited_for_lets_nothing_cross(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    await mesh.create()
+    await mesh.grant()
+    await mesh.publish([flight(number) for number in range(20)])
+    took, waits = Carrier._take_data_key, 0
+
+    async def slow(self: Carrier, key_id: bytes) -> DataKey:
+        nonlocal waits
+        key = await took(self, key_id)
+        if not waits:
+            self.take_plan(self.row._replace(verdict=Verdict.PAUSE, reason="paused meanwhile"))
+            assert not mesh.headers(mesh.egress_folder, Kind.INTENT)
+        waits += 1
+        return key
+
+    monkeypatch.setattr(Carrier, "_take_data_key", slow)
+    cross = Carrier._cross
+    announced_before: list[int] = []
+
+    async def counting(self: Carrier, *more: object) -> bool:
+        before = self.figures.envelopes
+        went = await cross(self, *more)  # type: ignore[arg-type]
+        if waits == 1 and not announced_before:
+            announced_before.append(self.figures.envelopes - before)
+        return went
+
+    monkeypatch.setattr(Carrier, "_cross", counting)
+    async with mesh.agent():
+        # The next plan says that the link runs; the first batch crosses then, and not before.
+        await mesh.crossed(20)
+    assert announced_before == [0]
+    assert mesh.numbers(await mesh.read("eu-west", 20)) == list(range(20))
+    tally("plans that changed during a wait", 1)
