@@ -1,0 +1,141 @@
+"""`felix bridge approve` and `submit`: signed on a machine that has nothing but files, handed in where the region is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bridge_mesh import STREAM, Mesh, two_regions
+from e2e.command_mesh import Said, felix_command
+
+from felix.files import PUBLIC, replace_file
+from felix.identity import TrustBundle
+from felix.names import StreamName
+from policy.approval import Approval, open_approval
+from policy.grant import GrantState
+from region.node import now_ms
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with two_regions(tmp_path / "home") as mesh:
+        yield mesh
+
+
+class Desk:
+    """A machine with a home of its own: the grant's file, the source's bundle, one approver's identity; no region."""
+
+    def __init__(self, mesh: Mesh, place: Path) -> None:
+        self.mesh, self.place = mesh, place
+        (place / "empty").mkdir(parents=True)
+        self.body, self.export, self.accepted = mesh.sign_grant()
+        self.grant = place / "departures.grant"
+        self.grant.write_bytes(self.export.encode_file())
+        for name, source in (("us.json", mesh.us.bundle), ("dpo.pem", mesh.us.identity("dpo"))):
+            shutil.copy(source, place / name)
+        (place / "dpo.pem").chmod(0o600)
+
+    async def approve(self, *words: str, code: int = 0, grant: str = "", as_: str = "", **how: Any) -> Said:
+        return await asyncio.to_thread(
+            felix_command,
+            self.place / "empty", "bridge", "approve", grant or str(self.grant), "--as", as_ or str(self.place / "dpo.pem"),
+            "--bundle", str(self.place / "us.json"), *words, code=code, cwd=self.place, **how,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def desk(mesh: Mesh, tmp_path: Path) -> Desk:
+    return Desk(mesh, tmp_path / "desk")
+
+
+async def test_signed_on_one_machine_and_handed_in_on_another(mesh: Mesh, desk: Desk) -> None:
+    await mesh.create()
+    for region in ("us-east", "eu-west"):
+        await mesh.put(region, "export", desk.export)
+        await mesh.put(region, "import", desk.accepted)
+    said = await desk.approve("--out", "dpo.approval", "--yes", "--comment", "as discussed")
+    for term in (
+        STREAM,
+        "SCC-2026-014",
+        "pseudonymize tailnum",
+        "no limit",
+        "terms hash",
+        desk.body.terms_hash,
+    ):
+        assert term in said.out, term
+    approval = Approval.parse((desk.place / "dpo.approval").read_bytes())
+    found = open_approval(approval, TrustBundle([mesh.bundle("us-east").anchor()]))
+    assert (found.grant, found.name, found.comment) == (desk.body.grant, "dpo", "as discussed")
+    # In the region: handed in as a file, and the second region's signed there by its name.
+    handed = await asyncio.to_thread(
+        felix_command, mesh.home, "bridge", "submit", str(desk.place / "dpo.approval"), "--region", "us-east"
+    )
+    assert f"{desk.body.grant} is approved by dpo of us-east" in handed.out
+    again = await asyncio.to_thread(
+        felix_command, mesh.home, "bridge", "submit", approval.encode_token(), "--region", "us-east"
+    )
+    assert "already" in again.out
+    book = mesh.nodes["us-east"].services.governance.book
+    assert book.get(desk.body.grant, now_ms()).state is GrantState.OFFERED
+    listed = await asyncio.to_thread(
+        felix_command, mesh.home, "bridge", "list", "--region", "us-east", "--json"
+    )
+    (row,) = listed.json()["grants"]
+    assert [(each["region"], each["approved"], each["missing"]) for each in row["approvals"]] == [
+        ("us-east", ["dpo"], 0),
+        ("eu-west", [], 1),
+    ]
+    explained = await asyncio.to_thread(
+        felix_command, mesh.home, "bridge", "explain", "stream", STREAM, "--from", "us-east", "--region", "eu-west",
+        "--json", code=3,
+    )  # fmt: skip
+    assert explained.json()["refused"] == "not-approved"
+    # Approved by its id, in the region, with the terms from its broker.
+    done = await asyncio.to_thread(
+        felix_command,
+        mesh.home,
+        "bridge",
+        "approve",
+        desk.body.grant,
+        "--as",
+        "dpo",
+        "--region",
+        "eu-west",
+        "--yes",
+    )
+    assert "eu-west: 1 of 1" in done.out
+    shown = await asyncio.to_thread(
+        felix_command, mesh.home, "bridge", "show", desk.body.grant, "--region", "eu-west", "--json"
+    )
+    assert shown.json()["approvals"][1]["approved"] == ["dpo"]
+    governance = mesh.nodes["eu-west"].services.governance
+    await mesh.put("eu-west", "approval", approval)
+    assert governance.check_import(mesh.bridge_id, desk.body.grant, "us-east", StreamName.parse(STREAM))
+
+
+async def test_nothing_is_signed_without_a_yes_by_a_stranger_or_over_what_was_edited(
+    mesh: Mesh, desk: Desk
+) -> None:
+    out = desk.place / "none.approval"
+    refused = await desk.approve("--out", str(out), code=1)
+    assert "no terminal to ask at" in refused.err and desk.body.terms_hash in refused.out
+    operator = desk.place / "operator.pem"
+    shutil.copy(mesh.us.identity("operator"), operator)
+    operator.chmod(0o600)
+    assert "it takes an approver of us-east or eu-west" in (
+        await desk.approve("--out", str(out), "--yes", as_=str(operator), code=3)
+    ).err  # fmt: skip
+    edited = json.loads(desk.grant.read_bytes())
+    edited["body"]["terms"]["purpose"] = "something else"
+    other = desk.place / "edited.grant"
+    replace_file(other, json.dumps(edited).encode(), PUBLIC)
+    assert "edited" in (await desk.approve("--out", str(out), "--yes", grant=str(other), code=3)).err
+    assert "there is no region on this machine" in (
+        await desk.approve("--out", str(out), "--yes", grant=desk.body.grant, code=1)
+    ).err  # fmt: skip
+    assert not out.exists()
