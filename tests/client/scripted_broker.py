@@ -103,6 +103,8 @@ class MemoryConnection:
 
     engine_name = "memory"
     peer_address = ("127.0.0.1", 1)
+    server_leaf_sha256 = bytes(range(32))
+    """There is no certificate; both ends see the same."""
 
     def __init__(self, *, is_client: bool, server_name: str) -> None:
         self.is_client = is_client
@@ -113,6 +115,9 @@ class MemoryConnection:
         self.backlog = 0
         self._opened = defaultdict(int)
         self._told = asyncio.Event()
+
+    def admit(self, bytes_max: int = 0) -> None:
+        """Nothing is bounded here."""
 
     def open_stream(self, *, bidirectional: bool) -> int:
         if self.is_closed:
@@ -161,6 +166,7 @@ class MemoryEngine:
     def __init__(self, **brokers: ScriptedBroker) -> None:
         self.brokers: dict[str, ScriptedBroker] = dict(brokers)
         self.attempts: list[str] = []
+        self.broker_leaf_sha256 = MemoryConnection.server_leaf_sha256
 
     async def connect(
         self,
@@ -179,6 +185,7 @@ class MemoryEngine:
             raise UnavailableError(f"Nobody answers at {host}.", code=Code.DISCONNECTED)
         client = MemoryConnection(is_client=True, server_name=tls.server_name)
         server = MemoryConnection(is_client=False, server_name="")
+        server.server_leaf_sha256 = self.broker_leaf_sha256
         client.peer, server.peer = server, client
         client.handler = handler
         server.handler = BrokerSession(broker, server)
@@ -311,6 +318,8 @@ class BrokerSession:
         self.connection = connection
         self.control = 0
         self.session: ServerSession
+        if connection is not None:
+            self.connected(connection)
         self.decoders: dict[int, FrameDecoder] = {}
         self.publishers: dict[int, OpenPublisher] = {}
         self.credit_limit = broker.publish_credit_bytes
