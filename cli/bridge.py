@@ -47,6 +47,7 @@ from policy.grant import (
     GrantBook,
     GrantView,
     Refusal,
+    RefusalKind,
     Standing,
     StandingAction,
     open_export,
@@ -570,15 +571,15 @@ def explain(
     )
     decision, view = found.decision, found.view
     reasons = [str(reason) for reason in decision.reasons]
-    if found.refusal is not None:
-        reasons.append(found.refusal.sentence)
+    refusal = found.refusal
     state = view.state.value if view is not None else "none"
     if json:
         print_json(
             {
                 "stream": name, "from": source, "to": destination, "crosses": found.crosses,
                 "policy_allows": decision.allowed, "rule": decision.rule, "reasons": reasons,
-                "refused": found.refusal.kind if found.refusal else None, "grant": view.grant if view else None,
+                "refused": refusal.kind if refusal else None, "sentence": refusal.sentence if refusal else "",
+                "grant": view.grant if view else None,
                 "grant_state": state, "approvals": _view(view)["approvals"] if view else [],
             }
         )  # fmt: skip
@@ -595,6 +596,8 @@ def explain(
         for reason in reasons:
             out.print(f"    - {reason}")
         out.print(f"  grant:  {view.grant + ', ' if view else ''}{state}")
+        if refusal is not None and refusal.kind is not RefusalKind.AGAINST_POLICY:
+            out.print(f"  why:    {refusal.sentence}")
         for label, told in tally_rows(view.approvals) if view else ():
             out.print(f"  {label}: {told}")
     if not found.crosses:

@@ -90,7 +90,7 @@ def test_a_decision_names_its_rule_and_where_it_stands() -> None:
     denied = ask(example("residency.yaml"), "acme/ops/crew")
     assert list(map(str, denied.reasons)) == [
         "acme/ops/crew must not leave for eu-west: crew rosters and duty hours do not leave the region. "
-        "(rule crew-stays, residency.yaml:58:5)"
+        "(rule crew-stays, residency.yaml:59:5)"
     ]
     assert denied.error().code is Code.RESIDENCY_DENIED
 
@@ -106,7 +106,7 @@ def test_without_terms_the_answer_says_what_a_grant_would_need() -> None:
         "It must drop name, email, or protect better.",
         "It must pseudonymize employee.id, or protect better.",
         "It may last 30 days.",
-        "It needs 2 approvals.",
+        "It needs 2 approvals, by others than who drew it up or accepted it.",
         "It must name a transfer assessment.",
     ]
 
