@@ -307,12 +307,12 @@ def accept(
     folder, config = folder_of(chosen)
     trusted = {name: bundle.policy_keys for name, bundle in known_bundles(folder).items()}
     export = open_export(document, trusted)
-    policy = run(fetch_policy(config.region))
-    key = load_signing_key(folder.policy_key).private_key
-    accepted = sign_import(document, policy, key, trusted, operator_id(config.region, identity), now_ms())
     if not json:
         show_terms(export)
     confirm(f"Accept these terms for {config.region}?", yes)
+    policy = run(fetch_policy(config.region))
+    key = load_signing_key(folder.policy_key).private_key
+    accepted = sign_import(document, policy, key, trusted, operator_id(config.region, identity), now_ms())
     run(put_document(config.region, "export", document, identity))
     run(put_document(config.region, "import", accepted, identity))
     asked = open_import(accepted, trusted).approvals

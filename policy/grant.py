@@ -779,7 +779,7 @@ class GrantBook:
                 "List them with `felix bridge list`.",
             )
         found = self._agreement(entry, bridge, now)
-        return found[1] if isinstance(found, tuple) and isinstance(found[1], Refusal) else None
+        return found[1] if isinstance(found[1], Refusal) else None
 
     def _denied(self, attempt: Attempt) -> Refusal | None:
         for pattern, entry in self._denying:
