@@ -59,7 +59,7 @@ class Submission:
         self, trail: Trail, target: WitnessTarget, *, poll_s: float = POLL_S, pause_s: float = PAUSE_S
     ) -> None:
         self._trail, self._target = trail, target
-        self._client = WitnessClient(target)
+        self._client: WitnessClient | None = None
         self._poll_s, self._pause_s = poll_s, pause_s
         self._lag = Lag()
         self._known = 0
@@ -79,7 +79,8 @@ class Submission:
         """End, also a call that is under way. Blocks for some seconds at most. Safe to call twice."""
         self._stopping = True
         self._wake.set()
-        self._client.cancel()
+        if self._client is not None:
+            self._client.cancel()
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
 
@@ -145,6 +146,8 @@ class Submission:
                     f"newest checkpoint has {size}: the log was rolled back, or the witness is wrong."
                 )
             proof = self._trail.consistency_proof(self._known, size) if 0 < self._known < size else []
+            # Made here, so that a certificate that cannot be read is a failure like others: shown, and tried again.
+            self._client = self._client or WitnessClient(self._target)
             answer = self._client.add_checkpoint(AddCheckpoint(self._known, tuple(proof), offered))
             if isinstance(answer, Behind):
                 # Another start, another size: once more from what it has.

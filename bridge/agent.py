@@ -346,16 +346,19 @@ class Agent:
         signer = NoteSigner.from_key(origin, files.egress_key, Algorithm.ED25519)
         ml_dsa = files.egress_ml_dsa_key
         also = [NoteSigner.from_ml_dsa(origin, ml_dsa)] if ml_dsa is not None else []
-        witnesses = Trust.of(files.bundles.values()).witnesses_for(config.source)
+        outside = [each.target(self.base) for each in config.witnesses]
+        witnesses = [
+            *Trust.of(files.bundles.values()).witnesses_for(config.source),
+            *(key for target in outside for key in target.keys),
+            *(self._quorum.policy.witness_keys if self._quorum is not None else ()),
+        ]
         while True:
             try:
                 trail, shop.ledger = await asyncio.to_thread(
                     open_egress, self.paths.egress, signer, witnesses, also
                 )
                 trail.expect_cosigners(len(config.destinations) + len(config.witnesses))
-                if self._quorum is not None:
-                    trail.trust_witnesses(self._quorum.policy.witness_keys)
-                self._submissions = Submissions(trail, [each.target(self.base) for each in config.witnesses])
+                self._submissions = Submissions(trail, outside)
                 self._submissions.start()
                 shop.trail = trail
                 log.info("the egress log %s is open, %d leaves", self.paths.egress, trail.status().durable)

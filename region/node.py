@@ -338,7 +338,10 @@ class Node:
             data / "audit",
             NoteSigner.from_key(region_origin(region, mesh), audit_key, Algorithm.ED25519),
             also=_post_quantum(region_origin(region, mesh), self.folder.audit_ml_dsa_key),
-            witnesses=Trust.of((*known, own)).witnesses_for(region),
+            witnesses=[
+                *Trust.of((*known, own)).witnesses_for(region),
+                *(key for each in self.config.audit.witnesses for key in each.target(self.folder.root).keys),
+            ],
             settings=TrailSettings(checkpoint_interval_ms=self.config.audit.checkpoint_every),
         )
         if trail.recovered is not None:

@@ -1,0 +1,182 @@
+"""`felix witness` and `--policy` as a person runs them, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit_log import STREAM, egress_appends, key, log_signer, region_bundle, witness_signer
+from e2e.command_mesh import Said, environment, felix_command
+from witness_logs import Log, body, post
+
+from audit.note import VerifierKey, encode_note, parse_note, parse_signatures, verify_note
+from audit.submission import Submission
+from audit.trail import Trail, TrailSettings
+from audit.witness_client import WitnessTarget
+from keys.bundle import sign_bundle
+
+
+class Served:
+    """A witness's process. The port is what it says."""
+
+    def __init__(self, home: Path, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "cli.main",
+                "witness",
+                "serve",
+                "--listen",
+                "127.0.0.1:0",
+                "--dir",
+                str(folder),
+            ],
+            env=environment(home),
+            cwd=home,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stderr is not None
+        self.said = ""
+        for line in self._process.stderr:
+            self.said += line
+            found = re.search(r"http://127\.0\.0\.1:(\d+)", self.said.replace("\n", ""))
+            if found:
+                self.port = int(found[1])
+                return
+        raise AssertionError(f"the witness ended: {self.said}")
+
+    def end(self, number: int) -> int:
+        assert self._process.stderr is not None
+        self._process.send_signal(number)
+        self._process.stderr.close()
+        return self._process.wait(60)
+
+
+def felix(home: Path, *words: str, code: int = 0) -> Said:
+    return felix_command(home, *words, code=code, cwd=home)
+
+
+def test_a_witness_is_made_told_of_a_log_served_killed_and_served_again(tmp_path: Path) -> None:
+    log, folder = Log(), tmp_path / "w"
+    said = felix(tmp_path, "witness", "init", "witness.example/w1", "--dir", str(folder)).out
+    keys = [VerifierKey.parse(line) for line in said.split("\n") if line.startswith("witness.example/w1+")]
+    assert len(keys) == 2
+    felix(tmp_path, "witness", "init", "witness.example/w1", "--dir", str(folder), code=1)
+    felix(tmp_path, "witness", "add-log", "nonsense", "--dir", str(folder), code=1)
+    felix(tmp_path, "witness", "add-log", str(keys[0]), "--dir", str(folder), code=1)
+    logs = tmp_path / "logs"
+    logs.write_text(f"# anybody's\nlog {log.signer.key}\nquorum none\n")
+    felix(tmp_path, "witness", "add-log", "--from", str(logs), "--dir", str(folder))
+    served = Served(tmp_path, folder)
+    try:
+        reply = post(served.port, log.request(0, 5))
+        assert reply.status == 200
+        text = parse_note(log.note(5)).text
+        assert (
+            len(verify_note(parse_note(log.note(5))._replace(signatures=parse_signatures(reply.body)), keys))
+            == 2
+        )
+        assert text.endswith("\n")
+        # A second log while it serves; a second server of the same state does not start.
+        other = Log("log.example/2")
+        assert post(served.port, other.request(0, 1)).status == 404
+        felix(tmp_path, "witness", "add-log", str(other.signer.key), "--dir", str(folder))
+        assert post(served.port, other.request(0, 1)).status == 200
+        felix(tmp_path, "witness", "serve", "--dir", str(folder), "--listen", "127.0.0.1:0", code=1)
+    finally:
+        served.end(signal.SIGKILL)
+    again = Served(tmp_path, folder)
+    try:
+        assert post(again.port, body(0, [], Log(word=b"fork").note(9))).body == b"5\n"
+        assert post(again.port, log.request(5, 9)).status == 200
+    finally:
+        assert again.end(signal.SIGTERM) == 0
+    assert "log.example/1" in felix(tmp_path, "witness", "list", "--dir", str(folder)).out
+    (folder / "state.db").unlink()
+    for words in (("serve", "--listen", "127.0.0.1:0"), ("list",), ("add-log", str(log.signer.key))):
+        said = felix(tmp_path, "witness", *words, "--dir", str(folder), code=5).err
+        assert "is lost" in said and "new witness" in said
+
+
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """An egress log that eu-west and an outside witness cosigned, and the bundles, as files."""
+    home = tmp_path_factory.mktemp("evidence")
+    said = felix(home, "witness", "init", "witness.example/w1", "--dir", "w").out
+    keys = tuple(
+        VerifierKey.parse(line) for line in said.split("\n") if line.startswith("witness.example/w1+")
+    )
+    log, eu = log_signer(), witness_signer()
+    felix(home, "witness", "add-log", str(log.key), "--dir", "w")
+    trail = Trail.open(
+        home / "log", log, witnesses=[eu.key, *keys], settings=TrailSettings(checkpoint_interval_ms=3_600_000)
+    )
+    with closing(trail):
+        for leaves in egress_appends(20):
+            ended = threading.Event()
+            trail.append_nowait(leaves, lambda first, error, ended=ended: ended.set())  # type: ignore[misc]
+            assert ended.wait(30)
+        note = parse_note(trail.publish())
+        trail.add_cosigned(encode_note(note.with_signatures([eu.cosign(note.text, 1_760_000_000)])))
+        served = Served(home, home / "w")
+        try:
+            Submission(trail, WitnessTarget(f"http://127.0.0.1:{served.port}", keys)).submit()
+        finally:
+            served.end(signal.SIGTERM)
+    bundles = []
+    for region, seed in (("us-east", 8), ("eu-west", 10)):
+        path = home / f"{region}.json"
+        path.write_bytes(sign_bundle(region_bundle(region), key(seed)).encode())
+        bundles += ["--bundle", str(path)]
+    return {"home": home, "bundles": bundles, "keys": keys}
+
+
+def test_a_policy_is_printed_edited_and_asked_for(evidence: dict[str, Any]) -> None:
+    home, bundles, keys = evidence["home"], evidence["bundles"], evidence["keys"]
+    text = felix(home, "audit", "policy", *bundles).out
+    (home / "regions.policy").write_text(text)
+    (home / "outside.policy").write_text(
+        "".join(f"witness w{at} {key}\n" for at, key in enumerate(keys))
+        + "group both all w0 w1\nquorum both\n"
+    )
+    stranger = VerifierKey("nobody.example/w", keys[0].algorithm, key(99).verify_key.public)
+    (home / "stranger.policy").write_text(f"witness w {stranger}\nquorum w\n")
+    (home / "broken.policy").write_text("quorum w\n")
+    proofs = felix(home, "audit", "prove", "--stream", STREAM, "--offset", "0", "--log", "log", "--out", "p.tlog-proof",
+                   "--format", "tlog-proof", *bundles)  # fmt: skip
+    assert (home / "p.tlog-proof").exists() and (home / "p.ack.tlog-proof").exists(), proofs
+    felix(
+        home,
+        "audit",
+        "prove",
+        "--stream",
+        STREAM,
+        "--offset",
+        "0",
+        "--log",
+        "log",
+        "--out",
+        "p.json",
+        *bundles,
+    )
+    checks = [["audit", "verify", "log"], *(["audit", "check-proof", name] for name in
+              ("p.tlog-proof", "p.ack.tlog-proof", "p.json"))]  # fmt: skip
+    for check in checks:
+        for policy, code in (("regions", 0), ("outside", 0), ("stranger", 5), ("broken", 1)):
+            felix(home, *check, *bundles, "--policy", f"{policy}.policy", code=code)
+    said = felix(home, "audit", "verify", "log", *bundles, "--policy", "stranger.policy", code=5)
+    assert "no quorum" in said.err.replace("\n", " ") or "a quorum" in said.err.replace("\n", " ")
+    assert felix(home, "audit", "policy", "--post-quantum", *bundles).out == "quorum none\n", (
+        "no such keys here"
+    )
+    assert os.path.basename(home)
