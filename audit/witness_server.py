@@ -86,8 +86,14 @@ class WitnessServer:
 
     async def start(self) -> None:
         """Listen; `port` is the one that was taken. Raises OSError where the address cannot be used."""
+        handshake_s = None if self._tls is None else self._limits.request_s
         self._server = await asyncio.start_server(
-            self._accept, self._host, self.port, limit=HEAD_BYTES_MAX, ssl=self._tls
+            self._accept,
+            self._host,
+            self.port,
+            limit=HEAD_BYTES_MAX,
+            ssl=self._tls,
+            ssl_handshake_timeout=handshake_s,
         )
         self.port = self._server.sockets[0].getsockname()[1]
 

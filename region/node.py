@@ -175,8 +175,8 @@ class Node:
         witness, trail = await asyncio.to_thread(self._open_audit, data, own)
         self._stack.push_async_callback(asyncio.to_thread, trail.close)
         submissions = Submissions(trail, [each.target(folder.root) for each in config.audit.witnesses])
-        # One note is to have the cosignatures of them all, and of a region that a bridge leads to.
-        trail.expect_cosigners(1 + len(config.audit.witnesses))
+        # One note is to have the cosignatures of them all, and of the regions that bridges may lead to.
+        trail.expect_cosigners(len(mirror.trusted()) + len(config.audit.witnesses))
         submissions.start()
         self._stack.push_async_callback(asyncio.to_thread, submissions.stop)
 
