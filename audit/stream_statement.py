@@ -13,7 +13,8 @@ only after `open_statement` returned. Callers: region.export (signs), bridge, re
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Final, NamedTuple
 
@@ -78,23 +79,41 @@ class Cut(NamedTuple):
     offset: int
 
 
-def cut_of(statement: StreamStatement, epoch: int, read_to: int) -> Cut | None:
-    """None where the shard still holds, or held, what was read of it: up to offset `read_to` (not included), which came last
-    from `epoch`.
+class Span(NamedTuple):
+    """What was read of one epoch: everything from where it began up to offset `read_to` (not included)."""
 
-    Epoch numbers are never given twice (region.log.epochs), so a history with all of that epoch up to there is the one that was
-    read. Where nothing can be told (the history does not reach back to `epoch`, or ends before it), that counts as a cut
-    below all that is held: then everything crosses again, and nothing is lost.
+    epoch: int
+    read_to: int
+
+
+def cut_of(statement: StreamStatement, read: Sequence[Span]) -> Cut | None:
+    """None where the shard holds, or held, all that was read of it. `read`: the newest epochs read from, oldest first, at
+    least one.
+
+    Epoch numbers are never given twice (region.log.epochs): an epoch that stands in two histories began once, on one log,
+    so both have the same records below it, and of it as far as both reach. So histories part where the newest epoch that
+    they share ends in one of them. Where they share none of those remembered, the cut is below all that is held: then everything
+    crosses again, and nothing is lost.
     """
     epochs = statement.epochs
-    following = bisect_right(epochs, epoch, key=lambda each: each.epoch)
-    newest = epochs[-1].epoch if epochs else 0
-    if following == 0 or (following == len(epochs) and newest != epoch):
-        return Cut(newest, min(statement.log_start, read_to))
-    if following == len(epochs):
-        return None if statement.log_end >= read_to else Cut(newest, statement.log_end)
-    end = epochs[following].first_offset
-    return None if end >= read_to else Cut(epochs[following].epoch, end)
+    newest = read[-1]
+    for span in reversed(read):
+        at = bisect_left(epochs, span.epoch, key=lambda each: each.epoch)
+        if at == len(epochs) or epochs[at].epoch != span.epoch:
+            continue
+        end = epochs[at + 1].first_offset if at + 1 < len(epochs) else statement.log_end
+        if span is newest and end >= span.read_to:
+            return None
+        return Cut(epochs[min(at + 1, len(epochs) - 1)].epoch, min(end, span.read_to))
+    return Cut(epochs[0].epoch if epochs else 0, min(statement.log_start, newest.read_to))
+
+
+def parts_below(statement: StreamStatement, read: Span) -> int:
+    """The most that the shard can share with what was read, where only the newest epoch read from is known."""
+    epochs = statement.epochs
+    following = bisect_right(epochs, read.epoch, key=lambda each: each.epoch)
+    end = epochs[following].first_offset if following < len(epochs) else statement.log_end
+    return min(end, read.read_to)
 
 
 class _Signed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
 
+from audit.errors import RolledBackError
 from audit.note import Algorithm, NoteSigner
 from audit.origin import egress_origin, region_origin
 from audit.quorum import Quorum
@@ -38,6 +39,7 @@ from bridge.link import LinkPhase
 from bridge.plan import PlannedLink, plan_links
 from bridge.shore import Shore
 from bridge.tracing import CrossingTracing
+from felix.connection import Link
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.health import HealthServer
 from felix.identity import Identity, TrustBundle, load_identity
@@ -206,6 +208,9 @@ class Agent:
         self._quorum: Quorum | None = None
         self._egress_documents: EgressDocuments
         self._reasons: dict[str, str] = {}
+        self._comparing = asyncio.Lock()
+        self._compared: dict[str, tuple[Link, Link]] = {}
+        """The sessions with source and destination in which both regions' logs were compared with what the other cosigned."""
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -383,6 +388,26 @@ class Agent:
                 "back.",
                 code=Code.ROLLED_BACK,
                 hint="Restore the log's newest copy; nothing crosses until then.",
+            )
+        source = self.shop.source
+        async with self._comparing:
+            sessions = (source.link(), shore.link())
+            if self._compared.get(shore.region) != sessions:
+                await self._check_region_log(shore, source)
+                await self._check_region_log(source, shore)
+                self._compared[shore.region] = sessions
+
+    async def _check_region_log(self, of: Shore, witness: Shore) -> None:
+        """Raises RolledBackError where `witness` cosigned more of a region's own log than that region has."""
+        known = await witness.connection().request(WitnessedSize(region_origin(of.region, self.config.mesh)))
+        if not isinstance(known, Witnessed) or not known.size:
+            return
+        answer = await of.connection().request(GetCheckpoint(known.size))
+        if isinstance(answer, CheckpointAnswer) and answer.size < known.size:
+            raise RolledBackError(
+                f"{witness.region} cosigned {known.size} leaves of the audit log of {of.region}, which has {answer.size}: it "
+                "was rolled back.",
+                hint=f"Have {of.region} restore its log's newest copy; nothing crosses until then.",
             )
 
     async def _log_grant(self, row: PlannedLink) -> None:

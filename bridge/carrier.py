@@ -59,7 +59,7 @@ from bridge.tracing import CrossingTracing
 from bridge.wire import IngestChannel, SealedBatch, SealedFeed
 from felix.backoff import Backoff, BackoffPolicy
 from felix.batch import BatchHeader, decode_header
-from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import GapBody, GapReason
 from felix.identity import Identity
 from felix.messages import (
@@ -540,15 +540,15 @@ class Carrier:
         return SourceShard(answer.statement, statement, chain(statement.incarnation, row.accepted))
 
     def _check_source(self, source: SourceShard) -> None:
-        """Raises RequestError(TRUNCATED) where the source no longer has what was read of it, after the GAP leaf of that."""
+        """Raises CorruptionError(TRUNCATED) where the source no longer has what was read of it, after the GAP leaf of that."""
         ledger, live = self._shop.ledger, source.live
         for each in reversed(source.lives):
             account = ledger.shard(self.link_shard, each.incarnation)
-            if account is not None and account.epoch:
+            if account is not None and account.read:
                 break
         else:
             return
-        cut = cut_of(source.statement, account.epoch, account.read_to)
+        cut = cut_of(source.statement, account.read)
         if each is not live:
             # It was accepted that the link goes on, and it has not begun to: no later than where the histories part.
             most = account.accounted_to if cut is None else min(cut.offset, account.accounted_to)
@@ -560,12 +560,12 @@ class Carrier:
         row, last = self.row, account.accounted_to - 1
         said = (
             f"{row.stream} shard {row.shard} was cut back to offset {cut.offset}, where its epoch {cut.epoch} begins: offsets "
-            f"{cut.offset} to {last} of epoch {account.epoch} had been announced, and are not there as they crossed."
+            f"{cut.offset} to {last}, the newest of epoch {account.read[-1].epoch}, had been announced, and are not there as they crossed."
         )
         raise self._truncated(said, each.incarnation, account, cut, source)
 
     def _check_destination(self, trail: Trail) -> None:
-        """Raises RequestError(TRUNCATED) where the destination no longer has what it gave receipts for."""
+        """Raises CorruptionError(TRUNCATED) where the destination no longer has what it gave receipts for."""
         source, channel = self._source, self._channel
         assert source is not None and channel is not None
         last, at = trail.last_ack(self.link_shard), channel.opened.position
@@ -587,7 +587,7 @@ class Carrier:
 
     def _truncated(
         self, said: str, incarnation: bytes, account: ShardAccount, cut: Cut, source: SourceShard
-    ) -> RequestError:
+    ) -> CorruptionError:
         """The link stops until an operator decides: alarm, GAP leaf (once), and the error that ends the session."""
         shop, row, last = self._shop, self.row, account.accounted_to - 1
         self.alarm = said
@@ -596,11 +596,13 @@ class Carrier:
             log.error("link %s %s/%d: %s", row.grant, row.stream, row.shard, said)
             self.figures.gaps += last + 1 - cut.offset
             template = msgspec.structs.replace(
-                self._template(incarnation), source_epoch=account.epoch, sentence=said
+                self._template(incarnation),
+                source_epoch=account.read[-1].epoch if account.read else 0,
+                sentence=said,
             )
             leaf = gap_leaf(template, GapKind.TRUNCATION, cut.offset, last, shop.clock_ms())
             shop.append([leaf], lambda index, error: None)
-        return RequestError(
+        return CorruptionError(
             said,
             code=Code.TRUNCATED,
             hint="Put the newest copy back; or go on from there, which the logs of both regions will say: felix bridge "
@@ -664,7 +666,7 @@ class Carrier:
         )
         try:
             self._channel = await IngestChannel.open(shore.link(), request, self._received, self._fail)
-        except RequestError as error:
+        except CorruptionError as error:
             if error.code is Code.TRUNCATED:
                 # Only the destination knows of it (another agent carried before): all that is held would cross again.
                 at = source.statement.log_start

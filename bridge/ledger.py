@@ -16,10 +16,13 @@ import msgspec
 
 from audit.leaf import GapKind, Header, Kind, Side
 from audit.position import LinkShard
+from audit.stream_statement import Span
 from felix.errors import CorruptionError
 
 NOTHING: Final = hashlib.sha256(b"").digest()
 """What an INTENT names as its source batch that carries no records over a gap."""
+SPANS_MAX: Final = 64
+"""Epochs of one shard that are remembered: where more were read since a copy was made that is put back, all crosses again."""
 TRUNCATED_MAX: Final = 64
 """Ranges found gone that are remembered of one shard; the log has them all."""
 
@@ -38,10 +41,8 @@ class ShardAccount(msgspec.Struct):
 
     grant_id: str
     accounted_to: int
-    epoch: int
-    """of the newest batch that was read; 0 before the first"""
-    read_to: int
-    """the offset after that batch; gaps come from no epoch, and move only `accounted_to`"""
+    read: list[Span]
+    """of the newest epochs, oldest first, how far batches were read; gaps come from no epoch, and move only `accounted_to`"""
     crossed: int = 0
     withheld: int = 0
     filtered: int = 0
@@ -49,6 +50,14 @@ class ShardAccount(msgspec.Struct):
     """offsets that could not be read"""
     truncated: list[tuple[int, int]] = []
     """ranges that are accounted for and were found gone afterwards: first and last offset"""
+
+    def has_read(self, span: Span) -> None:
+        """A batch up to there was read."""
+        if not self.read or self.read[-1].epoch < span.epoch:
+            del self.read[: 1 - SPANS_MAX]
+            self.read.append(span)
+        elif self.read[-1].epoch == span.epoch:
+            self.read[-1] = Span(span.epoch, max(span.read_to, self.read[-1].read_to))
 
 
 class ShardKey(NamedTuple):
@@ -105,14 +114,14 @@ class Ledger:
             account.truncated.append((header.first_offset, header.last_offset))
             return
         if account is None:
-            account = self._shards[key] = ShardAccount(header.grant_id, after, 0, 0)
+            account = self._shards[key] = ShardAccount(header.grant_id, after, [])
         elif account.grant_id != header.grant_id:
             # Another grant may begin again where the one before it was not answered any more.
             account.grant_id, account.accounted_to = header.grant_id, after
         else:
             account.accounted_to = max(account.accounted_to, after)
-        if header.kind is not Kind.GAP and header.source_batch_sha256 != NOTHING and after >= account.read_to:
-            account.epoch, account.read_to = header.source_epoch, after
+        if header.kind is not Kind.GAP and header.source_batch_sha256 != NOTHING:
+            account.has_read(Span(header.source_epoch, after))
         if header.kind is Kind.INTENT:
             account.crossed += header.records
             grant = self._grant(header.grant_id)

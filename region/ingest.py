@@ -41,9 +41,9 @@ import msgspec
 from audit.leaf import CommitmentKey, Committer, EncodedLeaf, Header, Kind, Side, encode_part
 from audit.position import LinkShard
 from audit.receipt import Receipt, sign_receipt
-from audit.stream_statement import StreamStatement, cut_of, open_statement
+from audit.stream_statement import Span, StreamStatement, cut_of, open_statement, parts_below
 from felix.batch import Batch, decode_batch
-from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import CONTROL_BYTES_MAX, FRAME_HEADER_BYTES, Frame, FrameDecoder, FrameType, encode_frame
 from felix.identity import Peer
 from felix.messages import IngestOpened, OpenIngest, decode_request, encode_error, encode_message
@@ -397,7 +397,7 @@ class IngestStream:
     def _recorded(self, request: OpenIngest, statement: StreamStatement) -> LinkRecord:
         """Where the link stands here: what its slot holds, or where it begins.
 
-        Raises RequestError(TRUNCATED) where the source's history is not the one that was recorded, RequestError(CONFLICT)
+        Raises CorruptionError(TRUNCATED) where the source's history is not the one that was recorded, RequestError(CONFLICT)
         for a statement older than the newest one shown.
         """
         live = self._live(request, statement)
@@ -431,15 +431,17 @@ class IngestStream:
     def _check_history(
         self, request: OpenIngest, statement: StreamStatement, held: LinkRecord, live: Live
     ) -> None:
-        """Raises RequestError(TRUNCATED) where the source's log is not the one that was read, and nobody accepted that."""
+        """Raises CorruptionError(TRUNCATED) where the source's log is not the one that was read, and nobody accepted that."""
         region, where = request.from_region, f"shard {request.shard} of {request.stream}"
-        cut = cut_of(statement, held.epoch, held.read_to) if held.epoch else None
+        read = Span(held.epoch, held.read_to)
+        cut = cut_of(statement, (read,)) if held.epoch else None
+        shared = held.position.next_offset if cut is None else parts_below(statement, read)
         goes_on = live.accepted.truncation.offset if live.accepted is not None else 0
         if held.live == live.incarnation:
             if cut is not None:
-                raise RequestError(
-                    f"{region} cut {where} back to offset {cut.offset}, where its epoch {cut.epoch} begins; records up to "
-                    f"{held.read_to - 1} of epoch {held.epoch} had crossed.",
+                raise CorruptionError(
+                    f"{region} cut {where} back to offset {shared} or further; records up to {held.read_to - 1}, of epoch "
+                    f"{held.epoch}, had crossed.",
                     code=Code.TRUNCATED,
                     hint=f"An operator of {region} decides: felix bridge resume {request.grant} --accept-truncation.",
                 )
@@ -448,14 +450,14 @@ class IngestStream:
             request.grant, request.stream, request.shard, statement.incarnation
         )
         if all(each.incarnation != held.live for each in lives):
-            raise RequestError(
+            raise CorruptionError(
                 f"{where} of {region} crossed under a truncation that is not known here any more.",
                 code=Code.TRUNCATED,
                 hint="Bring the document that accepted it back.",
             )
-        most = min(held.position.next_offset, cut.offset if cut is not None else held.position.next_offset)
+        most = min(held.position.next_offset, shared)
         if goes_on > most:
-            raise RequestError(
+            raise CorruptionError(
                 f"{where} was accepted to go on at offset {goes_on}, and is known here up to {most}: records between would "
                 "never cross.",
                 code=Code.TRUNCATED,

@@ -7,18 +7,25 @@ their offsets.
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from bridge_mesh import Mesh, flight, two_regions, until
+from bridge_mesh import BRIDGE, STREAM, Mesh, flight, two_regions, until
+from rogue_agent import Wild, granted, rogue_agent
 
 from audit.leaf import GapKind, Kind
+from audit.stream_statement import Epoch
 from bridge.agent import Agent
-from felix.messages import LinkState
+from felix.errors import Code, CorruptionError
+from felix.messages import Durability, LinkState, RotateKeys
+from felix.names import StreamName
 from policy.grant import Standing, StandingAction, sign_standing
 from policy.truncation import Truncation
+from region.log.shard import ShardLog
 from region.node import now_ms
 
 Tally = Callable[[str, int], None]
@@ -141,6 +148,197 @@ async def test_a_source_put_back_to_an_older_copy_stops_its_link_until_an_operat
     (gap,) = mesh.headers(mesh.egress_folder, Kind.GAP)
     assert (gap.gap, gap.first_offset, gap.last_offset) == (GapKind.TRUNCATION, 5, 9)
     assert "epoch" in gap.sentence
+    for folder in (mesh.egress_folder, mesh.us.root / "data" / "audit", mesh.ingress_folder):
+        accepted = [
+            each for each in mesh.headers(folder, Kind.STANDING) if each.action == "accept-truncation"
+        ]
+        assert len(accepted) == 1, folder
     incarnations = {header.incarnation for header in mesh.headers(mesh.ingress_folder, Kind.ACK)}
     assert len(incarnations) == 2
     tally("records that crossed and were lost at the source", 5)
+
+
+async def test_a_power_cut_on_an_interval_stream_takes_nothing_that_crossed(mesh: Mesh, tally: Tally) -> None:
+    """Nothing is synced for a minute; what is not must not cross, or it would be gone at the source and stay abroad."""
+    await mesh.create(durability=Durability("interval", 60_000))
+    await mesh.grant()
+    async with mesh.agent() as agent:
+        await mesh.publish(numbered(0, 5))
+        shard = source_shard(mesh)
+        shard._sync_soon()
+        await link(agent, "active", 5)
+        await mesh.publish(numbered(100, 5))
+        assert (shard.high_watermark, shard.synced_offset) == (10, 5)
+        found = [record.offset for record in await mesh.read("us-east", 10)]
+        assert found == list(range(10)), "within the region they are read at once"
+        for _ in range(20):
+            await asyncio.sleep(0.02)
+            assert await mesh.arrived() == 5
+        cut_power(shard)
+    await mesh.stop("us-east")
+    await mesh.start("us-east")
+    assert source_shard(mesh).high_watermark == 5
+    await mesh.publish(numbered(900, 8))
+    async with mesh.agent() as agent:
+        source_shard(mesh)._sync_soon()
+        await link(agent, "active", 13)
+        assert agent.links()[0].cut is None
+    assert mesh.numbers(await mesh.read("eu-west", 13)) == [*range(5), *range(900, 908)]
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    assert checked(mesh) == 13
+    assert mesh.headers(mesh.egress_folder, Kind.GAP) == []
+    tally("records that a power cut took before they crossed", 5)
+
+
+async def test_a_destination_put_back_to_an_older_copy_stops_the_link_and_gets_its_records_again(
+    mesh: Mesh, tmp_path: Path, tally: Tally
+) -> None:
+    await mesh.create()
+    await mesh.grant()
+    await mesh.publish(numbered(0, 5))
+    async with mesh.agent() as agent:
+        await link(agent, "active", 5)
+    await mesh.stop("eu-west")
+    keep(streams_folder(mesh, "eu-west"), tmp_path / "older")
+    for attempt in range(2):
+        await mesh.start("eu-west")
+        await mesh.publish(numbered(100 * (attempt + 1), 5))
+        async with mesh.agent() as agent:
+            await link(agent, "active", 10 + 5 * attempt)
+        await mesh.stop("eu-west")
+        put_back(tmp_path / "older", streams_folder(mesh, "eu-west"))
+        await mesh.start("eu-west")
+        async with mesh.agent() as agent:
+            held = await link(agent, "truncated")
+            assert "eu-west gave receipts" in held.reason and "restored from an older copy" in held.reason
+            assert held.cut is not None and held.cut.offset == 5
+            assert await mesh.arrived() == 5
+            await accept(mesh, held)
+            await link(agent, "active", 10 + 5 * attempt)
+        if not attempt:
+            await mesh.stop("eu-west")
+    expected = [*range(5), *range(100, 105), *range(200, 205)]
+    assert mesh.numbers(await mesh.read("eu-west", 15)) == expected
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    assert checked(mesh) == 5 + 5 + 10 + 10, "the logs have what was received, and what was received again"
+    gaps = mesh.headers(mesh.egress_folder, Kind.GAP)
+    assert [(gap.gap, gap.first_offset, gap.last_offset) for gap in gaps] == [
+        (GapKind.TRUNCATION, 5, 9),
+        (GapKind.TRUNCATION, 5, 14),
+    ]
+    tally("destinations put back to an older copy", 2)
+
+
+@pytest.mark.parametrize(
+    "whose", ["the agent's state", "the source's audit log", "the destination's audit log"]
+)
+async def test_an_audit_log_put_back_to_an_older_copy_lets_nothing_cross(
+    mesh: Mesh, tmp_path: Path, whose: str, tally: Tally
+) -> None:
+    """And the newest copy put back lets it go on."""
+    folders = {
+        "the agent's state": (mesh.us.root / "bridges" / BRIDGE, "egress log"),
+        "the source's audit log": (mesh.us.root / "data" / "audit", "audit log of us-east"),
+        "the destination's audit log": (mesh.ingress_folder, "audit log of eu-west"),
+    }
+    folder, named = folders[whose]
+    await mesh.create()
+    await mesh.grant()
+    await mesh.publish(numbered(0, 5))
+    async with mesh.agent() as agent:
+        await link(agent, "active", 5)
+    await restart(mesh, lambda: keep(folder, tmp_path / "older"))
+    await mesh.publish(numbered(100, 5))
+    async with mesh.agent() as agent:
+        await link(agent, "active", 10)
+        for region in ("us-east", "eu-west"):
+            async with mesh.operator(region) as client:
+                await client.request(RotateKeys("root"))
+        await cosigned(mesh, agent)
+
+    def swap() -> None:
+        keep(folder, tmp_path / "newest")
+        put_back(tmp_path / "older", folder)
+
+    await restart(mesh, swap)
+    await mesh.publish(numbered(900, 5))
+    async with mesh.agent() as agent:
+        held = await link(agent, "denied")
+        assert "rolled back" in held.reason and named in held.reason
+        assert await mesh.arrived() == 10
+    await restart(mesh, lambda: put_back(tmp_path / "newest", folder))
+    async with mesh.agent() as agent:
+        await link(agent, "active", 15)
+    tally("audit logs put back to an older copy", 1)
+
+
+async def restart(mesh: Mesh, between: Callable[[], None]) -> None:
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    between()
+    for region in ("us-east", "eu-west"):
+        await mesh.start(region)
+
+
+async def cosigned(mesh: Mesh, agent: Agent) -> None:
+    """Each region has cosigned what the other's log, and the agent's, hold now."""
+    logs = {name: mesh.nodes[name].services.governance.audit_state() for name in ("us-east", "eu-west")}
+    other = {"us-east": "eu-west", "eu-west": "us-east"}
+
+    async def done() -> bool:
+        found = []
+        for name, (origin, size) in logs.items():
+            witness = mesh.nodes[other[name]].services.governance.witnessing
+            found.append((await witness.witnessed_size(origin)).size >= size)
+        return all(found)
+
+    await until(done, "cosignatures")
+
+
+def source_shard(mesh: Mesh) -> ShardLog:
+    hosted = mesh.nodes["us-east"].broker.streams.get(StreamName.parse(STREAM))
+    assert hosted is not None
+    return hosted.shard(0)
+
+
+def cut_power(shard: ShardLog) -> None:
+    """What was written and not synced is gone; the broker is stopped after this, and must not sync it."""
+    disk = shard._disk
+    assert disk is not None
+    segment, synced = disk.segments[-1], disk._synced_to
+    disk.sync = disk.sync_mark = lambda: None  # type: ignore[method-assign]
+    disk.save_producers = lambda snapshot: None  # type: ignore[method-assign]
+    os.truncate(segment.path, synced)
+
+
+async def test_a_history_that_was_cut_is_refused_by_the_destination_alone(mesh: Mesh, tally: Tally) -> None:
+    """An agent that does not look, or hides what it saw."""
+    grant = await granted(mesh)
+    tried = 0
+    async with rogue_agent(mesh, grant, epoch=7) as agent:
+        await agent.open(statement=mesh.statement(epochs=(Epoch(7, 0),)))
+        agent.send([Wild(b"{}")] * 10)
+        await agent.receipt()
+    histories = {
+        "cut within the epoch": (Epoch(7, 0), Epoch(9, 5)),
+        "cut, and cut again": (Epoch(7, 0), Epoch(8, 9), Epoch(9, 9)),
+        "another history altogether": (Epoch(3, 0), Epoch(9, 2)),
+        "a history that forgot": (Epoch(9, 10),),
+    }
+    for epochs in histories.values():
+        async with rogue_agent(mesh, grant, epoch=9) as agent:
+            with pytest.raises(CorruptionError) as refused:
+                await agent.open(statement=mesh.statement(epochs=epochs))
+            assert refused.value.code is Code.TRUNCATED
+            tried += 1
+    async with rogue_agent(mesh, grant, epoch=7) as agent:
+        with pytest.raises(CorruptionError) as refused:
+            await agent.open(statement=mesh.statement(epochs=(Epoch(7, 0),), log_end=9))
+        assert refused.value.code is Code.TRUNCATED
+        tried += 1
+    async with rogue_agent(mesh, grant, epoch=9) as agent:
+        opened = await agent.open(statement=mesh.statement(epochs=(Epoch(7, 0), Epoch(9, 10))))
+        assert opened.position == 10
+    tally("histories that were cut", tried)

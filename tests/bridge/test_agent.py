@@ -338,15 +338,15 @@ async def test_a_source_that_has_less_than_what_crossed_stops_the_link_with_an_a
     assert hosted is not None
     await hosted.shards[0].truncate(20)
     async with mesh.agent() as agent:
-        stopped = await state(agent, "gap")
-        assert "not written yet" in stopped.reason
+        stopped = await state(agent, "truncated")
+        assert "cut back to offset 20" in stopped.reason
         assert agent.not_ready()
         assert await mesh.arrived() == 50
     await settle(mesh)
     assert mesh.verify_egress().ok
-    assert [header.code for header in mesh.headers(mesh.egress_folder, Kind.DENY)] == [
-        Code.OFFSET_OUT_OF_RANGE
-    ]
+    (gap,) = mesh.headers(mesh.egress_folder, Kind.GAP)
+    assert (gap.gap, gap.first_offset, gap.last_offset) == (GapKind.TRUNCATION, 20, 49)
+    assert mesh.headers(mesh.egress_folder, Kind.DENY) == []
 
 
 async def test_what_was_announced_under_a_revoked_grant_crosses_under_the_next(mesh: Mesh) -> None:
