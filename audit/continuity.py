@@ -6,6 +6,7 @@ Rules, for each link shard and stream incarnation (docs/audit.md, verification s
   INTENT, listed in a WITHHELD, or inside a GAP. WITHHELD leaves come before the INTENT leaves of their batch. A
   link may start anew further on only under another grant; what it left out is counted as skipped. Under another
   grant it may also begin again where batches announced under the one before have no ACK: those did not cross.
+- egress: a GAP of a truncation accounts for nothing: it says of offsets that were accounted for that one end lost them;
 - egress: an ACK answers exactly one INTENT batch: same envelope, same range, same number of records.
 - ingress: source offsets only grow; no record is appended twice.
 - both, version 1: an INTENT or ingress ACK names a grant whose GRANT leaf stands earlier in the same log, with the same

@@ -313,6 +313,29 @@ def test_annotations_survive_roll_retention_and_restart(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_slot_that_was_freed_stays_free_over_roll_truncation_and_restart(tmp_path: Path) -> None:
+    log = open_disk(tmp_path, limits=SMALL)
+    log.write([Frame(placed(batch_of(b"crossed"), 0), 0, 0, 7, b"old"), Frame(None, 1, 0, 8, b"new")], 1_000)
+    log.write([Frame(None, 1, 0, 7)], 1_000)
+    assert log.annotations == {8: b"new"}
+    log.sync()
+    log.close()
+    log = open_disk(tmp_path, limits=SMALL)
+    assert log.annotations == {8: b"new"}
+    for number in range(40):
+        write_batches(log, [batch_of(b"%d" % number * 50)])
+    log.sync()
+    assert log.segment_count > 2
+    log.write([Frame(None, log.end_offset, 0, 8)], 1_000)
+    log.sync()
+    log.close()
+    log = open_disk(tmp_path, limits=SMALL)
+    assert log.annotations == {}
+    log.truncate(log.end_offset - 1)
+    assert log.annotations == {8: b"new"}, "the freeing goes with what it came after"
+    log.close()
+
+
 def test_annotation_and_its_batch_stay_or_go_together(tmp_path: Path) -> None:
     log = open_disk(tmp_path)
     log.write([Frame(placed(batch_of(b"one"), 0), 0, 0, 1, b"position 1")], 1_000)

@@ -72,7 +72,9 @@ def test_every_flipped_bit_of_a_segment_header_is_found() -> None:
 
 
 @given(
-    payload=st.binary(max_size=300), annotation=st.binary(max_size=512), base_offset=st.integers(0, 2**63 - 2)
+    payload=st.binary(max_size=300),
+    annotation=st.binary(max_size=1_024),
+    base_offset=st.integers(0, 2**63 - 2),
 )
 def test_entry_round_trip(payload: bytes, annotation: bytes, base_offset: int) -> None:
     data = entry_bytes(payload, base_offset, annotation=annotation, synced_to=99)

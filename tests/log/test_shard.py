@@ -36,10 +36,11 @@ from felix.errors import (
 from felix.names import StreamName
 from keys.envelope import BatchSealer, DataKey, open_batch
 from keys.key_id import KeyKind, new_key_id
-from region.log.disk import OffsetOutOfRangeError
+from region.log.disk import ANNOTATION_SLOTS_MAX, OffsetOutOfRangeError
 from region.log.durability import EPHEMERAL, Durability
 from region.log.durability import Kind as DurabilityKind
 from region.log.retention import Retention
+from region.log.segment import ANNOTATION_BYTES_MAX
 from region.log.shard import TRANSITIONS, Appended, Event, ShardHooks, ShardLog, ShardSettings, State
 
 pytestmark = pytest.mark.timeout(60)
@@ -286,14 +287,20 @@ async def test_batches_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
         with pytest.raises(RequestError):
             await shard.append(None)
         with pytest.raises(RequestError):
-            await shard.append(batch_of(b"x"), annotation=bytes(513))
+            await shard.append(batch_of(b"x"), annotation=bytes(ANNOTATION_BYTES_MAX + 1))
         sealed = batch_of(b"x")
         with pytest.raises(RequestError):
             await shard.append(sealed.with_header(sealed.header._replace(flags=2)))
-        for slot in range(256):
-            await shard.append(None, annotation=b"at", slot=slot)
+        await asyncio.gather(
+            *(shard.append(None, annotation=b"at", slot=slot) for slot in range(ANNOTATION_SLOTS_MAX))
+        )
         with pytest.raises(RequestError):
-            await shard.append(None, annotation=b"at", slot=256)
+            await shard.append(None, annotation=b"at", slot=ANNOTATION_SLOTS_MAX)
+        freed: list[Appended | FelixError] = []
+        shard.free_slot_nowait(5, freed.append)
+        shard.free_slot_nowait(5, freed.append)
+        await until(lambda: len(freed) == 2)
+        await shard.append(None, annotation=b"at", slot=ANNOTATION_SLOTS_MAX)
 
 
 async def test_body_that_does_not_fit_its_header_never_reaches_the_log(tmp_path: Path) -> None:
