@@ -79,6 +79,8 @@ DOCUMENTS_MAX: Final = 100_000
 DECISIONS_MAX: Final = 4_096
 """Remembered policy decisions; beyond that the memory starts anew."""
 EVERYWHERE: Final = "*"
+NEVER: Final = 1 << 63
+"""A time (ms) that does not come."""
 
 ApprovalCount = Annotated[int, msgspec.Meta(ge=0, le=APPROVALS_MAX)]
 
@@ -506,7 +508,12 @@ class _Entry:
     """By the region that signed them: who signs under another region's id stands beside it, not in its place."""
     approvals: dict[SpiffeId, ApprovalBody] = field(default_factory=dict)
     speaking: dict[str, tuple[ApprovalBody, ...]] = field(default_factory=dict)
-    """By region, once the book is complete: those of the grant's own mesh. Asked at every read."""
+    """By region, once the book is complete: those of the grant's own mesh."""
+    approved_from: int = NEVER
+    """When all approvals that the halves ask for were found to be there. Later they still are: a book does not change, and
+    time only adds to those that count. Asked at every read."""
+    counted_from: dict[tuple[str, ApprovalRule], int] = field(default_factory=dict)
+    """The same for a region's rules."""
 
     def halves(self) -> Iterator[ImportGrant]:
         for held in self.imports.values():
@@ -888,9 +895,11 @@ class GrantBook:
                 f"The grant {name} expired at {Instant(terms.expires)}.",
                 "Make a new grant, and have the destination accept it.",
             )
-        tallies = self._tallies(entry, export, accepted, now)
-        if any(found.missing for found in tallies):
-            return _Step.APPROVALS, _not_approved(name, tallies)
+        if now < entry.approved_from:
+            tallies = self._tallies(entry, export, accepted, now)
+            if any(found.missing for found in tallies):
+                return _Step.APPROVALS, _not_approved(name, tallies)
+            entry.approved_from = now
         for standing in standings:
             if standing is not None and standing.action is StandingAction.PAUSE:
                 return refuse(
@@ -969,9 +978,12 @@ class GrantBook:
                     decision.rule,
                 )
             for rule in decision.approvals:
+                if now >= entry.counted_from.get((policy.region, rule), NEVER):
+                    continue
                 counted = self._tally(entry, export, accepted, policy.region, rule, now)
                 if counted.missing:
                     return _Step.POLICY, _not_approved(name, (counted,), policy, rule)
+                entry.counted_from[policy.region, rule] = now
         spent = used.get(name, 0)
         if terms.budget_bytes and spent >= terms.budget_bytes:
             return _Step.BUDGET, Refusal(

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from approvers import roots, with_approvals
+from approvers import approvals, approver, authority, roots, with_approvals
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from departures import DAY, terms
 from hypothesis import given
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from felix.errors import Code
 from felix.names import SpiffeId, StreamName
-from policy.approval import Document
+from policy.approval import Document, sign_approval
 from policy.grant import (
     CODES,
     TRANSITIONS,
@@ -452,3 +452,130 @@ def test_without_trusted_keys_nothing_is_believed() -> None:
 
 def test_terms_survive_the_journey_whole() -> None:
     assert isinstance(open_export(SignedDocument.parse(EXPORT.encode_token()), TRUSTED).terms, GrantTerms)
+
+
+# ------------------------------------------------------------------------------------------------ approvals
+
+
+def approved(*names: str, at: int = DAY, region: str = "us-east") -> tuple[Document, ...]:
+    return tuple(sign_approval(TERMS.hash(), approver(name, region), at) for name in names)
+
+
+def bare(*documents: Document) -> GrantBook:
+    """Without the approvals that `book` adds."""
+    return GrantBook(documents, TRUSTED, roots())
+
+
+def test_each_side_needs_the_approvals_that_its_half_asks_for() -> None:
+    here, there = approvals(TERMS.hash())
+    for documents, lacking in (
+        ((), "us-east: 0 of 1 (nobody has approved it), 1 missing. eu-west: 0 of 1"),
+        ((here,), "eu-west: 0 of 1 (nobody has approved it), 1 missing."),
+        ((there,), "us-east: 0 of 1 (nobody has approved it), 1 missing."),
+    ):
+        found = refusal(bare(EXPORT, IMPORT, *documents).check(ATTEMPT, None, NOW))
+        assert (found.kind, found.code) == (RefusalKind.NOT_APPROVED, Code.NOT_APPROVED)
+        assert lacking in found.sentence
+        assert f"felix bridge approve {GRANT} --as NAME --region" in found.hint
+        assert bare(EXPORT, IMPORT, *documents).get(GRANT, NOW).state is GrantState.OFFERED
+    view = bare(EXPORT, IMPORT, here, there).get(GRANT, NOW)
+    assert view.state is GrantState.ACTIVE
+    assert [str(found) for found in view.approvals] == [
+        "us-east: 1 of 1 (approved by dpo)",
+        "eu-west: 1 of 1 (approved by dpo)",
+    ]
+
+
+def test_an_approval_that_is_dated_ahead_counts_from_then_on_whatever_was_asked_before() -> None:
+    ahead = bare(EXPORT, IMPORT, *approvals(TERMS.hash(), 20 * DAY))
+    for now, allowed in (
+        (NOW, False),
+        (20 * DAY, True),
+        (20 * DAY - 300_001, False),
+        (20 * DAY - 300_000, True),
+    ):
+        assert isinstance(ahead.check(ATTEMPT, US_POLICY, now), Allowed) is allowed, now
+
+
+def test_a_rule_counts_those_whom_it_names_and_separates() -> None:
+    text = US_POLICY.text.replace(
+        "    approvals: 1 ", "    approvals: 2\n    separate: true\n    approvers: [dpo, ciso, alice] ", 1
+    )
+    strict = parse_policy(text, "us.yaml")
+    eu = approved("dpo", region="eu-west")
+    assert isinstance(
+        bare(EXPORT, IMPORT, *approved("dpo", "ciso"), *eu).check(ATTEMPT, strict, NOW), Allowed
+    )
+    for names, why in (
+        (("dpo",), "1 of 2 (approved by dpo), 1 missing"),
+        (("dpo", "dpo"), "1 of 2 (approved by dpo), 1 missing"),
+        (("dpo", "alice"), "alice does not count: who drew a grant up or accepted it does not approve it"),
+        (("dpo", "legal"), "legal does not count: the rule departures-to-eu does not name this approver"),
+    ):
+        found = refusal(bare(EXPORT, IMPORT, *approved(*names), *eu).check(ATTEMPT, strict, NOW))
+        assert (found.kind, found.rule) == (RefusalKind.NOT_APPROVED, "departures-to-eu")
+        assert why in found.sentence and "revision 1" in found.sentence
+    # The destination's people: neither who drew it up nor who accepted.
+    eu_strict = parse_policy(
+        EU_POLICY.text.replace("approvals: 1", "approvals: 1\n    separate: true"), "eu.yaml"
+    )
+    here = approved("dpo")
+    assert isinstance(bare(EXPORT, IMPORT, *here, *eu).check(ATTEMPT, eu_strict, NOW), Allowed)
+    for name in ("bob", "alice"):
+        found = refusal(
+            bare(EXPORT, IMPORT, *here, *approved(name, region="eu-west")).check(ATTEMPT, eu_strict, NOW)
+        )
+        assert found.kind is RefusalKind.NOT_APPROVED
+
+
+def test_a_policy_may_ask_for_nobody() -> None:
+    nobody = US_POLICY.text.replace("    approvals: 1 ", "    approvals: 0 ", 1)
+    export = sign_export(TERMS, parse_policy(nobody, "us"), US_KEY, NOW)
+    half = sign_import(
+        export,
+        parse_policy(EU_POLICY.text.replace("approvals: 1", "approvals: 0"), "eu"),
+        EU_KEY,
+        TRUSTED,
+        BOB,
+        NOW,
+    )
+    assert isinstance(bare(export, half).check(ATTEMPT, None, NOW), Allowed)
+
+
+def test_grants_of_the_first_version_are_said_to_be_out_of_date() -> None:
+    body = msgspec.json.decode(EXPORT.body)
+    del body["approvals"], body["separate"], body["terms"]["drawn_up_by"]
+    body |= {"version": 1, "terms": body["terms"] | {"version": 1, "approvers": ["alice"]}}
+    old = sign(Purpose.EXPORT, "us-east", canonical(body), US_KEY)
+    found = refusal(bare(old).check(ATTEMPT, US_POLICY, NOW))
+    assert found.kind is RefusalKind.OUTDATED
+    assert (
+        "made by Felix 0.1, where approvals were texts and not signatures; it is not in force any more"
+        in found.sentence
+    )
+
+
+def test_of_halves_of_one_region_the_one_that_was_signed_last_holds_in_any_order() -> None:
+    body = msgspec.json.decode(EXPORT.body, type=ExportGrant)
+    again = sign(
+        Purpose.EXPORT,
+        "us-east",
+        canonical(msgspec.structs.replace(body, approvals=3, signed_at=NOW + 1)),
+        US_KEY,
+    )
+    for order in ((EXPORT, again), (again, EXPORT)):
+        found = refusal(bare(*order, IMPORT, *approvals(TERMS.hash())).check(ATTEMPT, None, NOW))
+        assert "us-east: 1 of 3" in found.sentence
+
+
+def test_an_approver_of_another_mesh_or_region_counts_for_nobody() -> None:
+    other = authority("us-east", "umbrella").issue_identity(
+        SpiffeId("us-east", "umbrella", "approver", "dpo"), DAY // 2
+    )
+    foreign = sign_approval(TERMS.hash(), other, DAY)
+    third = sign_approval(TERMS.hash(), approver("dpo", "ap-south"), DAY)
+    trust = roots("us-east", "eu-west", "ap-south").trusting(authority("us-east", "umbrella").anchor())
+    eu = approved("dpo", region="eu-west")
+    held = GrantBook((EXPORT, IMPORT, foreign, third, *eu), TRUSTED, trust)
+    assert not held.problems
+    assert "us-east: 0 of 1" in refusal(held.check(ATTEMPT, None, NOW)).sentence
