@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import hashlib
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar, cast
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -34,8 +34,9 @@ from felix.names import parse_region
 FILE_BYTES_MAX: Final = 768 * 1024
 """A policy of the largest size, escaped as a JSON text, fits; a grant is some 2 KiB."""
 KEY_ID_BYTES: Final = 16
-VERIFIED_MAX: Final = 4_096
-"""Signatures whose verification is remembered: some 10 MB of grants."""
+VERIFIED_MAX: Final = 1 << 15
+"""Documents whose verification and body are remembered, some 100 MB of grants at worst: more than six regions may keep in another.
+A changed book is a new one, of mostly the same documents."""
 NUMBER_MAX: Final = (1 << 53) - 1
 """What every JSON reader holds exactly (RFC 7493)."""
 
@@ -174,7 +175,12 @@ def verify(document: SignedDocument, trusted: Trusted) -> None:
 
     1. the region is known; 2. the key id is one of that region's keys; 3. the signature holds.
     """
-    keys = trusted.get(document.region, ())
+    _verify(document, tuple(trusted.get(document.region, ())))
+
+
+@lru_cache(maxsize=VERIFIED_MAX)
+def _verify(document: SignedDocument, keys: tuple[bytes, ...]) -> None:
+    """What holds is remembered; what does not is an error, and is looked at again."""
     if not keys:
         raise SignatureError(
             f"The document is signed by {document.region}, whose policy key is not known here.",
@@ -186,33 +192,32 @@ def verify(document: SignedDocument, trusted: Trusted) -> None:
             f"The document is signed with the key {document.key[:32]}, which is none of {document.region}'s policy keys.",
             hint="Import that region's current bundle, or treat the document as forged.",
         )
-    if not _holds(found, document.signature, _message(document.purpose, document.body)):
+    try:
+        Ed25519PublicKey.from_public_bytes(found).verify(
+            document.signature, _message(document.purpose, document.body)
+        )
+    except (InvalidSignature, ValueError):
         raise SignatureError(
             f"The signature of {document.region} does not hold: the document was forged or changed.",
             hint="Do not use it; fetch it again from the region that signed it.",
-        )
-
-
-@lru_cache(maxsize=VERIFIED_MAX)
-def _holds(public_key: bytes, signature: bytes, message: bytes) -> bool:
-    """Remembered, because a changed grant book is a new one, of mostly the same documents."""
-    try:
-        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
+        ) from None
 
 
 def decode_body(document: SignedDocument, type_: type[T], purpose: Purpose) -> T:
     """The body as a struct. Raises SignatureError where it is of another purpose, malformed or not canonical."""
     if document.purpose is not purpose:
         raise _unreadable(f"it is a {document.purpose}, where a {purpose} is needed")
+    return cast(T, _decode(document.body, cast(Hashable, type_)))
+
+
+@lru_cache(maxsize=VERIFIED_MAX)
+def _decode(body: bytes, type_: Any) -> Any:
     try:
-        value = msgspec.json.decode(document.body, type=type_)
+        value = msgspec.json.decode(body, type=type_)
     except FelixError as error:
         raise _unreadable(error.sentence) from None
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise _unreadable(str(error)) from None
-    if canonical(value) != document.body:
+    if canonical(value) != body:
         raise _unreadable("its body is not in canonical form")
     return value

@@ -39,6 +39,7 @@ class DocumentLog:
         self._documents = documents
         self._saved_to = read_to
         self._appending = asyncio.Lock()
+        self._closed = False
 
     @classmethod
     def open(cls, trail: Trail, path: Path) -> DocumentLog:
@@ -59,12 +60,18 @@ class DocumentLog:
 
     async def _append(self, document: bytes, leaf: Leaf) -> bool:
         async with self._appending:
-            if sha256(document).digest() in self._documents:
+            if self._closed or sha256(document).digest() in self._documents:
                 return False
             await asyncio.to_thread(keep_document, self._trail.files.path, document)
             await self._trail.append([leaf])
             self._documents.add(leaf.header.document_sha256)
             return True
+
+    async def close(self) -> None:
+        """What is being appended is appended; nothing more is."""
+        async with self._appending:
+            self._closed = True
+        await asyncio.to_thread(self.save, at_once=True)
 
     def save(self, *, at_once: bool = False) -> None:
         """Bring the snapshot up to the newest checkpoint, where it is far behind. Raises OSError, CorruptionError."""

@@ -87,8 +87,12 @@ PEER_DOCUMENTS_MAX: Final = 5_000
 """Documents signed by one other region: enough for years of grants, and still verified in less than a second."""
 DRAIN_MS: Final = 10_000
 """How long whoever revokes waits for what is on its way under the grant. Its leaf comes behind that, however long it takes."""
+RELOAD_S: Final = 0.02
+"""Documents that the store holds without a leaf get theirs one by one; what allows counts soon after, together."""
 LOG_AGAIN_S: Final = 1.0
 """How soon the leaf of a document is tried again that the audit log did not take."""
+IN_FORCE_LOOK_S: Final = 0.005
+"""How often it is looked whether this broker judges by a new policy."""
 MIRROR_TIMEOUT_S: Final = 10.0
 """How long a put document waits until this broker judges by it."""
 
@@ -207,11 +211,14 @@ class Governance:
         self._taken: set[bytes] = set()
         self._actors: dict[bytes, SpiffeId] = {}
         self._logging: dict[bytes, asyncio.Task[None]] = {}
+        self._reloading: asyncio.TimerHandle | None = None
+        self._closed = False
         self._signed_by: Counter[str] = Counter()
         self._cut_off_ms: int | None = None
         self._book = GrantBook()
         self._policy: ResidencyPolicy | None = None
         self._newest_policy: ResidencyPolicy | None = None
+        self._read_from: tuple[bytes, SignedDocument, ResidencyPolicy] | None = None
         self._remember(remembered)
         self._denials: dict[SpiffeId, _Denials] = {}
         self.witnessing = Witnessing(witness, trail, own.region)
@@ -224,6 +231,8 @@ class Governance:
         self._reload()
 
     def _changed(self, change: MirrorChange) -> None:
+        if self._closed:
+            return
         if change.section in ("grants", "revocations", "denies", "policy", "trusted"):
             try:
                 self._reload()
@@ -386,8 +395,10 @@ class Governance:
         if held is None:
             return None
         try:
-            document = SignedDocument.parse(held.document)
-            policy = self._own_policy(document)
+            if self._read_from is None or self._read_from[0] != held.document:
+                document = SignedDocument.parse(held.document)
+                self._read_from = held.document, document, self._own_policy(document)
+            _, document, policy = self._read_from
             newest = self._newest_policy
             if _digest(document) not in self.logged:
                 if newest is not None and newest.hash != policy.hash:
@@ -666,7 +677,7 @@ class Governance:
         return held
 
     async def _log_and_reload(self, document: Document) -> None:
-        while True:
+        while not self._closed:
             try:
                 await self._log(document)
                 break
@@ -677,8 +688,21 @@ class Governance:
                 if self.trail.failure is not None:
                     return  # nothing crosses any more
             await asyncio.sleep(LOG_AGAIN_S)
-        self._reload()
-        self.broker.recheck_sessions()
+        if not (isinstance(document, SignedDocument) and forbids(document)):
+            self._reload_soon()
+
+    def _reload_soon(self) -> None:
+        """Judge by what has its leaf now; once for many documents."""
+        if self._reloading is None and not self._closed:
+            self._reloading = asyncio.get_running_loop().call_later(RELOAD_S, self._reload_now)
+
+    def _reload_now(self) -> None:
+        self._reloading = None
+        if not self._closed:
+            try:
+                self._reload()
+            finally:
+                self.broker.recheck_sessions()
 
     async def _log(self, document: Document) -> None:
         """Append the document's leaf, where the log has none. Raises AuditUnavailableError, OSError."""
@@ -716,10 +740,11 @@ class Governance:
 
     async def close(self) -> None:
         """Leaves that are being written are written; the next start reads on from here."""
+        self._closed = True
         for task in list(self._logging.values()):
             task.cancel()
         await asyncio.gather(*self._logging.values(), return_exceptions=True)
-        await asyncio.to_thread(self.logged.save, at_once=True)
+        await self.logged.close()
 
     async def _put_approval(self, actor: SpiffeId, approval: Approval) -> str:
         trust, now = self.broker.trust, self.broker.clock_ms()
@@ -817,6 +842,9 @@ class Governance:
         self._actors[_digest(document)] = actor
         await self._log(document)
         await self._catalog.put_policy(policy.revision, document.encode_file())
+        async with asyncio.timeout(MIRROR_TIMEOUT_S):
+            while self._policy is None or self._policy.revision < policy.revision:  # noqa: ASYNC110 - nobody announces it
+                await asyncio.sleep(IN_FORCE_LOOK_S)
         return f"Policy revision {policy.revision} of {policy.region} is in force."
 
     async def _put_bundle(self, body: bytes) -> str:

@@ -47,10 +47,9 @@ VALUES: dict[str, Any] = {
     "kind": "export", "body": b"x", "level": "data", "subscription": 1, "change": SubscriptionChange(), "shard": 0,
     "shards": 1, "incarnation": b"i" * 16, "epoch": 1, "transfer_key": b"k", "signature": b"s", "key": b"k" * 16,
     "public_key": b"p", "checkpoint": b"c", "proof": [], "origin": "us-east.acme/audit", "cosigned": b"c",
-    "credit_bytes": 0, "what": "streams", "statement": b"",
+    "credit_bytes": 0, "what": "streams", "statement": b"s", "start": Start("earliest"),
 }  # fmt: skip
 """A value for each field that a request must have."""
-STARTS = {OpenIngest: 0}
 
 pytestmark = pytest.mark.parametrize("engine", ENGINES)
 
@@ -60,9 +59,7 @@ def sample(request: type[Message]) -> Message:
     fields: dict[str, Any] = {}
     for field in msgspec.structs.fields(request):
         if field.required:
-            fields[field.name] = (
-                STARTS.get(request, Start("earliest")) if field.name == "start" else VALUES[field.name]
-            )
+            fields[field.name] = VALUES[field.name]
     return request(**fields)
 
 

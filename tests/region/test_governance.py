@@ -150,7 +150,7 @@ async def test_documents_that_cannot_be_taken_in_allow_nothing(
     def broken(*_: object) -> object:
         raise MemoryError
 
-    monkeypatch.setattr("region.governance.SignedDocument.parse", broken)
+    monkeypatch.setattr(Governance, "_sorted_documents", broken)
     await catalog(mesh).put_trusted("ap-south", b"{}")
     await until(lambda: "ap-south" in mesh.nodes["us-east"].services.requests._mirror.trusted(), "the change")
     assert refusal(mesh, grant).code in (Code.GRANT_MISSING, Code.RESIDENCY_DENIED)
