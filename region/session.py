@@ -88,6 +88,11 @@ RIGHTLESS_BYTES_MAX: Final = 384 << 10
 waits for its first grant, or a hundred documents. Fragments cost an engine up to 12 times as much (felix.transport.port), and a
 broker has few such sessions (region.broker)."""
 
+RIGHTLESS_REQUESTS_MAX: Final = 16
+"""Requests of such a session under way at once: their answers, of at most 256 KiB each, are what it can make a broker hold."""
+RIGHTLESS_BACKLOG_BYTES_MAX: Final = 2 << 20
+"""And bytes that wait for it: some answers of a listing, which it asked for and does not read."""
+
 _CLOSE_GRACE_S: Final = 0.2
 """Time for the last error frame to leave before the connection closes."""
 
@@ -178,9 +183,10 @@ class ClientSession:
 
     def _check_backlog(self) -> None:
         connection = self.connection
-        if connection is not None and connection.backlog_bytes() > BACKLOG_BYTES_MAX:
+        limit = BACKLOG_BYTES_MAX if self._is_wide else RIGHTLESS_BACKLOG_BYTES_MAX
+        if connection is not None and connection.backlog_bytes() > limit:
             raise UnavailableError(
-                f"More than {BACKLOG_BYTES_MAX} bytes wait for this client, which asks and does not read.",
+                f"More than {limit} bytes wait for this client, which asks and does not read.",
                 code=Code.LIMIT_MEMORY,
                 hint="Read what was asked for before asking for more.",
             )
@@ -312,7 +318,7 @@ class ClientSession:
         left_s = max(0.0, peer.not_after_ms / 1000 - time.time())
         self._timeout = asyncio.get_running_loop().call_later(min(left_s, TIMER_S_MAX), self._identity_ended)
         self._open_windows()
-        limits = Limits(BATCH_BYTES_MAX, SUBSCRIPTIONS_MAX, STREAMS_MAX, REQUESTS_MAX)
+        limits = Limits(BATCH_BYTES_MAX, SUBSCRIPTIONS_MAX, STREAMS_MAX, self._requests_max)
         rights = broker.rights_of(identity)
         credit = self.publish_window.window_bytes
         self._control.welcome(Welcome(self.name, str(identity), credit, limits, rights))
@@ -517,6 +523,10 @@ class ClientSession:
 
     # -- requests --------------------------------------------------------------------------------------
 
+    @property
+    def _requests_max(self) -> int:
+        return REQUESTS_MAX if self._is_wide else RIGHTLESS_REQUESTS_MAX
+
     def _request(self, correlation: int, request: Request) -> None:
         if isinstance(request, OpenPublisher) or type(request) in self.services.exchanges:
             raise ProtocolError(
@@ -532,11 +542,11 @@ class ClientSession:
                 subscription.finish()
             self.answer(correlation, Done())
             return
-        if len(self._tasks) >= REQUESTS_MAX:
+        if len(self._tasks) >= self._requests_max:
             self.refuse(
                 correlation,
                 UnavailableError(
-                    f"{REQUESTS_MAX} requests of this session are under way, the most that are allowed.",
+                    f"{self._requests_max} requests of this session are under way, the most that are allowed.",
                     code=Code.LIMIT_RATE,
                     retry_after_ms=50,
                 ),

@@ -16,13 +16,13 @@ import pytest
 from bridge_mesh import BRIDGE, Mesh, two_regions
 from quic_stranger import CONTROL, Stranger, fragments, stream_frame
 from region_home import make_region
-from region_peer import RawPeer, client, raw_peer, until
+from region_peer import RawPeer, client, encode_request, raw_peer, until
 from region_process import BrokerProcess, fixed_region
 
 from felix.errors import Code, FelixError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES
 from felix.identity import load_identity
-from felix.messages import ListStreams, PutQuota
+from felix.messages import DocumentPage, ListDocuments, ListStreams, PutQuota
 from felix.quota import QuotaLimits
 from felix.transport.port import ENGINE_NAMES
 from keys.bundle import decode_bundle
@@ -31,7 +31,12 @@ from region.config import LimitsConfig, load_config
 from region.founding import issue_identity, trust_region
 from region.node import now_ms
 from region.places import FOREIGN_PER_IDENTITY
-from region.session import REQUESTS_HELD_BYTES_MAX, RIGHTLESS_BYTES_MAX
+from region.session import (
+    REQUESTS_HELD_BYTES_MAX,
+    RIGHTLESS_BACKLOG_BYTES_MAX,
+    RIGHTLESS_BYTES_MAX,
+    RIGHTLESS_REQUESTS_MAX,
+)
 
 Tally = Callable[[str, int], None]
 ALLOWED_BYTES = 64 << 20
@@ -88,6 +93,32 @@ async def test_requests_that_are_not_whole_are_charged(
         await mesh.stop("us-east")
     assert REQUESTS_HELD_BYTES_MAX == 1 << 20
     tally("requests that never became whole", sessions * (streams if kind != "control stream" else 1))
+
+
+async def test_answers_that_nobody_reads_are_few_without_a_right(mesh: Mesh, tally: Tally) -> None:
+    """Large documents are put by its own region; a bridge without a grant lists them over and over, and takes nothing."""
+    node = mesh.nodes["eu-west"]
+    asked, answer = 60, DocumentPage({str(number): bytes(200_000) for number in range(1)})
+
+    async def pages(*_: object) -> DocumentPage:
+        return answer
+
+    node.services.requests.answer = pages  # type: ignore[method-assign, assignment]
+    identity = load_identity(mesh.us.identity(BRIDGE))
+    async with raw_peer(mesh.eu, node.address, identity=identity, region="eu-west") as peer:
+        assert peer.established is not None
+        assert peer.established.welcome.limits.requests_max == RIGHTLESS_REQUESTS_MAX
+        (session,) = (each for each in node.broker.sessions if each.identity == identity.spiffe_id)
+        connection = session.connection  # type: ignore[attr-defined]
+        peer.go_deaf()
+        most = 0
+        for number in range(1, asked + 1):
+            peer.send(encode_request(ListDocuments("grant"), number))
+            await asyncio.sleep(0.005)
+            most = max(most, connection.backlog_bytes())
+        await until(lambda: session.ended)  # type: ignore[attr-defined]
+        assert 0 < most <= RIGHTLESS_BACKLOG_BYTES_MAX + RIGHTLESS_REQUESTS_MAX * (256 << 10)
+    tally("answers that nobody reads", asked)
 
 
 async def test_a_foreign_bridge_takes_few_places_and_a_quota_counts_for_it(mesh: Mesh, tally: Tally) -> None:
