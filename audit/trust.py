@@ -201,6 +201,11 @@ class Trust:
         return Trust(self._regions.values(), self._outside, policy)
 
     @property
+    def policy(self) -> WitnessPolicy | None:
+        """What quorum is asked for, where a policy says so."""
+        return self._policy
+
+    @property
     def regions(self) -> tuple[str, ...]:
         """The trusted regions' names, sorted."""
         return tuple(sorted(self._regions))

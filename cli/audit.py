@@ -516,7 +516,7 @@ def report(
     json: JsonOption = False,
 ) -> None:
     """Turn audit logs into the transfer register, reconciliation, exceptions, volumes and lineage, with Spark."""
-    from audit.spark.report import run_report
+    from audit.spark.report import EXIT_DIFFERENCES, run_report
 
     logs: list[str] = log or [str(path) for path in choose_logs(None, region)]
     trust = trusted(bundle, policy)
@@ -542,8 +542,12 @@ def report(
         out.print(
             f"{result.page}: {result.leaves:,} leaves, {result.record_entries:,} records, {result.seconds:.1f} s"
         )
-    if result.exit_code:
+    missing = result.report.missing
+    for sentence in (*missing.counterparts, *missing.region_logs):
+        note(sentence)
+    if result.exit_code == EXIT_DIFFERENCES:
         note(
             "The logs differ, or something crossed outside its terms: see the reconciliation and the exceptions."
         )
+    if result.exit_code:
         raise typer.Exit(result.exit_code)

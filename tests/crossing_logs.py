@@ -1,6 +1,6 @@
 """Real audit logs for the report's tests: two links' worth of days, written by the real trail.
 
-The world is made once, by hand, in this order: two grants; batches over several days in two streams and two shards, with
+The world is made once, by hand, in this order: two grants, with all that is signed for them; batches over several days in two streams and two shards, with
 records withheld, in some batches all of them; denied attempts for a stream without a grant; a gap at the source; a grant that ends by its own term,
 after which attempts are denied; a last batch that is still on its way. What is counted afterwards is counted from the
 files (`count_files`), by code that shares nothing with the reports but the leaf codec.
@@ -20,28 +20,33 @@ from typing import Any, NamedTuple
 
 from audit_log import (
     BRIDGE,
-    DOCUMENT,
     EGRESS_ORIGIN,
     INGRESS_ORIGIN,
-    OPERATOR,
     REGION_ORIGIN,
     log_signer,
     receipt_for,
     trust,
     witness_signer,
 )
+from signed_grants import (
+    Signed,
+    grant_leaves,
+    opened_policy,
+    paper_leaf,
+    policy_document,
+    signed_grant,
+    standing,
+)
 
 from audit.errors import AuditUnavailableError
 from audit.leaf import (
     CommitmentKey,
     Committer,
-    FieldLineage,
     GapKind,
     Header,
     Kind,
     Leaf,
     Side,
-    Terms,
     decode_leaf,
     intent_leaves,
     iter_entries,
@@ -52,12 +57,15 @@ from audit.tile import bundle_path
 from audit.trail import Trail, TrailSettings
 from audit.witness import MemoryWitnessStore, Witness
 from felix.batch import Record
+from policy.grant import StandingAction
+from policy.terms import Basis
+from policy.transform import KeyRule, build_spec
 
 __all__ = ["EGRESS_ORIGIN", "INGRESS_ORIGIN", "REGION_ORIGIN", "trust"]
 
 DAY_MS = 86_400_000
-START_MS = 1_749_945_600_000
-"""2025-06-15T00:00:00Z"""
+START_MS = 1_760_054_400_000
+"""2025-10-10T00:00:00Z"""
 DAYS = 5
 DEPARTURES = "acme/ops/departures"
 ORDERS = "acme/payments/orders"
@@ -66,50 +74,23 @@ INCARNATION = sha256(b"incarnation").digest()[:16]
 COMMITMENT_KEY = CommitmentKey(sha256(b"commitment key").digest()[:16], sha256(b"secret").digest())
 QUIET = TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30)
 
-TERMS = {
-    DEPARTURES: Terms(
-        purpose="delay analytics",
-        basis="scc",
-        article="GDPR 46(2)(c)",
-        mechanism="module two",
-        reference="SCC-2026-014",
-        assessment="TIA-2026-003",
-        categories=("operational", "contact"),
-        data_subjects=("passengers",),
-        exporter="Acme Inc.",
-        importer="Acme Europe B.V. <script>alert(1)</script>",
-        source_country="US",
-        destination_country="NL",
-        owner="flight operations",
-        approvers=(OPERATOR, "spiffe://us-east.acme/operator/bob"),
-        not_before_ms=START_MS - DAY_MS,
-        expires_ms=START_MS + 90 * DAY_MS,
-        lineage=(
-            FieldLineage(field="tailnum", action="pseudonymize"),
-            FieldLineage(field="crew", action="drop"),
-            FieldLineage(field="carrier", action="keep", output="airline"),
+SIGNED = {
+    DEPARTURES: signed_grant(
+        purpose="delay analytics", mechanism="module two", transfer_assessment="TIA-2026-003",
+        categories=("operational", "contact"), importer="Acme Europe B.V. <script>alert(1)</script>",
+        owner="flight operations", stream=DEPARTURES, expires=START_MS + 90 * DAY_MS,
+        transform=build_spec(
+            pseudonymize=["tailnum"], drop=["crew"], filter_="carrier != 'XX'", headers=["x-batch"], trace=True
         ),
-        filter="carrier != 'XX'",
     ),
-    ORDERS: Terms(
-        purpose="fraud detection",
-        basis="adequacy",
-        article="GDPR 45",
-        reference="=Decision 2023/1795",
-        categories=("payment",),
-        exporter="Acme Inc.",
-        importer="Acme Europe B.V.",
-        source_country="US",
-        destination_country="NL",
-        owner="payments",
-        approvers=(OPERATOR,),
-        not_before_ms=START_MS - DAY_MS,
-        expires_ms=START_MS + 3 * DAY_MS,
-        lineage=(FieldLineage(field="card", action="mask"), FieldLineage(field="customer", action="hash")),
-        keep_others=False,
-        onward=True,
+    ORDERS: signed_grant(
+        purpose="fraud detection", basis=Basis.ADEQUACY, reference="=Decision 2023/1795", categories=("payment",),
+        importer="Acme Europe B.V.", owner="payments", stream=ORDERS, expires=START_MS + 3 * DAY_MS, onward=True,
+        transform=build_spec(keep=["amount"], mask=["card"], hash_=["customer"], key=KeyRule.HASH),
     ),
-}
+}  # fmt: skip
+"""Both grants, with everything that regions and approvers sign."""
+TERMS = {stream: signed.terms for stream, signed in SIGNED.items()}
 
 
 class Made(NamedTuple):
@@ -120,11 +101,11 @@ class Made(NamedTuple):
 
 
 def terms_hash(stream: str) -> bytes:
-    return sha256(b"terms " + stream.encode()).digest()
+    return TERMS[stream].hash() if stream in TERMS else sha256(b"terms " + stream.encode()).digest()
 
 
 def grant_id(stream: str) -> str:
-    return terms_hash(stream).hex()[:32]
+    return SIGNED[stream].grant if stream in SIGNED else f"g-{terms_hash(stream).hex()[:16]}"
 
 
 @dataclass
@@ -147,17 +128,14 @@ class World:
     def granted(self, stream: str, shard: int) -> dict[str, Any]:
         return {
             "destination_stream": stream, "shard": shard, "source_epoch": 1, "incarnation": INCARNATION,
-            "grant_id": grant_id(stream), "terms_hash": terms_hash(stream), "policy_version": 3,
-            "policy_hash": sha256(b"policy").digest(), "source_key_id": sha256(stream.encode()).digest()[:16],
+            "grant_id": grant_id(stream), "terms_hash": terms_hash(stream), "policy_version": 1,
+            "policy_hash": opened_policy(policy_document("us-east")).hash, "source_key_id": sha256(stream.encode()).digest()[:16],
         }  # fmt: skip
 
-    def grant(self, stream: str, time_ms: int, terms: Terms | None = None) -> None:
+    def grant(self, stream: str, time_ms: int, signed: Signed | None = None) -> None:
+        """All documents of a grant, in both logs: policy, both halves, approvals."""
         for side, appends in ((Side.EGRESS, self.egress), (Side.INGRESS, self.ingress)):
-            header = self.header(
-                Kind.GRANT, side, time_ms, stream, destination_stream=stream, grant_id=grant_id(stream),
-                terms_hash=terms_hash(stream), terms=terms or TERMS[stream], actor=OPERATOR, **DOCUMENT,
-            )  # fmt: skip
-            appends.append([Leaf(header)])
+            appends.append(grant_leaves(signed or SIGNED[stream], side, time_ms))
 
     def batch(
         self,
@@ -259,21 +237,14 @@ class World:
         self.cross(common, intents)
 
     def revoke(self, stream: str, time_ms: int) -> None:
-        header = self.header(
-            Kind.REVOKE, Side.EGRESS, time_ms, stream, grant_id=grant_id(stream), actor=OPERATOR,
-            sentence="The contract ended.", **DOCUMENT,
-        )  # fmt: skip
-        self.egress.append([Leaf(header)])
+        document = standing(grant_id(stream), StandingAction.REVOKE, at=time_ms)
+        leaf = paper_leaf(document, SIGNED[stream], time_ms=time_ms, sentence="The contract ended.")
+        self.egress.append([leaf])
 
 
 def five_days(batches: int = 200) -> World:
     """The world of the module's docstring."""
     world = World()
-    policy = Header(
-        kind=Kind.POLICY, side=Side.EGRESS, time_ms=START_MS - 2_000, source_region="us-east",
-        destination_region="eu-west", policy_version=3, policy_hash=sha256(b"policy").digest(), actor=OPERATOR, **DOCUMENT,
-    )  # fmt: skip
-    world.egress.append([Leaf(policy)])
     for stream in TERMS:
         world.grant(stream, START_MS - 1_000)
     for number in range(batches):
@@ -281,7 +252,7 @@ def five_days(batches: int = 200) -> World:
         stream = ORDERS if number % 3 == 1 else DEPARTURES
         if number % 31 == 7:
             world.deny(CREW, time_ms, 501, "No grant lets acme/ops/crew leave us-east for eu-west.")
-        if stream == ORDERS and time_ms >= TERMS[ORDERS].expires_ms:
+        if stream == ORDERS and time_ms >= TERMS[ORDERS].expires:
             world.deny(
                 ORDERS, time_ms, 503, "The grant has expired.", grant_id=grant_id(ORDERS),
                 terms_hash=terms_hash(ORDERS),

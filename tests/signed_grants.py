@@ -54,6 +54,8 @@ classes:
     {toward}: {{regions: [us-east, eu-west, ap-south]}}
     bases: [scc, adequacy]
     keys: [keep, drop, hash, pseudonymize]
+    headers: [x-batch]
+    trace: true
     lifetime: 900d
     onward: true
     wildcards: true

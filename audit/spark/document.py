@@ -50,6 +50,16 @@ class VerifiedLog:
 
 
 @dataclass(frozen=True, slots=True)
+class Missing:
+    """What would have to be given for the report to say more. Sentences for people; nothing is counted by them."""
+
+    counterparts: tuple[str, ...]
+    """of each link of which only one side's log was given: which one is missing"""
+    region_logs: tuple[str, ...]
+    """of each region of a link whose own log was not given: what may stand only there"""
+
+
+@dataclass(frozen=True, slots=True)
 class Totals:
     """The sums over the register and the reconciliation."""
 
@@ -85,6 +95,7 @@ class Report:
     """width of one bar of the time line"""
     time_line: tuple[tuple[int, str, int, int, int], ...]
     """(start, stream, records, payload bytes, withheld), ascending"""
+    missing: Missing
     left_out: int
     """findings beyond the limit that are counted and not listed"""
 
@@ -130,6 +141,10 @@ def as_json(report: Report) -> dict[str, Any]:
             }
             for log in report.logs
         ],
+        "not_given": {
+            "counterparts": list(report.missing.counterparts),
+            "region_logs": list(report.missing.region_logs),
+        },
         "findings_left_out": report.left_out,
         "tables": {table.name: json_rows(table) for table in report.tables},
     }

@@ -2,7 +2,8 @@
 
 Three kinds of severity, because they ask for different answers:
 
-- `breach`   the log shows a crossing that its own terms do not allow;
+- `breach`   the log shows a crossing that its own terms do not allow, or breaks a rule that every log keeps (steps 7
+             and 10 of the verification: `rule-broken`, where nothing above says it better);
 - `refused`  a control worked: something was tried and did not happen;
 - `notice`   allowed, and worth knowing: wildcards, onward transfers, gaps, revocations, destroyed keys.
 
@@ -56,9 +57,10 @@ _DENIALS: Final = {
 """felix.errors.Code of a DENY leaf to the exception's name; any other code is plainly `denied`."""
 
 
-def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame) -> DataFrame:
+def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame, story: DataFrame) -> DataFrame:
     """The exceptions of the window. `all_leaves` and `terms` are of the whole logs: a revocation before the
-    window forbids crossings inside it."""
+    window forbids crossings inside it. `story`: what the verification's steps 7 and 10 found in whole logs (log, leaf_index,
+    sentence)."""
     denial = "CASE code " + " ".join(f"WHEN {code} THEN '{name}'" for code, name in _DENIALS.items())
     return leaves.sparkSession.sql(
         f"""
@@ -67,7 +69,7 @@ def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame) -> DataFr
             WHERE kind = 'REVOKE' GROUP BY log, grant_id
         ),
         crossed AS (
-            SELECT leaves.*, terms.terms_hash AS known_terms, terms.expires_ms AS ends_ms,
+            SELECT leaves.*, terms.signed, terms.expires_ms AS ends_ms,
                    terms.not_before_ms AS begins_ms, revoked.revoked_leaf
             FROM {{leaves}} AS leaves
             LEFT JOIN {{terms}} AS terms ON leaves.terms_hash = terms.terms_hash
@@ -76,8 +78,12 @@ def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame) -> DataFr
         ),
         events AS (
             SELECT '{BREACH}' AS severity, 'crossed-without-terms' AS exception, *,
-                   'Records crossed under terms that no GRANT leaf of these logs states.' AS words
-            FROM crossed WHERE known_terms IS NULL
+                   'Records crossed under terms for which no signed, accepted and approved grant stands in these logs.' AS words
+            FROM crossed WHERE signed IS NULL
+            UNION ALL
+            SELECT '{NOTICE}', 'terms-unsigned', *,
+                   'Records crossed under terms that leaves of version 1 state: whether anybody signed them is not shown.'
+            FROM crossed WHERE NOT signed
             UNION ALL
             SELECT '{BREACH}', 'crossed-after-expiry', *, 'Records crossed after the grant had expired.'
             FROM crossed WHERE ends_ms > 0 AND time_ms >= ends_ms
@@ -98,6 +104,14 @@ def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame) -> DataFr
                    bridge AS actor, CAST(NULL AS STRING) AS action, CAST(NULL AS STRING) AS rule,
                    CAST(NULL AS INT) AS code, words AS sentence, records, time_ms, log, leaf_index
             FROM events
+            UNION ALL
+            SELECT '{BREACH}', 'rule-broken', leaves.source_region, leaves.destination_region, leaves.stream,
+                   leaves.grant_id, coalesce(leaves.bridge, leaves.actor), CAST(NULL AS STRING), CAST(NULL AS STRING),
+                   CAST(NULL AS INT), story.sentence, leaves.records, leaves.time_ms, leaves.log, leaves.leaf_index
+            FROM {{story}} AS story JOIN {{all_leaves}} AS leaves
+                ON story.log = leaves.log AND story.leaf_index = leaves.leaf_index
+            LEFT ANTI JOIN (SELECT log, leaf_index FROM events WHERE severity = '{BREACH}') AS told
+                ON story.log = told.log AND story.leaf_index = told.leaf_index
             UNION ALL
             SELECT '{REFUSED}', {denial} ELSE 'denied' END, source_region, destination_region, stream, grant_id,
                    actor, action, rule, code, sentence, 0, time_ms, log, leaf_index
@@ -144,4 +158,5 @@ def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame) -> DataFr
         leaves=leaves,
         all_leaves=all_leaves,
         terms=terms,
+        story=story,
     )

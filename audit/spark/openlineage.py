@@ -116,6 +116,8 @@ def events(report: Report) -> list[dict[str, Any]]:
     by_transfer: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     key_names = ("source_region", "stream", "bridge", "destination_region", "terms_hash")
     for field in report.lineage.records():
+        if field["part"] != "field":
+            continue  # the facet is about the payload's fields
         by_transfer.setdefault(tuple(field[name] for name in key_names), []).append(field)
     made: list[dict[str, Any]] = []
     for row in report.register.records():

@@ -146,7 +146,7 @@ def _verdict(report: Report) -> tuple[str, str]:
     if reconciliation.OPEN in statuses:
         return "warn", f"{count(report.totals.open)} batches open, the rest reconciled"
     if reconciliation.ONE_SIDE in statuses:
-        return "info", "One side only: nothing to reconcile with"
+        return "warn", "One side only: nothing to reconcile with"
     return ("good", "Egress and ingress reconcile") if statuses else ("info", "Nothing to reconcile")
 
 
@@ -180,6 +180,16 @@ def _head(report: Report) -> str:
 
 def _card(name: str, value: str, note: str) -> str:
     return f'<div class="card"><div class="name">{name}</div><div class="value">{value}</div><div class="note">{note}</div></div>'
+
+
+def _not_given(report: Report) -> str:
+    """What the reader should know is missing, before any number."""
+    missing = report.missing
+    if not missing.counterparts and not missing.region_logs:
+        return ""
+    said = "".join(f"<li>{escape(each)}</li>" for each in (*missing.counterparts, *missing.region_logs))
+    badge = _badge("warn" if missing.counterparts else "info", "Logs that were not given")
+    return f'<div class="missing">{badge}<ul>{said}</ul></div>'
 
 
 def _summary(report: Report) -> str:
@@ -241,7 +251,7 @@ def _summary(report: Report) -> str:
         '<section id="summary" aria-labelledby="summary-h"><h2 id="summary-h">Summary</h2>'
         f'<p class="lead">What crossed a border in the window asked for ({_asked(report)}), under which approval, and whether '
         "both sides&rsquo; signed logs say the same.</p>"
-        f'<p class="statement">{escape(STATEMENT)}</p><div class="cards">{cards}</div>'
+        f'<p class="statement">{escape(STATEMENT)}</p>{_not_given(report)}<div class="cards">{cards}</div>'
         f"{accounting if rows else ''}</section>"
     )
 
@@ -363,8 +373,10 @@ def _register(report: Report, colours: dict[str, int]) -> str:
 def _legal(row: dict[str, Any]) -> str:
     if not row["terms_hash"]:
         return '<span class="quiet">no grant</span>'
+    if row["unsigned"]:
+        return _badge("warn", "not signed")
     if not row["terms_found"]:
-        return _badge("bad", "terms not in the logs")
+        return _badge("bad", "no signed terms")
     parts = [row["basis"], row["article"], row["reference"]]
     return "<br>".join(escape(part) for part in parts if part)
 
@@ -373,6 +385,17 @@ def _state(row: dict[str, Any]) -> str:
     if not row["terms_hash"]:
         return _badge("info", "nothing moved")
     return _badge(_STATUS.get(row["reconciliation"], "info"), row["reconciliation"] or "–")
+
+
+def _no_terms(row: dict[str, Any]) -> str:
+    """In place of legal fields, where no signed documents give them."""
+    if not row["unsigned"]:
+        return f"<p>{_badge('bad', 'No signed, accepted and approved grant stands in these logs')}</p>"
+    claims = "".join(f"<li>{escape(claim)}</li>" for claim in row["unsigned"])
+    return (
+        f"<p>{_badge('warn', 'Claims that nobody signed')} Leaves of version 1 say this of the terms. No signature over any of "
+        f'it was checked.</p><ul class="quiet">{claims}</ul>'
+    )
 
 
 def _transfer(number: int, row: dict[str, Any], colours: dict[str, int]) -> str:
@@ -390,10 +413,15 @@ def _transfer(number: int, row: dict[str, Any], colours: dict[str, int]) -> str:
         ("Exporter", _text(row["exporter"])),
         ("Importer", _text(row["importer"])),
         ("Owner", _text(row["owner"])),
-        ("Approvers", _text(row["approvers"])),
+        ("Drawn up by", _text(row["drawn_up_by"])),
+        ("Approved by", _text(row["approvers"])),
+        ("Accepted by", _text(row["accepted_by"])),
         ("Valid from (UTC)", moment(row["not_before"])),
         ("Valid until (UTC)", moment(row["expires"])),
         ("Filter", _code(row["filter"])),
+        ("Record key", _text(row["key_rule"])),
+        ("Headers that cross", _text([*(row["headers"] or []), *(["traceparent"] if row["trace"] else [])])),
+        ("Format", _text(row["format"])),
         ("Onward transfer", "allowed" if row["onward"] else "not allowed"),
         ("Names by pattern", _text(row["wildcard"])),
     ]
@@ -429,11 +457,7 @@ def _transfer(number: int, row: dict[str, Any], colours: dict[str, int]) -> str:
     return (
         f'<article class="transfer" aria-labelledby="t{number}"><h3 id="t{number}"><span>{swatch}{number}. {_text(row["stream"])} '
         f'<span class="quiet">{escape(route)}</span></span>{_state(row)}</h3>'
-        + (
-            _items(legal)
-            if row["terms_found"]
-            else f"<p>{_badge('bad', 'The grant is not in these logs')}</p>"
-        )
+        + (_items(legal) if row["terms_found"] else _no_terms(row))
         + f'<div class="part">What moved</div>{_items(moved)}<div class="part">Evidence</div>{_items(proof)}'
         + f"{_items(hashes, 'wide')}</article>"
     )
@@ -522,6 +546,16 @@ def _exceptions(report: Report) -> str:
     )
 
 
+def _field(row: dict[str, Any]) -> str:
+    """Which part of a record a row of the lineage is about."""
+    if row["part"] == "key":
+        return "<em>the record's key</em>"
+    if row["field"] == OTHER_FIELDS:
+        rest = {"header": "all other headers", "payload": "the payload, unread"}
+        return f"<em>{rest.get(row['part'], 'all other fields')}</em>"
+    return _code(row["field"]) + (' <span class="quiet">header</span>' if row["part"] == "header" else "")
+
+
 def _lineage(report: Report) -> str:
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in report.lineage.records():
@@ -537,7 +571,7 @@ def _lineage(report: Report) -> str:
             (("Field", False), ("What is done", False), ("Field at the destination", False)),
             [
                 (
-                    "<em>all other fields</em>" if row["field"] == OTHER_FIELDS else _code(row["field"]),
+                    _field(row),
                     _badge(*_ACTIONS.get(row["action"], ("info", row["action"]))),
                     '<span class="quiet">does not cross</span>'
                     if row["output"] is None

@@ -6,9 +6,10 @@ receipt may come after any window, and a hole is a hole whenever it was made.
 How, in this order:
 
 1. per transfer envelope, INTENT leaves (egress), receipts (egress ACK) and arrivals (ingress ACK) are joined on
-   link, stream, incarnation, shard and the envelope's SHA-256; counts, bytes and entries are compared;
-2. envelopes whose entries are not packed alike on both sides are compared record by record, commitment by
-   commitment (`compare_records`), so that a different split into leaves is no finding and a different record is;
+   link, stream, incarnation, shard and the envelope's SHA-256; ranges, counts, bytes and the SHA-256 of all the
+   envelope's entries (`batch_sha256`: the same however each side cut it into leaves) are compared;
+2. envelopes that this does not show to be alike are compared record by record, commitment by commitment, where the
+   leaves stand (`audit.spark.comparison`): records are never shuffled, and logs that agree are never read again;
 3. per shard, the source offsets that INTENT, WITHHELD and GAP leaves cover must follow each other without a hole
    and without two INTENT leaves over the same offset, and covered = crossed + withheld + gaps. A link may go on
    further ahead where another grant begins; what lies between is counted as skipped.
@@ -96,7 +97,7 @@ def envelopes(leaves: DataFrame) -> DataFrame:
             SELECT {_ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
                    sum(records) AS {prefix}_records, sum(record_bytes) AS {prefix}_bytes,
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
-                   array_sort(collect_list(struct(part, entries_sha256))) AS {prefix}_entries
+                   max(batch_sha256) AS {prefix}_digest
             FROM {{leaves}} WHERE kind = '{kind}' AND side = '{where}' GROUP BY {_ENVELOPE}"""  # noqa: S608
 
     def picked(name: str) -> str:
@@ -200,48 +201,28 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
 
 
 def unlike_envelopes(sides: DataFrame) -> DataFrame:
-    """Step 2, first half: the envelopes whose entries are not packed alike, to be compared by record."""
+    """Step 2, first half: the envelopes that are not shown alike by their digests, to be compared by record.
+
+    A side whose digest is missing, or is one of several (the envelope stands in the log twice), shows nothing.
+    """
     return sides.where(
-        "intent_leaf IS NOT NULL AND arrival_leaf IS NOT NULL AND intent_entries <> arrival_entries"
+        """intent_leaf IS NOT NULL AND arrival_leaf IS NOT NULL AND NOT (
+               intent_digest <=> arrival_digest AND intent_digest IS NOT NULL
+               AND intent_leaves = intent_parts AND arrival_leaves = arrival_parts)"""
     ).select(*SHARD_KEY, "envelope_sha256")
 
 
-def compare_records(leaves: DataFrame, unlike: DataFrame) -> DataFrame:
-    """Step 2, second half. `leaves` must have been read with entries; `unlike` is `unlike_envelopes(…)`."""
+def places(leaves: DataFrame, unlike: DataFrame) -> DataFrame:
+    """Step 2, second half, for `audit.spark.comparison`: where the leaves of these envelopes stand, on both sides."""
     key = (*SHARD_KEY, "envelope_sha256")
-    both = (*key, "offset")
     return leaves.sparkSession.sql(
         f"""
-        WITH listed AS (
-            SELECT leaves.side, leaves.leaf_index, {", ".join("leaves." + name for name in key)},
-                   explode(leaves.entries) AS entry
-            FROM {{leaves}} AS leaves LEFT SEMI JOIN {{unlike}} AS unlike ON {_same("leaves", "unlike", key)}
-            WHERE (leaves.kind = 'INTENT' AND leaves.side = 'egress')
-               OR (leaves.kind = 'ACK' AND leaves.side = 'ingress')
-        ),
-        flat AS (SELECT * EXCEPT (entry), entry.* FROM listed),
-        sent AS (SELECT * FROM flat WHERE side = 'egress'),
-        got AS (SELECT * FROM flat WHERE side = 'ingress'),
-        joined AS (
-            SELECT {", ".join(f"coalesce(sent.{name}, got.{name}) AS {name}" for name in both)},
-                   sent.leaf_index AS egress_leaf, got.leaf_index AS ingress_leaf,
-                   sent.commitment AS sent_commitment, got.commitment AS got_commitment,
-                   sent.size AS sent_size, got.size AS got_size, sent.tag AS sent_tag, got.tag AS got_tag,
-                   sent.time_ms AS sent_time, got.time_ms AS got_time
-            FROM sent FULL OUTER JOIN got ON {_same("sent", "got", both)}
-        )
-        SELECT 'differs' AS status,
-               CASE WHEN ingress_leaf IS NULL THEN 'record-not-delivered'
-                    WHEN egress_leaf IS NULL THEN 'record-not-announced'
-                    ELSE 'commitment-differs' END AS finding,
-               {_SHARD}, offset AS first_offset, offset AS last_offset, 1L AS records, egress_leaf, ingress_leaf,
-               envelope_sha256,
-               CASE WHEN ingress_leaf IS NULL THEN 'Announced in the egress log; not in the ingress log.'
-                    WHEN egress_leaf IS NULL THEN 'In the ingress log; never announced in the egress log.'
-                    ELSE 'The two logs commit to different contents for this record.' END AS sentence
-        FROM joined
-        WHERE egress_leaf IS NULL OR ingress_leaf IS NULL OR sent_commitment <> got_commitment
-              OR sent_size <> got_size OR sent_tag <> got_tag OR sent_time <> got_time
+        SELECT {", ".join("leaves." + name for name in key)}, min(leaves.leaf_index) AS first_leaf,
+               array_sort(collect_list(struct(leaves.side, leaves.part, leaves.leaf_index, leaves.log,
+                   leaves.entries_sha256))) AS places
+        FROM {{leaves}} AS leaves JOIN {{unlike}} AS unlike ON {_same("leaves", "unlike", key)}
+        WHERE (leaves.kind = 'INTENT' AND leaves.side = 'egress') OR (leaves.kind = 'ACK' AND leaves.side = 'ingress')
+        GROUP BY {", ".join("leaves." + name for name in key)}
         """,  # noqa: S608
         leaves=leaves,
         unlike=unlike,

@@ -1,10 +1,11 @@
 """The transfer register: one row per link, stream and terms.
 
-What lives here: the Spark queries for the register and for the terms that every report takes its legal fields
-from. Invariant: a legal field (purpose, basis, article, reference, categories, entities, countries, approvers)
-is what a GRANT leaf with the same terms hash says, or it is empty. Nothing is inferred.
+What lives here: the Spark queries for the register. Invariant: a legal field (purpose, basis, article, reference,
+categories, entities, countries, approvers, acceptance) is what the regions signed, verified (`audit.spark.agreements`), or it is
+empty. Nothing is inferred, and nothing is a leaf's own word.
 
-Who may call: `audit.spark.report`, notebooks. Input everywhere: the `leaves` of `prepare`.
+Who may call: `audit.spark.report`, notebooks. Input everywhere: the `leaves` of `prepare` and the `terms` of
+`audit.spark.agreements.read_terms`.
 """
 
 from __future__ import annotations
@@ -16,23 +17,18 @@ from audit.spark.table import Column, Type
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-LEGAL_FIELDS: Final = (
-    "purpose", "basis", "article", "mechanism", "reference", "assessment", "categories", "data_subjects", "exporter", "importer",
-    "source_country", "destination_country", "owner", "approvers", "not_before_ms", "expires_ms", "lineage",
-    "keep_others", "filter", "wildcard", "onward", "rate_bytes_per_second", "budget_bytes",
-)  # fmt: skip
-"""What only GRANT leaves say, by the names of `audit.leaf.LEAF_COLUMNS`."""
-
 PLACE_FIELDS: Final = (
     "terms_hash", "grant_id", "source_region", "destination_region", "stream", "actor", "time_ms", "log", "leaf_index",
 )  # fmt: skip
-"""Where the terms were stated: the GRANT leaf that they are read from."""
+"""Where the terms were stated: the GRANT leaf of the log that they were read from."""
 
 COLUMNS: Final = (
     Column("source_region", Type.TEXT, "From region"),
-    Column("source_country", Type.TEXT, "From country", "as the grant says"),
+    Column("source_country", Type.TEXT, "From country", "as the signed policy says"),
+    Column("source_jurisdiction", Type.TEXT, "From jurisdiction", "as the signed policy says"),
     Column("destination_region", Type.TEXT, "To region"),
-    Column("destination_country", Type.TEXT, "To country", "as the grant says"),
+    Column("destination_country", Type.TEXT, "To country", "as the signed policy says"),
+    Column("destination_jurisdiction", Type.TEXT, "To jurisdiction", "as the signed policy says"),
     Column("exporter", Type.TEXT, "Exporter"),
     Column("importer", Type.TEXT, "Importer"),
     Column("bridge", Type.TEXT, "Bridge", "the SPIFFE id of the agent"),
@@ -47,13 +43,25 @@ COLUMNS: Final = (
     Column("categories", Type.LIST, "Data categories"),
     Column("data_subjects", Type.LIST, "Data subjects"),
     Column("owner", Type.TEXT, "Owner"),
-    Column("approvers", Type.LIST, "Approvers"),
+    Column("drawn_up_by", Type.TEXT, "Drawn up by"),
+    Column("approvers", Type.LIST, "Approvers", "whose signatures over the terms hold, of both regions"),
+    Column("accepted_by", Type.TEXT, "Accepted by"),
     Column("grant_ids", Type.LIST, "Grants", "export and import grant"),
     Column("terms_hash", Type.TEXT, "Terms hash"),
-    Column("terms_found", Type.FLAG, "Terms found", "false where no GRANT leaf has this hash"),
+    Column(
+        "terms_found",
+        Type.FLAG,
+        "Terms found",
+        "true where signed documents with this hash stand in the logs, and hold",
+    ),
+    Column("unsigned", Type.LIST, "Claims that nobody signed", "what leaves of version 1 say of the terms"),
     Column("not_before", Type.TIME, "Valid from"),
     Column("expires", Type.TIME, "Valid until"),
     Column("filter", Type.TEXT, "Filter"),
+    Column("format", Type.TEXT, "Format", "json: fields as the lineage says; opaque: payloads cross unread"),
+    Column("key_rule", Type.TEXT, "Record key"),
+    Column("headers", Type.LIST, "Headers that cross"),
+    Column("trace", Type.FLAG, "Trace context crosses"),
     Column("wildcard", Type.FLAG, "Wildcard"),
     Column("onward", Type.FLAG, "Onward transfer allowed"),
     Column("policy_versions", Type.LIST, "Policy versions"),
@@ -81,20 +89,6 @@ COLUMNS: Final = (
     Column("verification", Type.TEXT, "Verification"),
     Column("reconciliation", Type.TEXT, "Reconciliation"),
 )
-
-
-def terms_of(leaves: DataFrame) -> DataFrame:
-    """One row per terms hash: the legal fields of its first GRANT leaf, egress logs before ingress logs."""
-    return leaves.sparkSession.sql(
-        f"""
-        SELECT {", ".join((*PLACE_FIELDS, *LEGAL_FIELDS))}
-        FROM (
-            SELECT *, row_number() OVER (PARTITION BY terms_hash ORDER BY side, log, leaf_index) AS place
-            FROM {{leaves}} WHERE kind = 'GRANT'
-        ) WHERE place = 1
-        """,  # noqa: S608  # names of columns, from this module
-        leaves=leaves,
-    )
 
 
 def prepare(leaves: DataFrame) -> DataFrame:
@@ -216,8 +210,8 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
                places.ingress.last AS ingress_last_leaf,
                coalesce(offsets.offsets, array()) AS offsets,
                transform(sums.versions, v -> cast(v AS string)) AS policy_versions,
-               terms.terms_hash IS NOT NULL AS terms_found,
-               terms.* EXCEPT ({", ".join(PLACE_FIELDS)})
+               coalesce(terms.signed, false) AS terms_found,
+               terms.* EXCEPT ({", ".join(PLACE_FIELDS)}, signed)
         FROM sums
         LEFT JOIN offsets ON sums.source_region = offsets.source_region
             AND sums.destination_region = offsets.destination_region

@@ -3,7 +3,7 @@
 Order, and what each step guarantees:
 
 1. the driver verifies signatures, cosignatures and upper tiles (`audit.spark.verification`);
-2. executors read and verify every leaf (`audit.spark.source`);
+2. executors verify every log as `felix audit verify` does, and read every leaf for the tables (`audit.spark.source`);
 3. anything that does not hold ends it here: no report, `REFUSED-verification-failed.json` instead, ReportRefusedError;
 4. Spark computes the tables; sorted rows come to the driver;
 5. files are written beside and moved into place: Parquet, CSV, JSON, HTML, OpenLineage, SHA256SUMS, made.json.
@@ -20,26 +20,32 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from audit.origin import Origin
 from audit.spark import exceptions, lineage, openlineage, page, reconciliation, register, volumes
-from audit.spark.document import Report, Totals, VerifiedLog, as_json
+from audit.spark.agreements import read_terms
+from audit.spark.comparison import compare_records
+from audit.spark.document import Missing, Report, Totals, VerifiedLog, as_json
 from audit.spark.java import Java
 from audit.spark.session import default_master, open_session
 from audit.spark.table import Table, encode_csv, from_rows, iso, write_parquet
 from audit.spark.verification import (
-    RECEIPT_STEP,
-    STEPS,
     OpenedLog,
     Problem,
     open_log,
     problem_of,
+    problems_of,
+    story_of,
+    verify_all,
 )
 from audit.trust import COSIGNATURES_MIN, Trust
+from audit.verify import Report as VerificationReport
 from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.visible import visible_json
 
@@ -49,6 +55,9 @@ if TYPE_CHECKING:
 EXIT_CLEAN: Final = 0
 EXIT_DIFFERENCES: Final = 10
 """The report was made, and says that the logs differ or that something crossed outside its terms."""
+EXIT_ONE_SIDE: Final = 11
+"""The report was made, and nothing in it differs; but of some link one side's log alone was given, and one side's word is
+no reconciliation."""
 EXIT_REFUSED: Final = 20
 """No report: a log does not verify."""
 
@@ -102,11 +111,14 @@ class ReportResult:
 
     @property
     def exit_code(self) -> int:
-        """EXIT_CLEAN, or EXIT_DIFFERENCES where the logs differ or something crossed outside its terms."""
+        """EXIT_DIFFERENCES where the logs differ or something crossed outside its terms; else EXIT_ONE_SIDE where a link's
+        counterpart was not given; else EXIT_CLEAN."""
         totals = self.report.totals
         statuses = {row["status"] for row in self.report.reconciliation.records()}
         differs = totals.differences or totals.breaches or reconciliation.DIFFERS in statuses
-        return EXIT_DIFFERENCES if differs else EXIT_CLEAN
+        if differs:
+            return EXIT_DIFFERENCES
+        return EXIT_ONE_SIDE if self.report.missing.counterparts else EXIT_CLEAN
 
 
 def _say_nothing(_: str) -> None:
@@ -122,16 +134,17 @@ def run_report(
     since: int | None = None,
     until: int | None = None,
     java: Java | None = None,
-    openlineage_url: str | None = None,
     cosignatures_min: int = COSIGNATURES_MIN,
     remembered: Sequence[bytes] = (),
+    openlineage_url: str | None = None,
     session: SparkSession | None = None,
     tell: Callable[[str], None] = _say_nothing,
     clock: Callable[[], float] = time.time,
 ) -> ReportResult:
     """Verify `logs` (folders or fsspec URLs, one log each) and write their report into the folder `out`.
 
-    `since` and `until` are ms since the Unix epoch and limit which leaves count (from, and before); verification and
+    `cosignatures_min`: how many regions or witnesses other than a log's own region must have cosigned it. `remembered`
+    are checkpoint notes that cosigners kept, of these logs or of others. `since` and `until` are ms since the Unix epoch and limit which leaves count (from, and before); verification and
     reconciliation always take whole logs. `session` is a running Spark session to use instead of one of its own.
     `tell` is given a sentence per step, for progress. An earlier report in `out` is replaced; other files stay.
 
@@ -154,7 +167,8 @@ def run_report(
 
     def work(spark: SparkSession) -> ReportResult:
         # Everything that verification can find belongs into one refusal, so the scan runs even if step 1 failed.
-        return _make(spark, opened, problems, target, trust, since, until, tell, began, clock, master)
+        wanted = _Wanted(target, trust, cosignatures_min, remembered, since, until, master)
+        return _make(spark, opened, problems, wanted, tell, began, clock)
 
     if session is not None:
         result = work(session)
@@ -169,6 +183,18 @@ def run_report(
         tell("Posting lineage")
         openlineage.post(openlineage.events(result.report), openlineage_url)
     return result
+
+
+class _Wanted(NamedTuple):
+    """What was asked for."""
+
+    target: Path
+    trust: Trust
+    cosignatures_min: int
+    remembered: Sequence[bytes]
+    since: int | None
+    until: int | None
+    master: str | None
 
 
 def _open_all(
@@ -193,9 +219,7 @@ def _open_all(
     return opened, problems
 
 
-def _read(
-    spark: SparkSession, opened: Sequence[OpenedLog], trust: Trust, *, entries: bool = False
-) -> DataFrame:
+def _read(spark: SparkSession, opened: Sequence[OpenedLog]) -> DataFrame:
     from audit.spark.source import FORMAT, AuditSource
 
     spark.dataSource.register(AuditSource)
@@ -206,8 +230,6 @@ def _read(
             .option("path", log.path)
             .option("size", str(log.checkpoint.size))
             .option("tampered", "rows")
-            .option("entries", str(entries).lower())
-            .option("trust", trust.encode())
             .load()
         )
         whole = frame if whole is None else whole.unionByName(frame)
@@ -219,20 +241,22 @@ def _make(
     spark: SparkSession,
     opened: Sequence[OpenedLog],
     problems: list[Problem],
-    target: Path,
-    trust: Trust,
-    since: int | None,
-    until: int | None,
+    wanted: _Wanted,
     tell: Callable[[str], None],
     began: float,
     clock: Callable[[], float],
-    master: str | None,
 ) -> ReportResult:
     if not opened:
-        raise _refuse(problems, target)
+        raise _refuse(problems, wanted.target)
     tell(f"Reading and verifying {sum(log.checkpoint.size for log in opened):,} leaves")
-    # Checkpointed, not cached: what was verified is what is reported, and no query reads the files again.
-    leaves = register.prepare(_read(spark, opened, trust).localCheckpoint()).localCheckpoint()
+    with ThreadPoolExecutor(1) as aside:
+        # Both jobs at once: where one log is longer than the others, its task does not leave the cores idle.
+        verifying = aside.submit(
+            verify_all, spark, opened, wanted.trust, wanted.cosignatures_min, wanted.remembered
+        )
+        # Checkpointed, not cached: what was verified is what is reported, and no query reads the files again.
+        leaves = register.prepare(_read(spark, opened).localCheckpoint()).localCheckpoint()
+        verified = verifying.result()
     found = (
         leaves.where("problem IS NOT NULL")
         .select("log", "leaf_index", "problem")
@@ -241,17 +265,21 @@ def _make(
         .collect()
     )
     problems += [Problem(row["log"], row["leaf_index"], row["problem"]) for row in found]
+    named = {(problem.log, problem.leaf) for problem in problems}
+    problems += [each for one in verified for each in problems_of(one) if (each.log, each.leaf) not in named]
     counted = {row["log"]: row for row in _sizes(leaves).collect()}
     problems += _short(opened, counted, problems)
     if problems:
-        raise _refuse(problems, target)
-    report = _compute(spark, leaves, opened, counted, trust, since, until, tell)
+        raise _refuse(problems, wanted.target)
+    report = _compute(
+        spark, leaves, opened, wanted.trust, verified, counted, wanted.since, wanted.until, tell
+    )
     tell("Writing the report")
     seconds = clock() - began
-    made = _made(spark, clock(), seconds, master)
-    _write(report, target, made)
+    made = _made(spark, clock(), seconds, wanted.master)
+    _write(report, wanted.target, made)
     return ReportResult(
-        target,
+        wanted.target,
         report,
         seconds,
         sum(log.size for log in report.logs),
@@ -301,28 +329,30 @@ def _compute(
     spark: SparkSession,
     leaves: DataFrame,
     opened: Sequence[OpenedLog],
-    counted: Mapping[str, Any],
     trust: Trust,
+    verified: Sequence[VerificationReport],
+    counted: Mapping[str, Any],
     since: int | None,
     until: int | None,
     tell: Callable[[str], None],
 ) -> Report:
     window = register.within(leaves, since, until)
-    terms = register.terms_of(leaves).localCheckpoint()
+    terms = read_terms(spark, leaves, opened, trust)
     tell("Transfer register, volumes, lineage, exceptions")
     transfers = register.transfers(window, terms).localCheckpoint()
     moved, _ = _collect(transfers)
     daily, _ = _collect(volumes.by_day(window, terms))
     fields, _ = _collect(lineage.fields(transfers))
-    unusual, more_exceptions = _collect(exceptions.listed(window, leaves, terms))
+    unusual, more_exceptions = _collect(exceptions.listed(window, leaves, terms, story_of(spark, verified)))
 
     tell("Reconciling egress with ingress")
     sides = reconciliation.envelopes(leaves).localCheckpoint()
     found = reconciliation.envelope_findings(sides).unionByName(reconciliation.coverage_findings(leaves))
     unlike = reconciliation.unlike_envelopes(sides).localCheckpoint()
     if not unlike.isEmpty():
-        detailed = _read(spark, opened, trust, entries=True)
-        found = found.unionByName(reconciliation.compare_records(detailed, unlike))
+        tell("Comparing records where the digests differ")
+        places = {log.checkpoint.origin: (log.path, log.checkpoint.size) for log in opened}
+        found = found.unionByName(compare_records(reconciliation.places(leaves, unlike), places))
     found = found.localCheckpoint()
     differing, more_findings = _collect(reconciliation.in_order(found))
     by_shard, _ = _collect(reconciliation.shards(leaves, found))
@@ -333,7 +363,15 @@ def _compute(
     width = volumes.bucket_ms(first, last) if first is not None and last is not None else volumes.DAY_MS
     line = volumes.time_line(window, width).collect()
 
-    logs = tuple(sorted((_verified(log, counted) for log in opened), key=lambda log: log.origin))
+    logs = tuple(
+        sorted(
+            (
+                _verified(log, found_in, counted.get(log.checkpoint.origin))
+                for log, found_in in zip(opened, verified, strict=True)
+            ),
+            key=lambda log: log.origin,
+        )
+    )
     reconciled = from_rows("reconciliation", "Reconciliation", reconciliation.COLUMNS, by_shard)
     filled = _fill(moved, {log.origin: log for log in logs}, reconciled)
     table = from_rows("register", "Transfer register", register.COLUMNS, filled)
@@ -361,14 +399,12 @@ def _compute(
         tuple(
             (row["start_ms"], row["stream"], row["records"], row["record_bytes"], row["withheld"]) for row in line
         ),
+        _missing(logs, table, reconciled),
         more_findings + more_exceptions,
     )  # fmt: skip
 
 
-def _verified(log: OpenedLog, counted: Mapping[str, Any]) -> VerifiedLog:
-    said = counted.get(log.checkpoint.origin)
-    receipts = said["receipts"] if said else 0
-    steps = [*STEPS, RECEIPT_STEP] if receipts else list(STEPS)
+def _verified(log: OpenedLog, found: VerificationReport, said: Mapping[str, Any] | None) -> VerifiedLog:
     return VerifiedLog(
         log.checkpoint.origin,
         (said["side"] if said else None) or "",
@@ -377,8 +413,48 @@ def _verified(log: OpenedLog, counted: Mapping[str, Any]) -> VerifiedLog:
         str(log.key),
         log.key_sha256,
         log.cosigners,
-        receipts,
-        tuple(steps),
+        found.steps[7].checked,
+        tuple(
+            f"{step.title}: {step.checked} checked"
+            + (f", {step.findings} findings, see the exceptions" if step.findings else "")
+            + (f" ({step.note})" if step.note else "")
+            for step in found.steps
+        ),
+    )
+
+
+def _missing(logs: Sequence[VerifiedLog], transfers: Table, reconciled: Table) -> Missing:
+    """What was not given, by the links that the logs are about."""
+    links: dict[tuple[str, str], bool] = {}
+    for row in reconciled.records():
+        link = row["source_region"], row["destination_region"]
+        links[link] = links.get(link, False) or row["status"] == reconciliation.ONE_SIDE
+    for row in transfers.records():
+        links.setdefault((row["source_region"], row["destination_region"]), False)
+    own = {
+        origin.region for log in logs if (origin := Origin.parse(log.origin)).bridge is None
+    }  # destinations keep their ingress log there
+    counterparts = []
+    for (source, destination), alone in sorted(links.items()):
+        if alone:
+            has_egress = any(
+                (origin := Origin.parse(log.origin)).region == source and origin.bridge is not None
+                for log in logs
+            )
+            absent = (
+                f"the log of {destination}" if has_egress else f"the egress log of its bridge in {source}"
+            )
+            counterparts.append(
+                f"{source} to {destination}: {absent} was not given, so this link rests on one side's word."
+            )
+    regions = sorted({region for link in links for region in link} - own)
+    return Missing(
+        tuple(counterparts),
+        tuple(
+            f"{region}: its own log was not given. Grants, revocations, pauses and refusals that stand only there are "
+            "not in this report."
+            for region in regions
+        ),
     )
 
 

@@ -3,7 +3,7 @@
     spark.dataSource.register(AuditSource)
     leaves = spark.read.format("felix_audit").option("path", "/data/audit/us-east").load()
 
-Columns: `log` (the origin), `leaf_index`, then `audit.leaf.LEAF_COLUMNS`. Options:
+Columns: `log` (the origin), `leaf_index`, `audit.leaf.LEAF_COLUMNS`, `batch_sha256`. Options:
 
 - `path`      the log's folder, or a URL that fsspec opens. Needed.
 - `entries`   `true`: a column `entries`, the leaf's record entries as an array of structs. Off by default:
@@ -25,6 +25,7 @@ Executors import this module by name: `audit.spark.session` ships the packages w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
@@ -33,6 +34,7 @@ from audit.checkpoint import Checkpoint
 from audit.leaf import ENTRY_COLUMNS, LEAF_COLUMNS, Kind, Leaf, Side, decode_leaf, iter_entries, leaf_row
 from audit.merkle import HASH_BYTES, TILE_WIDTH, complete_root, leaf_hash, split_hashes
 from audit.note import parse_note
+from audit.position import LinkShard
 from audit.receipt import differences, read_unverified
 from audit.spark.files import open_files, read_checkpoint
 from audit.tile import Files, bundle_path, read_bundle, read_tile, tile_path
@@ -48,6 +50,13 @@ BUNDLES_PER_PARTITION: Final = 16
 """4,096 leaves: some tenths of a second to verify, so that a task costs more than its start."""
 
 PLACE_COLUMNS: Final = (("log", "string"), ("leaf_index", "bigint"))
+BATCH_COLUMNS: Final = (("batch_sha256", "string"),)
+"""SHA-256 of the packed entries of a whole batch, all its leaves together, in the row of its last leaf. Both sides of a
+link have the same one, however each cut the batch into leaves. Null where the batch's leaves are not all in one
+partition, one after the other: then nobody has added them up yet."""
+OPEN_BATCHES_MAX: Final = 1_024
+"""Batches whose first leaves were read and whose last is to come. An append writes the leaves of a batch without a
+break, so there is one, or as many as bridges write at a time."""
 _OPTIONS: Final = ("path", "entries", "tampered", "size", "bundles", "trust")
 
 
@@ -94,7 +103,7 @@ def _count(name: str, text: str, least: int) -> int:
 
 def columns(settings: Settings) -> list[tuple[str, str]]:
     """The columns, with Spark SQL types, that these settings give."""
-    chosen = [*PLACE_COLUMNS, *LEAF_COLUMNS]
+    chosen = [*PLACE_COLUMNS, *LEAF_COLUMNS, *BATCH_COLUMNS]
     if settings.entries:
         fields = ",".join(f"{name}:{kind}" for name, kind in ENTRY_COLUMNS)
         chosen.append(("entries", f"array<struct<{fields}>>"))
@@ -167,10 +176,39 @@ def _receipt_problem(index: int, leaf: Leaf, trust: Trust | None) -> str | None:
     return f"Leaf {index}: its receipt says another {unlike[0]} than the leaf." if unlike else None
 
 
-def _row(origin: str, found: Found, settings: Settings) -> dict[str, Any]:
+class BatchDigests:
+    """Adds up the entries of batches that stand in several leaves. Fed with leaves in order."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[object, ...], tuple[int, Any]] = {}
+
+    def take(self, leaf: Leaf) -> str | None:
+        """The batch's digest where this is its last leaf, and all others were taken before."""
+        header = leaf.header
+        if header.kind is not Kind.INTENT and (
+            header.kind is not Kind.ACK or header.side is not Side.INGRESS
+        ):
+            return None
+        if header.parts == 1:
+            return sha256(leaf.entries).hexdigest()
+        key = (header.kind, LinkShard.of(header), header.incarnation, header.envelope_sha256)
+        part, state = (0, sha256()) if header.part == 0 else self._open.pop(key, (-1, None))
+        if part != header.part or state is None:
+            return None
+        state.update(leaf.entries)
+        if header.part == header.parts - 1:
+            return state.hexdigest()
+        if len(self._open) >= OPEN_BATCHES_MAX:
+            self._open.pop(next(iter(self._open)))
+        self._open[key] = (header.part + 1, state)
+        return None
+
+
+def _row(origin: str, found: Found, settings: Settings, batches: BatchDigests) -> dict[str, Any]:
     row: dict[str, Any] = {"log": origin, "leaf_index": found.leaf_index}
     if found.leaf is not None:
         row |= leaf_row(found.leaf)
+        row["batch_sha256"] = batches.take(found.leaf)
         if settings.entries:
             row["entries"] = [entry._asdict() for entry in iter_entries(found.leaf)]
     if settings.as_rows:
@@ -226,13 +264,13 @@ class AuditReader(DataSourceReader):
 
         settings = self._settings
         schema = to_arrow_schema(self._schema, timezone="UTC")
-        files = open_files(settings.path)
+        files, batches = open_files(settings.path), BatchDigests()
         for bundle in range(partition.first, partition.end):
             rows = []
             for found in check_bundle(files, bundle, partition.size, settings.trust):
                 if found.problem is not None and not settings.as_rows:
                     raise TamperError(f"{partition.origin}: {found.problem}")
-                rows.append(_row(partition.origin, found, settings))
+                rows.append(_row(partition.origin, found, settings, batches))
             yield _arrow(rows, schema)
 
 

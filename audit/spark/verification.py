@@ -1,26 +1,24 @@
-"""The driver's part of verifying a log: signature, cosignatures, upper tiles, root. No Spark here.
+"""Verifying the logs of a report: the driver's part, and every log whole by `audit.verify.verify_log`.
 
-A log is verified in these steps; the source (`audit.spark.source`) does 4 to 6 in the executors:
+No check of `felix audit verify` is left out. Where each is made:
 
-1. the checkpoint is signed by a log key that the caller trusts;
-2. tiles of level 1 and up hash to their places, up to the checkpoint's root;
-3. cosignatures of trusted regions and witnesses hold, as many as are asked for, the log's own region not counted; what
-   they cosigned, and what they remember, is a prefix of this very tree;
-4. each full tile of level 0 hashes to its place in level 1;
-5. each leaf hashes to its place in level 0, and decodes;
-6. each receipt in an egress log agrees with the leaf that carries it, and is signed by the region that it calls its
-   destination.
+- the driver reads the checkpoints (`open_log`) and checks signature, cosignatures, the tiles of level 1 and up, and the
+  root. What it read is what everybody else holds the log to, also where the log grows meanwhile;
+- one task per log runs `verify_log`, all its steps, over the whole log in order (`verify_all`);
+- the source (`audit.spark.source`), which makes the rows that the tables come from, checks in parallel that each full
+  tile of level 0 hashes to its place in level 1, that each leaf hashes to its place in its tile and decodes, and that each
+  receipt agrees with its leaf: what is reported is what was verified.
 
-Whether the leaves, authentic as they are, tell a consistent story is the reports' business (reconciliation,
-exceptions): a log that was faithfully kept by a faulty bridge verifies, and its report says what is wrong.
+Whether the leaves, authentic as they are, tell a consistent story (steps 7 and 10) is for the report to say: a log that was
+faithfully kept by a faulty bridge is authentic, and its report names every rule that it breaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.errors import RolledBackError
@@ -35,20 +33,29 @@ from audit.merkle import (
 from audit.note import VerifierKey, parse_note
 from audit.spark.document import Cosigner
 from audit.spark.files import open_files, read_checkpoint
-from audit.tile import COSIGNED_PATH, WITNESSED_PATH, Files, TileHashes, read_tile, read_tree, tile_path
+from audit.tile import (
+    CHECKPOINT_PATH,
+    COSIGNED_PATH,
+    WITNESSED_PATH,
+    Files,
+    TileHashes,
+    read_tile,
+    read_tree,
+    tile_path,
+)
 from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
+from audit.verify import Report as VerificationReport
+from audit.verify import verify_log
 from felix.errors import CorruptionError, TamperError
 
-STEPS: Final = (
-    "The checkpoint's signature holds under the trusted key of the log.",
-    "Tiles of level 1 and up hash to their places, up to the root in the checkpoint.",
-    "Cosignatures of trusted regions or witnesses other than the log's own region hold, and what they cosigned is a prefix of this tree.",
-    "Each full tile of level 0 hashes to its place in level 1.",
-    "Each leaf hashes to its place in the tree, and decodes.",
-)
-RECEIPT_STEP: Final = (
-    "Each receipt is signed by a trusted key of its destination region and agrees with its leaf."
-)
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_PINNED: Final = (CHECKPOINT_PATH, WITNESSED_PATH, COSIGNED_PATH)
+STORY_STEPS: Final = (7, 10)
+"""The steps of `verify_log` that ask whether authentic leaves tell a consistent story: records accounted for once, under a
+grant; documents there and signed. What they find stands in the report; what the other steps find means that there is
+none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +69,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class OpenedLog:
-    """A log whose steps 1 to 3 hold."""
+    """A log whose checkpoint holds, and the files as they were when it was read: a log may grow meanwhile."""
 
     path: str
     key: VerifierKey
     checkpoint: Checkpoint
     cosigners: tuple[Cosigner, ...]
+    notes: Mapping[str, bytes]
+    """the checkpoint and those that were cosigned, by path, as they were read"""
 
     @property
     def key_sha256(self) -> str:
@@ -81,7 +90,7 @@ def open_log(
     cosignatures_min: int = COSIGNATURES_MIN,
     remembered: Sequence[bytes] = (),
 ) -> OpenedLog:
-    """Steps 1 to 3. Raises TamperError or RolledBackError with what does not hold, RequestError without a log.
+    """The driver's part. Raises TamperError or RolledBackError with what does not hold, RequestError without a log.
 
     `remembered`: checkpoints that witnesses keep; those of other logs are left aside.
     """
@@ -93,12 +102,11 @@ def open_log(
     key = signed.signed[0].key
     checkpoint = signed.checkpoint
     check_tree(files, checkpoint)
-    notes = [
-        log.open(held) for name in (WITNESSED_PATH, COSIGNED_PATH) if (held := files.read(name)) is not None
-    ]
-    cosigners = _cosigners(files, signed, notes, log)
+    held = {name: found for name in _PINNED[1:] if (found := files.read(name)) is not None}
+    before = [log.open(found) for found in held.values()]
+    cosigners = _cosigners(files, signed, before, log)
     if log.policy is not None:
-        missing = [log.missing(note.cosigned, cosignatures_min) for note in (*notes, signed)]
+        missing = [log.missing(note.cosigned, cosignatures_min) for note in (*before, signed)]
         if all(missing):
             raise TamperError(f"No checkpoint of {origin} has a quorum: {missing[-1]}.")
     elif len(cosigners) < cosignatures_min:
@@ -106,10 +114,90 @@ def open_log(
             f"{len(cosigners)} trusted regions or witnesses other than {log.region} cosigned {origin}, "
             f"{cosignatures_min} are required."
         )
-    for note in remembered:
-        if parse_note(note).text.partition("\n")[0] == origin:
-            _check_prefix(files, checkpoint, log.open(note).checkpoint)
-    return OpenedLog(path, key, checkpoint, cosigners)
+    for note in notes_of(remembered, origin):
+        _check_prefix(files, checkpoint, log.open(note).checkpoint)
+    return OpenedLog(path, key, checkpoint, cosigners, {CHECKPOINT_PATH: data, **held})
+
+
+class PinnedFiles:
+    """`audit.tile.Files` of a log that may be growing: its checkpoints are those that were read before."""
+
+    def __init__(self, files: Files, notes: Mapping[str, bytes]) -> None:
+        self._files, self._notes = files, notes
+
+    def read(self, path: str) -> bytes | None:
+        """The file's bytes, None where there is none."""
+        if path in _PINNED:
+            return self._notes.get(path)
+        return self._files.read(path)
+
+    def names(self, folder: str) -> list[str]:
+        """The names in a folder, sorted; empty where there is none."""
+        return self._files.names(folder)
+
+
+def verify_whole(
+    log: OpenedLog, trust: Trust, cosignatures_min: int, remembered: Sequence[bytes]
+) -> VerificationReport:
+    """All steps of `audit.verify.verify_log`. Memory is one entry bundle and the state of the link shards."""
+    files = PinnedFiles(open_files(log.path), log.notes)
+    return verify_log(
+        files,
+        trust,
+        origin=log.checkpoint.origin,
+        cosignatures_min=cosignatures_min,
+        remembered=remembered,
+    )
+
+
+def verify_all(
+    spark: SparkSession,
+    logs: Sequence[OpenedLog],
+    trust: Trust,
+    cosignatures_min: int,
+    remembered: Sequence[bytes],
+) -> list[VerificationReport]:
+    """Every log by `verify_whole`, each in a task of its own, all at once; the longest first. In the order of `logs`.
+
+    The order of leaves is part of what is verified, so one log is one task: a million records a second and core.
+    """
+    encoded, policy = trust.encode(), trust.policy
+    order = sorted(range(len(logs)), key=lambda at: -logs[at].checkpoint.size)
+    work = [(at, logs[at], notes_of(remembered, logs[at].checkpoint.origin)) for at in order]
+
+    def verify(item: tuple[int, OpenedLog, tuple[bytes, ...]]) -> tuple[int, VerificationReport]:
+        at, log, notes = item
+        trusted = Trust.decode(encoded)
+        trusted = trusted if policy is None else trusted.under(policy)
+        return at, verify_whole(log, trusted, cosignatures_min, notes)
+
+    found = dict(spark.sparkContext.parallelize(work, len(work)).map(verify).collect())
+    return [found[at] for at in range(len(logs))]
+
+
+def notes_of(remembered: Sequence[bytes], origin: str) -> tuple[bytes, ...]:
+    """Those of these checkpoints that are of this log."""
+    return tuple(note for note in remembered if parse_note(note).text.partition("\n")[0] == origin)
+
+
+def problems_of(report: VerificationReport) -> list[Problem]:
+    """What refuses a report: every finding but those about the log's story, which the report itself tells."""
+    return [
+        Problem(report.origin, finding.leaf, finding.sentence)
+        for finding in report.findings
+        if finding.step not in STORY_STEPS
+    ]
+
+
+def story_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> DataFrame:
+    """What these steps found, as rows: log, leaf_index, sentence."""
+    rows = [
+        (report.origin, finding.leaf, finding.sentence)
+        for report in reports
+        for finding in report.findings
+        if finding.step in STORY_STEPS
+    ]
+    return spark.createDataFrame(rows, "log string, leaf_index bigint, sentence string")
 
 
 def _cosigners(

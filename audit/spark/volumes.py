@@ -1,6 +1,6 @@
 """Volumes: records and bytes by link, stream, purpose, basis and day; and the time line for the page.
 
-Days are UTC. Legal fields come from the terms (`audit.spark.register.terms_of`), as everywhere.
+Days are UTC. Legal fields come from the signed terms (`audit.spark.agreements`), as everywhere.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Two audit logs of one link, of any size: what a bridge and a destination would have written, made fast.
 
 Genuine: leaves pass `audit.leaf.encode_leaf`, trees and tiles are RFC 6962 and C2SP tlog-tiles, checkpoints are signed and
-cosigned by the other region, every receipt is signed by the destination. Made up: contents. Commitments and tags are
+cosigned by the other region, every receipt is signed by the destination, and the documents of each grant stand before its
+first crossing, signed by whom they must be signed by. Made up: contents. Commitments and tags are
 random bytes of the right length, which nobody without the commitment key can tell from real ones, because computing
 them costs more than all the rest.
 
-The logs have the form of an exported copy: no write-ahead file. Same settings, same bytes. Callers: cli.benchmark.reporting,
+The logs have the form of an exported copy: no write-ahead file. Callers: cli.benchmark.reporting,
 tests.
 """
 
@@ -22,23 +23,23 @@ from typing import Any, Final
 import msgspec
 
 from audit.checkpoint import Checkpoint
-from audit.leaf import ENTRY_BYTES, Header, Kind, Leaf, Side, Terms, encode_leaf, split_leaves
+from audit.leaf import ENTRY_BYTES, Header, Kind, Leaf, Side, encode_leaf, split_leaves
 from audit.merkle import TILE_WIDTH, Tile, Tree, leaf_hash
-from audit.note import Algorithm, Note, NoteSigner, VerifierKey, encode_note
+from audit.note import Algorithm, Note, NoteSigner, encode_note
 from audit.receipt import Receipt, sign_receipt
 from audit.tile import CHECKPOINT_PATH, bundle_path, encode_bundle, tile_path
 from audit.trust import Trust
-from keys.authority import create_authority
-from keys.bundle import AuditKey, RegionBundle
-from keys.hybrid import HybridKeyPair
-from keys.signing import SigningKey
+from cli.benchmark.signed_link import (
+    BRIDGE,
+    DESTINATION,
+    EGRESS_ORIGIN,
+    INGRESS_ORIGIN,
+    SOURCE,
+    SignedLink,
+    seeded_key,
+    witness,
+)
 
-SOURCE: Final = "us-east"
-DESTINATION: Final = "eu-west"
-BRIDGE: Final = "spiffe://us-east.bench/bridge/us-to-eu"
-OPERATOR: Final = "spiffe://us-east.bench/operator/bench"
-EGRESS_ORIGIN: Final = "us-east.bench/bridge/us-to-eu"
-INGRESS_ORIGIN: Final = "eu-west.bench/audit"
 START_MS: Final = 1_760_000_000_000
 BATCH_MS: Final = 400
 """Between two batches: 20,000,000 records in batches of 1,000 then span some two hours."""
@@ -71,7 +72,7 @@ class LogBooks(msgspec.Struct, kw_only=True):
 
 
 class MadeLogs(msgspec.Struct, frozen=True):
-    """Where the logs are, what is in them, and the two regions' keys that a reader needs."""
+    """Where the logs are, what is in them, and the two regions that a reader trusts."""
 
     egress: Path
     ingress: Path
@@ -126,10 +127,6 @@ class LogWriter:
         self.bytes += len(data)
 
 
-def _key(seed: int, what: str) -> SigningKey:
-    return SigningKey.from_seed(sha256(f"felix bench {seed} {what}".encode()).digest())
-
-
 def _digest(*parts: object) -> bytes:
     return sha256(" ".join(str(part) for part in parts).encode()).digest()
 
@@ -142,29 +139,20 @@ class _Link:
         self.random = random.Random(plan.seed)  # noqa: S311 - the same seed must give the same bytes
         self.offsets: Counter[tuple[str, int]] = Counter()
         self.arrived: Counter[tuple[str, int]] = Counter()
-        self.streams = [f"bench/reports/stream-{number}" for number in range(plan.streams)]
-        self.receipt_key = _key(plan.seed, "receipt")
-        self.terms_hashes = {stream: _digest("terms", stream) for stream in self.streams}
+        # With names of this length, the two sides' headers leave room for another number of entries in a leaf: they cut
+        # long batches differently, as the sides of a real link may.
+        self.streams = [
+            f"bench/reports/made-up-for-measuring-time-{number}" for number in range(plan.streams)
+        ]
+        self.signed = SignedLink(plan.seed, self.streams, START_MS)
 
     def header(self, kind: Kind, side: Side, time_ms: int, stream: str, **more: Any) -> Header:
         fields: dict[str, Any] = {
             "kind": kind, "side": side, "time_ms": time_ms, "source_region": SOURCE, "destination_region": DESTINATION,
             "bridge": BRIDGE, "stream": stream, "destination_stream": stream,
-            "grant_id": self.terms_hashes[stream].hex()[:32], "terms_hash": self.terms_hashes[stream],
-            "policy_version": 1, "policy_hash": _digest("policy"),
+            **self.signed.crossing(stream),
         }  # fmt: skip
         return Header(**(fields | more))
-
-    def grants(self, side: Side) -> list[Leaf]:
-        """What must stand in a log before anything crosses."""
-        terms = Terms(
-            purpose="measurement", basis="scc", article="GDPR 46(2)(c)", reference="SCC-BENCH", source_country="US",
-            destination_country="NL", exporter="Bench Inc.", importer="Bench B.V.", owner="bench", approvers=(OPERATOR,),
-        )  # fmt: skip
-        return [
-            Leaf(self.header(Kind.GRANT, side, START_MS, stream, actor=OPERATOR, terms=terms))
-            for stream in self.streams
-        ]
 
     def entries(self, first: int, count: int, time_ms: int) -> bytes:
         """Packed entries of consecutive offsets; digests and tags are random."""
@@ -203,49 +191,21 @@ def make_logs(folder: Path, plan: LogPlan) -> MadeLogs:
     """Write both logs below `folder`. Memory is one bundle per log."""
     link, books = _Link(plan), LogBooks()
     egress, ingress = LogWriter(folder / "egress"), LogWriter(folder / "ingress")
-    egress.append(link.grants(Side.EGRESS))
-    ingress.append(link.grants(Side.INGRESS))
+    egress.append(link.signed.leaves(Side.EGRESS))
+    ingress.append(link.signed.leaves(Side.INGRESS))
     places = [(stream, shard) for shard in range(plan.shards) for stream in link.streams]
     for number, count in _batches(plan):
         _cross(link, egress, ingress, places[number % len(places)], number, count, books)
-    logs = [NoteSigner.from_key(name, _key(plan.seed, name), Algorithm.ED25519) for name in (EGRESS_ORIGIN, INGRESS_ORIGIN)]  # fmt: skip
-    witnesses = [
-        NoteSigner.from_key(f"{region}.bench/witness", _key(plan.seed, region), Algorithm.COSIGNATURE)
-        for region in (SOURCE, DESTINATION)
-    ]
-    egress.close(logs[0], witnesses[1])
-    ingress.close(logs[1], witnesses[0])
+    egress.close(_signer(plan, EGRESS_ORIGIN), _signer(plan, witness(DESTINATION)))
+    ingress.close(_signer(plan, INGRESS_ORIGIN), _signer(plan, witness(SOURCE)))
     books.egress_leaves, books.ingress_leaves = egress.size, ingress.size
     books.log_bytes = egress.bytes + ingress.bytes
-    return MadeLogs(
-        folder / "egress",
-        folder / "ingress",
-        books,
-        Trust.of(
-            _bundle(plan, region, link, log.key, witness.key)
-            for region, log, witness in zip((SOURCE, DESTINATION), logs, witnesses, strict=True)
-        ),
-    )
+    return MadeLogs(folder / "egress", folder / "ingress", books, link.signed.trust)
 
 
-def _bundle(plan: LogPlan, region: str, link: _Link, log: VerifierKey, witness: VerifierKey) -> RegionBundle:
-    """What the region would have published."""
-    receipts = link.receipt_key if region == DESTINATION else _key(plan.seed, f"receipt of {region}")
-    return RegionBundle(
-        region=region,
-        mesh="bench",
-        country="US" if region == SOURCE else "IE",
-        jurisdiction="US" if region == SOURCE else "EU",
-        issued_ms=START_MS,
-        root_pem=create_authority(region, "bench", START_MS).anchor().root_pem.decode(),
-        policy_keys=(_key(plan.seed, f"policy of {region}").verify_key.public,),
-        receipt_keys=(receipts.verify_key.public,),
-        audit_keys=(
-            AuditKey(log.name, "log", log.public),
-            AuditKey(witness.name, "cosigner", witness.public),
-        ),
-        import_key=HybridKeyPair.generate().public.encoded,
-    )
+def _signer(plan: LogPlan, name: str) -> NoteSigner:
+    algorithm = Algorithm.COSIGNATURE if name.endswith("/witness") else Algorithm.ED25519
+    return NoteSigner.from_key(name, seeded_key(plan.seed, name), algorithm)
 
 
 def _cross(
@@ -302,7 +262,7 @@ def _cross(
     said = {
         name: getattr(ack, name) for name in Receipt.__struct_fields__ if name in ack.__struct_fields__
     } | {"ingress_origin": INGRESS_ORIGIN, "ingress_index": at, "time_ms": time_ms + 90}
-    receipt = sign_receipt(Receipt(**said), link.receipt_key)
+    receipt = sign_receipt(Receipt(**said), link.signed.receipt_key)
     egress.append([Leaf(msgspec.structs.replace(ack, receipt=receipt))])
     books.crossed += crossed
     books.withheld += len(stay) // ENTRY_BYTES

@@ -30,7 +30,7 @@ from rich.live import Live
 
 from audit.leaf import Kind, Leaf
 from audit.spark import exceptions, lineage, openlineage, page, reconciliation, register, volumes
-from audit.spark.document import Cosigner, Report, Totals, VerifiedLog, as_json
+from audit.spark.document import Cosigner, Missing, Report, Totals, VerifiedLog, as_json
 from audit.spark.table import Table, Type, encode_csv, from_rows
 from audit.trail import Trail, TrailSettings
 from cli import output
@@ -254,6 +254,7 @@ def hostile_report() -> Report:
         volumes=hostile_table("volumes", volumes.COLUMNS, own=("day",)),
         lineage=hostile_table("lineage", lineage.COLUMNS, own=("action",)),
         totals=Totals(**dict.fromkeys(Totals.__slots__, 7)),
+        missing=Missing(HOSTILE, HOSTILE),
         bucket_ms=3_600_000,
         time_line=tuple((1_760_000_000_000, text, 1, 1, 1) for text in HOSTILE),
         left_out=0,

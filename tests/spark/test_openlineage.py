@@ -20,7 +20,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from crossing_logs import DEPARTURES, Made, count_files, trust
+from crossing_logs import DEPARTURES, ORDERS, Made, count_files, trust
 from referencing import Registry, Resource
 
 from audit.spark import openlineage
@@ -173,14 +173,14 @@ def test_each_transfer_starts_and_completes_as_one_run(made: list[dict[str, Any]
 
 
 def test_columns_say_where_they_come_from_and_whether_they_are_masked(made: list[dict[str, Any]]) -> None:
-    target = next(event for event in made if event["inputs"][0]["name"] == DEPARTURES)["outputs"][0]
-    assert [field["name"] for field in target["facets"]["schema"]["fields"]] == ["tailnum", "airline"]
+    target = next(event for event in made if event["inputs"][0]["name"] == ORDERS)["outputs"][0]
+    fields = [field["name"] for field in target["facets"]["schema"]["fields"]]
+    assert fields == ["amount", "customer", "card"], "fields of the payload: keys and headers are no columns"
     lines = target["facets"]["columnLineage"]["fields"]
-    assert set(lines) == {"tailnum", "airline"}
-    (tail,) = lines["tailnum"]["inputFields"]
-    assert tail["transformations"][0]["masking"] is True
-    (airline,) = lines["airline"]["inputFields"]
-    assert airline["field"] == "carrier" and airline["transformations"][0]["masking"] is False
+    assert set(lines) == {"amount", "card", "customer"}
+    (card,), (amount,) = lines["card"]["inputFields"], lines["amount"]["inputFields"]
+    assert card["transformations"][0]["masking"] is True
+    assert amount["field"] == "amount" and amount["transformations"][0]["masking"] is False
 
 
 def test_the_file_is_one_event_per_line(made: list[dict[str, Any]], five: Made) -> None:

@@ -29,12 +29,14 @@ from crossing_logs import (
     write_log,
     write_world,
 )
+from signed_grants import ACCEPTOR
 
 from audit.leaf import Header, Leaf
 from audit.spark.document import STATEMENT
 from audit.spark.report import (
     EXIT_CLEAN,
     EXIT_DIFFERENCES,
+    EXIT_ONE_SIDE,
     EXIT_REFUSED,
     MADE_NAME,
     REFUSED_NAME,
@@ -90,7 +92,7 @@ def test_volumes_by_day_equal_a_count_of_the_files(five: Made) -> None:
         if row["records"]
     }
     expected = {
-        (f"2025-06-{15 + day - START_MS // DAY_MS:02d}", stream): records
+        (f"2025-10-{10 + day - START_MS // DAY_MS:02d}", stream): records
         for (day, stream), records in counts.items()
     }
     assert found == expected and len(found) >= 8
@@ -107,31 +109,57 @@ def test_published_is_crossed_and_withheld_and_gaps_and_delivered_is_crossed(fiv
         assert row["crossed_bytes"] == row["delivered_bytes"]
     assert five.result.report.findings.rows == ()
     assert five.result.exit_code == EXIT_CLEAN
+    assert five.result.report.missing.counterparts == ()
+    (region,) = five.result.report.missing.region_logs
+    assert region.startswith("us-east: its own log was not given") and region in five.result.page.read_text()
 
 
-def test_legal_fields_are_those_of_the_grant_and_absent_without_one(five: Made) -> None:
+def test_one_side_alone_is_no_clean_report_and_its_first_page_says_what_is_missing(
+    five: Made, spark: Any, tmp_path: Path
+) -> None:
+    alone = run_report([five.logs[0]], tmp_path / "out", trust=trust(), session=spark)
+    assert alone.exit_code == EXIT_ONE_SIDE
+    assert {row["status"] for row in alone.report.reconciliation.records()} == {"one side only"}
+    (counterpart,) = alone.report.missing.counterparts
+    assert counterpart == (
+        "us-east to eu-west: the log of eu-west was not given, so this link rests on one side's word."
+    )
+    assert len(alone.report.missing.region_logs) == 2
+    page = alone.page.read_text()
+    said = page.index("the log of eu-west was not given")
+    assert page.index('id="summary"') < said < page.index("Records crossed"), "before any number"
+    assert json.loads((alone.out / "report.json").read_text())["not_given"]["counterparts"] == [counterpart]
+
+
+def test_legal_fields_are_those_that_the_regions_signed(five: Made) -> None:
     rows = {row["stream"]: row for row in five.result.report.register.records()}
     for stream, terms in TERMS.items():
         row = rows[stream]
-        assert row["terms_found"] and row["terms_hash"] == terms_hash(stream).hex()
-        for name in (
-            "purpose",
-            "basis",
-            "article",
-            "reference",
-            "exporter",
-            "importer",
-            "owner",
-            "source_country",
-        ):
+        assert (
+            row["terms_found"] and row["terms_hash"] == terms_hash(stream).hex() and row["unsigned"] is None
+        )
+        for name in ("purpose", "reference", "exporter", "importer", "owner", "drawn_up_by"):
             assert row[name] == getattr(terms, name)
-        assert row["categories"] == list(terms.categories) and row["approvers"] == list(terms.approvers)
-        assert (row["not_before"], row["expires"]) == (terms.not_before_ms, terms.expires_ms)
-        assert row["policy_versions"] == ["3"]
-        assert (row["egress_cosigners"], row["ingress_cosigners"]) == (["eu-west"], ["us-east"])
+        assert (row["basis"], row["article"]) == (terms.basis.value, f"GDPR {terms.basis.article}")
+        assert row["categories"] == list(terms.categories)
+        # Who approved and who accepted is who signed; countries are the signed policies' word.
+        assert row["approvers"] == [
+            "spiffe://eu-west.acme/approver/dpo",
+            "spiffe://us-east.acme/approver/dpo",
+        ]
+        assert row["accepted_by"] == ACCEPTOR
+        assert (row["source_country"], row["source_jurisdiction"]) == ("US", "US")
+        assert (row["destination_country"], row["destination_jurisdiction"]) == ("IE", "EU")
+        assert (row["not_before"], row["expires"]) == (terms.not_before, terms.expires)
+        assert row["policy_versions"] == ["1"]
+        assert row["egress_cosigners"] == ["eu-west"] and row["ingress_cosigners"] == ["us-east"]
+    assert (rows[DEPARTURES]["key_rule"], rows[ORDERS]["key_rule"]) == ("pseudonymize", "hash")
+    assert (rows[DEPARTURES]["headers"], rows[DEPARTURES]["trace"]) == (["x-batch"], True)
+    assert (rows[ORDERS]["headers"], rows[ORDERS]["trace"]) == ([], False)
+    assert rows[DEPARTURES]["format"] == "json"
     assert rows[DEPARTURES]["mechanism"] == "module two"
     assert rows[DEPARTURES]["assessment"] == "TIA-2026-003" and rows[ORDERS]["assessment"] is None
-    assert rows[ORDERS]["denied"] and rows[ORDERS]["last_time"] < TERMS[ORDERS].expires_ms, (
+    assert rows[ORDERS]["denied"] and rows[ORDERS]["last_time"] < TERMS[ORDERS].expires, (
         "attempts are no crossings"
     )
     assert CREW not in rows, "what was only denied is no transfer"
@@ -153,17 +181,23 @@ def test_exceptions_tell_controls_that_worked_from_what_is_worth_knowing(five: M
 
 def test_lineage_says_what_becomes_of_each_field(five: Made) -> None:
     rows = [
-        (row["stream"], row["field"], row["action"], row["output"])
+        (row["stream"], row["part"], row["field"], row["action"], row["output"])
         for row in five.result.report.lineage.records()
     ]
     assert rows == [
-        (DEPARTURES, "tailnum", "pseudonymize", "tailnum"),
-        (DEPARTURES, "crew", "drop", None),
-        (DEPARTURES, "carrier", "keep", "airline"),
-        (DEPARTURES, "*", "keep", "*"),
-        (ORDERS, "card", "mask", "card"),
-        (ORDERS, "customer", "hash", "customer"),
-        (ORDERS, "*", "drop", None),
+        (DEPARTURES, "field", "crew", "drop", None),
+        (DEPARTURES, "field", "tailnum", "pseudonymize", "tailnum"),
+        (DEPARTURES, "field", "*", "keep", "*"),
+        (DEPARTURES, "key", "key", "pseudonymize", "key"),
+        (DEPARTURES, "header", "x-batch", "keep", "x-batch"),
+        (DEPARTURES, "header", "traceparent", "keep", "traceparent"),
+        (DEPARTURES, "header", "*", "drop", None),
+        (ORDERS, "field", "amount", "keep", "amount"),
+        (ORDERS, "field", "customer", "hash", "customer"),
+        (ORDERS, "field", "card", "mask", "card"),
+        (ORDERS, "field", "*", "drop", None),
+        (ORDERS, "key", "key", "hash", "key"),
+        (ORDERS, "header", "*", "drop", None),
     ]
 
 
@@ -215,7 +249,7 @@ def test_a_window_limits_what_counts_and_not_what_reconciles(five: Made, spark: 
     counts = count_files(*five.logs)["day"]
     expected = {stream: counts[since // DAY_MS, stream] for stream in (DEPARTURES, ORDERS)}
     assert by_stream(result, "records") == Counter(expected)
-    assert {row["day"] for row in result.report.volumes.records()} == {"2025-06-16"}
+    assert {row["day"] for row in result.report.volumes.records()} == {"2025-10-11"}
     assert result.report.reconciliation == five.result.report.reconciliation
     rows = {row["stream"]: row for row in result.report.register.records()}
     assert rows[DEPARTURES]["purpose"] == "delay analytics"
@@ -233,7 +267,7 @@ def test_a_tampered_log_makes_no_report_and_says_which_leaf(five: Made, spark: A
     out = tmp_path / "out"
     shutil.copytree(five.result.out, out)
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(ReportRefusedError, match=r"egress: Leaf 255") as refused:
+    with pytest.raises(ReportRefusedError, match=r"Leaf 255 in tile/entries/000") as refused:
         run_report([ill, five.logs[1]], out, trust=trust(), session=spark)
     assert refused.value.exit_code == EXIT_REFUSED not in (EXIT_CLEAN, EXIT_DIFFERENCES)
     assert set(files_of(out)) == {REFUSED_NAME, "notes.txt"}, (
@@ -241,7 +275,9 @@ def test_a_tampered_log_makes_no_report_and_says_which_leaf(five: Made, spark: A
     )
     assert not (out / "tables").exists()
     said = json.loads((out / REFUSED_NAME).read_text())
-    assert said["refused"] is True and [problem["leaf"] for problem in said["problems"]] == [255]
+    assert said["refused"] is True and said["problems"][0]["leaf"] == 255
+    sentences = " ".join(problem["sentence"] for problem in said["problems"])
+    assert "root that the checkpoint signs" in sentences, "whatever felix audit verify finds stands there"
 
 
 def test_a_log_of_an_untrusted_key_is_refused_before_spark_starts(five: Made, tmp_path: Path) -> None:
@@ -331,7 +367,7 @@ def ill(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> ReportResult:
     world.revoke(DEPARTURES, later())
     batch()  # 74-83: after the revocation
     batch(receipt=False, arrives=False)  # 84-93: in flight
-    world.batch(ORDERS, 1, TERMS[ORDERS].expires_ms + 5, 10, withheld=0.0)  # under terms that nobody states
+    world.batch(ORDERS, 1, TERMS[ORDERS].expires + 5, 10, withheld=0.0)  # under terms that nobody states
     folder = tmp_path_factory.mktemp("ill")
     return run_report(write_world(folder, world), folder / "out", trust=trust(), session=spark)
 
@@ -373,6 +409,10 @@ def test_crossings_outside_their_terms_are_breaches(ill: ReportResult) -> None:
     assert breaches == {
         ("crossed-after-revocation", DEPARTURES, 20),
         ("crossed-without-terms", ORDERS, 10),
+        # Offsets that no leaf accounts for: also among the findings, between whose leaves they lie.
+        ("rule-broken", DEPARTURES, 10),
+        # The arrival of what crossed without terms, in the ingress log.
+        ("rule-broken", ORDERS, 10),
     }
     rows = {row["stream"]: row for row in ill.report.register.records()}
     assert rows[ORDERS]["terms_found"] is False and rows[ORDERS]["basis"] is None
@@ -406,6 +446,10 @@ def test_a_region_s_own_log_beside_its_bridge_s_does_not_confuse_either(
     without = run_report([tmp_path / "own", five.logs[1]], tmp_path / "half", trust=trust(), session=spark)
     assert {each["status"] for each in without.report.reconciliation.records()} == {"one side only"}
     assert without.report.totals.records == 0 and without.report.totals.delivered > 0
+    assert without.exit_code == EXIT_ONE_SIDE not in (EXIT_CLEAN, EXIT_DIFFERENCES, EXIT_REFUSED)
+    (counterpart,) = without.report.missing.counterparts
+    assert counterpart.startswith("us-east to eu-west: the egress log of its bridge in us-east was not given")
+    assert without.report.missing.region_logs == (), "both regions' own logs are here"
     assert without.report.findings.rows == ()
 
 

@@ -16,9 +16,11 @@ from audit.leaf import Kind
 from audit.merkle import leaf_hash
 from audit.spark.files import open_files
 from audit.spark.source import check_bundle, read_options
-from audit.spark.verification import open_log
+from audit.spark.verification import STORY_STEPS, notes_of, open_log, problems_of, verify_whole
 from audit.tile import decode_bundle, encode_bundle
+from audit.tile_disk import Folder
 from audit.trust import Trust
+from audit.verify import TITLES, verify_log
 from felix.errors import CorruptionError, RequestError
 from keys.bundle import AuditKey
 
@@ -219,3 +221,35 @@ def test_a_log_is_read_through_a_url_as_from_its_folder(logs: list[Path]) -> Non
     assert open_log(url, trust()).checkpoint == open_log(str(logs[0]), trust()).checkpoint
     with pytest.raises(RequestError, match="cannot be opened"):
         open_files("nosuch://bucket/log")
+
+
+# The whole log, as `felix audit verify` does it
+
+
+def test_a_report_finds_whatever_felix_audit_verify_finds(egress: Path) -> None:
+    """The rows' own checks see a leaf; only the whole log in its order shows what is missing from the story."""
+    log = open_log(str(egress), trust())
+    found = verify_whole(log, trust(), 1, ())
+    assert found.ok and problems_of(found) == [], found.findings[:3]
+    assert [step.title for step in found.steps] == list(TITLES)
+    edit_leaf(egress)
+    ill = verify_whole(log, trust(), 1, ())
+    plain = verify_log(Folder(egress), trust(), cosignatures_min=1)
+    assert ill.findings == plain.findings != []
+    assert {problem.sentence for problem in problems_of(ill)} == {
+        finding.sentence for finding in plain.findings if finding.step not in STORY_STEPS
+    }
+
+
+def test_a_log_that_grows_meanwhile_is_held_to_the_checkpoint_that_was_read(egress: Path) -> None:
+    log = open_log(str(egress), trust())
+    (egress / "checkpoint").write_bytes(b"something newer")
+    assert verify_whole(log, trust(), 1, ()).ok
+    assert not verify_log(Folder(egress), trust(), cosignatures_min=1).ok
+
+
+def test_what_somebody_remembers_is_asked_for_of_its_own_log_alone(egress: Path, logs: list[Path]) -> None:
+    notes = [(path / "checkpoint").read_bytes() for path in logs]
+    log = open_log(str(egress), trust(), remembered=notes)
+    assert notes_of(notes, log.checkpoint.origin) == (notes[0],)
+    assert verify_whole(log, trust(), 1, notes[:1]).ok

@@ -1,0 +1,153 @@
+"""The terms of every transfer, as the regions signed them: the rows from which all tables take their legal fields.
+
+The document leaves of each log are read again on the driver, in order, and handed to `audit.agreement`, which verifies
+every signature under the keys of the region that it speaks for. A row stands for one terms hash whose export grant,
+acceptance and approvals are all there and hold: nothing in it is a leaf's own word.
+
+Version 1 leaves hold terms that nobody's signature was checked for. Such terms give a row too, with `signed` false and every
+legal field empty; what the leaf claims stands in `unsigned`, name by name, for a person to read and for nothing to be
+computed from.
+
+Who may call: `audit.spark.report`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from audit.agreement import Agreement, Agreements
+from audit.document_leaf import read_document
+from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Terms, decode_leaf
+from audit.merkle import TILE_WIDTH
+from audit.origin import Origin
+from audit.spark.files import open_files
+from audit.spark.verification import OpenedLog
+from audit.tile import Files, read_bundle
+from audit.trust import Trust
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+DOCUMENT_LEAVES_MAX: Final = 200_000
+"""Of one log, read on the driver: a grant has some five. What lies beyond is not looked at, so its crossings have no terms,
+and that is a breach."""
+
+_PLACE: Final = (
+    "terms_hash string, grant_id string, source_region string, destination_region string, stream string, actor string, "
+    "time_ms bigint, log string, leaf_index bigint"
+)
+_LEGAL: Final = (
+    "purpose string, basis string, article string, mechanism string, reference string, assessment string, "
+    "categories array<string>, data_subjects array<string>, exporter string, importer string, source_country string, "
+    "source_jurisdiction string, destination_country string, destination_jurisdiction string, owner string, "
+    "drawn_up_by string, approvers array<string>, accepted_by string, not_before_ms bigint, expires_ms bigint, "
+    "lineage array<struct<field:string,action:string,output:string>>, keep_others boolean, filter string, format string, "
+    "key_rule string, headers array<string>, trace boolean, wildcard boolean, onward boolean, "
+    "rate_bytes_per_second bigint, budget_bytes bigint, signed boolean, unsigned array<string>"
+)
+_NAMES: Final = tuple(item.split()[0] for item in f"{_PLACE}, {_LEGAL}".split(", "))
+LEGAL_FIELDS: Final = _NAMES[9:]
+"""What a row says besides where it was read."""
+
+
+def _row(place: Mapping[str, Any], legal: Mapping[str, Any]) -> tuple[Any, ...]:
+    said = {**place, **legal}
+    return tuple(said.get(name) for name in _NAMES)
+
+
+def _signed(agreement: Agreement) -> dict[str, Any]:
+    """The legal fields of an agreement. Texts that are empty are None, as everywhere in tables."""
+    terms, leaf_terms = agreement.terms, agreement.leaf_terms
+    source, destination = agreement.place(terms.from_region), agreement.place(terms.to_region)
+    found = {name: getattr(leaf_terms, name) for name in LEGAL_FIELDS if hasattr(leaf_terms, name)} | {
+        "lineage": [(item.field, item.action, item.output or item.field) for item in leaf_terms.lineage],
+        "source_country": source[0],
+        "source_jurisdiction": source[1],
+        "destination_country": destination[0],
+        "destination_jurisdiction": destination[1],
+        "drawn_up_by": terms.drawn_up_by,
+        "approvers": agreement.approvers,
+        "accepted_by": agreement.accepted_by,
+        "format": terms.transform.format.value,
+        "key_rule": terms.transform.key.value,
+        "headers": terms.transform.headers,
+        "trace": terms.transform.trace,
+        "signed": True,
+    }
+    return {
+        name: list(value) if isinstance(value, tuple) else None if value == "" else value
+        for name, value in found.items()
+    }
+
+
+def _claimed(terms: Terms) -> list[str]:
+    """What a version 1 leaf says, name by name."""
+    return [
+        f"{name}: {value if not isinstance(value, list) else ', '.join(map(str, value))}"
+        for name, value in msgspec.to_builtins(terms).items()
+        if value not in ("", 0, None, []) and name != "lineage"
+    ]
+
+
+def _leaves(log: OpenedLog, indexes: Iterable[int]) -> Iterator[tuple[int, Leaf]]:
+    """These leaves, in order."""
+    files, number, bundle = open_files(log.path), -1, list[memoryview]()
+    for index in indexes:
+        if index // TILE_WIDTH != number:
+            number = index // TILE_WIDTH
+            bundle = read_bundle(files, number, log.checkpoint.size)
+        yield index, decode_leaf(bundle[index % TILE_WIDTH])
+
+
+def rows_of(
+    origin: str, leaves: Iterable[tuple[int, Leaf]], files: Files, trust: Trust
+) -> list[tuple[Any, ...]]:
+    """The rows of one log, from its document leaves in order, with their indexes; `files` has documents beside the log."""
+    agreements = Agreements(trust, Origin.parse(origin))
+    grants: dict[str, tuple[int, Leaf]] = {}
+    for index, leaf in leaves:
+        # What does not hold about a document is a finding of the verification, and the document is not believed.
+        agreements.take(index, leaf, lambda header: read_document(header, files))
+        if leaf.header.kind is Kind.GRANT:
+            grants.setdefault(leaf.header.grant_id, (index, leaf))
+    rows = []
+    for grant_id, (index, leaf) in sorted(grants.items()):
+        header, agreement = leaf.header, agreements.agreement(grant_id)
+        place = _place(origin, index, header)
+        if agreement is not None and agreement.complete:
+            place |= {"terms_hash": agreement.terms_hash.hex(), "actor": agreement.terms.drawn_up_by}
+            rows.append(_row(place, _signed(agreement)))
+        elif leaf.version == 1 and header.terms is not None:
+            rows.append(_row(place, {"signed": False, "unsigned": _claimed(header.terms)}))
+    return rows
+
+
+def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
+    return {
+        "terms_hash": header.terms_hash.hex(), "grant_id": header.grant_id, "source_region": header.source_region,
+        "destination_region": header.destination_region, "stream": header.stream, "actor": header.actor,
+        "time_ms": header.time_ms, "log": origin, "leaf_index": index,
+    }  # fmt: skip
+
+
+def read_terms(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog], trust: Trust) -> DataFrame:
+    """One row per terms hash: the first log's whose documents are complete, egress logs before others; signed terms before
+    claims."""
+    kinds = ", ".join(f"'{kind.name}'" for kind in sorted(DOCUMENT_KINDS))
+    found: dict[str, tuple[Any, ...]] = {}
+    for log in sorted(
+        logs, key=lambda log: (Origin.parse(log.checkpoint.origin).bridge is None, log.checkpoint.origin)
+    ):
+        where = leaves.where(f"kind IN ({kinds})").where(leaves.log == log.checkpoint.origin)
+        indexes = [
+            row[0]
+            for row in where.select("leaf_index").orderBy("leaf_index").limit(DOCUMENT_LEAVES_MAX).collect()
+        ]
+        for row in rows_of(log.checkpoint.origin, _leaves(log, indexes), open_files(log.path), trust):
+            held = found.get(row[0])
+            if held is None or (row[_NAMES.index("signed")] and not held[_NAMES.index("signed")]):
+                found[row[0]] = row
+    return spark.createDataFrame([found[key] for key in sorted(found)], f"{_PLACE}, {_LEGAL}")
