@@ -39,6 +39,7 @@ from felix.errors import FelixError
 from felix.names import SpiffeId, StreamName
 from policy.approval import Approval, ApprovalBody, Document, open_approval, parse_document, tally
 from policy.grant import (
+    EVERYWHERE,
     Attempt,
     DenyEntry,
     ExportGrant,
@@ -233,6 +234,9 @@ class Agreements:
         entry = decode_body(document, DenyEntry, Purpose.DENY)
         if entry.region != document.region:
             return ["region"]
+        peer = entry.region if entry.peer == EVERYWHERE else entry.peer
+        if differing := _differences(header, {"source_region": entry.region, "destination_region": peer}):
+            return differing
         if len(self._denies) >= DENY_ENTRIES_MAX:
             return [f"more than {DENY_ENTRIES_MAX} deny entries"]
         self._denies.append((index, header.time_ms, document))
@@ -265,13 +269,17 @@ class Agreements:
     ) -> list[str]:
         held = self._grants.get(grant)
         terms = _terms_of(held, body)
-        if terms is not None:
+        if not header.bridge:
+            # Written before the grant was known there: the region that signed stands for both.
+            said |= {"source_region": document.region, "destination_region": document.region}
+        elif terms is not None:
             # What else the leaf says of the grant is the grant's, or is left out.
             said |= {
                 name: value
                 for name, value in _names(terms).items()
                 if name in ("source_region", "destination_region") or getattr(header, name)
             }
+            said["side"] = Side.EGRESS if self._origin.region == terms.from_region else Side.INGRESS
             if self._origin.region not in (terms.from_region, terms.to_region):
                 return ["region: the grant is between other regions than the log's own"]
         if differing := _differences(header, said):

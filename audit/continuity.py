@@ -35,8 +35,13 @@ UNANSWERED_MAX: Final = 1 << 18
 GRANTS_MAX: Final = 1 << 17
 
 
+_ANSWERED: Final = ("incarnation", "source_epoch", "grant_id", "terms_hash", "destination_stream")
+"""What an ACK, whose receipt the destination signed, repeats of its INTENT."""
+
+
 class _Batch(NamedTuple):
     key: LinkShard
+    said: tuple[object, ...]
     first: int
     last: int
     records: int
@@ -291,7 +296,9 @@ class Continuity:
         if batch is None and header.part == 0:
             if len(self._unanswered) >= UNANSWERED_MAX:
                 return [f"More than {UNANSWERED_MAX} batches without an ACK: not all can be checked."]
-            self._unanswered[key] = _Batch(key[0], first, last, header.records, header.parts - 1)
+            self._unanswered[key] = _Batch(
+                key[0], _answered(header), first, last, header.records, header.parts - 1
+            )
             return []
         if batch is None or header.part != header.parts - batch.parts_missing or first != batch.last + 1:
             return [
@@ -313,7 +320,18 @@ class Continuity:
                 f"{_name(header)}: the ACK says {header.records} records of {header.first_offset}.."
                 f"{header.last_offset}, its INTENT {batch.records} of {batch.first}..{batch.last}."
             ]
+        differing = [
+            name
+            for name, intent, ack in zip(_ANSWERED, batch.said, _answered(header), strict=True)
+            if intent != ack
+        ]
+        if differing:
+            return [f"{_name(header)}: the ACK differs from its INTENT in {', '.join(differing)}."]
         return []
+
+
+def _answered(header: Header) -> tuple[object, ...]:
+    return tuple(getattr(header, name) for name in _ANSWERED)
 
 
 def _named(grant: _Grant, header: Header) -> bool:
