@@ -526,7 +526,9 @@ class IngestStream:
         try:
             while self._inbox and self._takes_more():
                 await self._envelope(self._inbox.popleft())
-        except (ProtocolError, UnavailableError) as error:
+        except ProtocolError as error:
+            self._session.fail(error)
+        except UnavailableError as error:
             self._fail(error)
         except FelixError as error:
             self._refuse_next(error)

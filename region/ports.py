@@ -130,12 +130,12 @@ class Ingesting(Protocol):
 
     def end_role(self, role: Role) -> None: ...
 
+    def fail(self, error: FelixError) -> None:
+        """Tell the client what it did wrong, and end the session."""
+
 
 class Exchanging(Ingesting, Protocol):
     """What an exchange asks of its session."""
-
-    def fail(self, error: FelixError) -> None:
-        """Tell the client what it did wrong, and end the session."""
 
     def may_send(self) -> bool:
         """True while the connection and the broker's delivery budget take more."""
