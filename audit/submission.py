@@ -140,9 +140,9 @@ class Submission:
             if not size or self._trail.is_cosigned_by(offered, self._target.keys):
                 return
             if self._known > size:
-                self._known = self._size
+                claimed, self._known = self._known, self._size
                 raise TamperError(
-                    f"The witness {self._target.url} has cosigned {self._known} leaves of {self._trail.key.name}, whose "
+                    f"The witness {self._target.url} has cosigned {claimed} leaves of {self._trail.key.name}, whose "
                     f"newest checkpoint has {size}: the log was rolled back, or the witness is wrong."
                 )
             proof = self._trail.consistency_proof(self._known, size) if 0 < self._known < size else []

@@ -391,7 +391,9 @@ class Trail:
                 held = self._cosigned
                 count = len(cosigners(held)) if held and held.note.text == offered.note.text else 0
                 over = (time.monotonic() - self._offered_at) * 1000 >= ROUND_MS
-                if over or count >= self._cosigners_expected or offered.checkpoint.size < at_least:
+                # A size that the log does not have is no reason: nobody can end rounds with made-up numbers.
+                outrun = offered.checkpoint.size < at_least <= current.checkpoint.size
+                if over or count >= self._cosigners_expected or outrun:
                     self._offered, self._offered_at = current, time.monotonic()
             return encode_note(self._offered.note)
 

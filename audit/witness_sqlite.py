@@ -147,7 +147,11 @@ def _load_signers(folder: WitnessFolder, name: str) -> tuple[NoteSigner, ...]:
 def _connect(path: Path) -> sqlite3.Connection:
     """Opens and never makes the file. Every commit is synced, the folder's entry of the journal with it."""
     connection = sqlite3.connect(
-        f"file:{path}?mode=rw", uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+        f"{path.absolute().as_uri()}?mode=rw",
+        uri=True,
+        timeout=_BUSY_S,
+        isolation_level=None,
+        check_same_thread=False,
     )
     connection.execute("PRAGMA journal_mode=DELETE")
     connection.execute("PRAGMA synchronous=EXTRA")

@@ -639,6 +639,7 @@ def test_a_round_ends_by_its_time_or_where_a_witness_has_more(
         append(trail, [Link().grant()])
         newest = trail.publish()
         assert trail.offer() == first != newest
+        assert trail.offer(at_least=3) == first, "the log has no third leaf"
         assert trail.offer(at_least=2) == newest
         append(trail, [Link().grant()])
         newest = trail.publish()

@@ -398,6 +398,8 @@ def test_a_witness_is_made_once(tmp_path: Path) -> None:
     assert (tmp_path / "w" / "state.db").stat().st_mode & 0o077 == 0
     with pytest.raises(RequestError, match="not empty"):
         init_witness(tmp_path / "w", NAME)
+    init_witness(tmp_path / "w #1?mode=ro", NAME)
+    WitnessState.open(tmp_path / "w #1?mode=ro", serve=True).close()
     with pytest.raises(RequestError, match="does not exist"):
         WitnessState.open(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
