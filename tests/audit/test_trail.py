@@ -82,13 +82,15 @@ async def test_many_appends_share_a_sync(tmp_path: Path) -> None:
         os.fdatasync(descriptor)
 
     trail = open_trail(tmp_path, sync=slow_sync)
-    waits = [asyncio.ensure_future(trail.append(leaves)) for leaves in egress_appends(1)]
+    appends = list(egress_appends(1))
+    waits = [asyncio.ensure_future(trail.append(leaves)) for leaves in appends]
     await asyncio.to_thread(first_began.wait, 30)
     link = Link(shard=1)
     waits += [asyncio.ensure_future(trail.append([link.deny()])) for _ in range(100)]
     await asyncio.sleep(0)
     go_on.set()
-    assert sorted(await asyncio.gather(*waits)) == list(range(103))
+    sizes = [*map(len, appends), *[1] * 100]
+    assert sorted(await asyncio.gather(*waits)) == [sum(sizes[:at]) for at in range(len(sizes))]
     assert len(syncs) < 10
     await asyncio.to_thread(trail.close)
 
@@ -306,7 +308,8 @@ def test_the_write_ahead_file_cut_at_every_byte_recovers_whole_appends(tmp_path:
         assert append(again, [Link(shard=1).grant()]) == size
         again.close()
         report = verify_log(Folder(target), trust(), cosignatures_min=0)
-        assert report.ok and report.size == size + 1
+        # The grants here stand without their documents, which step 7 finds; recovery is about all the others.
+        assert {finding.step for finding in report.findings} <= {7} and report.size == size + 1
 
 
 def cut_at(data: bytes, leaves: int) -> int:
