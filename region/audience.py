@@ -157,7 +157,8 @@ def request_name(request: type[Message]) -> str:
 
 
 def require_audience(identity: SpiffeId, request: type[Message], region: str, *, has_right: bool) -> None:
-    """Raises RequestError(FORBIDDEN) unless the identity's class may ask this. `has_right`: it has some right here."""
+    """Raises RequestError(FORBIDDEN) unless the identity's class may ask this, and RequestError(NOT_FOUND_OR_FORBIDDEN), as for
+    a name that it may not use, where it needs a right. `has_right`: it has some right here."""
     row, audience = AUDIENCES.get(request, _NOBODY), audience_of(identity, region)
     if audience is None or audience not in row.audiences:
         raise RequestError(
@@ -168,6 +169,6 @@ def require_audience(identity: SpiffeId, request: type[Message], region: str, *,
     if row.by_right and not has_right:
         raise RequestError(
             f"{identity} has no right in {region}, and {request_name(request)} is for those who have one.",
-            code=Code.FORBIDDEN,
+            code=Code.NOT_FOUND_OR_FORBIDDEN,
             hint="Have an operator give it one: felix identity allow.",
         )

@@ -708,6 +708,7 @@ class Governance:
         """Append the document's leaf, where the log has none. Raises AuditUnavailableError, OSError."""
         digest = _digest(document)
         if digest in self.logged:
+            self._actors.pop(digest, None)
             return
         now = self.broker.clock_ms()
         drain_until = 0
