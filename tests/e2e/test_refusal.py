@@ -123,7 +123,8 @@ def test_a_revocation_stops_the_flow_mid_stream(mesh: CommandMesh, by: str) -> N
     assert recorded(mesh, mesh.egress, Kind.ACK, stream) == crossed <= announced
     for log in (mesh.egress, mesh.own_log, mesh.ingress):
         held = mesh.leaf(log, Kind.REVOKE, stream)
-        assert (held.header.grant_id, held.header.sentence) == (grant, "the project ended")
+        standing = decode_body(SignedDocument.parse(held.header.document), Standing, Purpose.STANDING)
+        assert (held.header.grant_id, standing.reason) == (grant, "the project ended")
     error = refused(mesh, stream, grant)
     assert error.code is Code.GRANT_REVOKED
     assert f"{by} revoked the grant {grant}" in error.sentence
