@@ -22,12 +22,15 @@ def test_it_accounts_for_what_crossed_what_stayed_and_what_is_gone() -> None:
     account = ledger.shard(link.key, INCARNATION)
     assert account is not None
     assert (account.accounted_to, account.crossed, account.withheld, account.gaps) == (18, 8, 5, 5)
-    assert ledger.grant("g-1").granted
-    assert not ledger.grant("g-1").revoked
+    assert ledger.grant(link.grant_id).granted
+    assert not ledger.grant(link.grant_id).revoked
     crossed = sum(leaf.header.record_bytes for leaf in leaves if leaf.header.kind is Kind.INTENT)
-    assert (ledger.grant("g-1").crossed_records, ledger.grant("g-1").crossed_bytes) == (8, crossed)
+    assert (ledger.grant(link.grant_id).crossed_records, ledger.grant(link.grant_id).crossed_bytes) == (
+        8,
+        crossed,
+    )
     ledger.apply(link.revoke().header)
-    assert ledger.grant("g-1").revoked
+    assert ledger.grant(link.grant_id).revoked
 
 
 def test_another_grant_may_begin_before_what_was_announced() -> None:
