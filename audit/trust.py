@@ -66,6 +66,10 @@ class RegionTrust:
         for name, value in made.items():
             object.__setattr__(self, name, value)
 
+    def __reduce__(self) -> tuple[type[RegionTrust], tuple[RegionBundle]]:
+        """To another process go the bundle's bytes: certificates that are read already cannot be sent."""
+        return RegionTrust, (self.bundle,)
+
     @property
     def region(self) -> str:
         return self.bundle.region

@@ -1,0 +1,52 @@
+"""The report over two logs of a stream whose source was put back, and that goes on under a derived incarnation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crossing_logs import DEPARTURES, INCARNATION, START_MS, World, trust, write_world
+
+from audit.leaf import GapKind, Kind, Leaf, Side
+from audit.spark.report import run_report
+
+
+@dataclass
+class CutWorld(World):
+    incarnation: bytes = INCARNATION
+
+    def granted(self, stream: str, shard: int) -> dict[str, Any]:
+        return super().granted(stream, shard) | {"incarnation": self.incarnation}
+
+
+def test_a_truncation_is_shown_and_both_logs_reconcile(spark: Any, tmp_path: Path) -> None:
+    world = CutWorld()
+    world.grant(DEPARTURES, START_MS)
+    for number in range(2):
+        world.batch(DEPARTURES, 0, START_MS + 1_000 * number, 10, withheld=0.0)
+    # Offsets 10 to 19 had crossed; the source was put back to 10, and wrote others.
+    cut = world.granted(DEPARTURES, 0) | {"first_offset": 10, "last_offset": 19}
+    header = world.header(
+        Kind.GAP,
+        Side.EGRESS,
+        START_MS + 3_000,
+        DEPARTURES,
+        gap=GapKind.TRUNCATION,
+        sentence="Cut back.",
+        **cut,
+    )
+    world.egress.append([Leaf(header)])
+    world.offsets[DEPARTURES, 0], world.incarnation = 10, b"derived" + bytes(9)
+    for number in range(3):
+        world.batch(DEPARTURES, 0, START_MS + 4_000 + 1_000 * number, 10, withheld=0.0)
+    result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)
+    assert result.report.findings.records() == []
+    rows = [
+        (row["incarnation"], row["crossed"], row["delivered"], row["gap"], row["unaccounted"])
+        for row in result.report.reconciliation.records()
+    ]
+    assert sorted(rows) == sorted(
+        [(INCARNATION.hex(), 20, 20, 0, 0), ((b"derived" + bytes(9)).hex(), 30, 30, 0, 0)]
+    )
+    assert "gap-truncation" in {row["exception"] for row in result.report.exceptions.records()}
