@@ -144,8 +144,8 @@ def run_report(
     """Verify `logs` (folders or fsspec URLs, one log each) and write their report into the folder `out`.
 
     `cosignatures_min`: how many regions or witnesses other than a log's own region must have cosigned it. `remembered`
-    are checkpoint notes that cosigners kept, of these logs or of others. `since` and `until` are ms since the Unix epoch and limit which leaves count (from, and before); verification and
-    reconciliation always take whole logs. `session` is a running Spark session to use instead of one of its own.
+    are checkpoint notes that cosigners kept, of these logs or of others. `since` and `until` are ms since the Unix epoch
+    and limit which leaves count (from, and before); verification and reconciliation always take whole logs. `session` is a running Spark session to use instead of one of its own.
     `tell` is given a sentence per step, for progress. An earlier report in `out` is replaced; other files stay.
 
     Raises ReportRefusedError where a log does not verify; RequestError for a path without a log, the same log twice,

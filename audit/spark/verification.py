@@ -181,11 +181,17 @@ def notes_of(remembered: Sequence[bytes], origin: str) -> tuple[bytes, ...]:
 
 
 def problems_of(report: VerificationReport) -> list[Problem]:
-    """What refuses a report: every finding but those about the log's story, which the report itself tells."""
-    return [
-        Problem(report.origin, finding.leaf, finding.sentence)
-        for finding in report.findings
-        if finding.step not in STORY_STEPS
+    """What refuses a report: every finding but those about the log's story, which the report itself tells.
+
+    The verifier lists `FINDINGS_MAX` findings and counts the rest. A step whose findings were all crowded out of the list
+    refuses the report as well: nobody hides a forged receipt behind a thousand other findings.
+    """
+    found = [finding for finding in report.findings if finding.step not in STORY_STEPS]
+    listed = {finding.step for finding in found}
+    return [Problem(report.origin, finding.leaf, finding.sentence) for finding in found] + [
+        Problem(report.origin, None, f"{step.title}: {step.findings} findings, none of them listed.")
+        for step in report.steps
+        if step.findings and step.number not in listed and step.number not in STORY_STEPS
     ]
 
 

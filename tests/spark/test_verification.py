@@ -20,7 +20,8 @@ from audit.spark.verification import STORY_STEPS, notes_of, open_log, problems_o
 from audit.tile import decode_bundle, encode_bundle
 from audit.tile_disk import Folder
 from audit.trust import Trust
-from audit.verify import TITLES, verify_log
+from audit.verify import FINDINGS_MAX, TITLES, verify_log
+from audit.verify import Report as Findings
 from felix.errors import CorruptionError, RequestError
 from keys.bundle import AuditKey
 
@@ -253,3 +254,13 @@ def test_what_somebody_remembers_is_asked_for_of_its_own_log_alone(egress: Path,
     log = open_log(str(egress), trust(), remembered=notes)
     assert notes_of(notes, log.checkpoint.origin) == (notes[0],)
     assert verify_whole(log, trust(), 1, notes[:1]).ok
+
+
+def test_no_finding_hides_behind_a_thousand_others() -> None:
+    report = Findings("us-east.acme/audit")
+    for number in range(FINDINGS_MAX + 5):
+        report.find(7, f"rule {number}", leaf=number)
+    assert problems_of(report) == []
+    report.find(8, "A receipt's signature does not hold.", leaf=7)
+    (problem,) = problems_of(report)
+    assert problem.sentence.startswith("Every delivery has its receipt: 1 findings")
