@@ -75,7 +75,13 @@ class WitnessClient:
         self._parts = urlsplit(check_url(target.url))
         self._tls = None
         if self._parts.scheme == "https":
-            self._tls = ssl.create_default_context(cafile=None if target.ca is None else str(target.ca))
+            try:
+                self._tls = ssl.create_default_context(cafile=None if target.ca is None else str(target.ca))
+            except OSError as error:
+                raise RequestError(
+                    f"The certificates {target.ca} cannot be read: {error.strerror or error}.",
+                    code=Code.CONFIG_INVALID,
+                ) from error
         self._connection: http.client.HTTPConnection | None = None
         self._cancelled = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import ssl
 import threading
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -100,6 +101,7 @@ def serving(
     now_s: int = NOW_S,
     name: str = NAME,
     port: int = 0,
+    tls: ssl.SSLContext | None = None,
 ) -> Iterator[Running]:
     """A witness over real HTTP on loopback, its event loop in a thread of its own."""
     if not folder.exists():
@@ -108,7 +110,7 @@ def serving(
     for log in logs:
         state.add_log(log.origin, log.signer.key)
     server = WitnessServer(
-        WitnessService(state, lambda: now_s), "127.0.0.1", port, limits=limits, prefix=prefix
+        WitnessService(state, lambda: now_s), "127.0.0.1", port, limits=limits, prefix=prefix, tls=tls
     )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
