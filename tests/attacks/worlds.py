@@ -237,9 +237,10 @@ def draw(random: Random, pools: Pools) -> World:
         }
         for _ in range(random.choice((0, 0, 0, 0, 0, 0, 1, 2)))
     ]
-    if random.random() < 0.04:
+    renamed = [held for held in grants if held["terms"]["destination_stream"] != held["terms"]["stream"]]
+    if renamed and random.random() < 0.3:
         # The destination denies a stream by the name that it has there.
-        arriving = random.choice(grants)["terms"]["destination_stream"]
+        arriving = random.choice(renamed)["terms"]["destination_stream"]
         denies.append(
             {
                 "forged": False, "region": DESTINATION, "streams": arriving, "peer": "*", "sequence": 1, "lifted": False,
