@@ -1,7 +1,7 @@
 """The leaf of any signed document, by what it is: which kind, about which grant, between which regions. Pure.
 
-The leaf repeats of the document what finds it; whoever reads the log takes every statement from the document itself. No text
-that a person wrote stands in the leaf outside of it. Callers: bridge (egress), region (ingress), before the document is in force
+The leaf repeats of the document what finds it, and a revocation's reason; whoever reads the log takes every statement from the
+document itself. Callers: bridge (egress), region (ingress), before the document is in force
 or is brought anywhere; a revocation's leaf comes after what was on its way under the grant.
 """
 
@@ -101,7 +101,8 @@ def signed_leaf(
             regions, fields = about(standing.grant, standing.region)
             if standing.action is not StandingAction.REVOKE:
                 return leaf(Kind.STANDING, regions, action=standing.action.value, **fields)
-            found = leaf(Kind.REVOKE, regions, **fields)
+            # As the document in the same leaf says it, for whoever lists the log.
+            found = leaf(Kind.REVOKE, regions, sentence=standing.reason, **fields)
             return msgspec.structs.replace(
                 found, header=msgspec.structs.replace(found.header, drain_until_ms=drain_until_ms)
             )
