@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
+from attacks.claims import CELLS, NAMES, PARTIES, STATEMENTS, Verdict
 
 SCALE = "FELIX_ATTACK_SCALE"
 TALLY = "tally"
@@ -56,3 +57,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         counts = ", ".join(f"{number:,} {what}" for what, number in sorted(rows[path].items()))
         verdict = f"{held} held" + (f", {broke} BROKE" if broke else "")
         terminalreporter.write_line(f"{path.rpartition('/')[2]:<36} {verdict:<18} {counts}", red=bool(broke))
+    terminalreporter.section("what the evidence states, and against whom (docs/claims.md)")
+    for statement in STATEMENTS:
+        terminalreporter.write_line(statement.says)
+        for verdict_ in Verdict:
+            names = [NAMES[party] for party in PARTIES if CELLS[statement.key, party].verdict is verdict_]
+            terminalreporter.write_line(f"    {verdict_:<9} {', '.join(names) or 'nobody'}")

@@ -1,0 +1,397 @@
+"""What the evidence states, against everybody who would gain from its being false. Data; docs/claims.md prints it.
+
+A cell says *cannot*, *found* (it can be tried, and what finds it), or *can* (and why). Every cell that does not say
+*can* names tests that try it. `test_claims.py` holds the page to this table and the table to the tests.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+
+class Verdict(StrEnum):
+    """Whether a coalition can make the statement false without its being noticed."""
+
+    CANNOT = "cannot"
+    FOUND = "is found"
+    CAN = "can"
+
+
+class Cell(NamedTuple):
+    """One coalition against one statement. `tests`: files of this folder, or files below tests/, with a test's name or without."""
+
+    verdict: Verdict
+    why: str
+    tests: tuple[str, ...] = ()
+
+
+class Statement(NamedTuple):
+    """What somebody relies on, and where it is read."""
+
+    key: str
+    says: str
+    rests_on: str
+
+
+PARTIES: Final[dict[str, str]] = {
+    "agent": "the bridge agent: its identity, the egress log's keys, what it reads under its grants",
+    "source": "the operator of the source region: every key of that region, its authority and its approvers' identities, its bridges' logs",
+    "destination": "the operator of the destination region: every key of that region",
+    "third": "another region of the mesh, with every key of its own; its bundle is among those that the verifier trusts",
+    "store": "who administers a region's metadata store, without a key",
+    "backup": "who puts back an older copy of a folder: a broker's, an agent's, a log's",
+    "network": "who carries, reads, drops, delays and repeats what travels between the regions",
+    "two": "two of the parties above together, other than both operators: the strongest such pair",
+    "both": "the operators of both regions together, and no witness but them",
+    "both-witnessed": "the same, where the verifier asks for a cosignature of an outside witness",
+}
+
+NAMES: Final[dict[str, str]] = {
+    "agent": "agent",
+    "source": "source operator",
+    "destination": "destination operator",
+    "third": "third region",
+    "store": "store administrator",
+    "backup": "old backup",
+    "network": "network",
+    "two": "two of them",
+    "both": "both regions",
+    "both-witnessed": "both regions, outside witness",
+}
+
+STATEMENTS: Final[tuple[Statement, ...]] = (
+    Statement(
+        "crossed",
+        "These records crossed.",
+        "INTENT leaves of the egress log, ACK leaves of the ingress log, and their reconciliation",
+    ),
+    Statement(
+        "received", "These were received.", "receipts under the destination's keys, and its ingress log"
+    ),
+    Statement(
+        "terms",
+        "Under these terms.",
+        "the export grant and the import grant, named by the hash of the terms in every leaf",
+    ),
+    Statement(
+        "approved",
+        "Approved by these people.",
+        "approvers' signatures over the hash of the terms, in both logs",
+    ),
+    Statement(
+        "order",
+        "In this order, and not later than this checkpoint.",
+        "the Merkle tree, the checkpoint, its cosignatures",
+    ),
+    Statement(
+        "withheld", "These were withheld.", "WITHHELD leaves of the egress log; contiguous source offsets"
+    ),
+    Statement(
+        "else",
+        "Nothing else went through Felix.",
+        "nothing is taken without a leaf; both logs; what a bridge of another region may ask for",
+    ),
+)
+
+_C, _F, _Y = Verdict.CANNOT, Verdict.FOUND, Verdict.CAN
+
+CELLS: Final[dict[tuple[str, str], Cell]] = {
+    # -- these records crossed
+    ("crossed", "agent"): Cell(
+        _F,
+        "an INTENT for what it never sent has no receipt; a crossing without its INTENT, or with other bytes than were "
+        "committed to, differs from the ingress log: the reconciliation names each record",
+        ("attacks/test_one_party_alone.py", "attacks/test_rogue_agent.py"),
+    ),
+    ("crossed", "source"): Cell(
+        _F,
+        "it can write any egress log, and no ingress leaf nor receipt to go with it; with one log alone the report says so "
+        "and does not end with 0",
+        ("attacks/test_one_party_alone.py", "attacks/test_f03_receipts_of_the_source.py"),
+    ),
+    ("crossed", "destination"): Cell(
+        _F,
+        "it can write any ingress log, and no egress leaf to go with it",
+        ("attacks/test_one_party_alone.py",),
+    ),
+    ("crossed", "third"): Cell(
+        _C,
+        "no log, receipt or document of another region verifies under its keys",
+        ("attacks/test_one_party_alone.py", "attacks/test_f05_witnesses_and_names.py"),
+    ),
+    ("crossed", "store"): Cell(
+        _C,
+        "no leaf stands in the store, and nothing is read from it into a log",
+        ("attacks/test_f13_store_administrator.py",),
+    ),
+    ("crossed", "backup"): Cell(
+        _F,
+        "a log that is shorter than what was cosigned does not open and does not verify; a source that was cut back stops its "
+        "link, with a GAP leaf",
+        ("attacks/test_f08_truncation.py", "audit/test_trail.py"),
+    ),
+    ("crossed", "network"): Cell(
+        _C,
+        "TLS 1.3 between proved parties; within it AES-256-GCM-SIV and the agent's signature over scope and position",
+        ("keys/test_transfer.py", "bridge/test_ingest.py"),
+    ),
+    ("crossed", "two"): Cell(
+        _Y,
+        "the agent and the destination's operator keep both logs between them: what they both leave out is in neither. The "
+        "source's broker knows only which sealed batches and keys it handed out",
+    ),
+    ("crossed", "both"): Cell(
+        _Y, "they keep both logs, and may agree on any history that nobody else has cosigned"
+    ),
+    ("crossed", "both-witnessed"): Cell(
+        _Y,
+        "they may agree on a lie when they write it; what the witness has cosigned they cannot exchange for another afterwards",
+    ),
+    # -- these were received
+    ("received", "agent"): Cell(
+        _C,
+        "a receipt verifies under the destination's keys alone",
+        ("attacks/test_f03_receipts_of_the_source.py",),
+    ),
+    ("received", "source"): Cell(
+        _C,
+        "a receipt verifies under the destination's keys alone",
+        ("attacks/test_f03_receipts_of_the_source.py",),
+    ),
+    ("received", "destination"): Cell(
+        _Y, "it is its own word: it may sign for what it then throws away. What it signed it cannot deny"
+    ),
+    ("received", "third"): Cell(
+        _C, "its receipts verify for crossings into it alone", ("attacks/test_f03_receipts_of_the_source.py",)
+    ),
+    ("received", "store"): Cell(
+        _C,
+        "receipts are signed by the broker and kept in the egress log",
+        ("attacks/test_f13_store_administrator.py",),
+    ),
+    ("received", "backup"): Cell(
+        _F,
+        "a destination that forgot what it had signed for is behind the egress log: the link stops and says so",
+        ("attacks/test_f08_truncation.py",),
+    ),
+    ("received", "network"): Cell(
+        _C, "a receipt is signed over the envelope's hash and the range", ("audit/test_receipt.py",)
+    ),
+    ("received", "two"): Cell(_Y, "any pair with the destination's operator: it is its word"),
+    ("received", "both"): Cell(_Y, "it is the destination's word"),
+    ("received", "both-witnessed"): Cell(
+        _Y, "it is the destination's word; the witness fixes when it was given"
+    ),
+    # -- under these terms
+    ("terms", "agent"): Cell(
+        _Y,
+        "what terms say is taken from documents that both regions signed, and all that the destination can see of a record it "
+        "holds to them. What it cannot see it cannot: whether a filter's field, which did not cross, let the record pass, and "
+        "whether a pseudonym was made from the right value",
+        ("attacks/test_rogue_agent.py", "attacks/test_f04_register.py"),
+    ),
+    ("terms", "source"): Cell(
+        _C,
+        "every leaf names the hash of the terms, and the import grant with that hash is signed by the destination",
+        ("attacks/test_f04_register.py", "attacks/test_one_party_alone.py"),
+    ),
+    ("terms", "destination"): Cell(
+        _C,
+        "the export grant with that hash is signed by the source",
+        ("attacks/test_f04_register.py", "attacks/test_one_party_alone.py"),
+    ),
+    ("terms", "third"): Cell(
+        _C,
+        "a document verifies under the policy keys of the region that it names, and an import that does not fit its export is refused",
+        ("attacks/test_f12_other_halves.py", "attacks/test_worlds.py"),
+    ),
+    ("terms", "store"): Cell(
+        _C,
+        "nothing is believed because it stands in the store; what was believed once is not dropped because it is gone there",
+        ("attacks/test_f13_store_administrator.py", "attacks/test_worlds.py"),
+    ),
+    ("terms", "backup"): Cell(
+        _F,
+        "a store put back lacks what brokers keep beside it: revocations, pauses, denials and the newest policy still hold",
+        ("attacks/test_f13_store_administrator.py", "attacks/test_f08_truncation.py"),
+    ),
+    ("terms", "network"): Cell(_C, "documents are signed", ("policy/test_signed.py",)),
+    ("terms", "two"): Cell(
+        _Y,
+        "the agent and the destination's operator can let cross what the terms exclude, and leave it out of both logs; terms "
+        "that the source did not sign they cannot invent",
+    ),
+    ("terms", "both"): Cell(_Y, "they sign both halves, and may sign them late with an early date"),
+    ("terms", "both-witnessed"): Cell(
+        _F,
+        "both halves stand in the log before the first record under them, and where they stand is under a cosigned checkpoint",
+        ("audit/test_agreement.py",),
+    ),
+    # -- approved by these people
+    ("approved", "agent"): Cell(
+        _C, "it holds no approver's key", ("attacks/test_f06_approvals.py", "attacks/test_one_party_alone.py")
+    ),
+    ("approved", "source"): Cell(
+        _Y,
+        "for its own side: its authority says who its people are. It cannot approve for the destination, nor change what was approved",
+        ("attacks/test_f06_approvals.py",),
+    ),
+    ("approved", "destination"): Cell(
+        _Y,
+        "for its own side: its authority says who its people are. It cannot approve for the source, nor change what was approved",
+        ("attacks/test_f06_approvals.py",),
+    ),
+    ("approved", "third"): Cell(
+        _C,
+        "an approver's chain is verified against the root of the region for which he speaks",
+        ("attacks/test_f06_approvals.py",),
+    ),
+    ("approved", "store"): Cell(_C, "it holds no approver's key", ("attacks/test_worlds.py",)),
+    ("approved", "backup"): Cell(
+        _C, "an approval names the hash of the terms that it is for", ("attacks/test_worlds.py",)
+    ),
+    ("approved", "network"): Cell(_C, "approvals are signed", ("policy/test_approval.py",)),
+    ("approved", "two"): Cell(_Y, "as far as one of them is an operator: for that side"),
+    ("approved", "both"): Cell(_Y, "each for its own side"),
+    ("approved", "both-witnessed"): Cell(
+        _Y,
+        "each for its own side; an approval that was made afterwards stands behind the first record, under a cosigned checkpoint",
+    ),
+    # -- in this order, and not later than this checkpoint
+    ("order", "agent"): Cell(
+        _F,
+        "the other region cosigned its log: another history at that size, or a shorter one, is refused and verifies nowhere",
+        ("attacks/test_f05_witnesses_and_names.py", "audit/test_witness.py", "audit/test_verify.py"),
+    ),
+    ("order", "source"): Cell(
+        _F,
+        "as the agent: its own region's cosignature never counts",
+        ("attacks/test_f05_witnesses_and_names.py",),
+    ),
+    ("order", "destination"): Cell(
+        _F, "as the agent, for its ingress log", ("attacks/test_f05_witnesses_and_names.py",)
+    ),
+    ("order", "third"): Cell(
+        _C, "no log of another region verifies under its keys", ("attacks/test_f05_witnesses_and_names.py",)
+    ),
+    ("order", "store"): Cell(_C, "no leaf stands in the store", ("attacks/test_f13_store_administrator.py",)),
+    ("order", "backup"): Cell(
+        _F,
+        "a log shorter than what was cosigned does not open and does not verify",
+        ("attacks/test_f08_truncation.py", "audit/test_trail.py"),
+    ),
+    ("order", "network"): Cell(
+        _C, "checkpoints and cosignatures are signed", ("audit/test_witness.py", "audit/test_note.py")
+    ),
+    ("order", "two"): Cell(
+        _Y,
+        "a region and a witness that counts: a third region that cosigns for it, unless the verifier's policy asks for another witness",
+    ),
+    ("order", "both"): Cell(_Y, "each cosigns what the other likes"),
+    ("order", "both-witnessed"): Cell(
+        _F,
+        "the outside witness cosigns one history alone, and a policy file asks for it",
+        ("audit/test_witness_policy.py", "attacks/test_two_regions_that_lie.py"),
+    ),
+    # -- these were withheld
+    ("withheld", "agent"): Cell(
+        _Y,
+        "it may withhold what the terms would let cross, and name another reason; the source can tell, who has stream and link "
+        "secret. That a withheld record crossed after all is found",
+        ("attacks/test_one_party_alone.py",),
+    ),
+    ("withheld", "source"): Cell(
+        _Y, "it may withhold what it likes: Felix proves what crossed, not that all did"
+    ),
+    ("withheld", "destination"): Cell(
+        _C,
+        "it cannot write the egress log, and a withheld record's commitment tells it nothing",
+        ("attacks/test_f15_withheld_records.py", "attacks/test_one_party_alone.py"),
+    ),
+    ("withheld", "third"): Cell(
+        _C, "it cannot write the egress log", ("attacks/test_f05_witnesses_and_names.py",)
+    ),
+    ("withheld", "store"): Cell(
+        _C, "no leaf stands in the store", ("attacks/test_f13_store_administrator.py",)
+    ),
+    ("withheld", "backup"): Cell(
+        _F,
+        "source offsets are contiguous: a range that is not accounted for is found",
+        ("attacks/test_f08_truncation.py", "audit/test_continuity.py"),
+    ),
+    ("withheld", "network"): Cell(
+        _C,
+        "what is dropped is sent again; the position does not move without a receipt",
+        ("bridge/test_ingest.py",),
+    ),
+    ("withheld", "two"): Cell(_Y, "any pair with the agent or the source's operator: it is their word"),
+    ("withheld", "both"): Cell(_Y, "it is the source's word"),
+    ("withheld", "both-witnessed"): Cell(_Y, "it is the source's word; the witness fixes when it was given"),
+    # -- nothing else went through Felix
+    ("else", "agent"): Cell(
+        _F,
+        "all that it may ask of the destination leaves a leaf there: records, documents and checkpoints, and what is refused "
+        "leaves hashes; what it leaves out of its own log the destination's log shows",
+        ("attacks/test_f07_foreign_bridge.py", "attacks/test_rogue_agent.py", "attacks/test_f07_canaries.py"),
+    ),
+    ("else", "source"): Cell(
+        _F,
+        "as the agent: a region's identities are let in as bridges alone",
+        ("attacks/test_f07_foreign_bridge.py", "attacks/test_one_party_alone.py"),
+    ),
+    ("else", "destination"): Cell(
+        _F,
+        "it has no door into the source: it gets what the agent sends, whose INTENT was durable before",
+        ("attacks/test_f07_foreign_bridge.py", "attacks/test_one_party_alone.py"),
+    ),
+    ("else", "third"): Cell(
+        _C,
+        "its bridges bring what is granted to them, and leave leaves of their own",
+        ("attacks/test_f07_foreign_bridge.py", "attacks/test_f12_other_halves.py"),
+    ),
+    ("else", "store"): Cell(
+        _C,
+        "without signed grants nothing crosses, whatever the store says",
+        ("attacks/test_f13_store_administrator.py",),
+    ),
+    ("else", "backup"): Cell(
+        _F,
+        "what is sent again is recognised, or stands in the ingress log a second time",
+        ("attacks/test_f08_truncation.py",),
+    ),
+    ("else", "network"): Cell(
+        _C,
+        "it has no identity, and no byte of a foreign one passes twice",
+        ("attacks/test_f16_relay_of_a_proof.py",),
+    ),
+    ("else", "two"): Cell(
+        _Y, "the agent and the destination's operator: what they both leave out is in neither log"
+    ),
+    ("else", "both"): Cell(_Y, "they keep both logs, and may use another way altogether"),
+    ("else", "both-witnessed"): Cell(
+        _Y, "a witness sees sizes and roots; what was never written it cannot miss"
+    ),
+}
+
+
+def verdict_word(cell: Cell) -> str:
+    """As the page prints it."""
+    return f"**{cell.verdict}**" if cell.verdict is not Verdict.CANNOT else str(cell.verdict)
+
+
+def render() -> str:
+    """The tables of docs/claims.md."""
+    names = {key: NAMES[key] for key in PARTIES}
+    lines = ["| | " + " | ".join(names.values()) + " |", "|---" * (len(names) + 1) + "|"]
+    for statement in STATEMENTS:
+        row = " | ".join(verdict_word(CELLS[statement.key, party]) for party in PARTIES)
+        lines.append(f"| {statement.says} | {row} |")
+    for statement in STATEMENTS:
+        lines += ["", f"## {statement.says}", "", f"It rests on {statement.rests_on}.", ""]
+        lines += ["| who | | how, or why | tried by |", "|---|---|---|---|"]
+        for party in PARTIES:
+            cell = CELLS[statement.key, party]
+            tests = ", ".join(f"`{test}`" for test in cell.tests) or "–"
+            lines.append(f"| {names[party]} | {verdict_word(cell)} | {cell.why} | {tests} |")
+    return "\n".join(lines) + "\n"
