@@ -29,6 +29,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Annotated, Any, Final, Generic, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import msgspec
@@ -488,7 +489,9 @@ def _sentence(error: Exception) -> str:
     return text if text.endswith((".", "?")) else f"{text}."
 
 
+@cache
 def _hints(cls: type[msgspec.Struct]) -> dict[str, Any]:
+    """Of the program's own documents, which are few; whoever calls does not change what it is given."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
