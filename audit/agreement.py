@@ -31,8 +31,8 @@ from typing import Any, Final
 
 import msgspec
 
-from audit.grant_leaf import terms_of
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, Terms
+from audit.legal_fields import legal_fields
 from audit.origin import Origin
 from audit.trust import Trust
 from felix.errors import FelixError
@@ -128,10 +128,10 @@ class Agreement:
         return "", ""
 
     @property
-    def leaf_terms(self) -> Terms:
+    def legal_fields(self) -> Terms:
         """The legal fields as the reports name them. Every one is signed; `approvers` are those whose approvals hold."""
         terms = self.terms
-        found = terms_of(terms, self.place(terms.from_region)[0], self.place(terms.to_region)[0])
+        found = legal_fields(terms, self.place(terms.from_region)[0], self.place(terms.to_region)[0])
         return msgspec.structs.replace(found, approvers=self.approvers)
 
 
@@ -214,9 +214,7 @@ class Agreements:
                 return self._policy(header, document)
             case Purpose.EXPORT:
                 export = open_export(document, self._keys)
-                return self._keep(
-                    index, header, document, export.grant, _said_by_export(export, header), export
-                )
+                return self._keep(index, header, document, export.grant, _said_by_export(export), export)
             case Purpose.IMPORT:
                 accepted = open_import(document, self._keys)
                 said = _said_by_import(accepted)
@@ -487,17 +485,13 @@ def kind_of(document: Document) -> Kind:
     return Kind.REVOKE if action is StandingAction.REVOKE else Kind.STANDING
 
 
-def _said_by_export(export: ExportGrant, header: Header) -> dict[str, Any]:
-    said = _names(export.terms) | {
+def _said_by_export(export: ExportGrant) -> dict[str, Any]:
+    return _names(export.terms) | {
         "grant_id": export.grant,
         "terms_hash": bytes.fromhex(export.terms_hash),
         "policy_version": export.policy_revision,
         "policy_hash": bytes.fromhex(export.policy_hash),
     }
-    if header.terms is not None:
-        # Countries are the policy's to say; a leaf repeats the rest, or leaves it out.
-        said["terms"] = terms_of(export.terms, header.terms.source_country, header.terms.destination_country)
-    return said
 
 
 def _said_by_import(accepted: ImportGrant) -> dict[str, Any]:

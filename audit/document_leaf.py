@@ -14,7 +14,7 @@ from __future__ import annotations
 from hashlib import sha256
 from typing import Final
 
-from audit.leaf import DOCUMENT_BYTES_MAX, DOCUMENT_KINDS, Header, Kind, Leaf, Side, Terms
+from audit.leaf import DOCUMENT_BYTES_MAX, DOCUMENT_KINDS, Header, Kind, Leaf, Side
 from audit.tile import Files
 from felix.errors import RequestError, TamperError
 
@@ -51,7 +51,6 @@ def document_leaf(
     policy_hash: bytes = b"",
     action: str = "",
     sentence: str = "",
-    terms: Terms | None = None,
 ) -> Leaf:
     """The leaf of one signed document, given as it was signed. `actor`: who put it here (SPIFFE id).
 
@@ -81,7 +80,6 @@ def document_leaf(
             actor=actor,
             action=action,
             sentence=sentence,
-            terms=terms,
             document=b"" if stands_beside(document) else document,
             document_sha256=sha256(document).digest(),
         )

@@ -54,7 +54,7 @@ from felix.errors import CorruptionError, RequestError
 LEAF_BYTES_MAX: Final = 65_535
 """C2SP tlog-tiles: an entry bundle prefixes each entry with a 16-bit length."""
 HEADER_BYTES_MAX: Final = 60_000
-"""Room for a grant's terms in full and its signed document; a crossing's header has some 800 bytes."""
+"""Room for a signed document; a crossing's header has some 800 bytes."""
 ENTRY_BYTES: Final = 68
 COMMITMENT_BYTES: Final = 32
 TAG_BYTES: Final = 16
@@ -99,7 +99,7 @@ class Kind(IntEnum):
     GAP = 5
     """source offsets that cannot be read any more"""
     GRANT = 6
-    """a grant took effect, with its terms in full"""
+    """a grant took effect: the source's half, which states its terms"""
     REVOKE = 7
     """a grant ended before its time"""
     POLICY = 8
@@ -151,7 +151,8 @@ class FieldLineage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A grant's terms in full, as signed; the transfer register takes its legal fields from here."""
+    """The legal fields of a grant. Leaves of version 1 state them themselves; those of version 2 never do, and who reads them
+    takes the fields from the signed document (audit.legal_fields)."""
 
     purpose: Text
     basis: Text
@@ -254,6 +255,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     key_id: Id16 = b""
     """KEY: which"""
     terms: Terms | None = None
+    """version 1, GRANT: what the leaf itself says of the terms"""
     document: Annotated[bytes, msgspec.Meta(max_length=DOCUMENT_BYTES_MAX)] = b""
     """`DOCUMENT_KINDS`: the signed document, where it is short enough to stand here"""
     document_sha256: Digest = b""
@@ -391,6 +393,8 @@ def _header_mistake(header: Header, version: int) -> str:
         return "version 1 has no record_bytes" if header.record_bytes else ""
     if header.payload_bytes:
         return f"version {version} has no payload_bytes"
+    if header.terms is not None:
+        return f"version {version} has no terms beside the signed document"
     if header.document and sha256(header.document).digest() != header.document_sha256:
         return "its document is not the one that document_sha256 names"
     return ""
@@ -824,7 +828,7 @@ LEAF_COLUMNS: Final[tuple[tuple[str, str], ...]] = (
     ("document_sha256", "string"),
     ("seal_file", "string"),
     ("seal_sha256", "string"),
-    ("purpose", "string"),  # from here: GRANT only, the grant's terms
+    ("purpose", "string"),  # from here: GRANT of version 1 only, what the leaf says of the terms
     ("basis", "string"),
     ("article", "string"),
     ("mechanism", "string"),

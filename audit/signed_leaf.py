@@ -12,7 +12,6 @@ from typing import Final
 import msgspec
 
 from audit.document_leaf import document_leaf
-from audit.grant_leaf import terms_of
 from audit.leaf import Kind, Leaf, Side
 from policy.approval import Approval, Document
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, ImportGrant, Standing, StandingAction
@@ -80,7 +79,6 @@ def signed_leaf(
                 regions,
                 policy_version=export.policy_revision,
                 policy_hash=bytes.fromhex(export.policy_hash),
-                terms=terms_of(terms),
                 **fields,
             )
         case Purpose.IMPORT:

@@ -20,7 +20,6 @@ from audit.leaf import (
     Kind,
     Leaf,
     Side,
-    Terms,
     decode_leaf,
     encode_leaf,
     intent_leaves,
@@ -34,7 +33,6 @@ from keys.signing import SigningKey
 
 INCARNATION = b"i" * 16
 COMMITTER = Committer(CommitmentKey(b"c" * 16, b"s" * 32), "acme/ops/departures", INCARNATION, 0)
-TERMS = Terms(purpose="measuring", basis="scc", article="GDPR 46(2)(c)", reference="SCC-2026-014")
 IN_FLIGHT = 64
 """Appends waiting at once in the pipelined run: a bridge with this many batches under way."""
 
@@ -117,7 +115,7 @@ def measure_entries(records: int) -> None:
 async def measure_trail(folder: Path, leaves: int, records: int, in_flight: int) -> None:
     signer = NoteSigner.from_key("bench/log", SigningKey.generate(), Algorithm.ED25519)
     trail = await asyncio.to_thread(Trail.open, folder, signer)
-    await trail.append([Leaf(header(Kind.GRANT, actor="bench", terms=TERMS))])
+    await trail.append([Leaf(header(Kind.GRANT, actor="bench", document_sha256=b"d" * 32))])
     made = [intent(at, records) for at in range(leaves)]
     waits: list[float] = []
     gate = asyncio.Semaphore(in_flight)

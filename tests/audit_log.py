@@ -8,7 +8,6 @@ from functools import cache
 from hashlib import sha256
 from typing import Any, Final
 
-from audit.grant_leaf import terms_of
 from audit.leaf import (
     CommitmentKey,
     Committer,
@@ -144,7 +143,7 @@ class Link:
         """The GRANT leaf alone."""
         from signed_grants import paper_leaf
 
-        said = {"terms": terms_of(self.signed.terms), "grant_id": self.grant_id} | more
+        said = {"grant_id": self.grant_id} | more
         return paper_leaf(self.signed.export, self.signed, side, self.time_ms, **said)
 
     def agreement(self, side: Side = Side.EGRESS) -> list[Leaf]:

@@ -60,10 +60,10 @@ def _row(place: Mapping[str, Any], legal: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _signed(agreement: Agreement) -> dict[str, Any]:
     """The legal fields of an agreement. Texts that are empty are None, as everywhere in tables."""
-    terms, leaf_terms = agreement.terms, agreement.leaf_terms
+    terms, fields = agreement.terms, agreement.legal_fields
     source, destination = agreement.place(terms.from_region), agreement.place(terms.to_region)
-    found = {name: getattr(leaf_terms, name) for name in LEGAL_FIELDS if hasattr(leaf_terms, name)} | {
-        "lineage": [(item.field, item.action, item.output or item.field) for item in leaf_terms.lineage],
+    found = {name: getattr(fields, name) for name in LEGAL_FIELDS if hasattr(fields, name)} | {
+        "lineage": [(item.field, item.action, item.output or item.field) for item in fields.lineage],
         "source_country": source[0],
         "source_jurisdiction": source[1],
         "destination_country": destination[0],
@@ -86,9 +86,9 @@ def _signed(agreement: Agreement) -> dict[str, Any]:
 def _claimed(terms: Terms) -> list[str]:
     """What a version 1 leaf says, name by name."""
     return [
-        f"{name}: {value if not isinstance(value, list) else ', '.join(map(str, value))}"
+        f"{name}: {', '.join(map(str, value)) if isinstance(value, tuple) else value}"
         for name, value in msgspec.to_builtins(terms).items()
-        if value not in ("", 0, None, []) and name != "lineage"
+        if value not in ("", 0, None, ()) and name != "lineage"
     ]
 
 

@@ -19,6 +19,7 @@ from signed_grants import approver, grant_leaves, signed_grant
 from audit.leaf import Kind, Leaf, Side, Terms, decode_leaf, encode_leaf
 from audit.spark.agreements import _NAMES, rows_of
 from audit.tile import MemoryFiles
+from felix.errors import RequestError
 from policy.approval import sign_approval
 
 ORIGINS = {Side.EGRESS: EGRESS_ORIGIN, Side.INGRESS: INGRESS_ORIGIN}
@@ -39,7 +40,13 @@ OWN_WORDS = (
 
 
 def rows(leaves: list[Leaf], side: Side) -> list[dict[str, object]]:
-    read = [decode_leaf(encode_leaf(leaf)) if leaf.version > 1 else leaf for leaf in leaves]
+    """As the report makes them, which leaves out what cannot be read."""
+    read = []
+    for leaf in leaves:
+        try:
+            read.append(decode_leaf(encode_leaf(leaf)) if leaf.version > 1 else leaf)
+        except RequestError:
+            assert leaf.header.terms == INVENTED
     found = rows_of(ORIGINS[side], enumerate(read), MemoryFiles({}), trust())
     return [dict(zip(_NAMES, row, strict=True)) for row in found]
 
@@ -115,7 +122,6 @@ def test_what_a_version_1_leaf_claims_is_listed_as_a_claim_and_in_no_legal_field
     }
     assert row["signed"] is False and set(legal.values()) == {None}
     assert isinstance(row["unsigned"], list)
-    assert "purpose: INVENTED purpose" in row["unsigned"] and any(
-        "never-approved" in each for each in row["unsigned"]
-    )
+    assert "purpose: INVENTED purpose" in row["unsigned"]
+    assert f"approvers: {INVENTED.approvers[0]}" in row["unsigned"]
     tally("legal fields left empty", len(legal))

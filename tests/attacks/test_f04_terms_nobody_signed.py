@@ -14,12 +14,12 @@ from signed_grants import HOUR_MS, approver, make_terms, paper_leaf, policy_docu
 
 from audit.agreement import read_agreements
 from audit.document_leaf import document_leaf, read_document
-from audit.leaf import Kind, Leaf, Side, Terms
+from audit.leaf import EncodedLeaf, Kind, Leaf, Side, Terms, _encode, encode_leaf
 from audit.origin import Origin
 from audit.proof import check_proof, prove
 from audit.tile import MemoryFiles
 from audit.verify import verify_log
-from felix.errors import FelixError
+from felix.errors import FelixError, RequestError
 from policy.approval import sign_approval
 from policy.signed import Purpose, canonical, sign
 
@@ -56,7 +56,8 @@ def forgeries(link: Link) -> dict[str, list[Leaf]]:
     )  # fmt: skip
     return {
         "invented terms beside the document": [policy, invented(), accept, *approvals],
-        "no document": [policy, invented(document=b""), accept, *approvals],
+        "invented terms and no document": [policy, invented(document=b""), accept, *approvals],
+        "no document": [policy, Leaf(replace(grant.header, document=b"")), accept, *approvals],
         "no acceptance": [policy, grant, *approvals],
         "an acceptance that the source signed": [policy, grant, acceptance, *approvals],
         "no approval of the source": [policy, grant, accept, approvals[1]],
@@ -76,6 +77,16 @@ def _grant(terms: Any) -> str:
     return grant_id(terms.hash())
 
 
+def is_readable(leaf: Leaf) -> bool:
+    """Whether anybody reads it: a GRANT of version 2 with terms of its own is no leaf, whoever writes it."""
+    try:
+        encode_leaf(leaf)
+    except RequestError as error:
+        assert "has no terms beside the signed document" in error.sentence
+        return False
+    return True
+
+
 CASES = sorted(forgeries(Link()))
 
 
@@ -86,20 +97,25 @@ def test_terms_that_nobody_signed_are_found_and_proved_by_nothing(
     link = Link()
     leaves = forgeries(link)[case]
     intents = link.intent()
-    folder = write(tmp_path, iter([leaves, intents, [link.ack(intents)]]))
+    written: list[Any] = [
+        leaf if is_readable(leaf) else EncodedLeaf(leaf.header, _encode(leaf)) for leaf in leaves
+    ]
+    folder = write(tmp_path, iter([written, intents, [link.ack(intents)]]))
     report = verify_log(folder, trust())
-    assert {finding.step for finding in report.findings} & {7, 10}, report.findings
+    steps = {finding.step for finding in report.findings}
+    assert steps & {7, 10}, report.findings
+    assert (6 in steps) == (not all(map(is_readable, leaves)))
     with pytest.raises(FelixError):
         check_proof(prove(folder, trust(), STREAM, 0, 1), trust())
     found, _ = read_agreements(
         trust(),
         Origin.parse(EGRESS_ORIGIN),
-        enumerate(leaves),
+        enumerate(filter(is_readable, leaves)),
         lambda header: read_document(header, MemoryFiles({})),
     )
     agreement = found.agreement(link.grant_id)
     # What the register would print is signed, or nothing is printed.
-    assert agreement is None or agreement.leaf_terms.purpose == "analytics"
+    assert agreement is None or agreement.legal_fields.purpose == "analytics"
     assert agreement is None or not any("never" in each or "mallory" in each for each in agreement.approvers)
     tally("leaves whose terms nobody signed", 1)
 

@@ -71,8 +71,8 @@ def test_a_crossing_stands_behind_both_halves_the_approvals_and_the_own_policy(s
     assert found is not None and found.complete and found.terms == signed.terms
     assert found.accepted_by == "spiffe://eu-west.acme/operator/bob"
     assert len(found.approvers) == 4 and all("/approver/dpo" in each for each in found.approvers)
-    assert found.leaf_terms.source_country == "US" and found.leaf_terms.destination_country == "IE"
-    assert found.place("eu-west") == ("IE", "EU") and found.leaf_terms.approvers == found.approvers
+    assert found.legal_fields.source_country == "US" and found.legal_fields.destination_country == "IE"
+    assert found.place("eu-west") == ("IE", "EU") and found.legal_fields.approvers == found.approvers
     assert found.leaves == tuple(range(1, 7))
 
 

@@ -10,16 +10,24 @@ from audit_log import TIME_MS, Link, egress_appends
 from signed_grants import signed_grant
 
 from audit.continuity import Continuity
-from audit.grant_leaf import terms_of
-from audit.leaf import Kind, Leaf, Side
+from audit.leaf import Header, Kind, Leaf, Side
+from audit.legal_fields import legal_fields
 
-TERMS = terms_of(signed_grant().terms)
+TERMS = legal_fields(signed_grant().terms)
 
 
 def mistakes(leaves: Sequence[Leaf]) -> list[str]:
     """Of leaves of version 1, whose grants are judged here; those of version 2 are audit.agreement's."""
     continuity = Continuity()
-    return [sentence for leaf in leaves for sentence in continuity.apply(Leaf(leaf.header, leaf.entries, 1))]
+    return [sentence for leaf in leaves for sentence in continuity.apply(version_1(leaf))]
+
+
+def version_1(leaf: Leaf) -> Leaf:
+    """The leaf as version 1 had it, with a grant's terms in its leaf."""
+    header: Header = leaf.header
+    if header.kind is Kind.GRANT and header.terms is None:
+        header = msgspec.structs.replace(header, terms=TERMS)
+    return Leaf(header, leaf.entries, 1)
 
 
 def with_header(leaf: Leaf, **change: object) -> Leaf:

@@ -235,7 +235,7 @@ def test_entries_need_a_range() -> None:
         split_leaves(header(first_offset=None), b"")
 
 
-def test_a_grant_keeps_its_terms_and_the_row_shows_them_flat() -> None:
+def test_a_grant_of_version_1_keeps_its_terms_and_the_row_shows_them_flat() -> None:
     terms = Terms(
         purpose="analytics",
         basis="scc",
@@ -246,7 +246,7 @@ def test_a_grant_keeps_its_terms_and_the_row_shows_them_flat() -> None:
         expires_ms=5,
         lineage=(FieldLineage(field="tailnum", action="pseudonymize"),),
     )
-    leaf = Leaf(header(Kind.GRANT, actor="spiffe://us-east.acme/operator/alice", terms=terms, **DOCUMENT))
+    leaf = Leaf(header(Kind.GRANT, actor="spiffe://us-east.acme/operator/alice", terms=terms), b"", 1)
     again = decode_leaf(encode_leaf(leaf))
     assert again.header.terms == terms
     row = leaf_row(again)

@@ -54,6 +54,7 @@ GRANT: dict[str, Any] = {
     "terms": {"purpose": "p", "basis": "scc", "article": "a", "reference": "r"},
     "document": b"signed",
 }
+NO_TERMS = {name: value for name, value in GRANT.items() if name != "terms"}
 ENTRY = struct.pack(">QqI", 0, 1, 7) + blake2b(b"x", digest_size=32).digest() + bytes(16)
 
 
@@ -81,7 +82,9 @@ def test_it_is_read_by_its_own_rules_and_written_again_as_it_was() -> None:
         (2, HEAD, ENTRY, "payload_bytes"),
         (1, {**HEAD, "payload_bytes": 0, "record_bytes": 7}, ENTRY, "record_bytes"),
         (2, GRANT, b"", "document_sha256"),
-        (2, {**GRANT, "document_sha256": bytes(32)}, b"", "not the one"),
+        (2, {**GRANT, "document_sha256": bytes(32)}, b"", "has no terms"),
+        (2, {**GRANT, "document_sha256": sha256(b"signed").digest()}, b"", "has no terms"),
+        (2, {**NO_TERMS, "document_sha256": bytes(32)}, b"", "not the one"),
         (1, {**GRANT, "kind": 11}, b"", "no kind ACCEPT"),
         (3, HEAD, ENTRY, "versions 1 and 2"),
         (0, HEAD, ENTRY, "versions 1 and 2"),
