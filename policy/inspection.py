@@ -41,6 +41,7 @@ from policy.transform import (
     RECORD_BYTES_MAX,
     TRACE_HEADER,
     TRACEPARENT,
+    VALUES_MAX,
     Action,
     Encoding,
     FieldRule,
@@ -49,8 +50,10 @@ from policy.transform import (
     Missing,
     RuleTree,
     TransformSpec,
+    decode_json,
     deeper_than,
     effective_rule,
+    has_too_many_values,
     rule_tree,
 )
 
@@ -58,7 +61,6 @@ _HEADERS_KNOWN_MAX: Final = 256
 _HEADERS_KNOWN_BYTES_MAX: Final = 512
 """Headers found in order are remembered: most records of a link have the same ones, the path alone."""
 
-_decode: Final = msgspec.json.Decoder().decode
 _encode: Final = msgspec.json.Encoder().encode
 
 Check = Callable[[Any], None]
@@ -169,8 +171,10 @@ class Inspection:
         data = bytes(payload)
         if len(data) > RECORD_BYTES_MAX:
             _refuse(f"Its payload has {len(data)} bytes; {RECORD_BYTES_MAX} may cross.")
+        if has_too_many_values(data):
+            _refuse(f"Its payload has more than {VALUES_MAX} values.")
         try:
-            record = _decode(data)
+            record = decode_json(data)
             again = _encode(record)
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
             _refuse("Its payload is not JSON, as the terms say.")

@@ -22,6 +22,8 @@ from policy.inspection import Inspection
 
 STEP_RECORDS: Final = 256
 """Records of one step: about a millisecond."""
+STEP_BYTES: Final = 32 << 10
+"""Bytes after which a step ends, however few records they are: each may be looked at, value by value."""
 
 Steps = Generator[None, None, "Inspected"]
 
@@ -56,6 +58,7 @@ def inspect(
     columns = decode_columns(crossing.batch)
     yield
     offsets, packed, size = crossing.source_offsets, [], 0
+    stepped = 0
     entries = iter_packed(offsets, crossing.batch.header.append_time_ms, columns, committer)
     check = inspection.record
     for at, (offset, (record_key, headers, payload)) in enumerate(zip(offsets, columns.rows(), strict=True)):
@@ -65,7 +68,8 @@ def inspect(
             raise _at(error, offset) from None
         size += len(record_key) + len(headers) + len(payload)
         packed.append(next(entries))
-        if at % STEP_RECORDS == STEP_RECORDS - 1:
+        if at % STEP_RECORDS == STEP_RECORDS - 1 or size - stepped >= STEP_BYTES:
+            stepped = size
             yield
     parts = []
     for part in iter_leaf_parts(leaf, b"".join(packed)):
