@@ -71,6 +71,8 @@ log = logging.getLogger("felix.bridge.agent")
 
 PLAN_S: Final = 1.0
 """How often documents are read: a revocation that no broker told of by an error stops a link within about this."""
+READ_S: Final = 2.0
+"""How long a round waits for the regions' documents. Those of a region that takes longer come in a later round."""
 SOON_S: Final = 0.1
 """The same while there is no session with the source, or just after something was carried."""
 REPORT_S: Final = 1.0
@@ -201,6 +203,7 @@ class Agent:
         self._carriers: dict[tuple[str, str, int], tuple[Carrier, asyncio.Task[None]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._documents: dict[str, dict[str, dict[str, bytes]]] = {}
+        self._reading: dict[str, asyncio.Task[None]] = {}
         self._book = GrantBook()
         self._book_of: object = None
         self._courier = Courier()
@@ -268,9 +271,10 @@ class Agent:
 
     async def stop(self) -> None:
         """Finish what is on the way, have the last checkpoint cosigned, close. Safe to call twice."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._reading.values()]
+        for task in tasks:
             task.cancel()
-        for task in self._tasks:
+        for task in tasks:
             with suppress(asyncio.CancelledError):
                 await task
         self._tasks.clear()
@@ -449,15 +453,23 @@ class Agent:
             log.warning("%s: %s", what, error)
 
     async def _read_documents(self) -> None:
-        """From every region that answers; from the others what they said last."""
+        """From every region that answers; from the others what they said last. None of them keeps another from being heard."""
         for region, shore in self._shores.items():
-            if shore.is_up:
-                try:
-                    self._documents[region] = await list_documents(
-                        shore.connection(), (*KINDS, POLICY) if shore is self.shop.source else KINDS
-                    )
-                except UnavailableError as error:
-                    self._say(f"documents of {region}", error)
+            if shore.is_up and region not in self._reading:
+                self._reading[region] = asyncio.ensure_future(self._read_region(region, shore))
+        if self._reading:
+            await asyncio.wait(set(self._reading.values()), timeout=READ_S)
+
+    async def _read_region(self, region: str, shore: Shore) -> None:
+        kinds = (*KINDS, POLICY) if shore is self.shop.source else KINDS
+        try:
+            self._documents[region] = await list_documents(shore.connection(), kinds)
+        except FelixError as error:
+            self._say(f"documents of {region}", error)
+        except Exception:
+            log.exception("reading the documents of %s failed", region)
+        finally:
+            del self._reading[region]
 
     async def _bring_documents(self) -> int:
         """Their leaves into the egress log, then to each region what the other one signed. Returns how many were taken."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from felix.connection import RegionConnection
-from felix.errors import FelixError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.messages import DocumentPage, ListDocuments, PutDocument
 from policy.approval import Approval, Document, parse_document
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, ImportGrant, Standing
@@ -29,6 +29,8 @@ DOCUMENTS_MAX: Final = 10_000
 REFUSED_AGAIN_MS: Final = 30_000
 """How long a document that was refused is not brought again."""
 
+_FULL: Final = (Code.LIMIT_MEMORY, Code.LIMIT_RATE)
+
 Documents = Mapping[str, Mapping[str, bytes]]
 """Kind to id to the document's bytes."""
 
@@ -36,7 +38,8 @@ Documents = Mapping[str, Mapping[str, bytes]]
 async def list_documents(
     connection: RegionConnection, kinds: tuple[str, ...] = KINDS
 ) -> dict[str, dict[str, bytes]]:
-    """All of these kinds that the region shows this bridge. Raises what the region refuses it with, UnavailableError."""
+    """All of these kinds that the region shows this bridge. Raises what the region refuses it with, UnavailableError, and
+    RequestError where its pages do not go on: another region's broker says what stands in them."""
     found: dict[str, dict[str, bytes]] = {}
     for kind in kinds:
         held: dict[str, bytes] = {}
@@ -45,6 +48,8 @@ async def list_documents(
             page = await connection.request(ListDocuments(kind, after, 100))
             if not isinstance(page, DocumentPage):
                 raise RequestError(f"A list of {kind} documents was answered with something else.")
+            if page.documents and min(page.documents) <= after:
+                raise RequestError(f"A list of {kind} documents does not go on behind what was listed.")
             held.update(page.documents)
             if not page.more or not page.documents:
                 break
@@ -139,9 +144,10 @@ class Courier:
                 # Taken, or there already under another name: it is not brought again at once.
                 self._refused[key] = now_ms + REFUSED_AGAIN_MS
                 log.info("brought the %s document %s of %s to %s", kind, name, from_region, to_region)
-            except UnavailableError:
-                raise
             except FelixError as error:
+                if isinstance(error, UnavailableError) and error.code not in _FULL:
+                    raise
+                # Of one kind no more may be taken there; a revocation behind it still is.
                 self._refused[key] = now_ms + REFUSED_AGAIN_MS
                 log.warning("%s refused the %s document %s: %s", to_region, kind, name, error)
         return taken

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
+from region.pace import Pace
 from region.remembered import Memory, Newest, Remembered, forbids, place_of
 from region.witnessing import Witnessing, note_size
 
@@ -75,6 +77,8 @@ DENY_QUIET_MS: Final = 10_000
 """The same refusal to the same peer is one leaf in this time."""
 DENY_LEAVES_MAX: Final = 20
 """Leaves about one peer in that time, however its refusals differ: nobody fills the log by asking for made-up grants."""
+DENY_REGION_LEAVES_MAX: Final = 100
+"""The same about all peers of one other region together: it may have as many identities as it likes."""
 DENIED_PEERS_MAX: Final = 10_000
 """Peers whose refusals are remembered; then the one that was refused first is forgotten."""
 SENTENCE_CHARS_MAX: Final = 1_900
@@ -85,6 +89,12 @@ CUT_OFF_MS_MAX: Final = 30_000
 """How long grants are judged by what is known while the metadata store does not answer: a revocation may stand in it."""
 PEER_DOCUMENTS_MAX: Final = 5_000
 """Documents signed by one other region: enough for years of grants, and still verified in less than a second."""
+SIGNED_AGAIN_MAX: Final = 8
+"""How often another region may sign one half again, as it does after a new policy; each time is a leaf, and may be a file, for ever."""
+SIGNED_AGAIN_PER_S: Final = 1 / 3_600
+"""And so often after that."""
+HALVES_MAX: Final = 20_000
+"""Halves that are remembered as signed again; one region can have 5,000 here."""
 DRAIN_MS: Final = 10_000
 """How long whoever revokes waits for what is on its way under the grant. Its leaf comes behind that, however long it takes."""
 RELOAD_S: Final = 0.02
@@ -131,12 +141,14 @@ class _Denials:
     written: set[tuple[str, str, str, int]] = field(default_factory=set)
     left_out: int = 0
 
-    def is_due(self, refusal: tuple[str, str, str, int], now_ms: int) -> bool:
+    def is_due(
+        self, refusal: tuple[str, str, str, int], now_ms: int, leaves_max: int = DENY_LEAVES_MAX
+    ) -> bool:
         """True where this refusal gets a leaf."""
         if now_ms - self.begun_ms >= DENY_QUIET_MS:
             self.begun_ms = now_ms
             self.written.clear()
-        if refusal in self.written or len(self.written) >= DENY_LEAVES_MAX:
+        if refusal in self.written or len(self.written) >= leaves_max:
             self.left_out += 1
             return False
         self.written.add(refusal)
@@ -221,6 +233,8 @@ class Governance:
         self._read_from: tuple[bytes, SignedDocument, ResidencyPolicy] | None = None
         self._remember(remembered)
         self._denials: dict[SpiffeId, _Denials] = {}
+        self._region_denials: dict[str, _Denials] = {}
+        self._signed_again = Pace(SIGNED_AGAIN_PER_S, SIGNED_AGAIN_MAX, HALVES_MAX, time.monotonic)
         self.witnessing = Witnessing(witness, trail, own.region)
 
     # -- following the catalog -------------------------------------------------------------------------
@@ -525,8 +539,9 @@ class Governance:
     ) -> FelixError:
         """Hand a DENY leaf for this refusal to the audit log, and give the refusal back.
 
-        One leaf per actor, action, stream, grant and code in DENY_QUIET_MS, and DENY_LEAVES_MAX of them per actor: a
-        peer that keeps asking cannot fill the log, and its next leaf says how many refusals were left out.
+        One leaf per actor, action, stream, grant and code in DENY_QUIET_MS, DENY_LEAVES_MAX of them per actor, and
+        DENY_REGION_LEAVES_MAX of them for all of another region: a peer that keeps asking cannot fill the log, and its next
+        leaf says how many refusals were left out.
         """
         now = self.broker.clock_ms()
         held = self._denials.get(actor)
@@ -534,8 +549,14 @@ class Governance:
             if len(self._denials) >= DENIED_PEERS_MAX:
                 del self._denials[next(iter(self._denials))]
             held = self._denials[actor] = _Denials(now)
-        if not held.is_due((action, stream, grant_id, int(error.code)), now):
+        refusal = (action, stream, grant_id, int(error.code))
+        if not held.is_due(refusal, now):
             return error
+        if actor.region != self._own.region:
+            theirs = self._region_denials.setdefault(actor.region, _Denials(now))
+            if not theirs.is_due((f"{actor} {action}", *refusal[1:]), now, DENY_REGION_LEAVES_MAX):
+                held.left_out += 1
+                return error
         more = f" ({held.left_out} more refusals of this peer since its last entry.)" if held.left_out else ""
         held.left_out = 0
         own = self._own.region
@@ -630,13 +651,13 @@ class Governance:
             self._require_same_terms(accepted)
             # By the region that signed it: nobody's acceptance stands in the place of another's.
             name = f"{accepted.grant}.{accepted.to_region}"
-            await self._require_newest("import", name, accepted.signed_at)
+            await self._require_newest("import", name, document, accepted.signed_at)
             await self._log_and_store(actor, "grants", "import", name, document)
             return f"{accepted.grant} is accepted by {accepted.to_region}."
         export = open_export(document, self._trusted_policy_keys())
         terms = export.terms
         self._require_party(actor, terms.bridge, terms.from_region, terms.to_region)
-        await self._require_newest("export", export.grant, export.signed_at)
+        await self._require_newest("export", export.grant, document, export.signed_at)
         await self._log_and_store(actor, "grants", "export", export.grant, document)
         return f"{export.grant} is granted by {terms.from_region}."
 
@@ -799,20 +820,33 @@ class Governance:
                 hint="Accept the export grant as it was signed.",
             )
 
-    async def _require_newest(self, kind: str, name: str, signed_at: int) -> None:
-        """A half does not take the place of one that was signed later. Raises GrantError(CONFLICT)."""
-        held = await self._catalog.document(*_STORED[kind], name)
-        if held is None:
+    async def _require_newest(self, kind: str, name: str, document: SignedDocument, signed_at: int) -> None:
+        """A half does not take the place of one that was signed later, nor one of another region's again and again.
+
+        Raises GrantError(CONFLICT), UnavailableError(LIMIT_RATE).
+        """
+        stored = await self._catalog.document(*_STORED[kind], name)
+        if stored is None:
             return
         try:
-            document, keys = SignedDocument.parse(held.document), self._trusted_policy_keys()
-            half = open_export(document, keys) if kind == "export" else open_import(document, keys)
+            held, keys = SignedDocument.parse(stored.document), self._trusted_policy_keys()
+            half = open_export(held, keys) if kind == "export" else open_import(held, keys)
         except FelixError:
             return  # what is not believed is replaced
         if half.signed_at > signed_at:
             raise GrantError(
-                f"{document.region} signed {half.grant} again at {half.signed_at}; this is an older one.",
+                f"{held.region} signed {half.grant} again at {half.signed_at}; this is an older one.",
                 code=Code.CONFLICT,
+            )
+        if document.region == self._own.region or held == document:
+            return
+        wait_ms = self._signed_again.take(f"{kind}/{name}")
+        if wait_ms:
+            raise UnavailableError(
+                f"{document.region} has signed {half.grant} {SIGNED_AGAIN_MAX} times and more.",
+                code=Code.LIMIT_RATE,
+                hint="Make a new grant, or bring this one later.",
+                retry_after_ms=wait_ms,
             )
 
     def _require_party(self, actor: SpiffeId, bridge: str, from_region: str, to_region: str) -> None:

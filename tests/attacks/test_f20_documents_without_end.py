@@ -1,0 +1,162 @@
+"""F20: signed documents and refusals without end, from another region's hand; and what a hostile destination lists to an honest agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from bridge_mesh import BRIDGE, POLICIES, Mesh
+from region_peer import raw_peer
+
+from audit.leaf import Kind
+from bridge.agent import Agent
+from bridge.courier import KINDS, Courier, list_documents
+from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.identity import load_identity
+from felix.messages import DocumentPage, Done, PutDocument
+from felix.names import SpiffeId
+from policy.grant import Standing, StandingAction, sign_standing
+from policy.residency import parse_policy, sign_policy
+from policy.signed import Purpose, canonical, sign
+from region.governance import DENY_REGION_LEAVES_MAX, SIGNED_AGAIN_MAX
+
+Tally = Callable[[str, int], None]
+ENGINES = ("qh3", "aioquic")
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    mesh = Mesh.make(tmp_path)
+    await mesh.start("eu-west")
+    try:
+        policy = parse_policy(POLICIES["eu-west"], "eu-west")
+        await mesh.put("eu-west", "policy", sign_policy(policy, mesh.key("eu-west")))
+        yield mesh
+    finally:
+        await mesh.stop("eu-west")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_half_that_is_signed_again_and_again_does_not_fill_the_log(
+    mesh: Mesh, engine: str, tally: Tally, attack_scale: int
+) -> None:
+    """Only its newest stands in the store, so it counts once there; each one had a leaf of its own."""
+    body, export, accepted = mesh.sign_grant()
+    await mesh.agree("eu-west", body, export, accepted)
+    tried, taken = 40 * attack_scale, 0
+    address = mesh.nodes["eu-west"].address
+    identity = load_identity(mesh.us.identity(BRIDGE))
+    async with raw_peer(mesh.eu, address, identity=identity, region="eu-west", engine=engine) as peer:
+        for number in range(1, tried + 1):
+            again = msgspec.structs.replace(body, signed_at=body.signed_at + number)
+            document = sign(Purpose.EXPORT, "us-east", canonical(again), mesh.key("us-east"))
+            try:
+                answer = await peer.ask(PutDocument("export", document.encode_file()), number)
+                assert isinstance(answer, Done)
+                taken += 1
+            except UnavailableError as error:
+                assert error.code is Code.LIMIT_RATE
+    assert taken == SIGNED_AGAIN_MAX
+    # The one that is there may be brought any number of times, and a revocation is always taken.
+    await mesh.stand("eu-west", body.grant, StandingAction.REVOKE)
+    await mesh.stop("eu-west")
+    assert len(mesh.headers(mesh.ingress_folder, Kind.GRANT)) == 1 + SIGNED_AGAIN_MAX
+    assert len(mesh.headers(mesh.ingress_folder, Kind.REVOKE)) == 1
+    tally("halves that were signed again", tried)
+
+
+async def test_a_region_of_many_identities_does_not_fill_the_log(mesh: Mesh, tally: Tally) -> None:
+    governance = mesh.nodes["eu-west"].services.governance
+    tried = 0
+    for number in range(200):
+        actor = SpiffeId("us-east", "acme", "bridge", f"b{number}")
+        for made_up in range(5):
+            error = RequestError("no", code=Code.GRANT_MISSING)
+            governance.denied(
+                error, actor=actor, action="deliver", grant_id=f"g-{made_up}", from_region="us-east"
+            )
+            tried += 1
+    own = SpiffeId("eu-west", "acme", "client", "web")
+    governance.denied(RequestError("no", code=Code.FORBIDDEN), actor=own, action="read")
+    await mesh.stop("eu-west")
+    assert len(mesh.headers(mesh.ingress_folder, Kind.DENY)) == DENY_REGION_LEAVES_MAX + 1
+    tally("refusals of one region's many identities", tried)
+
+
+class Lists:
+    """A region's broker, as an agent sees it: it answers lists of documents as it likes."""
+
+    def __init__(self, answer: Callable[[], object]) -> None:
+        self.answer, self.asked = answer, 0
+        self.profile = SimpleNamespace(region="eu-west")
+
+    async def request(self, request: object) -> object:
+        self.asked += 1
+        assert self.asked < 1_000, "it would be asked for ever"
+        found = self.answer()
+        if isinstance(found, FelixError):
+            raise found
+        return await found if asyncio.iscoroutine(found) else found
+
+
+@pytest.mark.parametrize("names", [["a"], [""], ["b", "a"]])
+async def test_pages_that_do_not_go_on_are_asked_for_once_more_and_no_further(names: list[str]) -> None:
+    lists = Lists(lambda: DocumentPage(dict.fromkeys(names, b"{}"), more=True))
+    with pytest.raises(RequestError, match="does not go on"):
+        await list_documents(lists, ("deny",))  # type: ignore[arg-type]
+    assert lists.asked <= 2
+
+
+async def test_no_destination_keeps_an_agent_from_what_others_say(
+    monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    monkeypatch.setattr("bridge.agent.READ_S", 0.2)
+    page = DocumentPage({"d.1": b"{}"})
+    brokers = {
+        "ap-1": Lists(lambda: RequestError("no", code=Code.FORBIDDEN)),
+        "ap-2": Lists(lambda: DocumentPage({"a": b"{}"}, more=True)),
+        "ap-3": Lists(lambda: asyncio.sleep(3_600)),
+        "ap-4": Lists(lambda: Done()),
+        "eu-west": Lists(lambda: page),
+    }
+    agent = object.__new__(Agent)
+    agent._shores = {
+        region: SimpleNamespace(region=region, is_up=True, connection=lambda lists=lists: lists)
+        for region, lists in brokers.items()
+    }  # type: ignore[assignment]
+    agent.shop = SimpleNamespace(source=None)  # type: ignore[assignment]
+    agent._documents, agent._reasons, agent._reading = {}, {}, {}
+    for _ in range(3):
+        async with asyncio.timeout(5):
+            await agent._read_documents()
+        assert agent._documents == {"eu-west": dict.fromkeys(KINDS, page.documents)}
+    assert set(agent._reading) == {"ap-3"}
+    agent._reading["ap-3"].cancel()
+    tally("destinations that list what they like", len(brokers))
+
+
+async def test_a_region_that_takes_no_more_grants_is_still_brought_the_revocation(mesh: Mesh) -> None:
+    body, export, accepted = mesh.sign_grant()
+    await mesh.agree("eu-west", body, export, accepted)
+    brought: list[str] = []
+
+    class Full:
+        profile = SimpleNamespace(region="eu-west")
+
+        async def request(self, request: PutDocument) -> Done:
+            brought.append(request.kind)
+            if request.kind == "export":
+                raise UnavailableError("full", code=Code.LIMIT_MEMORY)
+            return Done()
+
+    standing = Standing(
+        grant=body.grant, action=StandingAction.REVOKE, region="us-east", sequence=1, at=1, by="alice"
+    )
+    revoked = sign_standing(standing, mesh.key("us-east"))
+    held = {"export": {body.grant: export.encode_file()}, "standing": {"s.1": revoked.encode_file()}}
+    assert await Courier().carry(held, {}, "us-east", Full(), 0, lambda file: True) == 1  # type: ignore[arg-type]
+    assert brought == ["export", "standing"]
