@@ -10,7 +10,7 @@ A crossing, an INTENT in an egress log or an ACK in an ingress log, must find *b
 1. GRANT and ACCEPT, whose documents agree, with its grant id and terms hash, for its stream, bridge and regions;
 2. as many approvals by different people on each side as that side's half states, and on the log's own side as its policy asks;
 3. the policy under which the own side's half was made, or a later one of that region;
-4. no revocation; no pause and no deny entry that was in the log `STANDING_GRACE_MS` before;
+4. no revocation by either of the two regions; no pause and no deny entry that was in the log `STANDING_GRACE_MS` before;
 5. its time inside the grant's window.
 
 What is asked is what brokers and agents ask (`policy.grant.GrantBook`), of the documents that the log had by then.
@@ -144,7 +144,8 @@ class _Held:
     exports: list[ExportGrant] = field(default_factory=list)
     imports: list[ImportGrant] = field(default_factory=list)
     approvals: dict[str, ApprovalBody] = field(default_factory=dict)
-    revoked: bool = False
+    revoked_by: set[str] = field(default_factory=set)
+    """regions that signed a revocation; those at the grant's two ends have a say"""
     last_ms: int = 0
     """the latest time of a crossing"""
     seen: set[bytes] = field(default_factory=set)
@@ -162,8 +163,6 @@ class Agreements:
         self._keys, self._anchors = trust.policy_keys, trust.anchors
         self._grants: dict[str, _Held] = {}
         self._policies: dict[str, dict[bytes, ResidencyPolicy]] = {}
-        self._stated: set[bytes] = set()
-        """policies that leaves of version 1 name, by hash"""
         self._denies: list[tuple[int, int, Document]] = []
         self._policies_seen = 0
         self.documents = 0
@@ -178,8 +177,6 @@ class Agreements:
         if header.kind not in DOCUMENT_KINDS:
             return []
         if leaf.version == 1:
-            if header.kind is Kind.POLICY:
-                self._stated.add(header.policy_hash)
             return []
         what = header.kind.name if not header.grant_id else f"{header.kind.name} of {header.grant_id}"
         try:
@@ -298,7 +295,8 @@ class Agreements:
             case ApprovalBody():
                 held.approvals.setdefault(body.approver, body)
             case Standing():
-                held.revoked |= body.action is StandingAction.REVOKE
+                if body.action is StandingAction.REVOKE:
+                    held.revoked_by.add(body.region)
         held.policies_met.clear()
         return []
 
@@ -325,11 +323,11 @@ class Agreements:
             return [f"{what}: no GRANT leaf stands before it."]
         if not held.imports:
             return [f"{what}: no ACCEPT leaf stands before it."]
-        if held.revoked:
+        terms = held.exports[-1].terms
+        if not held.revoked_by.isdisjoint((terms.from_region, terms.to_region)):
             return [f"{what}: the grant was revoked before."]
         held.last_ms = max(held.last_ms, header.time_ms)
-        export = held.exports[-1]
-        if bytes.fromhex(export.terms_hash) != header.terms_hash:
+        if all(bytes.fromhex(export.terms_hash) != header.terms_hash for export in held.exports):
             return [f"{what}: its hash of terms is not the grant's."]
         try:
             stream, bridge = StreamName.parse(header.stream), SpiffeId.parse(header.bridge)
@@ -343,6 +341,8 @@ class Agreements:
             result = settled.check(attempt, None, header.time_ms, grant=header.grant_id)
         if isinstance(result, Refusal):
             return [f"{what}: {result.sentence}"]
+        if result.terms_hash != header.terms_hash:
+            return [f"{what}: its hash of terms is not the grant's."]
         if str(result.destination_stream) != header.destination_stream:
             return [
                 f"{what}: it arrives as {header.destination_stream}, the grant says {result.destination_stream}."
@@ -375,8 +375,6 @@ class Agreements:
         )
         policy = self._policy_for(own, policy_hash)
         if policy is None:
-            if policy_hash in self._stated:
-                return ""
             return f"no POLICY leaf of {own} stands before it."
         key = (str(stream), policy.hash)
         if key not in held.policies_met:
@@ -446,7 +444,7 @@ class Agreements:
             [] if refusal is None or refusal.kind is not RefusalKind.NOT_APPROVED else [refusal.sentence]
         )
         own = self._origin.region
-        if self._policies.get(own) is None and not self._stated:
+        if self._policies.get(own) is None:
             problems.append(f"No POLICY leaf of {own} stands in the log.")
         leaves = tuple(index for index, _, _ in held.documents)
         return Agreement(

@@ -519,13 +519,30 @@ def _included(included: _Included, signed: SignedCheckpoint, what: str) -> Leaf:
 def _ack(included: _Included, signed: SignedCheckpoint, intent_index: int, intent: Header) -> Header:
     ack = _included(included, signed, "The ACK leaf").header
     same = ("bridge", "source_region", "destination_region", "stream", "shard", "incarnation", "source_epoch")
-    differing = [
-        name for name in (*same, "grant_id", "envelope_sha256") if getattr(ack, name) != getattr(intent, name)
-    ]
+    terms = ("grant_id", "terms_hash", "destination_stream", "envelope_sha256")
+    differing = [name for name in (*same, *terms) if getattr(ack, name) != getattr(intent, name)]
     if (ack.kind, ack.side) != (Kind.ACK, Side.EGRESS) or included.index <= intent_index or differing:
         raise TamperError(f"The proof's leaf {included.index} is no ACK of its INTENT.")
-    first, last = intent.first_offset, intent.last_offset
-    assert None not in (first, last, ack.first_offset, ack.last_offset)
-    if not (ack.first_offset <= first and last <= ack.last_offset):  # type: ignore[operator]
+    if not _answers_range(ack, intent):
         raise TamperError("The proof's ACK does not cover the range of its INTENT.")
+    # The other parts of a split batch are not here; what they must list has to fit between the ranges.
+    elsewhere = _offsets(ack) - _offsets(intent)
+    if not 0 <= ack.records - intent.records <= elsewhere:
+        raise TamperError(
+            f"The proof's INTENT lists {intent.records} records, its ACK is for {ack.records} of the whole batch."
+        )
     return ack
+
+
+def _offsets(header: Header) -> int:
+    assert header.first_offset is not None and header.last_offset is not None
+    return header.last_offset - header.first_offset + 1
+
+
+def _answers_range(ack: Header, intent: Header) -> bool:
+    """Whether the ACK's range is that of the batch: it begins with the first part and ends with the last."""
+    first, last, start, end = intent.first_offset, intent.last_offset, ack.first_offset, ack.last_offset
+    assert first is not None and last is not None and start is not None and end is not None
+    begins = start == first if intent.part == 0 else start < first
+    ends = end == last if intent.part == intent.parts - 1 else last < end
+    return begins and ends

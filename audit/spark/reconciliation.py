@@ -83,9 +83,20 @@ _ENVELOPE: Final = f"{_SHARD}, envelope_sha256"
 _FROM_EGRESS: Final = "side = 'egress' AND kind IN ('INTENT', 'WITHHELD', 'GAP', 'ACK')"
 """What only a bridge's egress log holds; grants and denials stand in the source region's own log too."""
 
+_FROM_INGRESS: Final = "side = 'ingress' AND log LIKE concat(destination_region, '.%/audit')"
+"""What the destination's own log holds: a leaf that calls itself ingress in another region's log is nobody's other side."""
+
 
 def _same(left: str, right: str, names: tuple[str, ...]) -> str:
     return " AND ".join(f"{left}.{name} <=> {right}.{name}" for name in names)
+
+
+_SAID: Final = ("grant_id", "terms_hash", "destination_stream", "source_epoch")
+"""What both sides say of an envelope besides its range, counts and records."""
+
+
+def _said() -> str:
+    return "concat_ws(' ', " + ", ".join(f"coalesce(CAST({name} AS STRING), '-')" for name in _SAID) + ")"
 
 
 def envelopes(leaves: DataFrame) -> DataFrame:
@@ -97,7 +108,8 @@ def envelopes(leaves: DataFrame) -> DataFrame:
             SELECT {_ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
                    sum(records) AS {prefix}_records, sum(record_bytes) AS {prefix}_bytes,
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
-                   max(batch_sha256) AS {prefix}_digest
+                   max(batch_sha256) AS {prefix}_digest,
+                   array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said
             FROM {{leaves}} WHERE kind = '{kind}' AND side = '{where}' GROUP BY {_ENVELOPE}"""  # noqa: S608
 
     def picked(name: str) -> str:
@@ -110,7 +122,7 @@ def envelopes(leaves: DataFrame) -> DataFrame:
              a AS ({side("ACK", "ingress", "arrival")}),
              links AS (
                  SELECT source_region, destination_region, max({_FROM_EGRESS}) AS has_egress,
-                        max(side = 'ingress') AS has_ingress
+                        max({_FROM_INGRESS}) AS has_ingress
                  FROM {{leaves}} GROUP BY source_region, destination_region
              ),
              joined AS (
@@ -178,6 +190,16 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
             "'differs'", "receipt-count-differs",
             "concat('Announced ', intent_records, ' records; the receipt is for ', receipt_records, '.')",
             "intent_records <> receipt_records AND receipt_leaves = 1",
+        ),
+        finding(
+            "'differs'", "range-differs",
+            "concat('Announced ', intent_first, ' to ', intent_last, '; the ingress log has ', arrival_first, ' to ', arrival_last, '.')",
+            "intent_first <> arrival_first OR intent_last <> arrival_last",
+        ),
+        finding(
+            "'differs'", "terms-differ",
+            "concat('Announced as ', intent_said, '; the ingress log has ', arrival_said, '.')",
+            "intent_said <> arrival_said",
         ),
         finding(
             "'differs'", "bytes-differ",
@@ -285,7 +307,7 @@ def shards(leaves: DataFrame, findings: DataFrame) -> DataFrame:
         f"""
         WITH links AS (
             SELECT source_region, destination_region,
-                   max({_FROM_EGRESS}) AND max(side = 'ingress') AS has_both
+                   max({_FROM_EGRESS}) AND max({_FROM_INGRESS}) AS has_both
             FROM {{leaves}} GROUP BY source_region, destination_region
         ),
         sums AS (
