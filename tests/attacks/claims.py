@@ -108,7 +108,11 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         _F,
         "it can write any egress log, and no ingress leaf nor receipt to go with it; with one log alone the report says so "
         "and does not end with 0",
-        ("attacks/test_one_party_alone.py", "attacks/test_f03_receipts_of_the_source.py"),
+        (
+            "attacks/test_one_party_alone.py",
+            "attacks/test_f03_receipts_of_the_source.py",
+            "attacks/test_half_told_evidence.py",
+        ),
     ),
     ("crossed", "destination"): Cell(
         _F,
@@ -150,14 +154,18 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     # -- these were received
     ("received", "agent"): Cell(
-        _C,
-        "a receipt verifies under the destination's keys alone",
-        ("attacks/test_f03_receipts_of_the_source.py",),
+        _F,
+        "a receipt, for a range and a number of records, verifies under the destination's keys alone. Which of the range's records "
+        "they are, where some were withheld, is the INTENT's word: the reconciliation with the ingress log holds it to each "
+        "record, a proof alone does not",
+        ("attacks/test_f03_receipts_of_the_source.py", "attacks/test_half_told_evidence.py"),
     ),
     ("received", "source"): Cell(
-        _C,
-        "a receipt verifies under the destination's keys alone",
-        ("attacks/test_f03_receipts_of_the_source.py",),
+        _F,
+        "a receipt, for a range and a number of records, verifies under the destination's keys alone. Which of the range's records "
+        "they are, where some were withheld, is the INTENT's word: the reconciliation with the ingress log holds it to each "
+        "record, a proof alone does not",
+        ("attacks/test_f03_receipts_of_the_source.py", "attacks/test_half_told_evidence.py"),
     ),
     ("received", "destination"): Cell(
         _Y, "it is its own word: it may sign for what it then throws away. What it signed it cannot deny"
@@ -194,7 +202,11 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("terms", "source"): Cell(
         _C,
         "every leaf names the hash of the terms, and the import grant with that hash is signed by the destination",
-        ("attacks/test_f04_register.py", "attacks/test_one_party_alone.py"),
+        (
+            "attacks/test_f04_register.py",
+            "attacks/test_one_party_alone.py",
+            "attacks/test_half_told_evidence.py",
+        ),
     ),
     ("terms", "destination"): Cell(
         _C,
