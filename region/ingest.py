@@ -482,7 +482,10 @@ class IngestStream:
         Raises RequestError where nobody but the broker itself may write there.
         """
         self._desk.broker.refuse_reserved(name.tenant)
-        hosted = await self._desk.broker.ensure_stream(name, StreamConfig(shards=request.shards))
+        broker, config = self._desk.broker, StreamConfig(shards=request.shards)
+        if broker.streams.get(name) is None:
+            broker.streams.check_foreign_room(name, config)
+        hosted = await broker.ensure_stream(name, config)
         if len(hosted.shards) != request.shards:
             raise RequestError(
                 f"{name} has {len(hosted.shards)} shards and its source {request.shards}: keys would change "

@@ -43,6 +43,9 @@ HOT_BYTES: Final = 8 << 20
 ring budget is taken, a shard gets RING_BYTES_MIN."""
 
 
+FOREIGN_ROOM_PART: Final = 4
+"""One part of so many of the ring budget is left by streams that are made for another region: this region's people make theirs there."""
+
 COMPACTED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=32 << 20, segment_age_ms=600_000)
 """Only closed segments are compacted, so those of a compacted stream are closed sooner."""
 OFFLOADED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=64 << 20, segment_age_ms=3_600_000)
@@ -229,6 +232,12 @@ def _shard_state(number: int, shard: ShardLog | FelixError) -> ShardState:
     )
 
 
+def least_bytes(config: StreamConfig) -> int:
+    """Of the ring budget, for all shards of a stream."""
+    ephemeral = config.durability.kind == "ephemeral"
+    return (config.ring_bytes if ephemeral else RING_BYTES_MIN) * config.shards
+
+
 class StreamTable:
     """Opens, keeps and closes hosted streams. `changed` is called after a stream came or went."""
 
@@ -249,6 +258,8 @@ class StreamTable:
         self._removed: set[str] = set()
         self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
         """Called with a stream whose shards are open, before anybody else sees it: what must be in them first."""
+        self.expected_bytes = 0
+        """Ring bytes that streams of the catalog need at least that are opened next, at a start: nothing is generous at their cost."""
         self.offload_refused = 0
         """Turns of offload that the configuration does not allow."""
 
@@ -309,12 +320,25 @@ class StreamTable:
         _, taken = self._reserve(name, config)
         self._ring_budget.give(taken)
 
+    def check_foreign_room(self, name: StreamName, config: StreamConfig) -> None:
+        """Raises UnavailableError(LIMIT_MEMORY) where a stream made for another region would take what is left for this one's."""
+        budget = self._ring_budget
+        room = budget.limit_bytes - budget.limit_bytes // FOREIGN_ROOM_PART
+        if budget.used_bytes + least_bytes(config) > room:
+            raise UnavailableError(
+                f"{name} would be made for another region, and the ring budget's last quarter is for this region's streams.",
+                code=Code.LIMIT_MEMORY,
+                hint=f"Make {name} here first, delete streams, or raise limits.ring_budget.",
+                retry_after_ms=30_000,
+            )
+
     def _reserve(self, name: StreamName, config: StreamConfig) -> tuple[int, int]:
         """Ring bytes per shard, and what was taken for all of them."""
         budget = self._ring_budget
         wanted = config.ring_bytes
         if config.durability.kind != "ephemeral":
-            plenty = budget.used_bytes + HOT_BYTES * config.shards <= budget.limit_bytes // 2
+            hot = budget.used_bytes + HOT_BYTES * config.shards
+            plenty = hot <= min(budget.limit_bytes // 2, budget.limit_bytes - self.expected_bytes)
             wanted = HOT_BYTES if plenty else RING_BYTES_MIN
         if budget.take(wanted * config.shards):
             return wanted, wanted * config.shards
