@@ -37,23 +37,32 @@ from audit.origin import Origin
 from audit.trust import Trust
 from felix.errors import FelixError
 from felix.names import SpiffeId, StreamName
-from policy.approval import Approval, ApprovalBody, Document, open_approval, parse_document, tally
+from policy.approval import (
+    Approval,
+    ApprovalBody,
+    ApprovalRule,
+    Document,
+    open_approval,
+    parse_document,
+    tally,
+)
 from policy.grant import (
     EVERYWHERE,
+    NEVER,
     Attempt,
     DenyEntry,
     ExportGrant,
     GrantBook,
+    GrantView,
     ImportGrant,
     Refusal,
     RefusalKind,
     Standing,
     StandingAction,
-    agree,
     open_export,
     open_import,
 )
-from policy.residency import ResidencyPolicy, decide_grant, open_policy
+from policy.residency import Decision, ResidencyPolicy, decide_grant, open_policy
 from policy.signed import Purpose, SignedDocument, decode_body, verify
 from policy.terms import GrantTerms
 
@@ -65,6 +74,8 @@ GRANT_DOCUMENTS_MAX: Final = 1_024
 """Documents about one grant: far more than approvals, pauses and resumptions in its lifetime."""
 POLICIES_MAX: Final = 1_024
 DENY_ENTRIES_MAX: Final = 16_384
+DECISIONS_MAX: Final = 256
+"""Of policies about streams, remembered for one grant: a pattern may fit many streams. More are made anew."""
 
 Load = Callable[[Header], bytes | None]
 """Gives a leaf's document, from the leaf or from beside the log (`audit.document_leaf.read_document`); None: not there."""
@@ -152,7 +163,14 @@ class _Held:
     book: GrantBook | None = None
     book_of: int = -1
     """how many deny entries it was made with"""
-    policies_met: dict[tuple[str, bytes], str] = field(default_factory=dict)
+    decisions: dict[tuple[str, bytes, bool], Decision] = field(default_factory=dict)
+    """of policies about a stream, by the policy's hash and whether it is in force"""
+    approved_from: dict[tuple[bytes, ApprovalRule], int] = field(default_factory=dict)
+    """from when on (ms) a policy's rule has its approvals"""
+
+    def revoked(self, terms: GrantTerms) -> bool:
+        """Whether one of the grant's two regions revoked it; nobody else can."""
+        return not self.revoked_by.isdisjoint((terms.from_region, terms.to_region))
 
 
 class Agreements:
@@ -293,18 +311,23 @@ class Agreements:
             case ImportGrant():
                 held.imports.append(body)
             case ApprovalBody():
-                held.approvals.setdefault(body.approver, body)
+                # As in a grant's book: of two by one person, the one of the earlier time.
+                before = held.approvals.get(body.approver)
+                if before is None or (body.at, body.comment) < (before.at, before.comment):
+                    held.approvals[body.approver] = body
             case Standing():
                 if body.action is StandingAction.REVOKE:
                     held.revoked_by.add(body.region)
-        held.policies_met.clear()
+        held.decisions.clear()
+        held.approved_from.clear()
         return []
 
     def _drained(self, header: Header) -> list[str]:
         if header.kind is not Kind.REVOKE or not header.drain_until_ms:
             return []
         held = self._grants[header.grant_id]
-        if held.last_ms <= header.drain_until_ms:
+        # Nothing crossed where no half is known; and a third region's word ends nothing.
+        if held.last_ms <= header.drain_until_ms or not held.revoked(held.exports[-1].terms):
             return []
         return [
             f"REVOKE of {header.grant_id}: a crossing at {held.last_ms} ms stands before it, taken after "
@@ -324,7 +347,7 @@ class Agreements:
         if not held.imports:
             return [f"{what}: no ACCEPT leaf stands before it."]
         terms = held.exports[-1].terms
-        if not held.revoked_by.isdisjoint((terms.from_region, terms.to_region)):
+        if held.revoked(terms):
             return [f"{what}: the grant was revoked before."]
         held.last_ms = max(held.last_ms, header.time_ms)
         if all(bytes.fromhex(export.terms_hash) != header.terms_hash for export in held.exports):
@@ -376,10 +399,7 @@ class Agreements:
         policy = self._policy_for(own, policy_hash)
         if policy is None:
             return f"no POLICY leaf of {own} stands before it."
-        key = (str(stream), policy.hash)
-        if key not in held.policies_met:
-            held.policies_met[key] = self._asks(held, export, accepted, stream, policy, header.time_ms)
-        return held.policies_met[key]
+        return self._asks(held, export, accepted, stream, policy, header.time_ms)
 
     def _policy_for(self, region: str, policy_hash: bytes) -> ResidencyPolicy | None:
         """The policy that a half was made under, else the newest of the region that stands in the log."""
@@ -400,7 +420,12 @@ class Agreements:
         terms, region = export.terms, policy.region
         made = export if region == terms.from_region else accepted
         at = made.signed_at if made.policy_hash == policy.hash.hex() else now
-        decision = decide_grant(policy, terms, stream, at)
+        key = (str(stream), policy.hash, policy.in_force(at))
+        decision = held.decisions.get(key)
+        if decision is None:
+            if len(held.decisions) >= DECISIONS_MAX:
+                held.decisions.clear()
+            decision = held.decisions[key] = decide_grant(policy, terms, stream, at)
         if not decision.allowed:
             reasons = " ".join(map(str, decision.reasons))
             return f"the policy of {region}, revision {policy.revision}, does not allow it. {reasons}"
@@ -409,9 +434,12 @@ class Agreements:
             concerned.add(SpiffeId.parse(accepted.accepted_by).name)
         bodies = [body for body in held.approvals.values() if body.region == region]
         for rule in decision.approvals:
+            if now >= held.approved_from.get((policy.hash, rule), NEVER):
+                continue
             found = tally(rule, region, bodies, export.terms_hash, concerned, now)
             if found.missing:
                 return f"rule {rule.rule} of the policy of {region}, revision {policy.revision}: {found}."
+            held.approved_from[policy.hash, rule] = now
         return ""
 
     # -- what is known ---------------------------------------------------------------------------------
@@ -422,13 +450,16 @@ class Agreements:
         held = self._grants.get(grant_id)
         if held is None:
             return None
-        for export in reversed(held.exports):
-            for accepted in reversed(held.imports):
-                if agree(export, accepted):
-                    return self._agreement(grant_id, held, export, accepted)
-        return None
+        if not held.exports or not held.imports:
+            return None
+        # Which of several halves counts is the book's to say. Who approved, as of the grant's last moment: whether there were
+        # enough when something crossed is asked of each crossing.
+        view = self._book(held).get(grant_id, held.exports[-1].terms.expires - 1)
+        return None if view.export is None or view.accepted is None else self._agreement(held, view)
 
-    def _agreement(self, grant_id: str, held: _Held, export: ExportGrant, accepted: ImportGrant) -> Agreement:
+    def _agreement(self, held: _Held, view: GrantView) -> Agreement:
+        export, accepted = view.export, view.accepted
+        assert export is not None and accepted is not None
         terms = export.terms
         approvals = tuple(
             body
@@ -439,16 +470,14 @@ class Agreements:
             self._policy_for(region, bytes.fromhex(half.policy_hash))
             for region, half in ((terms.from_region, export), (terms.to_region, accepted))
         ]
-        refusal = self._book(held).check_grant(grant_id, terms.bridge_id, terms.not_before)
-        problems = (
-            [] if refusal is None or refusal.kind is not RefusalKind.NOT_APPROVED else [refusal.sentence]
-        )
+        lacking = [str(found) for found in view.approvals if found.missing]
+        problems = [f"The grant {view.grant} is not approved. {'. '.join(lacking)}."] if lacking else []
         own = self._origin.region
         if self._policies.get(own) is None:
             problems.append(f"No POLICY leaf of {own} stands in the log.")
         leaves = tuple(index for index, _, _ in held.documents)
         return Agreement(
-            grant_id, export, accepted, approvals, policies[0], policies[1], tuple(problems), leaves
+            view.grant, export, accepted, approvals, policies[0], policies[1], tuple(problems), leaves
         )
 
     def grants(self) -> tuple[str, ...]:

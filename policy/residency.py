@@ -192,6 +192,11 @@ class ResidencyPolicy:
     def revision(self) -> int:
         return self.file.revision
 
+    def in_force(self, now: int) -> bool:
+        """Whether its own dates let it speak at `now` (ms)."""
+        begin, end = self.file.valid_from, self.file.valid_until
+        return (begin is None or now >= begin) and (end is None or now < end)
+
     def place(self, *path: str | int) -> Place:
         """Where a rule stands."""
         return self.document.place(*path)

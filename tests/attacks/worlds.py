@@ -7,6 +7,7 @@ and policies. Keys, policies and signatures are made once for equal data, so tha
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from random import Random
@@ -399,24 +400,30 @@ class Rendered:
     policies: dict[str, ResidencyPolicy]
 
 
-def render(world: World, random: Random) -> Rendered:
-    """The world's documents, in any order, and the book that is made of them."""
-    documents: list[Document] = []
-    grants = []
-    for held in world["grants"]:
-        terms = terms_of(held["terms"])
+def _made_under(world: World, region: str, half: dict[str, Any]) -> str:
+    """The hash of the policy that a half of a grant names: the region's own, or one that stands nowhere."""
+    return policy_of(world["policies"][region]).hash.hex() if half.get("under_own") else "0" * 64
+
+
+def grants_of(world: World) -> tuple[str, ...]:
+    return tuple(grant_id(terms_of(held["terms"]).hash()) for held in world["grants"])
+
+
+def documents_of(world: World) -> Iterator[tuple[dict[str, Any], Document]]:
+    """Each of the world's documents, beside the data that it was made of."""
+    grants = grants_of(world)
+    for number, held in enumerate(world["grants"]):
+        name, terms = grants[number], terms_of(held["terms"])
         terms_hash = terms.hash()
-        name = grant_id(terms_hash)
-        grants.append(name)
         for export in held["exports"]:
             body = canonical(
                 ExportGrant(
                     grant=name, terms=terms, terms_hash=terms_hash.hex(), approvals=export["approvals"],
-                    separate=export["separate"], policy_revision=1, policy_hash="0" * 64,
+                    separate=export["separate"], policy_revision=1, policy_hash=_made_under(world, SOURCE, export),
                     signed_at=export["signed_at"],
                 )
             )  # fmt: skip
-            documents.append(_signed(Purpose.EXPORT, SOURCE, body, export["forged"]))
+            yield export, _signed(Purpose.EXPORT, SOURCE, body, export["forged"])
         for half in held["imports"]:
             body = canonical(
                 ImportGrant(
@@ -424,31 +431,38 @@ def render(world: World, random: Random) -> Rendered:
                     stream=half["stream"], destination_stream=half["destination_stream"],
                     from_region=half["from_region"], to_region=half["to_region"], bridge=half["bridge"],
                     accepted_by=half["accepted_by"], approvals=half["approvals"], separate=half["separate"],
-                    policy_revision=1, policy_hash="0" * 64, signed_at=half["signed_at"],
+                    policy_revision=1, policy_hash=_made_under(world, DESTINATION, half),
+                    signed_at=half["signed_at"],
                 )
             )  # fmt: skip
-            documents.append(_signed(Purpose.IMPORT, half["region"], body, half["forged"]))
+            yield half, _signed(Purpose.IMPORT, half["region"], body, half["forged"])
     for approval in world["approvals"]:
         terms_hash = terms_of(world["grants"][approval["grant"]]["terms"]).hash()
-        documents.append(
-            _approval(terms_hash, approval["region"], approval["name"], approval["at"], approval["defect"])
+        yield (
+            approval,
+            _approval(terms_hash, approval["region"], approval["name"], approval["at"], approval["defect"]),
         )
     for said in world["standings"]:
         standing = Standing(
             grant=grants[said["grant"]], action=StandingAction(said["action"]), region=said["region"],
             sequence=said["sequence"], at=said["at"], by="somebody",
         )  # fmt: skip
-        documents.append(_signed(Purpose.STANDING, said["region"], canonical(standing), said["forged"]))
+        yield said, _signed(Purpose.STANDING, said["region"], canonical(standing), said["forged"])
     for entry in world["denies"]:
         deny = DenyEntry(
             streams=entry["streams"], peer=entry["peer"], region=entry["region"], sequence=entry["sequence"],
             at=DAY, by="somebody", lifted=entry["lifted"],
         )  # fmt: skip
-        documents.append(_signed(Purpose.DENY, entry["region"], canonical(deny), entry["forged"]))
+        yield entry, _signed(Purpose.DENY, entry["region"], canonical(deny), entry["forged"])
+
+
+def render(world: World, random: Random) -> Rendered:
+    """The world's documents, in any order, and the book that is made of them."""
+    documents = [document for _, document in documents_of(world)]
     random.shuffle(documents)
     return Rendered(
         tuple(documents),
         GrantBook(documents, TRUSTED, anchors()),
-        tuple(grants),
+        grants_of(world),
         {region: policy_of(world["policies"][region]) for region in (SOURCE, DESTINATION)},
     )

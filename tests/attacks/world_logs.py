@@ -1,0 +1,245 @@
+"""Random worlds as audit logs: each document a leaf, in some order and at some time, and what the oracle says of such a log.
+
+`draw_log` adds to a world of worlds.py what only a log has: in which order its documents came, when, which policy the halves
+were made under, and whether the own region's policy stands in the log. `leaves_of` makes the leaves as brokers and agents do.
+
+What a log cannot show, and the oracle therefore does not ask of it (docs/audit.md, steps 7 and 10):
+
+- the other region's policy. Its half of the grant states how many approvals it asks for, and whether apart from who drew
+  the grant up; names of approvers and all else stays that region's own to keep;
+- the own region's policy counts as of when the half was made that names it, and as of the crossing where no half names it;
+- a pause or a deny entry whose leaf is not older than 10 s: what was on its way is written down still;
+- what came later than the crossing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+from typing import Any, Final
+
+import audit_log
+from approvers import DAY, authority
+from attacks import world_oracle as oracle
+from attacks.worlds import (
+    BRIDGES,
+    DESTINATION,
+    KEYS,
+    MALLORY,
+    SOURCE,
+    THIRD,
+    TRUSTED,
+    World,
+    documents_of,
+    policy_of,
+    terms_of,
+)
+
+from audit.leaf import Leaf, Side, decode_leaf, encode_leaf
+from audit.signed_leaf import signed_leaf
+from audit.trust import Trust
+from policy.signed import Purpose, SignedDocument, sign
+
+GRACE_MS: Final = 10_000
+AGES: Final = (0, 1, 9_999, 10_000, 10_001, 60_000, 3_600_000)
+"""How long before the asked time a leaf was made (ms)."""
+LATER: Final = (0, 0, 9_999, 10_001, 60_000, 300_000, DAY, 11 * DAY)
+"""How long after it a crossing behind all documents is asked about."""
+SIDES: Final = {Side.EGRESS: SOURCE, Side.INGRESS: DESTINATION}
+ORIGINS: Final = {Side.EGRESS: "us-east.acme/bridge/one", Side.INGRESS: "eu-west.acme/audit"}
+ACTOR: Final = "spiffe://us-east.acme/operator/ann"
+FAR: Final = 1 << 50
+
+
+@cache
+def trust() -> Trust:
+    """All three regions, with the keys that worlds.py signs with."""
+    return Trust.of(
+        audit_log.region_bundle(
+            region,
+            policy_keys=TRUSTED[region],
+            root_pem=authority(region).anchor().root_pem.decode(),
+            issued_ms=DAY,
+        )
+        for region in (SOURCE, DESTINATION, THIRD)
+    )
+
+
+# -- drawing -------------------------------------------------------------------------------------------
+
+
+def draw_log(random: Random, world: World, side: Side) -> dict[str, Any]:
+    """The log of one side, as data: the world's documents and the own policy, each with the time of its leaf, in order; and
+    the world as it is then, of which some things are taken away."""
+    own = SIDES[side]
+    if random.random() < 0.4:
+        # Nothing is stopped: then approvals, policies and times decide.
+        world = {**world, "standings": [], "denies": []}
+    if random.random() < 0.3:
+        began, ended = random.choice(((10 * DAY, None), (11 * DAY, None), (None, 11 * DAY)))
+        ruled = {**world["policies"][own], "valid_from": began, "valid_until": ended}
+        world = {**world, "policies": {**world["policies"], own: ruled}}
+    leaves_it_to_policies = random.random() < 0.5
+    for held in world["grants"]:
+        for half in (*held["exports"], *held["imports"]):
+            half["under_own"] = random.random() < 0.5
+            half["approvals"] = 0 if leaves_it_to_policies else half["approvals"]
+    entries = [{"made_of": data, "document": document} for data, document in documents_of(world)]
+    policy = random.choice((*["there"] * 18, "absent", "forged"))
+    if policy != "absent":
+        entries.append({"made_of": {"policy": SIDES[side], "forged": policy == "forged"}, "document": None})
+    random.shuffle(entries)
+    if random.random() < 0.7:
+        # As a region writes them: the policy, the halves, and then the rest.
+        entries.sort(key=_rank)
+    for entry, age in zip(entries, sorted(random.choices(AGES, k=len(entries)), reverse=True), strict=True):
+        entry["time_ms"] = max(0, world["now"] - age)
+    return {"side": side, "world": world, "entries": entries}
+
+
+def _rank(entry: dict[str, Any]) -> int:
+    document = entry["document"]
+    return (
+        0
+        if document is None
+        else 1
+        if document.purpose is Purpose.EXPORT
+        else 2
+        if document.purpose is Purpose.IMPORT
+        else 3
+    )
+
+
+@cache
+def _policy_document(region: str, text: str, forged: bool) -> SignedDocument:
+    return sign(Purpose.POLICY, region, text.encode(), MALLORY if forged else KEYS[region])
+
+
+def leaves_of(world: World, log: dict[str, Any]) -> list[Leaf]:
+    """Its leaves. Of a document about a grant that the log does not know yet, as little as a broker knows then."""
+    side = log["side"]
+    known: dict[str, Any] = {}
+    leaves = []
+    for entry in log["entries"]:
+        document, policy, data = entry["document"], None, entry["made_of"]
+        terms = None
+        if document is None:
+            policy = policy_of(world["policies"][data["policy"]])
+            document = _policy_document(policy.region, policy.text, data["forged"])
+        elif document.purpose is Purpose.APPROVAL:
+            terms = known.get(document.claim.grant)
+        elif document.purpose is Purpose.STANDING:
+            terms = known.get(_grant_of(world, data["grant"]))
+        elif document.purpose is Purpose.EXPORT and not data["forged"]:
+            held = next(held for held in world["grants"] if any(data is each for each in held["exports"]))
+            found = terms_of(held["terms"])
+            known[_grant(found.hash())] = found
+        leaf = signed_leaf(
+            document, own_region=SIDES[side], time_ms=entry["time_ms"], actor=ACTOR, terms=terms, policy=policy,
+            drain_until_ms=entry["time_ms"] + GRACE_MS if data.get("action") == "revoke" else 0, side=side,
+        )  # fmt: skip
+        leaves.append(decode_leaf(encode_leaf(leaf)))
+    return leaves
+
+
+def _grant(terms_hash: bytes) -> str:
+    from policy.terms import grant_id
+
+    return grant_id(terms_hash)
+
+
+def _grant_of(world: World, number: int) -> str:
+    return _grant(terms_of(world["grants"][number]["terms"]).hash())
+
+
+# -- the oracle's view of a log ------------------------------------------------------------------------
+
+
+def view(world: World, log: dict[str, Any], upto: int, now: int, *, grace: bool) -> World:
+    """The world as the first `upto` leaves of this log tell it at `now`; `grace`: without what stops, and is too young."""
+    here = [
+        entry["made_of"]
+        for entry in log["entries"][:upto]
+        if not (grace and entry["time_ms"] > now - GRACE_MS and _stops(entry["made_of"]))
+    ]
+
+    def stand(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [each for each in documents if any(each is data for data in here)]
+
+    return {
+        **world,
+        "now": now,
+        "grants": [
+            {**held, "exports": stand(held["exports"]), "imports": stand(held["imports"])}
+            for held in world["grants"]
+        ],
+        "approvals": stand(world["approvals"]),
+        "standings": stand(world["standings"]),
+        "denies": stand(world["denies"]),
+        "policy": any(data.get("policy") and not data["forged"] for data in here),
+    }
+
+
+def _stops(data: dict[str, Any]) -> bool:
+    return data.get("action") == "pause" or data.get("lifted") is False
+
+
+def may_stand(world: World, log: dict[str, Any], upto: int, now: int, crossing: dict[str, Any]) -> str:
+    """ "allowed", or why this crossing may not stand behind the log's first `upto` leaves."""
+    own = SIDES[log["side"]]
+    seen = view(world, log, upto, now, grace=True)
+    number, stream = crossing["grant"], crossing["stream"]
+    terms = world["grants"][number]["terms"]
+    asked = oracle.decide(seen, number, stream, crossing["bridge"], None)
+    if asked != "allowed":
+        return asked
+    arriving = stream if terms["wildcard"] else terms["destination_stream"]
+    if crossing["destination_stream"] != arriving or crossing["other_hash"]:
+        return "other-terms"
+    if not seen["policy"]:
+        return "no-policy"
+    halves = seen["grants"][number]["exports" if own == SOURCE else "imports"]
+    half = max(
+        (each for each in halves if not each["forged"] and (own == SOURCE or each["agrees"])),
+        key=lambda each: each["signed_at"],
+    )
+    policy = world["policies"][own]
+    if half["under_own"]:
+        policy = as_of(policy, half["signed_at"])
+    return oracle.decide(seen, number, stream, crossing["bridge"], policy)
+
+
+def as_of(policy: dict[str, Any], at: int) -> dict[str, Any]:
+    """The policy, in force at any time if it was at this one."""
+    begun = policy["valid_from"] is None or at >= policy["valid_from"]
+    over = policy["valid_until"] is not None and at >= policy["valid_until"]
+    return {**policy, "valid_from": None if begun and not over else FAR, "valid_until": None}
+
+
+def has_terms(world: World, log: dict[str, Any], number: int) -> bool:
+    """Whether the register may name the terms of a grant: both halves, their approvals at some time in its window, and the
+    own region's policy stand in the whole log."""
+    seen = view(world, log, len(log["entries"]), FAR, grace=False)
+    if not seen["policy"]:
+        return False
+    terms = seen["grants"][number]["terms"]
+    # What stops, and which window, is not the register's to say of terms: as if asked in the grant's last moment.
+    seen = {**seen, "now": terms["expires"] - 1, "standings": [], "denies": []}
+    stream = terms["stream"].replace("*", "a")
+    return oracle.decide(seen, number, stream, terms["bridge"], None) == "allowed"
+
+
+def draw_crossing(random: Random, world: World, streams: tuple[str, ...]) -> dict[str, Any]:
+    """One crossing of the world, most as its grant says."""
+    number = random.randrange(len(world["grants"]))
+    terms = world["grants"][number]["terms"]
+    fitting = [stream for stream in streams if oracle.fits(terms["stream"], stream)]
+    stream = random.choice(fitting if random.random() < 0.95 else streams)
+    arriving = stream if terms["wildcard"] else terms["destination_stream"]
+    return {
+        "grant": number,
+        "stream": stream,
+        "bridge": terms["bridge"] if random.random() < 0.97 else random.choice(BRIDGES),
+        "destination_stream": arriving if random.random() < 0.97 else random.choice(streams),
+        "other_hash": random.random() < 0.02,
+    }
