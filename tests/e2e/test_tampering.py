@@ -268,8 +268,9 @@ def test_a_history_that_was_written_anew_with_the_log_s_own_key_is_found(told: T
     text = Checkpoint(signer.key.name, len(leaves), tree.root()).text()
     write(log / "checkpoint", encode_note(Note(text, (signer.sign(text),))))
     report = verify(copy, log, 5)
-    assert {finding["step"] for finding in report["findings"]} == {2}, "but for that, it is a perfect log"
-    assert "not those that were signed before" in report["findings"][0]["sentence"]
+    # Nobody but its keeper signed this history, and what was cosigned is another: but for that, it is a perfect log.
+    assert {finding["step"] for finding in report["findings"]} == {1, 2}
+    assert any("not those that were signed before" in finding["sentence"] for finding in report["findings"])
 
 
 def write(path: Path, data: bytes) -> None:
@@ -517,6 +518,7 @@ def test_a_checkpoint_of_a_stranger_is_refused_at_once(told: Told, copy: Path, t
     log = egress_of(copy)
     (log / "checkpoint").write_text((log / "checkpoint").read_text().replace("us-east.acme", "us-west.acme"))
     said = felix_command(copy, "audit", "verify", str(log), code=5)
-    assert "calls itself 'us-west.acme/" in said.err
+    assert "us-west.acme/bridge/us-east-to-eu-west" in said.err
+    assert "No bundle of 'us-west' is trusted" in said.err
     said = felix_command(copy, "audit", "report", "--log", str(log), "--out", str(tmp_path / "out"), code=20)
     assert "No report was made" in said.err

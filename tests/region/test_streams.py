@@ -187,7 +187,7 @@ async def test_an_unknown_stream_and_one_without_the_right_are_answered_alike(
     def questions(name: str) -> list[Request]:
         return [
             Subscribe(name, credit_bytes=1 << 21),
-            Subscribe(name, credit_bytes=1 << 21, grant="g-1"),
+            Subscribe(name, credit_bytes=1 << 21, grant="g-aaaaaaaaaaaaaaaa"),
             DescribeStream(name),
             DeleteStream(name),
             CreateStream(name),
