@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -479,3 +479,17 @@ def leaves_of(log: Path) -> Iterator[Leaf]:
     note = files.read("checkpoint")
     size = int(note.split(b"\n", 2)[1]) if note else 0
     return (decode_leaf(data) for _, data in read_entries(files, 0, size, size))
+
+
+@contextmanager
+def running_mesh(home: Path) -> Iterator[CommandMesh]:
+    """Both brokers and the agent up, policies in force; all of it stopped at the end."""
+    mesh = CommandMesh(home)
+    try:
+        mesh.found()
+        mesh.up()
+        mesh.enact_policies()
+        mesh.agent_up()
+        yield mesh
+    finally:
+        mesh.close()

@@ -22,6 +22,7 @@ from e2e.command_mesh import (
     Said,
     felix_command,
     leaves_of,
+    running_mesh,
     until,
 )
 from e2e.refusal import refusal_of
@@ -56,6 +57,13 @@ def flights(first: int, count: int) -> list[bytes]:
         ).encode()
         for number in range(first, first + count)
     ]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandMesh]:
+    """A mesh of this file's own: it is taken down, and its logs are copied and spoilt."""
+    with running_mesh(tmp_path_factory.mktemp("mesh")) as mesh:
+        yield mesh
 
 
 @pytest.fixture(scope="module")
