@@ -138,6 +138,13 @@ def spark() -> Iterator[Any]:
         find_java()
     except JavaError as error:
         pytest.skip(f"no Java that Spark can use: {error}")
+    from pyspark.sql import SparkSession
+
+    # A process has one session; tests of other files may have opened it.
+    active = SparkSession.getActiveSession()
+    if active is not None:
+        yield active
+        return
     with open_session("local[2]", small=True) as session:
         yield session
 
