@@ -23,11 +23,12 @@ HEADERS = ("felix.tombstone", "felix.expires-at", "felix.operation")
 
 @pytest.fixture
 async def mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
-    allowed = f"    opaque: true\n    headers: [{', '.join(HEADERS)}]\n    onward: true"
     for region, policy in POLICIES.items():
-        text = policy.replace("    onward: true", allowed)
-        if "keys:" not in text:
-            text = text.replace(allowed, f"    keys: [keep]\n{allowed}")
+        text = policy.replace("headers: [note, kind]", f"headers: [note, kind, {', '.join(HEADERS)}]")
+        assert text != policy
+        for name, line in (("opaque:", "opaque: true"), ("keys:", "keys: [keep]")):
+            if name not in text:
+                text = text.replace("    onward: true", f"    {line}\n    onward: true")
         monkeypatch.setitem(POLICIES, region, text)
     async with two_regions(tmp_path) as mesh:
         yield mesh
