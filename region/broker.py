@@ -141,14 +141,23 @@ class Broker:
                 f"Broker {self.broker_id} is shutting down.", code=Code.SHUTTING_DOWN, retry_after_ms=1000
             )
         identity = peer.spiffe_id
-        why = refusal(
-            places_of(self.config.limits.sessions),
-            self.region,
-            (held.identity for held in self.sessions if held.identity is not None),
-            identity,
-            is_operator=self.is_operator(identity),
-            quota=self.quotas.own_limits("identity", str(identity)).sessions,
-        )
+        places = places_of(self.config.limits.sessions)
+        quota = self.quotas.own_limits("identity", str(identity)).sessions
+
+        def ask(without: LiveSession | None = None) -> str:
+            held = [
+                each.identity
+                for each in self.sessions
+                if each is not without and not each.ended and each.identity is not None
+            ]
+            is_operator = self.is_operator(identity)
+            return refusal(places, self.region, held, identity, is_operator=is_operator, quota=quota)
+
+        why = ask()
+        if why and quota is None and (stale := self._longest_silent(identity)) is not None:
+            why = ask(without=stale)
+            if not why:
+                stale.superseded()
         if why:
             raise UnavailableError(
                 f"Broker {self.broker_id} {why}.",
@@ -157,6 +166,16 @@ class Broker:
                 retry_after_ms=5000,
             )
         self.metrics.authenticated += 1
+
+    def _longest_silent(self, identity: SpiffeId) -> LiveSession | None:
+        """The session that a bridge of another region gives up for a new one: of its own, that which was silent longest.
+
+        An agent that was killed says no goodbye, and its session stays until the idle timeout; one that is killed again and
+        again would otherwise find every place of its identity taken by its own dead."""
+        if identity.region == self.region:
+            return None
+        own = (each for each in self.sessions if each.identity == identity and not each.ended)
+        return min(own, key=lambda each: each.heard_at, default=None)
 
     def session_closed(self, session: LiveSession) -> None:
         self.sessions.discard(session)

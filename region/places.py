@@ -19,8 +19,8 @@ FOREIGN_PART: Final = 4
 FOREIGN_PER_REGION: Final = 16
 """Of one other region: its bridges. It has an operator of its own to ask why it needs more."""
 FOREIGN_PER_IDENTITY: Final = 4
-"""Of one bridge: an agent has one session here, and another while the broker has not noticed that the first is gone. A quota
-(`sessions`, felix quota set) says otherwise."""
+"""Of one bridge: an agent has one session here, and others while the broker has not noticed that earlier ones are gone. One more
+takes the place of the one that was silent longest (`Broker.admit`), unless a quota (`sessions`, felix quota set) says how many."""
 OPERATORS_PART: Final = 32
 """One place of so many is kept for operators, from four places on one at least."""
 

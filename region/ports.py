@@ -21,10 +21,18 @@ class LiveSession(Protocol):
     """What the broker asks of every session, whoever has it open."""
 
     identity: SpiffeId | None
+    ended: bool
 
     @property
     def subscription_count(self) -> int:
         """Subscriptions that are open."""
+
+    @property
+    def heard_at(self) -> float:
+        """When the client's last datagram came, in seconds of the monotonic clock."""
+
+    def superseded(self) -> None:
+        """A newer session of the same identity takes this one's place: end it."""
 
     def rights_changed(self) -> None:
         """Rights, grants or streams changed: end what is no longer allowed."""

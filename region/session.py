@@ -710,6 +710,21 @@ class ClientSession:
         """The broker is about to stop; the client should reconnect."""
         self.send_control(encode_message(FrameType.GOODBYE, goodbye))
 
+    @property
+    def heard_at(self) -> float:
+        return self.connection.heard_at if self.connection is not None else 0.0
+
+    def superseded(self) -> None:
+        """A newer session of the same identity takes this one's place."""
+        self.fail(
+            UnavailableError(
+                f"A newer session of {self.identity} took this one's place.",
+                code=Code.LIMIT_SESSIONS,
+                hint="Run one agent for one identity, or have the limit raised: felix quota set.",
+                retry_after_ms=5000,
+            )
+        )
+
     def close(self, code: int, reason: str) -> None:
         if not self.ended:
             self._close_soon(code, reason)

@@ -333,6 +333,10 @@ class DriverConnection:
         return self._server_name
 
     @property
+    def heard_at(self) -> float:
+        return self._heard_at
+
+    @property
     def server_leaf_sha256(self) -> bytes:
         if self.is_client and not self._leaf_sha256:
             chain = self._machine.peer_chain_der()

@@ -202,6 +202,10 @@ class Connection(Protocol):
         """True from `close` or the peer's close on."""
 
     @property
+    def heard_at(self) -> float:
+        """When the peer's last datagram came, in seconds of the monotonic clock."""
+
+    @property
     def server_leaf_sha256(self) -> bytes:
         """SHA-256 of the certificate (DER) that the server of this connection showed in its handshake, on both ends."""
 

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-import pytest
-from bridge_mesh import POLICIES, STREAM, flight, two_regions, until
+from bridge_mesh import STREAM, flight, two_regions, until
 from opentelemetry import trace
 
 import felix
@@ -13,13 +12,7 @@ from felix.tracing import tracing
 from policy.transform import build_spec
 
 
-async def test_a_trace_spans_both_regions_where_the_grant_lets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for region, text in POLICIES.items():
-        monkeypatch.setitem(
-            POLICIES, region, text.replace("    bases: [scc]\n", "    bases: [scc]\n    trace: true\n")
-        )
+async def test_a_trace_spans_both_regions_where_the_grant_lets_it(tmp_path: Path) -> None:
     spans = tmp_path / "spans.jsonl"
     config = TracingConfig(exporter="file", path=str(spans))
     stop = configure_tracing(config, tmp_path, service="test", instance="one", region="us-east")
