@@ -1,6 +1,6 @@
 """What must hold across leaves, not only in each. Pure; fed with a log's leaves in order.
 
-Rules, for each link shard and stream incarnation (docs/audit.md, verification step 7):
+Rules, for each link shard (which names its destination stream) and stream incarnation (docs/audit.md, verification step 7):
 
 - egress: every source offset from the first one on is accounted for exactly once and in order: listed in an
   INTENT, listed in a WITHHELD, or inside a GAP. WITHHELD leaves come before the INTENT leaves of their batch. A

@@ -26,19 +26,27 @@ UNREADABLE_MAX: Final = 1_000
 
 
 class LinkShard(NamedTuple):
-    """One shard of one stream on its way over one bridge to one region."""
+    """One shard of one stream on its way over one bridge to one stream of one region.
+
+    Two grants may let one stream cross under two names: each destination stream has every record once."""
 
     bridge: str
     source_region: str
     destination_region: str
     stream: str
     shard: int
+    destination_stream: str
 
     @classmethod
     def of(cls, header: Header) -> LinkShard:
         """The link shard that a leaf is about."""
         return cls(
-            header.bridge, header.source_region, header.destination_region, header.stream, header.shard
+            header.bridge,
+            header.source_region,
+            header.destination_region,
+            header.stream,
+            header.shard,
+            header.destination_stream,
         )
 
 
@@ -75,8 +83,9 @@ class _Snapshot(msgspec.Struct):
     states: list[_State]
     unreadable: list[int]
     crossed_bytes: dict[str, int]
-    version: Literal[3]
-    """A snapshot of version 0.1 has none, and is not taken: it does not say which leaves could not be read."""
+    version: Literal[4]
+    """A snapshot of another version is not taken: one of version 0.1 has none, and does not say which leaves could not be
+    read; up to version 3, positions of two destination streams were one."""
 
 
 def _crossing(number: int, header: Header) -> Crossing:
@@ -195,7 +204,7 @@ class Positions:
         """A snapshot after `size` leaves, the last of which has this hash."""
         return msgspec.msgpack.encode(
             _Snapshot(
-                size, last_leaf_hash, list(self._states.values()), self.unreadable, self._crossed_bytes, 3
+                size, last_leaf_hash, list(self._states.values()), self.unreadable, self._crossed_bytes, 4
             )
         )
 

@@ -240,7 +240,12 @@ class Carrier:
         """The link's name in the egress log."""
         row = self.row
         return LinkShard(
-            str(self._shop.bridge), self._shop.source.region, row.destination_region, row.stream, row.shard
+            str(self._shop.bridge),
+            self._shop.source.region,
+            row.destination_region,
+            row.stream,
+            row.shard,
+            row.destination_stream,
         )
 
     def take_plan(self, row: PlannedLink) -> None:

@@ -171,15 +171,15 @@ def _verdict(
 
 
 def _within(rows: list[PlannedLink], links_max: int) -> tuple[PlannedLink, ...]:
-    """Beyond the limit nothing runs, and says so. Two grants for one shard: the first of them runs."""
+    """Beyond the limit nothing runs, and says so. Two grants for one shard and one destination stream: the first runs."""
     running = 0
-    taken: set[tuple[str, int, str]] = set()
+    taken: set[tuple[str, int, str, str]] = set()
     kept = []
     for row in rows:
-        where = (row.stream, row.shard, row.destination_region)
+        where = (row.stream, row.shard, row.destination_region, row.destination_stream)
         if row.verdict is Verdict.RUN:
             if where in taken:
-                reason = "Another grant already lets this stream cross to this region."
+                reason = f"Another grant already lets this stream cross to {row.destination_stream} of {row.destination_region}."
                 row = row._replace(verdict=Verdict.WAIT, reason=reason, code=Code.CONFLICT)
             elif running >= links_max:
                 reason = (

@@ -675,12 +675,12 @@ class GrantBook:
             self._standings[key] = standing
 
     def accepted_truncations(self, grant: str, stream: str, shard: int) -> dict[str, Accepted]:
-        """What was accepted of a shard, under this grant or another between the same regions, by the incarnation (hex) that
-        each ends."""
-        ends = self._ends_of(grant)
+        """What was accepted of a shard, under this grant or another into the same stream of the same region, by the incarnation
+        (hex) that each ends."""
+        ends = self._ends_of(grant, stream)
         accepted: dict[str, Accepted] = {}
         for named, found in self._truncations.get((stream, shard), ()):
-            if found.region not in ends or (named != grant and self._ends_of(named) != ends):
+            if found.region not in ends[:2] or (named != grant and self._ends_of(named, stream) != ends):
                 continue
             held = accepted.get(found.truncation.incarnation)
             # Where both regions accept the end of one incarnation, the later word counts, whatever order they came in.
@@ -697,9 +697,13 @@ class GrantBook:
         """What a shard crosses under now."""
         return self.incarnations(grant, stream, shard, incarnation)[-1]
 
-    def _ends_of(self, grant: str) -> tuple[str, ...]:
+    def _ends_of(self, grant: str, stream: str) -> tuple[str, ...]:
+        """The regions that the grant is between, and the stream that `stream` arrives as."""
         entry = self._entries.get(grant)
-        return () if entry is None or entry.export is None else _ends(entry.export.terms)
+        if entry is None or entry.export is None:
+            return ()
+        terms = entry.export.terms
+        return (*_ends(terms), stream if terms.wildcard else terms.destination_stream)
 
     def _remember_unbelieved(self, document: Document, error: SignatureError) -> None:
         # Only to answer "there is a grant, but it is forged" instead of "there is none"; it allows nothing.

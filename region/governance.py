@@ -978,6 +978,7 @@ class Governance:
             ):
                 if (
                     leaf.header.source_region == scope.source_region
+                    and leaf.header.destination_stream == str(scope.destination)
                     and leaf.header.first_offset == source_offset
                 ):
                     return FoundAck(index, leaf.header.envelope_sha256)

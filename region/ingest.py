@@ -202,6 +202,18 @@ class _Way(NamedTuple):
     record_bytes: int
 
 
+def _link_shard(scope: TransferScope) -> LinkShard:
+    """The link as leaves name it."""
+    return LinkShard(
+        str(scope.bridge),
+        scope.source_region,
+        scope.destination_region,
+        str(scope.stream),
+        scope.shard,
+        str(scope.destination),
+    )
+
+
 def _without_producer(batch: Batch) -> Batch:
     return batch.with_header(batch.header._replace(producer_id=0, producer_epoch=0, base_sequence=0))
 
@@ -721,10 +733,7 @@ class IngestStream:
     def _logged_before(self, way: _Way) -> None:
         """The range landed before: its leaf may be durable, or missing after a crash."""
         scope, trail = self._key.scope, self._desk.governance.trail
-        key = LinkShard(
-            str(scope.bridge), scope.source_region, scope.destination_region, str(scope.stream), scope.shard
-        )
-        last = trail.last_ack(key)
+        last = trail.last_ack(_link_shard(scope))
         is_logged = (
             last is not None
             and last.incarnation == scope.incarnation

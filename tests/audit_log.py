@@ -116,7 +116,7 @@ class Link:
 
     @property
     def key(self) -> LinkShard:
-        return LinkShard(BRIDGE, "us-east", "eu-west", STREAM, self.shard)
+        return LinkShard(BRIDGE, "us-east", "eu-west", STREAM, self.shard, STREAM)
 
     def header(self, kind: Kind, side: Side = Side.EGRESS, **more: object) -> Header:
         self.time_ms += 1

@@ -33,7 +33,7 @@ TASKS_PER_CORE: Final = 4
 _ENTRY: Final = Struct(">QqI32s16s")
 _SCHEMA: Final = (
     "status string, finding string, source_region string, destination_region string, bridge string, stream string, "
-    "incarnation string, shard bigint, first_offset bigint, last_offset bigint, records bigint, egress_leaf bigint, "
+    "destination_stream string, incarnation string, shard bigint, first_offset bigint, last_offset bigint, records bigint, egress_leaf bigint, "
     "ingress_leaf bigint, envelope_sha256 string, sentence string"
 )
 _WORDS: Final = {

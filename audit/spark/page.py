@@ -467,6 +467,12 @@ def _in(country: str | None) -> str:
     return f" ({country})" if country else ""
 
 
+def _as_named(row: dict[str, Any]) -> str:
+    """The stream, and its name at the destination where that is another one."""
+    stream, arrives = row["stream"], row["destination_stream"]
+    return _text(stream) + (f" as {_text(arrives)}" if arrives and arrives != stream else "")
+
+
 def _reconciliation(report: Report) -> str:
     rows = report.reconciliation.records()
     table = _table(
@@ -477,7 +483,7 @@ def _reconciliation(report: Report) -> str:
         ),
         [
             (
-                _text(row["stream"]), _link(row), count(row["shard"]),
+                _as_named(row), _link(row), count(row["shard"]),
                 f"{_text(row['first_offset'])}–{_text(row['last_offset'])}", count(row["covered"]), count(row["crossed"]),
                 count(row["withheld"]), count(row["gap"]), count(row["acknowledged"]), count(row["delivered"]),
                 _badge(_STATUS[row["status"]], row["status"]),
@@ -498,7 +504,7 @@ def _reconciliation(report: Report) -> str:
             [
                 (
                     _badge(_STATUS[row["status"]], row["status"]), f'<span class="nowrap">{escape(row["finding"])}</span>',
-                    _text(row["stream"]), _text(row["shard"]),
+                    _as_named(row), _text(row["shard"]),
                     f"{_text(row['first_offset'])}–{_text(row['last_offset'])}", _text(row["records"]),
                     f'<span class="nowrap">egress {_text(row["egress_leaf"])}<br>ingress {_text(row["ingress_leaf"])}</span>', _text(row["sentence"]),
                 )

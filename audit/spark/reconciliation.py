@@ -5,6 +5,9 @@ receipt may come after any window, and a hole is a hole whenever it was made.
 
 How, in this order:
 
+A shard is one of a stream on its way to one destination stream, in one incarnation: a stream that crosses under two names
+is accounted for under each.
+
 1. per transfer envelope, INTENT leaves (egress), receipts (egress ACK) and arrivals (ingress ACK) are joined on
    link, stream, incarnation, shard and the envelope's SHA-256; ranges, counts, bytes and the SHA-256 of all the
    envelope's entries (`batch_sha256`: the same however each side cut it into leaves) are compared;
@@ -38,6 +41,7 @@ COLUMNS: Final = (
     Column("destination_region", Type.TEXT, "To region"),
     Column("bridge", Type.TEXT, "Bridge"),
     Column("stream", Type.TEXT, "Stream"),
+    Column("destination_stream", Type.TEXT, "Stream at the destination"),
     Column("incarnation", Type.TEXT, "Incarnation"),
     Column("shard", Type.COUNT, "Shard"),
     Column("first_offset", Type.COUNT, "First offset"),
@@ -64,6 +68,7 @@ FINDING_COLUMNS: Final = (
     Column("destination_region", Type.TEXT, "To region"),
     Column("bridge", Type.TEXT, "Bridge"),
     Column("stream", Type.TEXT, "Stream"),
+    Column("destination_stream", Type.TEXT, "Stream at the destination"),
     Column("incarnation", Type.TEXT, "Incarnation"),
     Column("shard", Type.COUNT, "Shard"),
     Column("first_offset", Type.COUNT, "First offset"),
@@ -75,7 +80,15 @@ FINDING_COLUMNS: Final = (
     Column("sentence", Type.TEXT, "In words"),
 )
 
-SHARD_KEY: Final = ("source_region", "destination_region", "bridge", "stream", "incarnation", "shard")
+SHARD_KEY: Final = (
+    "source_region",
+    "destination_region",
+    "bridge",
+    "stream",
+    "destination_stream",
+    "incarnation",
+    "shard",
+)
 _SHARD: Final = ", ".join(SHARD_KEY)
 _ENVELOPE: Final = f"{_SHARD}, envelope_sha256"
 
@@ -91,7 +104,7 @@ def _same(left: str, right: str, names: tuple[str, ...]) -> str:
     return " AND ".join(f"{left}.{name} <=> {right}.{name}" for name in names)
 
 
-_SAID: Final = ("grant_id", "terms_hash", "destination_stream", "source_epoch")
+_SAID: Final = ("grant_id", "terms_hash", "source_epoch")
 """What both sides say of an envelope besides its range, counts and records."""
 
 

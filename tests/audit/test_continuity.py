@@ -225,3 +225,15 @@ def test_an_intent_in_an_ingress_log_is_named() -> None:
     assert mistakes([with_header(link.intent()[0], side=Side.INGRESS)]) == [
         "An INTENT stands in an ingress log."
     ]
+
+
+def test_a_stream_that_crosses_under_two_names_is_accounted_for_under_each() -> None:
+    link = Link()
+    grant, first = link.grant(), link.intent()
+    ack = link.ack(first)
+    other = with_header(first[0], destination_stream="acme/ops/copy", envelope_sha256=b"c" * 32)
+    continuity = Continuity()
+    assert [said for leaf in (grant, *first, ack, other) for said in continuity.apply(leaf)] == []
+    assert continuity.unanswered == 1
+    (twice,) = continuity.apply(with_header(other, envelope_sha256=b"d" * 32))
+    assert "3 records of 0..2 are accounted for a second time" in twice

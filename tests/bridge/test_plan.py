@@ -184,6 +184,15 @@ def test_two_grants_for_one_stream_run_one_link_and_say_why() -> None:
     assert next(row.code for row in found if row.verdict is Verdict.WAIT) == Code.CONFLICT
 
 
+def test_two_grants_into_two_streams_both_run() -> None:
+    first, second = halves(), halves(destination_stream="acme/ops/copy")
+    found = rows(*first[:2], *second[:2])
+    assert sorted(row.destination_stream for row in found if row.verdict is Verdict.RUN) == [
+        "acme/ops/copy",
+        STREAM,
+    ]
+
+
 def test_beyond_the_limit_links_wait_and_say_so() -> None:
     export, accepted, _ = halves()
     found = rows(export, accepted, streams=stream(shards=5), links_max=3)
