@@ -480,6 +480,20 @@ class Agreements:
             view.grant, export, accepted, approvals, policies[0], policies[1], tuple(problems), leaves
         )
 
+    def revocations(self, grant_id: str) -> tuple[int, ...]:
+        """Indexes of the REVOKE leaves that end this grant, in order: of those that one of its two regions signed. Empty where no
+        GRANT leaf says which regions these are."""
+        held = self._grants.get(grant_id)
+        if held is None or not held.exports:
+            return ()
+        terms = held.exports[-1].terms
+        ends = terms.from_region, terms.to_region
+        return tuple(
+            index
+            for index, _, document in held.documents
+            if document.region in ends and kind_of(document) is Kind.REVOKE
+        )
+
     def grants(self) -> tuple[str, ...]:
         """The grants that documents in the log are about, sorted."""
         return tuple(sorted(self._grants))

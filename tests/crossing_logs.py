@@ -236,8 +236,9 @@ class World:
         self.egress.append([Leaf(gap), *intents])
         self.cross(common, intents)
 
-    def revoke(self, stream: str, time_ms: int) -> None:
-        document = standing(grant_id(stream), StandingAction.REVOKE, at=time_ms)
+    def revoke(self, stream: str, time_ms: int, region: str = "us-east") -> None:
+        """A revocation that this region signed, in the egress log."""
+        document = standing(grant_id(stream), StandingAction.REVOKE, region, at=time_ms)
         leaf = paper_leaf(document, SIGNED[stream], time_ms=time_ms, sentence="The contract ended.")
         self.egress.append([leaf])
 

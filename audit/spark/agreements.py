@@ -1,8 +1,10 @@
-"""The terms of every transfer, as the regions signed them: the rows from which all tables take their legal fields.
+"""What the regions signed: the terms of every transfer, from which all tables take their legal fields, and the revocations.
 
 The document leaves of each log are read again on the driver, in order, and handed to `audit.agreement`, which verifies
 every signature under the keys of the region that it speaks for. A row stands for one terms hash whose export grant,
 acceptance and approvals are all there and hold: nothing in it is a leaf's own word.
+
+A revocation counts where one of the grant's two regions signed it. Anybody else's ends nothing, whatever leaf it has.
 
 Version 1 leaves hold terms that nobody's signature was checked for. Such terms give a row too, with `signed` false and every
 legal field empty; what the leaf claims stands in `unsigned`, name by name, for a person to read and for nothing to be
@@ -14,7 +16,7 @@ Who may call: `audit.spark.report`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
@@ -51,6 +53,23 @@ _LEGAL: Final = (
 _NAMES: Final = tuple(item.split()[0] for item in f"{_PLACE}, {_LEGAL}".split(", "))
 LEGAL_FIELDS: Final = _NAMES[9:]
 """What a row says besides where it was read."""
+
+
+_REVOCATION: Final = "log string, grant_id string, leaf_index bigint"
+
+
+class LogDocuments(NamedTuple):
+    """What one log's documents say. `terms`: rows of `_NAMES`; `revocations`: the log, the grant, the index of the REVOKE leaf."""
+
+    terms: list[tuple[Any, ...]]
+    revocations: list[tuple[str, str, int]]
+
+
+class Signed(NamedTuple):
+    """The same of all logs. `terms`: one row per terms hash; `revocations`: one per REVOKE leaf that ends its grant."""
+
+    terms: DataFrame
+    revocations: DataFrame
 
 
 def _row(place: Mapping[str, Any], legal: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -102,9 +121,7 @@ def _leaves(log: OpenedLog, indexes: Iterable[int]) -> Iterator[tuple[int, Leaf]
         yield index, decode_leaf(bundle[index % TILE_WIDTH])
 
 
-def rows_of(
-    origin: str, leaves: Iterable[tuple[int, Leaf]], files: Files, trust: Trust
-) -> list[tuple[Any, ...]]:
+def rows_of(origin: str, leaves: Iterable[tuple[int, Leaf]], files: Files, trust: Trust) -> LogDocuments:
     """The rows of one log, from its document leaves in order, with their indexes; `files` has documents beside the log."""
     agreements = Agreements(trust, Origin.parse(origin))
     grants: dict[str, tuple[int, Leaf]] = {}
@@ -122,7 +139,12 @@ def rows_of(
             rows.append(_row(place, _signed(agreement)))
         elif leaf.version == 1 and header.terms is not None:
             rows.append(_row(place, {"signed": False, "unsigned": _claimed(header.terms)}))
-    return rows
+    revocations = [
+        (origin, grant_id, index)
+        for grant_id in agreements.grants()
+        for index in agreements.revocations(grant_id)
+    ]
+    return LogDocuments(rows, revocations)
 
 
 def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
@@ -133,21 +155,38 @@ def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def read_terms(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog], trust: Trust) -> DataFrame:
-    """One row per terms hash: the first log's whose documents are complete, egress logs before others; signed terms before
-    claims."""
+def read_signed(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog], trust: Trust) -> Signed:
+    """What all logs' documents say. Of terms that stand in several logs one row: the first log's whose documents are complete,
+    egress logs before others; signed terms before claims."""
     kinds = ", ".join(f"'{kind.name}'" for kind in sorted(DOCUMENT_KINDS))
+    places = spark.sql(
+        f"""
+        SELECT log, slice(array_sort(collect_list(leaf_index)), 1, {DOCUMENT_LEAVES_MAX}) AS indexes
+        FROM {{leaves}} WHERE kind IN ({kinds}) GROUP BY log
+        """,  # noqa: S608  # constants
+        leaves=leaves,
+    )
+    indexes = {row["log"]: row["indexes"] for row in places.collect()}
     found: dict[str, tuple[Any, ...]] = {}
+    revocations: list[tuple[str, str, int]] = []
     for log in sorted(
         logs, key=lambda log: (Origin.parse(log.checkpoint.origin).bridge is None, log.checkpoint.origin)
     ):
-        where = leaves.where(f"kind IN ({kinds})").where(leaves.log == log.checkpoint.origin)
-        indexes = [
-            row[0]
-            for row in where.select("leaf_index").orderBy("leaf_index").limit(DOCUMENT_LEAVES_MAX).collect()
-        ]
-        for row in rows_of(log.checkpoint.origin, _leaves(log, indexes), open_files(log.path), trust):
+        named = _leaves(log, indexes.get(log.checkpoint.origin, ()))
+        read = rows_of(log.checkpoint.origin, named, open_files(log.path), trust)
+        revocations += read.revocations
+        for row in read.terms:
             held = found.get(row[0])
             if held is None or (row[_NAMES.index("signed")] and not held[_NAMES.index("signed")]):
                 found[row[0]] = row
-    return spark.createDataFrame([found[key] for key in sorted(found)], f"{_PLACE}, {_LEGAL}")
+    return signed_frames(spark, [found[key] for key in sorted(found)], revocations)
+
+
+def signed_frames(
+    spark: SparkSession, terms: Sequence[tuple[Any, ...]], revocations: Sequence[tuple[str, str, int]]
+) -> Signed:
+    """These rows as the queries take them."""
+    return Signed(
+        spark.createDataFrame(list(terms), f"{_PLACE}, {_LEGAL}"),
+        spark.createDataFrame(list(revocations), _REVOCATION),
+    )

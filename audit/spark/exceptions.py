@@ -19,6 +19,8 @@ from audit.spark.table import Column, Type
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
+    from audit.spark.agreements import Signed
+
 BREACH: Final = "breach"
 REFUSED: Final = "refused"
 NOTICE: Final = "notice"
@@ -57,16 +59,24 @@ _DENIALS: Final = {
 """felix.errors.Code of a DENY leaf to the exception's name; any other code is plainly `denied`."""
 
 
-def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame, story: DataFrame) -> DataFrame:
-    """The exceptions of the window. `all_leaves` and `terms` are of the whole logs: a revocation before the
-    window forbids crossings inside it. `story`: what the verification's steps 7 and 10 found in whole logs (log, leaf_index,
-    sentence)."""
+def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataFrame) -> DataFrame:
+    """The exceptions of the window, each leaf's by itself. `all_leaves` and `signed` are of the whole logs: a revocation before
+    the window forbids crossings inside it. `story`: what the verification's steps 7 and 10 found in whole logs (log, leaf_index,
+    sentence).
+
+    Of version 2, what ends a grant is a revocation that one of its regions signed. Leaves of version 1 have no documents: there
+    the log's own word is all there is, and it holds for crossings of version 1 alone, as in the verification.
+    """
     denial = "CASE code " + " ".join(f"WHEN {code} THEN '{name}'" for code, name in _DENIALS.items())
     return leaves.sparkSession.sql(
         f"""
-        WITH revoked AS (
-            SELECT log, grant_id, min(leaf_index) AS revoked_leaf FROM {{all_leaves}}
-            WHERE kind = 'REVOKE' GROUP BY log, grant_id
+        WITH revocations AS (
+            SELECT log, grant_id, leaf_index, false AS claimed FROM {{revocations}}
+            UNION ALL
+            SELECT log, grant_id, leaf_index, true FROM {{all_leaves}} WHERE kind = 'REVOKE' AND version = 1
+        ),
+        revoked AS (
+            SELECT log, grant_id, claimed, min(leaf_index) AS revoked_leaf FROM revocations GROUP BY ALL
         ),
         crossed AS (
             SELECT leaves.*, terms.signed, terms.expires_ms AS ends_ms,
@@ -74,6 +84,7 @@ def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame, story: Da
             FROM {{leaves}} AS leaves
             LEFT JOIN {{terms}} AS terms ON leaves.terms_hash = terms.terms_hash
             LEFT JOIN revoked ON leaves.log = revoked.log AND leaves.grant_id = revoked.grant_id
+                AND (leaves.version = 1) = revoked.claimed
             WHERE leaves.kind = 'INTENT' AND leaves.side = 'egress'
         ),
         events AS (
@@ -130,7 +141,13 @@ def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame, story: Da
             SELECT '{NOTICE}', 'grant-ended', source_region, destination_region, stream, grant_id,
                    actor, 'revoke', rule, code, coalesce(sentence, 'A grant was revoked before its time.'), 0,
                    time_ms, log, leaf_index
-            FROM {{leaves}} WHERE kind = 'REVOKE'
+            FROM {{leaves}} LEFT SEMI JOIN revocations USING (log, leaf_index) WHERE kind = 'REVOKE'
+            UNION ALL
+            SELECT '{NOTICE}', 'revocation-without-effect', source_region, destination_region, stream, grant_id,
+                   actor, 'revoke', rule, code,
+                   'As far as this log shows, neither region of the grant signed this revocation: it ends nothing.', 0,
+                   time_ms, log, leaf_index
+            FROM {{leaves}} LEFT ANTI JOIN revocations USING (log, leaf_index) WHERE kind = 'REVOKE'
             UNION ALL
             SELECT '{NOTICE}', 'key-destroyed', source_region, destination_region, stream, grant_id,
                    actor, action, NULL, code, concat('Key ', key_id, ' was destroyed.'), 0, time_ms, log, leaf_index
@@ -146,17 +163,29 @@ def listed(leaves: DataFrame, all_leaves: DataFrame, terms: DataFrame, story: Da
                    time_ms, log, leaf_index
             FROM {{terms}} WHERE onward
         )
+        SELECT * FROM gathered
+        """,  # noqa: S608  # constants of this module
+        leaves=leaves,
+        all_leaves=all_leaves,
+        terms=signed.terms,
+        revocations=signed.revocations,
+        story=story,
+    )
+
+
+def listed(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataFrame) -> DataFrame:
+    """What `found` finds, in order, alike events in one row of `COLUMNS`."""
+    gathered = found(leaves, all_leaves, signed, story)
+    return leaves.sparkSession.sql(
+        f"""
         SELECT severity, exception, source_region, destination_region, stream, grant_id, actor, action, rule, code,
                sentence, count(*) AS events, sum(records) AS records, min(time_ms) AS first_time,
                max(time_ms) AS last_time, log, min(leaf_index) AS first_leaf, max(leaf_index) AS last_leaf
-        FROM gathered
+        FROM {{gathered}}
         GROUP BY severity, exception, source_region, destination_region, stream, grant_id, actor, action, rule, code,
                  sentence, log
         ORDER BY CASE severity WHEN '{BREACH}' THEN 0 WHEN '{REFUSED}' THEN 1 ELSE 2 END, exception,
                  first_time, log, first_leaf, sentence, stream, actor
         """,  # noqa: S608  # constants of this module
-        leaves=leaves,
-        all_leaves=all_leaves,
-        terms=terms,
-        story=story,
+        gathered=gathered,
     )

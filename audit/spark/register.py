@@ -5,7 +5,7 @@ categories, entities, countries, approvers, acceptance) is what the regions sign
 empty. Nothing is inferred, and nothing is a leaf's own word.
 
 Who may call: `audit.spark.report`, notebooks. Input everywhere: the `leaves` of `prepare` and the `terms` of
-`audit.spark.agreements.read_terms`.
+`audit.spark.agreements.read_signed`.
 """
 
 from __future__ import annotations

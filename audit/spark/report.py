@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from audit.origin import Origin
 from audit.spark import exceptions, lineage, openlineage, page, reconciliation, register, volumes
-from audit.spark.agreements import read_terms
+from audit.spark.agreements import read_signed
 from audit.spark.comparison import compare_records
 from audit.spark.document import Missing, Report, Totals, VerifiedLog, as_json
 from audit.spark.java import Java
@@ -337,13 +337,14 @@ def _compute(
     tell: Callable[[str], None],
 ) -> Report:
     window = register.within(leaves, since, until)
-    terms = read_terms(spark, leaves, opened, trust)
+    signed = read_signed(spark, leaves, opened, trust)
+    terms = signed.terms
     tell("Transfer register, volumes, lineage, exceptions")
     transfers = register.transfers(window, terms).localCheckpoint()
     moved, _ = _collect(transfers)
     daily, _ = _collect(volumes.by_day(window, terms))
     fields, _ = _collect(lineage.fields(transfers))
-    unusual, more_exceptions = _collect(exceptions.listed(window, leaves, terms, story_of(spark, verified)))
+    unusual, more_exceptions = _collect(exceptions.listed(window, leaves, signed, story_of(spark, verified)))
 
     tell("Reconciling egress with ingress")
     sides = reconciliation.envelopes(leaves).localCheckpoint()

@@ -47,7 +47,7 @@ def rows(leaves: list[Leaf], side: Side) -> list[dict[str, object]]:
             read.append(decode_leaf(encode_leaf(leaf)) if leaf.version > 1 else leaf)
         except RequestError:
             assert leaf.header.terms == INVENTED
-    found = rows_of(ORIGINS[side], enumerate(read), MemoryFiles({}), trust())
+    found = rows_of(ORIGINS[side], enumerate(read), MemoryFiles({}), trust()).terms
     return [dict(zip(_NAMES, row, strict=True)) for row in found]
 
 

@@ -251,7 +251,7 @@ def registered(world: World, log: dict[str, Any], leaves: list[Leaf], counts: Co
     origin = world_logs.ORIGINS[log["side"]]
     rows = [
         dict(zip(_NAMES, row, strict=True))
-        for row in rows_of(origin, enumerate(leaves), MemoryFiles({}), world_logs.trust())
+        for row in rows_of(origin, enumerate(leaves), MemoryFiles({}), world_logs.trust()).terms
     ]
     signed = {row["terms_hash"] for row in rows if row["signed"]}
     for number, held in enumerate(world["grants"]):

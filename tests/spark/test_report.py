@@ -350,6 +350,7 @@ def ill(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> ReportResult:
         return halves
 
     world.grant(DEPARTURES, now)
+    world.revoke(DEPARTURES, later(), region="ap-south")  # trusted, and no party to the grant
 
     def batch(**more: Any) -> None:
         world.batch(DEPARTURES, 0, later(), 10, withheld=0.0, **more)
@@ -369,7 +370,12 @@ def ill(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> ReportResult:
     batch(receipt=False, arrives=False)  # 84-93: in flight
     world.batch(ORDERS, 1, TERMS[ORDERS].expires + 5, 10, withheld=0.0)  # under terms that nobody states
     folder = tmp_path_factory.mktemp("ill")
-    return run_report(write_world(folder, world), folder / "out", trust=trust(), session=spark)
+    return run_report(
+        write_world(folder, world),
+        folder / "out",
+        trust=trust("us-east", "eu-west", "ap-south"),
+        session=spark,
+    )
 
 
 def found(result: ReportResult) -> set[tuple[str, str, int, int]]:
@@ -414,6 +420,14 @@ def test_crossings_outside_their_terms_are_breaches(ill: ReportResult) -> None:
         # The arrival of what crossed without terms, in the ingress log.
         ("rule-broken", ORDERS, 10),
     }
+    revoked = {
+        row["exception"]: (row["events"], row["first_leaf"])
+        for row in ill.report.exceptions.records()
+        if row["action"] == "revoke"
+    }
+    # The third region's revocation stands before all crossings, and forbids none.
+    assert revoked["revocation-without-effect"] == (1, 5)
+    assert revoked["grant-ended"][0] == 1 and len(revoked) == 2
     rows = {row["stream"]: row for row in ill.report.register.records()}
     assert rows[ORDERS]["terms_found"] is False and rows[ORDERS]["basis"] is None
 
