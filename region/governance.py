@@ -38,6 +38,7 @@ from keys.keyring import Keyring
 from keys.transfer import TransferScope
 from policy.access import Verb
 from policy.approval import CLOCK_SKEW_MS, Approval, Document, open_approval, parse_document, refuse_ended
+from policy.claims import read_claim
 from policy.grant import (
     DOCUMENTS_MAX,
     EVERYWHERE,
@@ -156,18 +157,25 @@ class _Denials:
 
 
 class _Held(NamedTuple):
-    """A document of the store, parsed once. `lasts`: it forbids, or lifts what did (region.remembered)."""
+    """A document of the store, parsed once. `lasts`: it forbids, or lifts what did (region.remembered). `half_of`: the grant that
+    it is a half of, empty for any other document."""
 
     document: Document
     digest: bytes
     lasts: bool
+    half_of: str
 
     @classmethod
     def of(cls, data: bytes) -> _Held:
         """Raises SignatureError."""
         document = parse_document(data)
         lasts = isinstance(document, SignedDocument) and place_of(document) is not None
-        return cls(document, _digest(document), lasts)
+        is_half = isinstance(document, SignedDocument) and document.purpose in (
+            Purpose.EXPORT,
+            Purpose.IMPORT,
+        )
+        claim = read_claim(document) if is_half else None
+        return cls(document, _digest(document), lasts, "" if claim is None else claim.grant)
 
 
 class FoundAck(NamedTuple):
@@ -218,6 +226,7 @@ class Governance:
         self.logged = logged
         self.drain: Drain = _nothing_to_drain
         self._parsed: dict[bytes, _Held] = {}
+        self._halves: dict[str, list[SignedDocument]] = {}
         self._newest = Newest()
         self._unverified: dict[bytes, SignedDocument] = {}
         self._taken: set[bytes] = set()
@@ -288,6 +297,10 @@ class Governance:
                 except FelixError as error:
                     log.error("document %s/%s/%s cannot be read: %s", section, side, name, error)
         self._parsed = parsed
+        self._halves = {}
+        for held in parsed.values():
+            if held.half_of and isinstance(held.document, SignedDocument):
+                self._halves.setdefault(held.half_of, []).append(held.document)
         self._signed_by = Counter(held.document.region for held in parsed.values())
         self._unverified |= {
             held.digest: held.document
@@ -330,7 +343,7 @@ class Governance:
         return waiting
 
     def _is_genuine(self, document: Document) -> bool:
-        """Whether the region that it names signed it, by what this broker believes of that region."""
+        """Whether the region that it names signed it, by what this broker believes of that region, and has a say in it."""
         try:
             if isinstance(document, Approval):
                 open_approval(document, self.broker.trust)
@@ -342,10 +355,11 @@ class Governance:
         return True
 
     def _require_own_word(self, document: SignedDocument) -> None:
-        """Raises GrantError where a region speaks in another's name."""
+        """Raises GrantError where a region speaks in another's name, or of a grant that is none of its own."""
         if document.purpose is Purpose.STANDING:
             standing = decode_body(document, Standing, Purpose.STANDING)
             _require_signer(document, standing.region, str(standing.action))
+            self._require_end(standing)
         elif document.purpose is Purpose.DENY:
             _require_signer(document, decode_body(document, DenyEntry, Purpose.DENY).region, "deny entry")
 
@@ -664,6 +678,7 @@ class Governance:
     async def _put_standing(self, actor: SpiffeId, document: SignedDocument) -> str:
         standing = decode_body(document, Standing, Purpose.STANDING)
         _require_signer(document, standing.region, str(standing.action))
+        self._book.get(standing.grant, self.broker.clock_ms())
         self._require_end(standing)
         done = f"{standing.grant} is {_DONE[standing.action]} by {standing.region}."
         if self._book.is_revoked_by(standing.grant, standing.region):
@@ -860,15 +875,29 @@ class Governance:
             raise RequestError(f"{actor} cannot bring a grant of {bridge}.", code=Code.FORBIDDEN)
 
     def _require_end(self, standing: Standing) -> None:
-        """Only the two regions of a grant have a say in it. Raises GrantError(GRANT_MISSING, GRANT_INVALID)."""
-        view = self._book.get(standing.grant, self.broker.clock_ms())
-        held = view.export.terms if view.export is not None else view.accepted
-        if held is not None and standing.region not in (held.from_region, held.to_region):
+        """Only the two regions of a grant have a say in it. Raises GrantError(GRANT_INVALID). Of a grant that is not known here
+        anybody may speak: where it comes later, its book asks who did."""
+        ends = self._ends_of(standing.grant)
+        if ends and standing.region not in ends:
             raise GrantError(
-                f"The grant {standing.grant} is between {held.from_region} and {held.to_region}; {standing.region} has "
-                "no say in it.",
+                f"The grant {standing.grant} is between {' and '.join(ends)}; {standing.region} has no say in it.",
                 hint="One of the grant's two regions must sign it.",
             )
+
+    def _ends_of(self, grant: str) -> tuple[str, ...]:
+        """The regions of a grant, by its genuine export; without one, by whatever acceptances there are. Empty where it is not
+        known."""
+        keys, ends = self._believed_policy_keys(), dict[str, None]()
+        for document in self._halves.get(grant, ()):
+            try:
+                if document.purpose is Purpose.EXPORT:
+                    terms = open_export(document, keys).terms
+                    return terms.from_region, terms.to_region
+                accepted = open_import(document, keys)
+            except FelixError:
+                continue
+            ends |= dict.fromkeys((accepted.from_region, accepted.to_region))
+        return tuple(ends)
 
     async def _put_policy(self, actor: SpiffeId, document: SignedDocument) -> str:
         policy = open_policy(document, {self._own.region: self._own.policy_keys}, "the policy")

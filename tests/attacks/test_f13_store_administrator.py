@@ -7,11 +7,15 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from bridge_mesh import STREAM, Mesh, two_regions
+from bridge_mesh import POLICIES, STREAM, Mesh, two_regions, until
 
+from audit.leaf import Kind
 from felix.errors import Code, FelixError
 from felix.names import StreamName
-from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_standing
+from policy.approval import parse_document
+from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_export, sign_standing
+from policy.residency import parse_policy
+from policy.terms import grant_id
 from region.metadata.port import Delete, Put
 from region.node import now_ms
 
@@ -103,6 +107,31 @@ async def test_what_forbids_stays_when_it_is_deleted(mesh: Mesh, what: str, who:
     if again:
         await restart(mesh)
     assert allowed(mesh, grant) is refused
+
+
+async def test_a_region_that_is_no_party_to_a_grant_gets_no_leaf_for_its_word_about_it(mesh: Mesh) -> None:
+    """A trusted region revokes others' grant; whoever administers the store puts that there."""
+    await mesh.create()
+    terms = mesh.terms(to_region="ap-south")  # eu-west is the third region here
+    policy = parse_policy(
+        POLICIES["us-east"].replace("eu-west: {country: IE", "ap-south: {country: IE"), "us-east"
+    )
+    export = sign_export(terms, policy, mesh.key("us-east"), now_ms())
+    catalog = mesh.nodes["us-east"].broker.catalog
+    grant = grant_id(terms.hash())
+    await catalog.put_document("grants", "export", grant, export.encode_file())
+    for region, name in (("eu-west", "no-say"), ("us-east", "say")):
+        standing = Standing(
+            grant=grant, action=StandingAction.REVOKE, region=region, sequence=1, at=now_ms(), by="a"
+        )
+        document = sign_standing(standing, mesh.key(region))
+        await catalog.put_document("revocations", "state", name, document.encode_file())
+    folder = mesh.folder("us-east").root / "data" / "governance"
+    await until(lambda: list(folder.glob("*.document")), "the party's revocation is kept")
+    await mesh.stop("us-east")
+    leaves = mesh.headers(mesh.folder("us-east").root / "data" / "audit", Kind.REVOKE)
+    signers = [parse_document(leaf.document).region for leaf in leaves]
+    assert (signers, len(list(folder.glob("*.document")))) == (["us-east"], 1)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["running", "restarted"])
