@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from cli.bridge import fetch_book, known_bundles, put_document, read_grant
+from cli.grants import fetch_book, known_bundles, put_document, read_grant
 from cli.output import note, out, print_json, styled
 from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file, run
 from cli.terms import confirm, show_terms

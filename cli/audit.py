@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -20,7 +20,8 @@ from audit.trust import COSIGNATURES_MIN, Trust
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from audit.witness_policy import WitnessPolicy, format_policy
-from cli.bridge import known_bundles, parse_moment
+from cli.exits import EXIT_DAMAGED
+from cli.grants import known_bundles, parse_moment
 from cli.output import err, iso, note, out, print_json, progress, styled, table, verdict
 from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file
 from felix.errors import Code, CorruptionError, RequestError, TamperError
@@ -28,9 +29,8 @@ from felix.names import StreamName
 from keys.bundle import RegionBundle, changes_of, decode_bundle
 from region.folder import RegionFolder
 
-app = typer.Typer(help="Audit logs: verify, show, prove, report.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
-EXIT_DAMAGED: Final = 5
 ProofFormat = Literal["json", "tlog-proof"]
 
 Logs = Annotated[

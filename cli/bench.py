@@ -19,12 +19,12 @@ from cli.benchmark.accounting import PAYLOAD_BYTES_MIN
 from cli.benchmark.crossing import ENGINES, CrossingPlan, CrossingReport, measure_crossing
 from cli.benchmark.figures import LatencySpread, Spread
 from cli.benchmark.measurement import DURABILITIES, CaseResult, Kind, Plan, Report, measure
+from cli.exits import EXIT_UNRECONCILED
 from cli.output import err, out, print_json
 from felix.batch import BATCH_BYTES_MAX
 from felix.errors import Code, RequestError
 from felix.transport.port import ENGINE_NAMES
 
-EXIT_UNRECONCILED: Final = 6
 QUICK: Final = Plan(
     kind="publish",
     payload_bytes=(256,),
@@ -40,10 +40,7 @@ QUICK_CROSSING: Final = CrossingPlan(records=20_000, lone_records=100, repeats=1
 CROSSING_BATCH_MAX: Final = 2_000
 """Records of some 340 bytes, each with an audit entry: well below what one batch and its leaves may have."""
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Rates and latencies on this machine, beside a raw QUIC relay of the same engine, or beside other systems.",
-)
+app = typer.Typer(no_args_is_help=True)
 app.command("fairness")(bench_tenants.fairness)
 app.command("slow-consumer")(bench_tenants.slow_consumer)
 app.command("fanout")(bench_beside.fanout)

@@ -21,11 +21,11 @@ from cli.benchmark.fanout import FanoutPlan, FanoutReport, FanoutResult, measure
 from cli.benchmark.figures import LatencySpread, Spread
 from cli.benchmark.queueing import QueueAccount, QueuePlan, QueueReport, measure_queue
 from cli.benchmark.systems import CACHES, FELIX, QUEUES, SYSTEMS
+from cli.exits import EXIT_UNRECONCILED
 from cli.output import err, out, print_json
 from felix.batch import BATCH_BYTES_MAX
 from felix.errors import Code, RequestError
 
-EXIT_UNRECONCILED: Final = 6
 QUICK_FANOUT: Final = FanoutPlan(subscribers=(1, 4), repeats=1, load_s=0.4, paced_s=0.4, budget_s=45)
 QUICK_QUEUE: Final = QueuePlan(repeats=1, jobs=2_000, paced_jobs=60, budget_s=45)
 QUICK_CACHE: Final = CachePlan(repeats=1, calls=2_000, lone_calls=300, budget_s=45)

@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from cli.benchmark.reporting import QUICK_SIZES, RECORDS_MAX, SIZES, ReportPlan, ReportTimes, measure_reports
+from cli.exits import EXIT_UNRECONCILED
 from cli.output import err, out, print_json, table
-
-EXIT_UNACCOUNTED = 6
 
 
 def report(
@@ -63,7 +62,7 @@ def report(
             for problem in size.problems:
                 err.print(f"{size.records:,} records: {problem}", style="bold red")
         err.print("No rate stands for records that a report does not account for.")
-        raise typer.Exit(EXIT_UNACCOUNTED)
+        raise typer.Exit(EXIT_UNRECONCILED)
     if json:
         print_json(times)
     else:

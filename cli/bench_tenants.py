@@ -17,12 +17,12 @@ from cli.benchmark.accounting import Account
 from cli.benchmark.fairness import FairnessPlan, FairnessReport, measure_fairness
 from cli.benchmark.figures import LatencySpread, Spread
 from cli.benchmark.slow_consumer import SlowPlan, SlowReport, measure_slow_consumer
+from cli.exits import EXIT_UNRECONCILED
 from cli.output import err, out, print_json
 from felix.errors import Code, RequestError
 from felix.transport.port import ENGINE_NAMES
 from policy.quantity import Rate, Size
 
-EXIT_UNRECONCILED: Final = 6
 QUICK_FAIRNESS: Final = FairnessPlan(seconds=1.0, repeats=1)
 QUICK_SLOW: Final = SlowPlan(seconds=1.0, repeats=1, backlog_bytes=80 << 20)
 ENGINE: Final = FairnessPlan().engine

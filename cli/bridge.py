@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
-from datetime import UTC, datetime
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from bridge.agent import Agent
-from bridge.config import BridgeConfig
-from bridge.config import load_config as load_agent_config
-from bridge.sample import Sample, sample_as_bridge, sample_as_reader
+from cli.approval import approve, submit
+from cli.exits import EXIT_REFUSED
+from cli.grants import (
+    add_right,
+    default_bridge,
+    fetch_book,
+    known_bundles,
+    operator_id,
+    own_bundle,
+    parse_moment,
+    put_document,
+    read_grant,
+)
 from cli.output import iso, note, out, print_json, styled, table
 from cli.policy import fetch_policy
 from cli.process import PidFile, start_detached, stop
@@ -32,15 +40,11 @@ from cli.setting import (
 from cli.terms import confirm, short_tallies, show_terms, tally_rows, terms_rows
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, replace_file
-from felix.identity import TrustBundle
-from felix.messages import DocumentPage, Done, ListDocuments, PutDocument, Start, Subscribe
+from felix.messages import Start, Subscribe
 from felix.names import NamePattern, SpiffeId, StreamName
-from felix.profile import load_credentials, load_profile
-from felix.telemetry import configure_tracing
-from keys.bundle import RegionBundle, decode_bundle
+from felix.profile import load_profile
 from keys.signing import load_signing_key
 from policy.access import Verb
-from policy.approval import Document, parse_document
 from policy.grant import (
     Attempt,
     DenyEntry,
@@ -57,19 +61,22 @@ from policy.grant import (
     sign_import,
     sign_standing,
 )
-from policy.quantity import Duration, Rate, Size
+from policy.quantity import Rate, Size
 from policy.residency import Decision, Question, ResidencyPolicy, decide, decide_grant
 from policy.signed import SignedDocument
 from policy.terms import Basis, GrantTerms
 from policy.transform import KeyRule, Missing, build_spec
 from policy.truncation import Truncation
-from region.config import RegionConfig
-from region.config import load_config as load_region_config
 from region.folder import RegionFolder
 
-app = typer.Typer(
-    help="Grants between regions, and the agents that carry records over.", no_args_is_help=True
-)
+if TYPE_CHECKING:  # the agent and what samples a stream are loaded by the commands that run them
+    from bridge.config import BridgeConfig
+    from bridge.sample import Sample
+    from region.config import RegionConfig
+
+app = typer.Typer(no_args_is_help=True)
+app.command("approve")(approve)
+app.command("submit")(submit)
 
 What = Annotated[Literal["stream"], typer.Argument(help="The word `stream`.")]
 Name = Annotated[str, typer.Argument(help="tenant/namespace/name.")]
@@ -77,84 +84,8 @@ To = Annotated[str, typer.Option("--to", help="The destination region.")]
 GrantId = Annotated[str, typer.Argument(help="A grant's id, as `felix bridge list` shows it.")]
 Reason = Annotated[str, typer.Option(help="For the register and the audit log.")]
 
-EXIT_DENIED = 3
 CREDIT_BYTES = 2 << 20
 """For a subscription that is only tried: enough for any batch."""
-
-
-# -- documents -----------------------------------------------------------------------------------------
-
-
-def own_bundle(folder: RegionFolder) -> RegionBundle:
-    """The region's own bundle."""
-    return decode_bundle(folder.bundle.read_bytes()).bundle
-
-
-def known_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
-    """The region's own bundle and those it trusts, by region."""
-    found = [own_bundle(folder)]
-    found += [decode_bundle(path.read_bytes()).bundle for path in sorted(folder.trusted.glob("*.json"))]
-    return {bundle.region: bundle for bundle in found}
-
-
-async def fetch_book(region: str, folder: RegionFolder) -> GrantBook:
-    """Every grant the region's broker holds, verified here again."""
-    documents: list[Document] = []
-    async with connect(region) as client:
-        for kind in ("export", "import", "approval", "standing", "deny"):
-            after = ""
-            while True:
-                page = await client.request(ListDocuments(kind, after))
-                assert isinstance(page, DocumentPage)
-                documents += [parse_document(body) for body in page.documents.values()]
-                if not page.more or not page.documents:
-                    break
-                after = max(page.documents)
-    bundles = known_bundles(folder)
-    trusted = {name: bundle.policy_keys for name, bundle in bundles.items()}
-    return GrantBook(documents, trusted, TrustBundle(bundle.anchor() for bundle in bundles.values()))
-
-
-async def put_document(region: str, kind: str, document: Document, identity: str = "") -> str:
-    """Hand a signed document or an approval to the region's broker; its sentence."""
-    async with connect(region, identity) as client:
-        answer = await client.request(PutDocument(kind, document.encode_file()))
-        assert isinstance(answer, Done)
-        return answer.note
-
-
-async def add_right(region: str, identity: str, right: str) -> None:
-    """Give an identity one right besides those it has."""
-    async with connect(region) as client:
-        held = (await client.list_rights()).get(identity, [])
-        if right not in held:
-            await client.put_rights(identity, [*held, right])
-
-
-def operator_id(region: str, identity: str = "") -> str:
-    """The SPIFFE id of the operator as whom a command works. Raises RequestError where it is no operator."""
-    who = load_credentials(load_profile(region, identity=identity)).identity.spiffe_id
-    if who.kind != "operator":
-        raise RequestError(
-            f"{who} is of kind {who.kind}; grants are drawn up and accepted by operators.",
-            code=Code.FORBIDDEN,
-            hint="Come as an operator: --as NAME, one of those that region.yaml lists.",
-        )
-    return str(who)
-
-
-def parse_moment(text: str, now: int) -> int:
-    """A duration from now (`90d`) or a date (`2027-01-31`), in ms. Raises RequestError(INVALID)."""
-    try:
-        return now + Duration.parse(text)
-    except RequestError as error:
-        try:
-            moment = datetime.fromisoformat(text)
-        except ValueError:
-            raise RequestError(
-                f"{text!r} is neither a duration nor a date.", hint="Write 90d, or 2027-01-31."
-            ) from error
-    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
 # -- allow, accept -------------------------------------------------------------------------------------
@@ -271,25 +202,6 @@ def allow(
         )
         out.print(f"  felix bridge approve {export.grant} --as NAME --region {config.region}")
     out.print(f"Nothing crosses until {to} accepts it:  felix bridge accept {path} --region {to}")
-
-
-def default_bridge(config: RegionConfig, to: str) -> str:
-    """The name of a bridge where none is given: `<from>-to-<to>`."""
-    return f"{config.region}-to-{to}"
-
-
-def read_grant(text: str) -> SignedDocument:
-    """A grant from a file or a token. Raises SignatureError, RequestError(NOT_FOUND)."""
-    path = Path(text)
-    if len(text) < 1024 and path.is_file():
-        return SignedDocument.parse(path.read_bytes())
-    if len(text) < 200:
-        raise RequestError(
-            f"There is no grant file {text}.",
-            code=Code.NOT_FOUND,
-            hint="Give the file that `felix bridge allow` wrote, or its token.",
-        )
-    return SignedDocument.parse(text)
 
 
 @app.command()
@@ -601,7 +513,7 @@ def explain(
         for label, told in tally_rows(view.approvals) if view else ():
             out.print(f"  {label}: {told}")
     if not found.crosses:
-        raise typer.Exit(EXIT_DENIED)
+        raise typer.Exit(EXIT_REFUSED)
 
 
 class Explanation(NamedTuple):
@@ -685,11 +597,16 @@ def plan(
 
 
 async def _plan_as_reader(region: str, grant: str, terms: GrantTerms, count: int, stream: str) -> Sample:
+    from bridge.sample import sample_as_reader
+
     async with connect(region) as client:
         return await sample_as_reader(client, grant, terms, count, stream)
 
 
 async def _plan_as_bridge(folder: RegionFolder, grant: str, count: int, stream: str) -> Sample:
+    from bridge.config import load_config as load_agent_config
+    from bridge.sample import sample_as_bridge
+
     path = agent_files(folder, _only_bridge(folder))[0]
     return await sample_as_bridge(load_agent_config(path), path.parent, grant, count, stream)
 
@@ -802,7 +719,9 @@ def write_agent_config(
 
 def start(folder: RegionFolder, name: str, *destinations: str) -> dict[str, Any]:
     """Start an agent apart from this terminal, its configuration written anew where destinations are named."""
-    config = load_region_config(folder.config)
+    from region.config import load_config
+
+    config = load_config(folder.config)
     path, pid_file, log_file = agent_files(folder, name)
     if destinations:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -832,6 +751,8 @@ def up(
     region: RegionOption = "",
 ) -> None:
     """Run a bridge agent: it carries what both regions granted, and nothing else."""
+    from bridge.config import load_config as load_agent_config
+
     if config_file is None:
         folder, config = folder_of(region)
         name = name or (default_bridge(config, to[0]) if to else _only_bridge(folder))
@@ -876,6 +797,9 @@ def _only_bridge(folder: RegionFolder) -> str:
 
 
 async def _run_agent(config: BridgeConfig, path: Path, pid: PidFile) -> None:
+    from bridge.agent import Agent
+    from felix.telemetry import configure_tracing
+
     stop_tracing = configure_tracing(
         config.tracing, path.parent, service="felix-bridge", instance=config.name, region=config.source
     )

@@ -10,6 +10,7 @@ import msgspec
 import typer
 
 import felix
+from cli.exits import EXIT_NOT_FOUND
 from cli.output import iso, note, out, print_json, table, write_data, write_json_line
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, read_file, run
 from cli.stream import format_durability, parse_durability
@@ -21,10 +22,9 @@ from felix.settings import CACHE_BYTES_DEFAULT, CacheSettings
 from felix.visible import visible
 from policy.quantity import Duration, Size
 
-EXIT_NOT_FOUND = 7
 """The key is not in the cache, or (cas) not as it was expected."""
 
-app = typer.Typer(help="Caches of a region.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="tenant/namespace/name, as in acme/web/sessions.")]
 Key = Annotated[str, typer.Argument(help="The key, as text.")]

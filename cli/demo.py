@@ -27,8 +27,9 @@ from audit.tile_disk import Folder
 from audit.verify import Report as Verification
 from cli import bridge as bridge_command
 from cli.audit import trusted, verify_one
-from cli.bridge import add_right, put_document
+from cli.exits import EXIT_UNRECONCILED
 from cli.flights import FLIGHTS, departures, flights_file, rosters
+from cli.grants import add_right, known_bundles, put_document
 from cli.output import err, note, out, progress, styled, table, verdict
 from cli.policy import load_policy
 from cli.process import start_detached, stop
@@ -58,7 +59,6 @@ UNGRANTED: Final = "acme/ops/crew"
 BRIDGE: Final = f"{SOURCE}-to-{DESTINATION}"
 APPROVER_NAME: Final = "dpo"
 SHARDS: Final = 2
-EXIT_UNRECONCILED: Final = 6
 CATCH_UP_IDLE_S: Final = 120.0
 """The demo gives up once nothing has crossed for so long."""
 
@@ -233,9 +233,7 @@ async def _govern(source: RegionFolder, destination: RegionFolder) -> str:
         transform=build_spec(pseudonymize=["tailnum"], drop=["hour", "minute"], key=KeyRule.KEEP),
     )
     export = sign_export(terms, policies[SOURCE], load_signing_key(source.policy_key).private_key, now)
-    trusted_keys = {
-        region: bundle.policy_keys for region, bundle in bridge_command.known_bundles(destination).items()
-    }
+    trusted_keys = {region: bundle.policy_keys for region, bundle in known_bundles(destination).items()}
     accepted = sign_import(
         export,
         policies[DESTINATION],

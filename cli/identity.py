@@ -17,7 +17,7 @@ from policy.access import parse_rights
 from policy.quantity import Duration
 from region.founding import issue_identity
 
-app = typer.Typer(help="Identities and rights of a region.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 Kind = Annotated[str, typer.Option(help="client, bridge, operator, approver or broker.")]
 

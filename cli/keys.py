@@ -10,7 +10,7 @@ from cli.output import iso, out, print_json, table
 from cli.setting import IdentityOption, JsonOption, RegionOption, choose_region, connect, run
 from felix.messages import KeyState
 
-app = typer.Typer(help="Keys of a region.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.command("list")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
+from cli.exits import EXIT_DAMAGED
 from cli.output import err, iso, out, print_json, progress, styled, table
 from cli.setting import JsonOption, RegionOption, folder_of, read_file
 from felix.errors import Code, RequestError
@@ -33,9 +34,7 @@ from region.log.verify import ShardVerdict, shard_bytes, verify_shard
 from region.sealing import KeyringSeal
 from region.views.journal import JournalKind
 
-app = typer.Typer(help="Segment files of the log.", no_args_is_help=True)
-
-EXIT_DAMAGED: Final = 5
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.command()

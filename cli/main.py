@@ -1,78 +1,39 @@
 """The `felix` command. The only place that wires the packages together.
 
-Exit codes: 0 done; 1 failed; 2 wrong use; 3 refused by policy, grant or right; 4 not available now; 5 damage or
-tampering found; 6 numbers that do not reconcile; 7 not in the cache; 10 and 20 of `felix audit report`: the logs differ, a log does not
-verify; 130 interrupted. docs/cli.md lists them too.
+What a command needs is imported when it is called (cli.commands). How it may end stands in cli.exits, and in docs/cli.md.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from cli import (
-    approval,
-    audit,
-    bench,
-    bridge,
-    cache,
-    demo,
-    doctor,
-    identity,
-    keys,
-    log,
-    namespace,
-    policy,
-    queue,
-    quota,
-    region,
-    stream,
-    subscription,
-    top,
-    witness,
-)
-from cli.output import err
-from felix.errors import Code, FelixError
-from felix.visible import VisibleFormatter
-
-EXIT_FAILED: Final = 1
-EXIT_REFUSED: Final = 3
-EXIT_UNAVAILABLE: Final = 4
-EXIT_DAMAGED: Final = 5
-EXIT_UNRECONCILED: Final = 6
-EXIT_NOT_FOUND: Final = cache.EXIT_NOT_FOUND
-EXIT_INTERRUPTED: Final = 130
+from cli.commands import LazyGroup, PipeClosed
+from cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, exit_code
+from felix import __version__
+from felix.errors import FelixError
+from felix.visible import VisibleFormatter, visible
 
 app = typer.Typer(
     name="felix",
+    cls=LazyGroup,
     help="A sovereign multi-region data mesh.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(region.app, name="region")
-app.add_typer(stream.app, name="stream")
-app.add_typer(queue.app, name="queue")
-app.add_typer(subscription.app, name="subscription")
-app.add_typer(cache.app, name="cache")
-app.add_typer(identity.app, name="identity")
-app.add_typer(namespace.app, name="namespace")
-app.add_typer(quota.app, name="quota")
-bridge.app.command("approve")(approval.approve)
-bridge.app.command("submit")(approval.submit)
-app.add_typer(bridge.app, name="bridge")
-app.add_typer(policy.app, name="policy")
-app.add_typer(keys.app, name="keys")
-app.add_typer(log.app, name="log")
-app.add_typer(audit.app, name="audit")
-app.add_typer(witness.app, name="witness")
-app.add_typer(bench.app, name="bench")
-app.command("top")(top.top)
-app.command("doctor")(doctor.doctor)
-app.command("demo")(demo.demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"felix {__version__}")
+        raise typer.Exit()
 
 
 @app.callback()
@@ -80,6 +41,9 @@ def options(
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="What is logged to standard error.")
     ] = "warning",
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Options before the command."""
     handler = logging.StreamHandler(sys.stderr)
@@ -88,42 +52,51 @@ def options(
     logging.basicConfig(handlers=[handler], level=log_level.upper())
 
 
-def exit_code(error: FelixError) -> int:
-    """What the process answers with for an error; one that names its own code keeps it."""
-    own = getattr(error, "exit_code", None)
-    if isinstance(own, int):
-        return own
-    if error.code in (Code.RESIDENCY_DENIED, Code.FORBIDDEN, Code.NOT_FOUND_OR_FORBIDDEN, Code.WRONG_REGION):
-        return EXIT_REFUSED
-    match error.code // 100:
-        case 4:
-            return EXIT_UNAVAILABLE
-        case 5:
-            return EXIT_REFUSED
-        case 7:
-            return EXIT_DAMAGED
-        case _:
-            return EXIT_FAILED
+def _say(error: FelixError) -> None:
+    from cli.output import err
+
+    err.print(f"felix: {error.sentence}", style="bold red")
+    if error.hint:
+        err.print(f"       {error.hint}")
+    err.print(f"       ({error.code.name.lower().replace('_', '-')}, {int(error.code)})", style="dim")
+
+
+def _leave_stdout() -> None:
+    """Nobody takes standard output any more: what is still buffered goes nowhere, and Python's own end stays quiet."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:
-    """Run the command line; errors that Felix raises on purpose become a sentence and an exit code."""
+    """Run the command line. Every error that has a reason outside this program becomes a sentence and an exit code."""
     try:
-        app()
+        ended = app(standalone_mode=False)
+        sys.stdout.flush()
     except FelixError as error:
-        err.print(f"felix: {error.sentence}", style="bold red")
-        if error.hint:
-            err.print(f"       {error.hint}")
-        err.print(
-            f"       ({error.code.name.lower().replace('_', '-')}, {int(error.code)})",
-            style="dim",
-        )
-        sys.exit(exit_code(error))
+        _say(error)
+        ended = exit_code(error)
+    except typer.TyperException as error:
+        show = getattr(error, "show", None)
+        if show is not None:
+            show()
+        ended = error.exit_code
+    except typer.Abort:
+        print("felix: nothing was done", file=sys.stderr)
+        ended = EXIT_FAILED
     except KeyboardInterrupt:
-        err.print("felix: interrupted")
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        sys.exit(EXIT_FAILED)
+        ended = EXIT_INTERRUPTED
+    except (BrokenPipeError, PipeClosed):
+        # The reader, `head` perhaps, has what it wanted: that is how a pipe ends, and nothing failed.
+        _leave_stdout()
+        ended = 0
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(
+            f"felix: {visible(where)}{error.strerror or error}.\n       (failed, {error.errno})",
+            file=sys.stderr,
+        )
+        _leave_stdout()
+        ended = EXIT_FAILED
+    sys.exit(ended if isinstance(ended, int) else 0)
 
 
 if __name__ == "__main__":

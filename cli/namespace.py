@@ -13,7 +13,7 @@ from felix.errors import Code, RequestError
 from felix.settings import NamespaceSettings
 from policy.quantity import Duration, Size
 
-app = typer.Typer(help="Namespaces whose streams are made by their first use.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="tenant/namespace, as in acme/web.")]
 

@@ -10,23 +10,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from felix.visible import visible, visible_json
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 PIPE_COLUMNS: Final = 200
 """Where output goes into a file or a pipe there is no terminal to fit."""
@@ -133,11 +128,20 @@ def iso(time_ms: int) -> str:
 
 
 def progress(*, counted: bool = True) -> Progress:
-    """A progress bar on standard error."""
+    """A progress bar on standard error; nothing at all where that is no terminal."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()]
     if counted:
         columns.append(MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=err)
+    return Progress(*columns, TimeElapsedColumn(), console=err, disable=not sys.stderr.isatty())
 
 
 def note(text: str) -> None:

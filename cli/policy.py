@@ -16,7 +16,7 @@ from keys.signing import load_signing_key
 from policy.residency import ResidencyPolicy, parse_policy, sign_policy
 from policy.signed import SignedDocument
 
-app = typer.Typer(help="The residency policy: what may be granted at all.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 File = Annotated[Path, typer.Argument(help="A residency policy, YAML.")]
 

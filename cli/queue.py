@@ -25,7 +25,7 @@ from felix.queue import Job
 from felix.queue_messages import Held, QueueState
 from policy.quantity import Duration, Size
 
-app = typer.Typer(help="Queues: records leased to workers, one by one.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 Handles = Annotated[
     list[str], typer.Argument(help="Jobs as `lease` names them: shard:offset:token, as in 0:17:1.")

@@ -14,7 +14,7 @@ from felix.names import SpiffeId
 from felix.quota import LIMITS, QuotaLimits
 from policy.quantity import Rate, Size
 
-app = typer.Typer(help="Limits of tenants and identities, beside what they use.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 UNBOUND: Final = "none"
 UNSET: Final = "default"

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,14 +27,13 @@ from cli.setting import (
 from felix.address import Address
 from felix.errors import FelixError, RequestError
 from felix.messages import Done, PutDocument
-from felix.telemetry import configure_tracing
 from keys.bundle import SignedBundle, check_update, decode_bundle
-from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import found_region, trust_region, write_profile
-from region.node import Node
 
-app = typer.Typer(help="Found and run regions.", no_args_is_help=True)
+if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
+    from region.node import Node
+
+app = typer.Typer(no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
 
@@ -50,6 +49,9 @@ def init(
     health: Annotated[str, typer.Option(help="host:port of metrics and health; `none` for none.")] = "",
 ) -> None:
     """Make a region: its authority, its keys, its configuration and an operator's profile."""
+    from region.config import load_config
+    from region.founding import found_region
+
     folder = RegionFolder.of(name)
     taken = [load_config(RegionFolder.of(other).config) for other in known_regions()]
     address = Address.parse(listen) if listen else _free_address(7443, [config.listen for config in taken])
@@ -138,6 +140,8 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Run apart from this terminal.")] = False,
 ) -> None:
     """Run the region's broker, in the foreground until it is interrupted, or apart with --detach."""
+    from region.node import Node
+
     folder, config = folder_of(name)
     if detach:
         state = start_detached(
@@ -157,6 +161,9 @@ def up(
 
 
 async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
+    from felix.telemetry import configure_tracing
+    from region.founding import write_profile
+
     config = node.config
     stop_tracing = configure_tracing(
         config.tracing, folder.root, service="felix-broker", instance=config.broker, region=config.region
@@ -293,6 +300,8 @@ def trust(
     What is trusted is the bundle with the fingerprint that you compared. A newer one that only names logs of new
     bridges needs no comparing; whatever else changes does.
     """
+    from region.founding import trust_region
+
     folder, config = folder_of(region)
     signed = decode_bundle(read_file(bundle_file, "The bundle"))
     other = signed.bundle

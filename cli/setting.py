@@ -8,15 +8,17 @@ import signal
 import time
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
 import felix
 from felix.errors import Code, RequestError
 from felix.profile import felix_home
-from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
+
+if TYPE_CHECKING:
+    from region.config import RegionConfig
 
 REGION_VARIABLE: Final = "FELIX_REGION"
 
@@ -71,6 +73,8 @@ def choose_region(given: str = "") -> str:
 
 def folder_of(region: str) -> tuple[RegionFolder, RegionConfig]:
     """A region's folder and configuration, for commands that work on its files."""
+    from region.config import load_config
+
     folder = RegionFolder.of(choose_region(region))
     return folder, load_config(folder.config)
 

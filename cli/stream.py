@@ -24,7 +24,7 @@ from felix.settings import Compaction, Deduplication, Offload, Views
 from felix.subscription import Gap
 from policy.quantity import Duration, Size
 
-app = typer.Typer(help="Streams of a region.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 RETENTION_HELP = (
     "Age, size per shard, or both: 7d,10GB; with acked, only what all durable subscriptions have acknowledged goes: "

@@ -17,7 +17,7 @@ from felix.messages import SubscriptionState
 from felix.settings import Retries, RetriesChange, SubscriptionSettings
 from policy.quantity import Duration
 
-app = typer.Typer(help="Durable subscriptions of a region's streams.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 Stream = Annotated[str, typer.Argument(help="tenant/namespace/name, as in acme/ops/departures.")]
 Name = Annotated[str, typer.Argument(help="The subscription's name, as in billing.")]

@@ -21,7 +21,7 @@ from cli.setting import JsonOption, read_file, run, stop_signals
 from felix.address import Address
 from felix.errors import Code, RequestError
 
-app = typer.Typer(help="A witness that cosigns the checkpoints of other parties' logs.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 DEFAULT_LISTEN: Final = "127.0.0.1:7480"
 

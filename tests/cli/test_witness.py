@@ -21,7 +21,8 @@ from audit.note import VerifierKey, encode_note, parse_note, parse_signatures, v
 from audit.submission import Submission
 from audit.trail import Trail, TrailSettings
 from audit.witness_client import WitnessTarget
-from cli.main import app, exit_code
+from cli.exits import exit_code
+from cli.main import app
 from felix.errors import FelixError
 from keys.bundle import sign_bundle
 

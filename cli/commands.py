@@ -1,0 +1,110 @@
+"""The commands of `felix` by name: what each is for, and the module it stands in, which is imported when it is called.
+
+`felix --help` and completions read this table alone; a command pays for its own imports and for no other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from importlib import import_module
+from typing import Any, Final, NamedTuple
+
+import typer
+from typer.core import TyperGroup
+
+from cli.command import Command
+
+
+class Entry(NamedTuple):
+    """Where a command stands: `module`, and in it `name`, a `Typer` with commands of its own or a function that is one."""
+
+    module: str
+    name: str
+    help: str
+
+
+COMMANDS: Final[dict[str, Entry]] = {
+    "region": Entry("cli.region", "app", "Found and run regions."),
+    "stream": Entry("cli.stream", "app", "Streams of a region."),
+    "queue": Entry("cli.queue", "app", "Queues: jobs for workers, leased, retried and acknowledged."),
+    "subscription": Entry("cli.subscription", "app", "Durable subscriptions of a region's streams."),
+    "cache": Entry("cli.cache", "app", "Caches: the newest value of every key."),
+    "identity": Entry("cli.identity", "app", "Identities and their rights."),
+    "namespace": Entry("cli.namespace", "app", "Namespaces whose streams are made by their first use."),
+    "quota": Entry("cli.quota", "app", "Limits of tenants and identities, beside what they use."),
+    "bridge": Entry("cli.bridge", "app", "Grants between regions, and the agents that carry records over."),
+    "policy": Entry("cli.policy", "app", "The residency policy: what may be granted at all."),
+    "keys": Entry("cli.keys", "app", "Data keys."),
+    "log": Entry("cli.log", "app", "Segment files."),
+    "audit": Entry("cli.audit", "app", "Audit logs: verify, show, prove, report."),
+    "witness": Entry("cli.witness", "app", "A witness that cosigns the checkpoints of other parties' logs."),
+    "bench": Entry("cli.bench", "app", "Measure."),
+    "top": Entry("cli.top", "top", "Show what goes through a region's broker now."),
+    "doctor": Entry("cli.doctor", "doctor", "Look at what Felix needs on this machine."),
+    "demo": Entry("cli.demo", "demo", "Two regions, one bridge, one report."),
+}
+
+
+def load(name: str) -> Any:
+    """The click command of an entry of `COMMANDS`; imports its module. Raises KeyError."""
+    entry = COMMANDS[name]
+    found = getattr(import_module(entry.module), entry.name)
+    host = typer.Typer(add_completion=False, rich_markup_mode=None)
+    if isinstance(found, typer.Typer):
+        for each in found.registered_commands:
+            each.cls = Command
+        host.add_typer(found, name=name, help=entry.help, no_args_is_help=True)
+    else:
+        host.command(name, cls=Command)(found)
+    return typer.main.get_group(host).commands[name]
+
+
+class _Commands(MutableMapping[str, Any]):
+    """The commands by name, each loaded when it is looked up; to list the names loads nothing."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = load(name)
+        return self._loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._loaded[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded[name]
+
+
+class PipeClosed(Exception):
+    """Nobody reads standard output any more."""
+
+
+class LazyGroup(TyperGroup):
+    """The root command: its commands are those of `COMMANDS`, each loaded when it is called."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = _Commands()
+
+    def invoke(self, ctx: Any) -> Any:
+        """As typer does; but a broken pipe reaches `main`, where typer would end the process with 1."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise PipeClosed from error
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The list in `--help`, from the table."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])

@@ -1,0 +1,43 @@
+"""How commands end: the exit codes, each with its one meaning, and which of them an error is."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from felix.errors import Code, FelixError
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+"""A word, an option or a value that is wrong; also what a broker says of a value."""
+EXIT_REFUSED: Final = 3
+EXIT_UNAVAILABLE: Final = 4
+EXIT_DAMAGED: Final = 5
+EXIT_UNRECONCILED: Final = 6
+EXIT_NOT_FOUND: Final = 7
+"""Of caches: the key is not there, or not as it was expected."""
+EXIT_INTERRUPTED: Final = 130
+
+_REFUSED: Final = (
+    Code.RESIDENCY_DENIED,
+    Code.FORBIDDEN,
+    Code.NOT_FOUND_OR_FORBIDDEN,
+    Code.WRONG_REGION,
+)
+
+
+def exit_code(error: FelixError) -> int:
+    """What the process answers with for an error; one that names its own code keeps it."""
+    own = getattr(error, "exit_code", None)
+    if isinstance(own, int):
+        return own
+    if error.code in _REFUSED:
+        return EXIT_REFUSED
+    match error.code // 100:
+        case 4:
+            return EXIT_UNAVAILABLE
+        case 5:
+            return EXIT_REFUSED
+        case 7:
+            return EXIT_DAMAGED
+        case _:
+            return EXIT_FAILED

@@ -1,0 +1,113 @@
+"""Grants as commands handle them: the region's bundles and book, documents handed to its broker, files and tokens."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cli.setting import connect
+from felix.errors import Code, RequestError
+from felix.identity import TrustBundle
+from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
+from felix.profile import load_credentials, load_profile
+from keys.bundle import RegionBundle, decode_bundle
+from policy.approval import Document, parse_document
+from policy.grant import GrantBook
+from policy.quantity import Duration
+from policy.signed import SignedDocument
+from region.folder import RegionFolder
+
+if TYPE_CHECKING:
+    from region.config import RegionConfig
+
+
+def own_bundle(folder: RegionFolder) -> RegionBundle:
+    """The region's own bundle."""
+    return decode_bundle(folder.bundle.read_bytes()).bundle
+
+
+def known_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
+    """The region's own bundle and those it trusts, by region."""
+    found = [own_bundle(folder)]
+    found += [decode_bundle(path.read_bytes()).bundle for path in sorted(folder.trusted.glob("*.json"))]
+    return {bundle.region: bundle for bundle in found}
+
+
+async def fetch_book(region: str, folder: RegionFolder) -> GrantBook:
+    """Every grant the region's broker holds, verified here again."""
+    documents: list[Document] = []
+    async with connect(region) as client:
+        for kind in ("export", "import", "approval", "standing", "deny"):
+            after = ""
+            while True:
+                page = await client.request(ListDocuments(kind, after))
+                assert isinstance(page, DocumentPage)
+                documents += [parse_document(body) for body in page.documents.values()]
+                if not page.more or not page.documents:
+                    break
+                after = max(page.documents)
+    bundles = known_bundles(folder)
+    trusted = {name: bundle.policy_keys for name, bundle in bundles.items()}
+    return GrantBook(documents, trusted, TrustBundle(bundle.anchor() for bundle in bundles.values()))
+
+
+async def put_document(region: str, kind: str, document: Document, identity: str = "") -> str:
+    """Hand a signed document or an approval to the region's broker; its sentence."""
+    async with connect(region, identity) as client:
+        answer = await client.request(PutDocument(kind, document.encode_file()))
+        assert isinstance(answer, Done)
+        return answer.note
+
+
+async def add_right(region: str, identity: str, right: str) -> None:
+    """Give an identity one right besides those it has."""
+    async with connect(region) as client:
+        held = (await client.list_rights()).get(identity, [])
+        if right not in held:
+            await client.put_rights(identity, [*held, right])
+
+
+def operator_id(region: str, identity: str = "") -> str:
+    """The SPIFFE id of the operator as whom a command works. Raises RequestError where it is no operator."""
+    who = load_credentials(load_profile(region, identity=identity)).identity.spiffe_id
+    if who.kind != "operator":
+        raise RequestError(
+            f"{who} is of kind {who.kind}; grants are drawn up and accepted by operators.",
+            code=Code.FORBIDDEN,
+            hint="Come as an operator: --as NAME, one of those that region.yaml lists.",
+        )
+    return str(who)
+
+
+def parse_moment(text: str, now: int) -> int:
+    """A duration from now (`90d`) or a date (`2027-01-31`), in ms. Raises RequestError(INVALID)."""
+    try:
+        return now + Duration.parse(text)
+    except RequestError as error:
+        try:
+            moment = datetime.fromisoformat(text)
+        except ValueError:
+            raise RequestError(
+                f"{text!r} is neither a duration nor a date.", hint="Write 90d, or 2027-01-31."
+            ) from error
+    return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
+
+
+def default_bridge(config: RegionConfig, to: str) -> str:
+    """The name of a bridge where none is given: `<from>-to-<to>`."""
+    return f"{config.region}-to-{to}"
+
+
+def read_grant(text: str) -> SignedDocument:
+    """A grant from a file or a token. Raises SignatureError, RequestError(NOT_FOUND)."""
+    path = Path(text)
+    if len(text) < 1024 and path.is_file():
+        return SignedDocument.parse(path.read_bytes())
+    if len(text) < 200:
+        raise RequestError(
+            f"There is no grant file {text}.",
+            code=Code.NOT_FOUND,
+            hint="Give the file that `felix bridge allow` wrote, or its token.",
+        )
+    return SignedDocument.parse(text)

@@ -1,0 +1,86 @@
+"""What a command loads: its own parts alone, counted in modules, since times differ from machine to machine."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import typer
+from e2e.command_mesh import ROOT, environment
+
+import felix
+from cli.commands import COMMANDS
+
+HEAVY = (
+    "aioquic",
+    "qh3",
+    "pyspark",
+    "cryptography",
+    "grpc",
+    "opentelemetry",
+    "yaml",
+    "asyncio",
+    "rich",
+    "msgspec",
+)
+
+
+def loaded(*words: str) -> set[str]:
+    """Every module that is loaded where `felix WORDS` ends."""
+    program = (
+        "import sys\nsys.argv = ['felix', *sys.argv[1:]]\nimport cli.main\n"
+        "try: cli.main.main()\nexcept SystemExit: pass\nprint(*sys.modules, sep='\\n', file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment(ROOT),
+    )
+    assert "Usage:" in done.stdout or "felix " in done.stdout
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("words", [("--help",), ("-h",), ("--version",)])
+def test_help_and_version_load_no_command_and_nothing_heavy(words: tuple[str, ...]) -> None:
+    found = loaded(*words)
+    assert {each for each in found if each.startswith("cli.")} <= {
+        "cli.main",
+        "cli.command",
+        "cli.commands",
+        "cli.exits",
+        "cli.form",
+    }
+    assert not found.intersection(HEAVY)
+    assert len(found) < 250, "what Python and typer load is about 200 modules"
+
+
+def test_a_command_loads_neither_the_broker_nor_the_agent_nor_other_commands() -> None:
+    found = loaded("stream", "list", "--help")
+    assert not found.intersection(
+        ("region.node", "region.config", "bridge.agent", "audit.verify", "pyspark", "yaml")
+    )
+    assert not found.intersection(("opentelemetry.sdk", "rich.progress", "grpc"))
+    assert not found.intersection(
+        f"cli.{name}" for name in ("bench", "audit", "bridge", "demo", "top", "queue")
+    )
+    found = loaded("bridge", "list", "--help")
+    assert not found.intersection(
+        ("region.node", "bridge.agent", "bridge.carrier", "region.config", "cli.bench")
+    )
+
+
+def test_the_table_names_what_exists() -> None:
+    for name, entry in COMMANDS.items():
+        found = getattr(importlib.import_module(entry.module), entry.name)
+        assert isinstance(found, typer.Typer) or callable(found), name
+
+
+def test_every_public_name_of_the_sdk_is_found_and_no_other() -> None:
+    for name in felix.__all__:
+        assert getattr(felix, name) is not None
+    assert sorted(felix.__all__) == sorted([*felix._MODULES, "__version__"])
+    assert set(felix.__all__) <= set(dir(felix))
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = felix.nothing
