@@ -15,9 +15,10 @@ from typing import IO, Annotated, Any
 import msgspec
 import typer
 
+from cli.lines import LineParser, records_of_lines
 from cli.output import iso, note, out, print_json, table, write_data, write_json_line
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run, stop_signals
-from cli.stream import Name, format_durability, parse_durability, parse_retention, records_of_lines
+from cli.stream import Name, format_durability, parse_durability, parse_retention
 from felix.batch import NewRecord
 from felix.errors import Code, RequestError
 from felix.messages import StreamState
@@ -249,7 +250,7 @@ def put(
     async def put_lines(source: IO[bytes]) -> int:
         count = 0
         async with connect(region, identity) as client:
-            for some in _chunks(records_of_lines(source, key_field)):
+            for some in _chunks(records_of_lines(source, LineParser(key_field))):
                 await client.queue(name).put_many(
                     [record.payload for record in some],
                     [record.key for record in some],

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import base64
 import sys
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
 import felix
-from cli.output import iso, note, out, print_json, progress, styled, table, write_data, write_json_line
+from cli.output import iso, note, out, print_json, styled, table, write_data, write_json_line
+from cli.publish import publish
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
 from felix.batch import Record
-from felix.errors import Code, RequestError
+from felix.errors import RequestError
 from felix.messages import StreamState
-from felix.publisher import with_message_id
 from felix.settings import Compaction, Deduplication, Offload, Views
 from felix.subscription import Gap
 from policy.quantity import Duration, Size
@@ -343,155 +341,7 @@ async def _delete(region: str, identity: str, name: str, incarnation: bytes) -> 
         await client.delete_stream(name, incarnation=incarnation)
 
 
-# -- publish -------------------------------------------------------------------------------------------
-
-
-@app.command()
-def publish(
-    name: Name,
-    file: Annotated[Path | None, typer.Option(help="One record a line; standard input if left out.")] = None,
-    key_field: Annotated[str, typer.Option(help="The JSON field that becomes the record's key.")] = "",
-    message_id: Annotated[
-        str, typer.Option(help="The JSON field that becomes the record's message id, for deduplication.")
-    ] = "",
-    acks: Annotated[str, typer.Option(help="all or none.")] = "all",
-    compress: Annotated[
-        bool, typer.Option(help="Compress batches with zstd, where they get smaller.")
-    ] = False,
-    level: Annotated[int, typer.Option(min=1, max=19, help="With --compress: the level of zstd.")] = 1,
-    linger: Annotated[
-        str,
-        typer.Option(
-            help="How long a batch that is not full waits for more, as in 5ms. Default: not at all."
-        ),
-    ] = "",
-    expect_offset: Annotated[
-        int | None,
-        typer.Option(help="All lines as one batch, and only where the log of its shard ends at this offset."),
-    ] = None,
-    shard: Annotated[
-        int | None, typer.Option(help="With --expect-offset: which shard. Else the keys say it.")
-    ] = None,
-    region: RegionOption = "",
-    identity: IdentityOption = "",
-    json: JsonOption = False,
-) -> None:
-    """Publish records, one a line, and wait until all are acknowledged."""
-    if acks not in ("all", "none"):
-        raise RequestError(f"acks is {acks!r}.", hint="Use all or none.")
-    if shard is not None and expect_offset is None:
-        raise RequestError("--shard goes with --expect-offset.", hint="Else keys choose the shard, or turns.")
-    if expect_offset is not None and acks == "none":
-        raise RequestError("A condition needs an answer.", hint="Leave --acks none away.")
-    try:
-        source = file.open("rb") if file else sys.stdin.buffer
-    except OSError as error:
-        raise RequestError(f"{file} cannot be read: {error.strerror}.", code=Code.NOT_FOUND) from error
-    with source:
-        began = time.monotonic()
-        squeeze = level if compress else 0
-        linger_ms = int(Duration.parse(linger)) if linger else 0
-        if expect_offset is None:
-            work = _publish(
-                region, identity, name, source, key_field, message_id, acks == "all", squeeze, linger_ms
-            )
-        else:
-            lines = records_of_lines(source, key_field, message_id)
-            work = _publish_if(region, identity, name, lines, squeeze, shard, expect_offset)
-        records, size = run(work)
-        seconds = time.monotonic() - began
-    if json:
-        print_json({"stream": name, "records": records, "bytes": size, "seconds": seconds})
-    else:
-        out.print(
-            f"{records:,} records ({size:,} bytes) in {seconds:.1f} s: {records / max(seconds, 1e-9):,.0f} a second"
-        )
-
-
-def records_of_lines(source: IO[bytes], key_field: str, id_field: str = "") -> Iterator[felix.NewRecord]:
-    """A record of every line that is not empty, with key and message id. Raises RequestError that names the line."""
-    decoder = msgspec.json.Decoder(dict[str, Any])
-    for number, line in enumerate(source, 1):
-        payload = line.rstrip(b"\r\n")
-        if not payload:
-            continue
-        if not key_field and not id_field:
-            yield felix.NewRecord(payload)
-            continue
-        try:
-            fields = decoder.decode(payload)
-        except msgspec.MsgspecError as error:
-            raise RequestError(
-                f"Line {number} is not a JSON object: {error}. Nothing after it was published."
-            ) from error
-        key = _field(fields, key_field, number, "--key-field") if key_field else None
-        found = _field(fields, id_field, number, "--message-id") if id_field else None
-        yield felix.NewRecord(payload, key, with_message_id(None, found) if found is not None else None)
-
-
-def _field(fields: dict[str, Any], name: str, line: int, option: str) -> bytes:
-    value = fields.get(name)
-    if value is None:
-        raise RequestError(
-            f"Line {line} has no field {name!r}. Nothing after it was published.",
-            hint=f"Leave {option} away, or mend the line.",
-        )
-    return value.encode() if isinstance(value, str) else msgspec.json.encode(value)
-
-
-async def _publish(
-    region: str,
-    identity: str,
-    name: str,
-    source: IO[bytes],
-    key_field: str,
-    id_field: str,
-    acked: bool,
-    compress: int,
-    linger_ms: int,
-) -> tuple[int, int]:
-    records = size = 0
-    with progress(counted=False) as bar:
-        task = bar.add_task(f"publishing to {name}", total=None)
-        async with (
-            connect(region, identity) as client,
-            client.stream(name).publisher(
-                acks="all" if acked else "none", compress=compress, linger_ms=linger_ms
-            ) as publisher,
-        ):
-            try:
-                for payload, key, headers in records_of_lines(source, key_field, id_field):
-                    await publisher.send(payload, key, headers)
-                    records += 1
-                    size += len(payload)
-                    if not records % 1000:
-                        bar.update(task, description=f"publishing to {name}: {records:,} records")
-            except RequestError:
-                # A line that is wrong ends it; all before it is published, so that it is clear where to go on.
-                await publisher.flush()
-                raise
-            await publisher.flush()
-    return records, size
-
-
-async def _publish_if(
-    region: str,
-    identity: str,
-    name: str,
-    lines: Iterator[felix.NewRecord],
-    compress: int,
-    shard: int | None,
-    expected_offset: int,
-) -> tuple[int, int]:
-    records = list(lines)
-    async with (
-        connect(region, identity) as client,
-        client.stream(name).publisher(compress=compress) as publisher,
-    ):
-        if not records:
-            raise RequestError("There is no line to publish.")
-        await publisher.publish_batch(records, shard, expected_offset=expected_offset)
-    return len(records), sum(len(record.payload) for record in records)
+app.command()(publish)
 
 
 # -- subscribe -----------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from felix.messages import Durability, Retention, ShardState, StreamState
     from felix.names import SpiffeId, StreamName
     from felix.profile import Profile, felix_home, load_profile
-    from felix.publisher import Publisher, Receipt, Refusal
+    from felix.publisher import Publisher, PublishProgress, Receipt, Refusal
     from felix.queue import Job, Queue, QueueConsumer
     from felix.settings import (
         Deduplication,
@@ -58,7 +58,7 @@ _NAMES: Final = {
     "felix.messages": "Durability Retention ShardState StreamState",
     "felix.names": "SpiffeId StreamName",
     "felix.profile": "Profile felix_home load_profile",
-    "felix.publisher": "Publisher Receipt Refusal",
+    "felix.publisher": "PublishProgress Publisher Receipt Refusal",
     "felix.queue": "Job Queue QueueConsumer",
     "felix.settings": "Deduplication NamespaceSettings Retries RetriesChange SubscriptionSettings Views",
     "felix.subscription": "Gap GapError ReceivedBatch Subscription",
@@ -93,6 +93,7 @@ __all__ = [
     "Position",
     "Profile",
     "ProtocolError",
+    "PublishProgress",
     "Publisher",
     "Queue",
     "QueueConsumer",

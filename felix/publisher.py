@@ -107,6 +107,20 @@ class Refusal(NamedTuple):
         return decode_records(self.batch)
 
 
+class PublishProgress(NamedTuple):
+    """How far a publisher has come, in records; they count from the first one that it was given.
+
+    - `acknowledged` ≤ `given`; with acks="none" those that have left count as acknowledged;
+    - the first `contiguous` records are all acknowledged, and the next one is not, if there is one;
+    - `offsets` has the last acknowledged offset of every shard that has one.
+    """
+
+    given: int
+    acknowledged: int
+    contiguous: int
+    offsets: dict[int, int]
+
+
 class Tracer(Protocol):
     """What the publisher asks of felix.tracing, where tracing is on."""
 
@@ -137,8 +151,8 @@ class _Parcel:
     """A closed batch on its way."""
 
     __slots__ = (
-        "backoff", "body", "condition", "correlation", "deadline", "done", "header", "held_bytes", "lane", "link", "receipt",
-        "renumbered", "sent", "sent_ever", "sinks",
+        "backoff", "body", "condition", "correlation", "deadline", "done", "first", "header", "held_bytes", "lane", "link",
+        "receipt", "renumbered", "sent", "sent_ever", "sinks",
     )  # fmt: skip
 
     def __init__(self, lane: _Lane, batch: Batch, held_bytes: int, deadline: float) -> None:
@@ -147,6 +161,7 @@ class _Parcel:
         self.body = batch.body
         self.condition = b""
         self.held_bytes = held_bytes
+        self.first = lane.first
         self.deadline = deadline
         self.sinks: list[_Sink] | None = None
         self.receipt: asyncio.Future[Receipt] | None = None
@@ -180,7 +195,7 @@ class _Lane:
     """One shard of a publisher: its open batch, and its closed ones in the order of their sequence."""
 
     __slots__ = (
-        "epoch", "linger", "linger_over", "next_sequence", "open_bytes", "parcels", "publisher",
+        "epoch", "first", "linger", "linger_over", "next_sequence", "open_bytes", "parcels", "publisher",
         "records", "shard", "sinks", "stalled", "unsent",
     )  # fmt: skip
 
@@ -188,6 +203,8 @@ class _Lane:
         self.publisher = publisher
         self.shard = shard
         self.records: list[NewRecord] = []
+        # Which of the publisher's records is the first of the open batch.
+        self.first = 0
         self.open_bytes = 0
         self.sinks: list[_Sink] | None = None
         self.linger: asyncio.TimerHandle | None = None
@@ -292,6 +309,9 @@ class Publisher:
         self._failed: FelixError | None = None
         self._error: FelixError | None = None
         self._held_bytes = 0
+        self._given = self._acknowledged_records = 0
+        self._lost_first: int | None = None
+        self._offsets: dict[int, int] = {}
         self._room: deque[asyncio.Future[None]] = deque()
         self._idle: list[asyncio.Future[None]] = []
         self._turn_end = False
@@ -370,6 +390,17 @@ class Publisher:
     def held_bytes(self) -> int:
         """Bytes of records accepted and not yet acknowledged; `buffer_bytes` bounds them."""
         return self._held_bytes
+
+    @property
+    def progress(self) -> PublishProgress:
+        """How far it has come; also once it is closed."""
+        firsts = [self._given] if self._lost_first is None else [self._lost_first]
+        for lane in self._lanes:
+            if lane.parcels:
+                firsts.append(lane.parcels[0].first)
+            elif lane.records:
+                firsts.append(lane.first)
+        return PublishProgress(self._given, self._acknowledged_records, min(firsts), dict(self._offsets))
 
     # -- records in -----------------------------------------------------------------------------------
 
@@ -537,10 +568,12 @@ class Publisher:
             await self._wait_for_room()
         lane = self._lanes[self._shard_of(records, shard)]
         self._close_batch(lane)
+        lane.first = self._given
         parcel = self._encode(lane, list(records))
         if expected_offset is not None:
             parcel.condition = encode_condition(expected_offset)
         parcel.receipt = self._loop.create_future()
+        self._given += len(records)
         self._held_bytes += parcel.held_bytes
         self.pump()
         return await parcel.receipt
@@ -648,6 +681,9 @@ class Publisher:
             if lane.sinks is None:
                 lane.sinks = []
             lane.sinks.append(sink._replace(at=len(records)))
+        if not records:
+            lane.first = self._given
+        self._given += 1
         records.append(NewRecord(payload, key, headers))
         lane.open_bytes += size
         self._held_bytes += size
@@ -790,6 +826,7 @@ class Publisher:
             self._stream_id, b"".join((head, parcel.condition, parcel.header.encode(), parcel.body))
         )
         if self.acks == "none":
+            self._acknowledged_records += parcel.header.records
             self._settle(parcel)
 
     # -- answers --------------------------------------------------------------------------------------
@@ -801,6 +838,10 @@ class Publisher:
         offsets: Sequence[int] = appended.offsets or range(base, base + parcel.header.records)
         if len(offsets) != parcel.header.records:
             raise protocol_breach("An acknowledgement names another number of records than the batch has.")
+        self._acknowledged_records += len(offsets)
+        # Where a record was there already (message ids), offsets do not grow.
+        last = max(appended.offsets) if appended.offsets else base + parcel.header.records - 1
+        self._offsets[parcel.lane.shard] = max(last, self._offsets.get(parcel.lane.shard, -1))
         if parcel.sinks is not None:
             for at, future, many, place in parcel.sinks:
                 if future is not None:
@@ -913,6 +954,8 @@ class Publisher:
                 waiting = future if future is not None else many.future if many is not None else None
                 if waiting is not None and not waiting.done():
                     waiting.set_exception(error)
+        if self._lost_first is None or parcel.first < self._lost_first:
+            self._lost_first = parcel.first
         told = parcel.sinks is not None and len(parcel.sinks) == parcel.header.records
         if parcel.receipt is not None:
             told = True
@@ -1061,6 +1104,7 @@ class Publisher:
             code=Code.CONFLICT,
             hint="Publish them again if they belong into the new stream.",
         )
+        self._offsets.clear()
         for lane in self._lanes:
             self._close_batch(lane)
             lane.unsent.clear()

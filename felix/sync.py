@@ -596,6 +596,15 @@ class SyncPublisher:
             self._records.clear()
             self._background.loop.call_soon_threadsafe(self._inner.abort)
 
+    @property
+    def progress(self) -> publisher.PublishProgress:
+        """How far it has come; what is still gathered here does not count as given."""
+
+        async def ask() -> publisher.PublishProgress:
+            return self._inner.progress
+
+        return self._background.call(ask())
+
     def send(
         self,
         payload: Payload,

@@ -634,3 +634,30 @@ async def test_linger_and_compression_of_a_streams_own_publish(
     assert await asyncio.gather(first, orders.publish(b"x" * 500)) == [0, 1]
     (batch,) = broker.received
     assert batch.header.records == 2 and batch.header.flags & FLAG_ZSTD
+
+
+async def test_progress_says_which_records_are_acknowledged_without_a_gap(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    held: list[tuple[BrokerSession, int]] = []
+
+    def refuse_second(session: BrokerSession, batch: Batch, correlation: int) -> bool:
+        if [bytes(record.payload) for record in decode_records(batch)] == [b"2", b"3"]:
+            held.append((session, correlation))
+            session.refuse(correlation, RequestError("No right.", code=Code.FORBIDDEN))
+            return True
+        return False
+
+    broker.on_batch = refuse_second
+    publisher = region.stream(ORDERS).publisher(batch_records=2)
+    async with publisher:
+        assert publisher.progress == felix.PublishProgress(0, 0, 0, {})
+        for i in range(5):
+            await publisher.send(b"%d" % i)
+        assert publisher.progress.given == 5
+        with pytest.raises(RequestError, match="No right"):
+            await publisher.flush()
+        # Records 0, 1 and 4 are in the log; 2 is the first that is not.
+        assert publisher.progress == felix.PublishProgress(5, 3, 2, {0: 2})
+        await publisher.publish_batch([NewRecord(b"5")])
+    assert held and publisher.progress == felix.PublishProgress(6, 4, 2, {0: 3})
