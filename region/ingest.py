@@ -10,14 +10,16 @@ Per envelope, in this order (docs/bridges.md gives the same numbers):
 5. each of its records is what the grant's terms let cross (policy.inspection: headers, path and onward transfer, key, fields,
    payload, filter), and all of them fit the grant's budget; where the grant has a rate, it waits for its turn. Then the
    grant must hold still;
-6. it is appended under this region's own key, with the source position in the same write;
-7. an ACK leaf with commitments that this side computed itself is durable in the ingress log;
+6. its ACK leaves, with commitments that this side computed itself, are durable as a note beside the stream's log; then it is
+   appended under this region's own key, with the source position in the same write;
+7. the ACK leaves are durable in the ingress log; now the records can be read;
 8. the signed receipt goes back.
 
-A crash between 6 and 7 leaves records without their leaf. The agent, who has no receipt, sends the range again;
-step 3 finds it among the newest appends, which step 6 wrote down with the position, and goes on with step 7.
+A crash between 6 and 7 leaves records without their leaf, which nobody has read. When the stream is opened again, and before
+anybody sees it, the broker writes the leaf from the note (`settle`, region.arrivals), whether the agent comes back or not.
+The agent, who has no receipt, sends the range again; step 3 finds it among the newest appends, and it is answered.
 
-Invariants: no receipt before the leaf is durable, no leaf before the append is; positions are contiguous; an
+Invariants: no receipt before the leaf is durable, no leaf before the append is, no record is read before its leaf is; positions are contiguous; an
 agent can always send its newest ENVELOPES_MAX ranges again and get the same answer. An ingest stream reads its position
 only when nothing of the streams before it is still on its way to the disk (`_Landing`): a recorded position is never
 older than what will be appended. A range sent again is answered only where it is the one that landed. Memory: one
@@ -43,7 +45,15 @@ from audit.position import LinkShard
 from audit.receipt import Receipt, sign_receipt
 from audit.stream_statement import Span, StreamStatement, cut_of, open_statement, parts_below
 from felix.batch import Batch, decode_batch
-from felix.errors import Code, CorruptionError, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.errors import (
+    Code,
+    CorruptionError,
+    FelixError,
+    OffsetMismatchError,
+    ProtocolError,
+    RequestError,
+    UnavailableError,
+)
 from felix.frames import CONTROL_BYTES_MAX, FRAME_HEADER_BYTES, Frame, FrameDecoder, FrameType, encode_frame
 from felix.identity import Peer
 from felix.messages import IngestOpened, OpenIngest, decode_request, encode_error, encode_message
@@ -63,6 +73,7 @@ from policy.grant import GrantError
 from policy.inspection import Inspection
 from policy.terms import GrantTerms
 from policy.truncation import Live
+from region.arrivals import LeafQueue, encode_arrival, settle
 from region.broker import Broker
 from region.governance import Governance
 from region.grant_meter import GrantMeter
@@ -76,6 +87,7 @@ from region.link_slot import (
     link_slot,
     old_slot,
 )
+from region.log.ahead import Note
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import StreamConfig
 from region.ports import Ingesting
@@ -106,6 +118,16 @@ class IngestDesk:
         self.receipt_key = receipt_key
         self._landings: dict[tuple[StreamName, int, int], _Landing] = {}
         self._meters: dict[str, GrantMeter] = {}
+        self.leaves = LeafQueue(governance.trail)
+
+    async def settle(self, hosted: HostedStream) -> None:
+        """Before a stream is served: what landed in it has its leaves. Raises what keeps the ingress log from taking them."""
+        for shard in hosted.serving:
+            await settle(shard, self.governance.trail, lambda grant, size: self.meter(grant).take(size))
+
+    def close(self) -> None:
+        """The broker stops."""
+        self.leaves.close()
 
     def open(self, session: Ingesting, stream_id: int) -> IngestStream:
         """The role of a new ingest stream."""
@@ -200,6 +222,8 @@ class _Way(NamedTuple):
     batch: Batch | None
     leaves: list[EncodedLeaf]
     record_bytes: int
+    note: Note | None
+    """its leaves beside the stream's log, until they are in the ingress log; None of a range that landed before"""
 
 
 def _link_shard(scope: TransferScope) -> LinkShard:
@@ -596,12 +620,14 @@ class IngestStream:
         leaves = [encode_part(leaf, part, landed.first_offset) for part in found.parts]
         # Producers are numbered by the region that they publish in: an agent must not fence one here.
         batch = None if found.batch is None else _without_producer(found.batch)
-        way = _Way(header, envelope.hash, size, landed, batch, leaves, found.size_bytes)
+        way = _Way(header, envelope.hash, size, landed, batch, leaves, found.size_bytes, None)
         self._landed_on().begin(header.base_offset)
         self._in_flight += 1
         if again is not None:
             self._logged_before(way)
             return
+        arrival = encode_arrival(self._slot, landed, self._desk.governance.trail, leaves)
+        way = way._replace(note=self._shard.take_note(arrival))
         self._meter.take(way.record_bytes)
         self._position = position.after(landed, header.next_offset)
         record = self._record._replace(position=self._position)
@@ -613,6 +639,9 @@ class IngestStream:
             partial(self._appended, way),
             annotation=record.encode(),
             slot=self._slot,
+            # The leaves say where it lands; a view of the stream may append something first.
+            expected_offset=landed.base_offset,
+            note=way.note,
             # What comes over a border was promised there record by record: none is left out.
             as_it_is=True,
         )
@@ -682,15 +711,12 @@ class IngestStream:
 
     def _appended(self, way: _Way, result: Appended | FelixError) -> None:
         if isinstance(result, FelixError):
+            assert way.note is not None
+            self._shard.release_note(way.note)
             self._meter.give_back(way.record_bytes)
+            if isinstance(result, OffsetMismatchError):
+                result = UnavailableError("The append was moved; open the stream again.", retry_after_ms=50)
             self._lost(way, result)
-            return
-        if way.landed.records and result.base_offset != way.landed.base_offset:
-            # Offsets were given anew after a refusal: what is recorded would be wrong. Start over.
-            self._meter.give_back(way.record_bytes)
-            self._lost(
-                way, UnavailableError("The append was moved; open the stream again.", retry_after_ms=50)
-            )
             return
         if self._old_slot in self._shard.annotations:
             # The record that has just landed holds what stood there.
@@ -700,29 +726,29 @@ class IngestStream:
     def _log(self, way: _Way) -> None:
         """Step 7, and 8 after it."""
         self._desk.broker.metrics.ingested_records += way.landed.records
-        try:
-            self._desk.governance.trail.append_nowait(
-                way.leaves, partial(self._logged, way), asyncio.get_running_loop()
-            )
-        except Exception as error:
-            self._meter.give_back(way.record_bytes)
-            self._lost(way, error)
+        self._desk.leaves.put(way.leaves, partial(self._logged, way))
 
-    def _logged(self, way: _Way, index: int, error: FelixError | None) -> None:
+    def _logged(self, way: _Way, index: int, error: Exception | None) -> None:
         if error is not None:
-            self._meter.give_back(way.record_bytes)
-            self._lost(way, error)
+            # It landed, so it stays on its way until it is in the log: no later stream of the link begins before.
+            self._break(error)
             return
+        if way.note is not None:
+            self._shard.release_note(way.note)
         try:
             self._answer(way, self._receipt(way, index))
         except Exception as failure:
             self._lost(way, failure)
 
     def _lost(self, way: _Way, error: Exception) -> None:
-        """This range gets no answer; the agent opens anew and asks again. A refusal that waited for it is given now."""
+        """This range gets no answer; the agent opens anew and asks again."""
+        # A range that stayed on its way would keep every later stream of the link waiting.
         self._landed_on().end(way.header.base_offset)
+        self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        """The stream ends. A refusal that waited for what was on its way is given now."""
         if not isinstance(error, FelixError):
-            # A range that stayed on its way would keep every later stream of the link waiting.
             log.error("answering a range of %s failed", self._key.scope, exc_info=error)
             error = FelixError(f"The broker failed: {type(error).__name__}.", code=Code.INTERNAL)
         if self._refusal is not None and not self._ended:

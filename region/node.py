@@ -221,6 +221,9 @@ class Node:
         self.transactions = transactions = Coordinator(broker)
         ingest = IngestDesk(broker, governance, import_key, receipt_key)
         governance.drain = ingest.drained
+        # Nobody sees a stream before all that landed in it over a border is in the ingress log.
+        streams.before_serving.append(ingest.settle)
+        self._stack.callback(ingest.close)
         self._stack.push_async_callback(governance.close)
         self.subscriptions = subscriptions = SubscriptionDesk(broker, catalog, mirror)
         self.queues = QueueDesk(broker)

@@ -9,7 +9,8 @@ Invariants:
   an error;
 - offsets are given in the order of appending, without holes: where a group is refused, so is all that was
   pending behind it, and the offsets are given anew;
-- readers see nothing at or above the high watermark; it moves when a group is durable;
+- readers see nothing at or above the high watermark; it moves when a group is durable, up to the first batch whose note is
+  not released (region.log.ahead);
 - after a failed sync or write the shard is FAILED for good: no wait is answered but with the error, no sync
   tried again;
 - pending bytes, ring and annotations are bounded; what is beyond is refused with a code.
@@ -49,6 +50,7 @@ from felix.errors import (
     UnavailableError,
 )
 from keys.envelope import SEAL_BYTES
+from region.log.ahead import Ahead, Note
 from region.log.compaction import KEYS_BYTES_MAX, CompactionReport
 from region.log.compactor import WorkEndedError
 from region.log.counters import ShardCounters
@@ -130,6 +132,7 @@ class _Pending:
     annotation: bytes
     entry: Entry | None = None
     frees_slot: bool = False
+    note: Note | None = None
 
 
 class AppendObserver(Protocol):
@@ -203,6 +206,10 @@ class ShardLog:
         self._files = Files()
         self._reader: DiskReader | None = None
         self._upkeep: Upkeep | None = None
+        self._ahead: Ahead | None = None
+        # Of notes that are not released, by their number: the offset that nobody may read yet.
+        self._noted: dict[int, int] = {}
+        self._next_note = 0
         # Ends what moves to and from a store.
         self._ending = ThreadEvent()
         self._store = store or ShardStore(read_pool)
@@ -304,6 +311,7 @@ class ShardLog:
         self._last_time_ms = max(0, disk.last_time_ms)
         self._segments_seen = disk.segment_count
         self._ring = self._new_ring(disk.end_offset)
+        self._ahead = Ahead(self._folder, self._files)
         self._reader = DiskReader(
             disk,
             self._files,
@@ -420,20 +428,22 @@ class ShardLog:
         slot: int = 0,
         expected_offset: int | None = None,
         as_it_is: bool = False,
+        note: Note | None = None,
     ) -> None:
         """Append a plain batch, an annotation for `slot`, or both in one; `done` is called once, on the loop.
 
         Header fields that are the broker's (shard, base offset, append time, leader epoch) are set here.
         The annotation of a repeated batch is not kept: the first copy's is. With `expected_offset` a batch that is
         not a repeated one is appended only where the log ends there, pending batches counted. `as_it_is`: no record is left
-        out for its message id.
+        out for its message id. `note`, of `take_note`, is on the disk before the batch is.
         `done` may be called before this returns (refusals, ephemeral shards). What it is called with:
         Appended, or RequestError (SEQUENCE_GAP, PRODUCER_FENCED, OFFSET_MISMATCH, BATCH_TOO_LARGE, INVALID), UnavailableError
         (LIMIT_MEMORY, DISK_FULL, SHARD_STOPPED …).
         """
         if self.observer is not None:
             self.observer.appending()
-        refused = self._refusal(batch, annotation, slot)
+        note_bytes = len(note.data) if note else 0
+        refused = self._refusal(batch, annotation, slot, note_bytes)
         if refused:
             done(refused)
             return
@@ -441,7 +451,16 @@ class ShardLog:
         answer = Appended(self._next_offset, now_ms)
         if batch is None:
             self._enqueue(
-                _Pending(None, answer, done, len(annotation), self._epochs.current, slot, annotation)
+                _Pending(
+                    None,
+                    answer,
+                    done,
+                    len(annotation) + note_bytes,
+                    self._epochs.current,
+                    slot,
+                    annotation,
+                    note=note,
+                )
             )
             return
         ids = sifted = None
@@ -527,11 +546,13 @@ class ShardLog:
         )
         self._last_time_ms = now_ms
         self._next_offset = header.next_offset
-        size = header.total_length + len(annotation)
+        size = header.total_length + len(annotation) + note_bytes
         numbered = Batch(header, batch.body)
         if self.observer is not None:
             self.observer.appended(numbered)
-        self._enqueue(_Pending(numbered, answer, done, size, header.leader_epoch, slot, annotation))
+        self._enqueue(
+            _Pending(numbered, answer, done, size, header.leader_epoch, slot, annotation, note=note)
+        )
 
     def _repeated(
         self, header: BatchHeader, first: Remembered, ids: list[bytes | None] | None, now_ms: int
@@ -579,6 +600,37 @@ class ShardLog:
         self.append_nowait(batch, done, annotation=annotation, slot=slot, expected_offset=expected_offset)
         return await future
 
+    def take_note(self, data: bytes) -> Note:
+        """A note for the next append. From now on nobody reads what is appended, until `release_note`: call it once what the
+        note is for is done, or the append was refused. A crash before leaves the note to `read_notes`."""
+        note = Note(self._next_note, data)
+        self._next_note += 1
+        self._noted[note.number] = self._next_offset
+        return note
+
+    def release_note(self, note: Note) -> None:
+        """What the note stands for is done: its batch can be read, up to the next note that is not released."""
+        self._noted.pop(note.number, None)
+        ahead = self._ahead
+        assert ahead is not None
+        ahead.released = next(iter(self._noted), self._next_note)
+        if not self._noted:
+            self._submit(ahead.tidy, optional=True)
+        if not self._visibility_holds:
+            before = self._high_watermark
+            self._show()
+            if self._high_watermark > before:
+                self._wake_tail_soon()
+
+    async def read_notes(self) -> list[Note]:
+        """What a crash left of notes, in their order: the batch of each may be in the log, or not. Before the first append."""
+        return [] if self._ahead is None else await self._change(self._ahead.read)
+
+    async def clear_notes(self) -> None:
+        """What `read_notes` gave is done."""
+        if self._ahead is not None:
+            await self._change(self._ahead.clear)
+
     def free_slot_nowait(self, slot: int, done: Done) -> None:
         """Let go of a slot's annotation; `done` is called as for an append. Nothing is written where the slot is free."""
         refused = self._not_serving() if self.state is not State.SERVING else self._hold
@@ -591,7 +643,9 @@ class ShardLog:
             return
         self._enqueue(_Pending(None, answer, done, 0, self._epochs.current, slot, b"", frees_slot=True))
 
-    def _refusal(self, batch: Batch | None, annotation: bytes, slot: int) -> FelixError | None:
+    def _refusal(
+        self, batch: Batch | None, annotation: bytes, slot: int, note_bytes: int
+    ) -> FelixError | None:
         """Why nothing may be appended now, or not this; None where it may."""
         if self.state is not State.SERVING and (stopped := self._state_refusal()):
             return stopped
@@ -606,7 +660,7 @@ class ShardLog:
             return RequestError(
                 f"An annotation has 1 to {ANNOTATION_BYTES_MAX} bytes, not {len(annotation)}."
             )
-        size = len(annotation)
+        size = len(annotation) + note_bytes
         if batch:
             header = batch.header
             size += header.total_length
@@ -768,8 +822,11 @@ class ShardLog:
 
     def _write(self, group: Sequence[_Pending]) -> int:
         """Seal, write and, where acknowledgements ask for it, sync a group; ns the sync took."""
-        disk = self._disk
-        assert disk is not None
+        disk, ahead = self._disk, self._ahead
+        assert disk is not None and ahead is not None
+        notes = [item.note for item in group if item.note]
+        if notes:
+            ahead.write(notes)
         frames = []
         for item in group:
             if item.batch:
@@ -796,11 +853,17 @@ class ShardLog:
         self._durable_end = entry.next_offset
 
     def _show(self) -> None:
+        """Let what is durable be read, up to the first note that is not released."""
+        limit = next(iter(self._noted.values()), self._durable_end)
+        shown = 0
         for entry in self._invisible:
+            if entry.next_offset > limit:
+                break
             self._ring.append(entry)
-        self._invisible.clear()
-        self._invisible_bytes = 0
-        self._high_watermark = self._durable_end
+            self._invisible_bytes -= len(entry.data)
+            self._high_watermark = entry.next_offset
+            shown += 1
+        del self._invisible[:shown]
 
     def hold_visibility(self) -> None:
         """From now on appends become durable and are answered, and nobody reads them, until `release_visibility`.
@@ -1274,11 +1337,12 @@ class ShardLog:
                 timer.cancel()
         failed = self.state is State.FAILED
         self._move(Event.CLOSED)
-        disk = self._disk
-        if disk is None:
+        disk, ahead = self._disk, self._ahead
+        if disk is None or ahead is None:
             return
         if failed:
             await self._change(disk.abandon)
+            await self._change(ahead.close)
             return
         snapshot = self.producers_snapshot()
 
@@ -1290,6 +1354,7 @@ class ShardLog:
                 if not is_full(error):
                     raise
             finally:
+                ahead.close()
                 disk.close()
 
         await self._change(finish)

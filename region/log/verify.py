@@ -30,6 +30,7 @@ from typing import Final
 
 from felix.batch import FLAG_SEALED, HEADER_BYTES, Batch, decode_records
 from felix.errors import CorruptionError, FelixError
+from region.log.ahead import AHEAD_NAMES
 from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compaction
 from region.log.files import TEMPORARY_SUFFIX, Files, load_checked, read_file
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
@@ -58,7 +59,7 @@ from region.log.segment import (
 
 FINDINGS_MAX: Final = 1_000
 """Of one shard: a folder of rubbish must not fill the memory with sentences."""
-SMALL_FILES: Final = (MARK_NAME, EPOCHS_NAME, PRODUCERS_NAME, COMPACTION_NAME, OFFLOADED_NAME)
+SMALL_FILES: Final = (MARK_NAME, EPOCHS_NAME, PRODUCERS_NAME, COMPACTION_NAME, OFFLOADED_NAME, *AHEAD_NAMES)
 
 OpenBatch = Callable[[Batch], Batch]
 CheckObject = Callable[[Offloaded], None]

@@ -344,9 +344,14 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("else", "agent"): Cell(
         _F,
         "all that it may ask of the destination leaves a leaf there: records, documents and checkpoints, and what is refused "
-        "leaves hashes; what it leaves out of its own log the destination's log shows. One gap is known: where the destination's "
-        "broker dies between an append and its leaf, an agent that does not send that range again leaves it without one",
-        ("attacks/test_f07_foreign_bridge.py", "attacks/test_rogue_agent.py", "attacks/test_f07_canaries.py"),
+        "leaves hashes, also where the destination's broker dies on the way; what it leaves out of its own log the destination's "
+        "log shows",
+        (
+            "attacks/test_f07_foreign_bridge.py",
+            "attacks/test_rogue_agent.py",
+            "attacks/test_f07_canaries.py",
+            "attacks/test_destination_killed.py",
+        ),
     ),
     ("else", "source"): Cell(
         _F,

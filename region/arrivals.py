@@ -1,0 +1,147 @@
+"""Arrivals: every range that was taken over a border gets its leaf in the ingress log, whatever becomes of agent and broker.
+
+A range is appended to its stream, then its ACK leaves to the ingress log. Before the append the leaves are a note beside the
+stream's log (region.log.ahead), and until they are durable nobody reads the records. So:
+
+- a broker that dies between append and leaf finds the note when it opens the stream again, sees by the link's record whether
+  the range landed, and writes the leaves itself before anybody sees the stream (`settle`);
+- a log that does not take the leaves at once is asked until it does (`LeafQueue`); the agent has no part in it.
+
+Invariants: leaves of one queue are in the log in the order in which they came; a range gets its leaves once; what was not
+appended gets none. Callers: region.ingest, region.node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from audit.leaf import EncodedLeaf, read_header
+from audit.tile import read_entries
+from audit.trail import Trail
+from felix.errors import CorruptionError
+from region.link_slot import Landed, LinkRecord
+from region.log.shard import ShardLog
+from region.witnessing import note_size
+
+log = logging.getLogger("felix.region.arrivals")
+
+RETRY_S: Final = 0.25
+"""How soon the ingress log is asked again that did not take leaves."""
+
+Logged = Callable[[int, Exception | None], None]
+"""Called with the index of the first leaf, or with why it is not in the log yet: then once more later."""
+
+
+class Arrival(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the note of a range says: where it is to land, its leaves, and below which index they cannot be in the log."""
+
+    slot: int
+    landed: Landed
+    log_size: int
+    leaves: list[bytes]
+
+    def has_landed(self, shard: ShardLog) -> bool:
+        """Whether the link's record, which is written with the records, names this very append."""
+        data = shard.annotations.get(self.slot)
+        record = None if data is None else LinkRecord.decode(data)
+        return record is not None and record.position.find(self.landed.source_base) == self.landed
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(Arrival)
+
+
+def encode_arrival(slot: int, landed: Landed, trail: Trail, leaves: Sequence[EncodedLeaf]) -> bytes:
+    """The note of a range that is about to be appended."""
+    return _encoder.encode(Arrival(slot, landed, trail.status().size, [leaf.data for leaf in leaves]))
+
+
+def decode_arrival(data: bytes) -> Arrival:
+    """Raises CorruptionError."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptionError(f"The note of a range that arrived does not decode: {error}.") from error
+
+
+class _Waiting(NamedTuple):
+    leaves: list[EncodedLeaf]
+    logged: Logged
+
+
+class LeafQueue:
+    """Leaves on their way to the ingress log, in order."""
+
+    def __init__(self, trail: Trail) -> None:
+        self._trail = trail
+        self._waiting: deque[_Waiting] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, leaves: list[EncodedLeaf], logged: Logged) -> None:
+        """Have these appended, now or as soon as the log takes them; `logged` is called on the loop."""
+        self._waiting.append(_Waiting(leaves, logged))
+        if self._timer is None:
+            self._drain()
+
+    def _drain(self) -> None:
+        loop, self._timer = asyncio.get_running_loop(), None
+        while self._waiting:
+            leaves, logged = self._waiting[0]
+            try:
+                self._trail.append_nowait(leaves, logged, loop)
+            except Exception as error:
+                self._timer = loop.call_later(RETRY_S, self._drain)
+                logged(-1, error)
+                return
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        """The broker stops; what waits is left to the next start."""
+        self._waiting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+async def settle(shard: ShardLog, trail: Trail, charge: Callable[[str, int], None]) -> int:
+    """Write the leaves that a crash kept from the log, for ranges that landed in this shard; how many ranges.
+
+    Before anybody sees the shard. `charge` is told grant and bytes of each. Raises CorruptionError, AuditUnavailableError:
+    then the shard must not be served.
+    """
+    notes = await shard.read_notes()
+    if not notes:
+        return 0
+    # A range that was refused and sent again has two notes for one place: the newer one is what landed.
+    found = {(each.slot, each.landed): each for each in (decode_arrival(note.data) for note in notes)}
+    landed = [each for each in found.values() if each.has_landed(shard)]
+    missing = await asyncio.to_thread(_missing, trail, landed) if landed else []
+    for arrival in missing:
+        leaves = []
+        for data in arrival.leaves:
+            header = read_header(data)
+            if header is None:
+                raise CorruptionError("The note of a range that arrived holds a leaf that cannot be read.")
+            leaves.append(EncodedLeaf(header, data))
+        charge(leaves[0].header.grant_id, sum(leaf.header.record_bytes for leaf in leaves))
+        await trail.append(leaves)
+        log.warning(
+            "%s shard %d: a crash kept the leaf of source offsets %d to %d from the ingress log; it is there now",
+            shard.identity.stream, shard.identity.shard, leaves[0].header.first_offset, leaves[-1].header.last_offset,
+        )  # fmt: skip
+    await shard.clear_notes()
+    return len(missing)
+
+
+def _missing(trail: Trail, arrivals: Sequence[Arrival]) -> list[Arrival]:
+    """Those whose leaves the log does not have. Blocks."""
+    size = note_size(trail.publish())
+    start = min(each.log_size for each in arrivals)
+    wanted = {each.leaves[0] for each in arrivals}
+    there = wanted.intersection(bytes(leaf) for _, leaf in read_entries(trail.files, start, size, size))
+    return [each for each in arrivals if each.leaves[0] not in there]
