@@ -23,7 +23,15 @@ from audit.witness_policy import WitnessPolicy, format_policy
 from cli.exits import EXIT_DAMAGED
 from cli.grants import known_bundles, parse_moment
 from cli.output import err, iso, note, out, print_json, progress, styled, table, verdict
-from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file
+from cli.setting import (
+    JsonOption,
+    RegionOption,
+    folder_of,
+    known_regions,
+    now_ms,
+    preferred_region,
+    read_file,
+)
 from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.names import StreamName
 from keys.bundle import RegionBundle, changes_of, decode_bundle
@@ -136,7 +144,7 @@ def verify(
     """Verify logs from their files alone: every leaf, the tree, signatures, continuity. Exit code 5 if not."""
     trust, notes = trusted(bundle, policy), remembered_notes(remembered)
     reports: list[tuple[Path, Report]] = []
-    for path in choose_logs(logs, region):
+    for path in choose_logs(logs, region or preferred_region()):
         require_log(path)
         reports.append((path, verify_one(path, trust, cosignatures, notes)))
     if json:

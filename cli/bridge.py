@@ -34,6 +34,7 @@ from cli.setting import (
     folder_of,
     known_regions,
     now_ms,
+    preferred_region,
     run,
     stop_signals,
 )
@@ -215,7 +216,7 @@ def accept(
 ) -> None:
     """Accept another region's grant: show all its terms, ask, and sign the import grant with this region's policy key."""
     document = read_grant(grant)
-    chosen = region or _destination(document)
+    chosen = region or preferred_region() or _destination(document)
     folder, config = folder_of(chosen)
     trusted = {name: bundle.policy_keys for name, bundle in known_bundles(folder).items()}
     export = open_export(document, trusted)

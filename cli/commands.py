@@ -23,6 +23,9 @@ class Entry(NamedTuple):
     help: str
 
 
+HIDDEN: Final = "_"
+"""Commands that begin so are for programs: `--help` does not list them."""
+
 COMMANDS: Final[dict[str, Entry]] = {
     "region": Entry("cli.region", "app", "Found and run regions."),
     "stream": Entry("cli.stream", "app", "Streams of a region."),
@@ -39,9 +42,14 @@ COMMANDS: Final[dict[str, Entry]] = {
     "audit": Entry("cli.audit", "app", "Audit logs: verify, show, prove, report."),
     "witness": Entry("cli.witness", "app", "A witness that cosigns the checkpoints of other parties' logs."),
     "bench": Entry("cli.bench", "app", "Measure."),
+    "use": Entry("cli.use", "use", "Keep a default region for commands that name none."),
     "top": Entry("cli.top", "top", "Show what goes through a region's broker now."),
     "doctor": Entry("cli.doctor", "doctor", "Look at what Felix needs on this machine."),
     "demo": Entry("cli.demo", "demo", "Two regions, one bridge, one report."),
+    "completion": Entry(
+        "cli.completion", "completion", "Print what a shell needs to complete commands and names."
+    ),
+    "_complete": Entry("cli.completion", "complete", "What `felix completion` calls."),
 }
 
 
@@ -107,4 +115,6 @@ class LazyGroup(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """The list in `--help`, from the table."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+            formatter.write_dl(
+                [(name, entry.help) for name, entry in COMMANDS.items() if not name.startswith(HIDDEN)]
+            )

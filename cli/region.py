@@ -13,6 +13,7 @@ import typer
 from cli.output import iso, note, out, print_json, styled, table
 from cli.process import PidFile, read_state, start_detached, stop
 from cli.setting import (
+    REGION_VARIABLE,
     JsonOption,
     RegionOption,
     choose_region,
@@ -36,6 +37,10 @@ if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
 app = typer.Typer(no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
+OptionalName = Annotated[
+    str,
+    typer.Argument(help=f"The region; else ${REGION_VARIABLE}, else that of `felix use`, else the only one."),
+]
 
 
 @app.command()
@@ -136,12 +141,13 @@ def _free_address(port: int, taken: list[Address]) -> Address:
 
 @app.command()
 def up(
-    name: Name,
+    name: OptionalName = "",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Run apart from this terminal.")] = False,
 ) -> None:
     """Run the region's broker, in the foreground until it is interrupted, or apart with --detach."""
     from region.node import Node
 
+    name = choose_region(name)
     folder, config = folder_of(name)
     if detach:
         state = start_detached(
@@ -190,8 +196,9 @@ async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
 
 
 @app.command()
-def down(name: Name) -> None:
+def down(name: OptionalName = "") -> None:
     """Stop the region's broker; what is under way is answered first."""
+    name = choose_region(name)
     folder, _ = folder_of(name)
     pid = stop(folder.broker_pid, f"The broker of {name}")
     out.print(f"{name} stopped (process {pid})")

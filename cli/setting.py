@@ -14,17 +14,24 @@ import typer
 
 import felix
 from felix.errors import Code, RequestError
-from felix.profile import felix_home
+from felix.files import PUBLIC, replace_file
+from felix.profile import HOME_VARIABLE, felix_home
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:
     from region.config import RegionConfig
 
 REGION_VARIABLE: Final = "FELIX_REGION"
+DEFAULT_FILE: Final = "default-region"
+"""In the home folder: the name that `felix use` keeps."""
 
 RegionOption = Annotated[
     str,
-    typer.Option("--region", "-r", help=f"The region; else ${REGION_VARIABLE}, else the only one there is."),
+    typer.Option(
+        "--region",
+        "-r",
+        help=f"The region; else ${REGION_VARIABLE}, else that of `felix use`, else the only one.",
+    ),
 ]
 IdentityOption = Annotated[
     str, typer.Option("--as", help="Come as this identity of the region (default: operator).")
@@ -45,18 +52,44 @@ def known_regions() -> list[str]:
     return sorted(path.parent.name for path in home.glob("*/profile.json")) if home.is_dir() else []
 
 
+def default_region() -> str:
+    """The region that `felix use` keeps; empty where there is none. Where FELIX_REGION is set, that one counts."""
+    try:
+        return (felix_home() / DEFAULT_FILE).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def set_default_region(region: str) -> None:
+    """Keep it, or with an empty one, keep none. Raises OSError."""
+    path = felix_home() / DEFAULT_FILE
+    if region:
+        replace_file(path, f"{region}\n".encode(), PUBLIC)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def preferred_region() -> str:
+    """The region that the user set for all commands: FELIX_REGION, else what `felix use` keeps; empty where neither is."""
+    return os.environ.get(REGION_VARIABLE, "") or default_region()
+
+
 def choose_region(given: str = "") -> str:
     """The region a command is about. Raises RequestError where it is not clear."""
-    chosen = given or os.environ.get(REGION_VARIABLE, "")
+    chosen = given or preferred_region()
     known = known_regions()
     if chosen:
-        if chosen not in known:
-            raise RequestError(
-                f"There is no region {chosen!r} in {felix_home()}; there is {', '.join(known) or 'none'}.",
-                code=Code.NOT_FOUND,
-                hint=f"Make it with: felix region init {chosen} --mesh MESH, or set FELIX_HOME.",
-            )
-        return chosen
+        if chosen in known:
+            return chosen
+        hint = f"Make it with: felix region init {chosen} --mesh MESH, or set FELIX_HOME."
+        if not given:
+            source = REGION_VARIABLE if os.environ.get(REGION_VARIABLE) else "`felix use`"
+            hint = f"{source} says so. Name another with --region, or set {HOME_VARIABLE}."
+        raise RequestError(
+            f"There is no region {chosen!r} in {felix_home()}; there is {', '.join(known) or 'none'}.",
+            code=Code.NOT_FOUND,
+            hint=hint,
+        )
     if len(known) == 1:
         return known[0]
     if not known:
@@ -67,7 +100,7 @@ def choose_region(given: str = "") -> str:
         )
     raise RequestError(
         f"There are several regions: {', '.join(known)}.",
-        hint=f"Say which with --region, or set {REGION_VARIABLE}.",
+        hint=f"Say which with --region, keep one with `felix use {known[0]}`, or set {REGION_VARIABLE}.",
     )
 
 

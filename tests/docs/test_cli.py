@@ -9,6 +9,7 @@ import pytest
 import typer
 
 from cli import exits, main
+from cli.commands import HIDDEN
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 EVERYWHERE = PAGE.split("## What applies to all")[1].split("\n## ")[0]
@@ -21,6 +22,8 @@ def commands(command: Any, path: tuple[str, ...] = ("felix",)) -> Iterator[tuple
         yield " ".join(path), command
         return
     for name, held in below.items():
+        if name.startswith(HIDDEN):
+            continue
         yield from commands(held, (*path, name))
 
 
