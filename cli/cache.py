@@ -31,7 +31,7 @@ Key = Annotated[str, typer.Argument(help="The key, as text.")]
 TtlOption = Annotated[
     str, typer.Option("--ttl", help="As in 90s or 12h; `forever`; left out: what the cache was made with.")
 ]
-ValueArgument = Annotated[str, typer.Argument(help="The value, as text; left out with --file.")]
+ValueArgument = Annotated[str | None, typer.Argument(help="The value, as text; left out with --file.")]
 FileOption = Annotated[
     Path | None, typer.Option("--file", help="The value is this file's bytes; - is standard input.")
 ]
@@ -126,12 +126,13 @@ def parse_ttl(text: str) -> float | None:
     return felix.FOREVER if text == "forever" else int(Duration.parse(text)) / 1000
 
 
-def read_value(text: str, file: Path | None) -> bytes:
-    """The value that a command was given. Raises RequestError where there is none, or two."""
-    if (file is None) == (not text):
+def read_value(text: str | None, file: Path | None) -> bytes:
+    """The value that a command was given; an empty one is one. Raises RequestError where there is none, or two."""
+    if (file is None) == (text is None):
         raise RequestError("A value is given either as an argument or with --file.")
-    if file is None:
+    if text is not None:
         return text.encode()
+    assert file is not None
     return sys.stdin.buffer.read() if str(file) == "-" else read_file(file, "The value")
 
 
@@ -139,7 +140,7 @@ def read_value(text: str, file: Path | None) -> bytes:
 def put(
     name: Name,
     key: Key,
-    value: ValueArgument = "",
+    value: ValueArgument = None,
     file: FileOption = None,
     ttl: TtlOption = "",
     region: RegionOption = "",
@@ -215,7 +216,7 @@ async def _delete(region: str, identity: str, name: str, keys: list[str]) -> int
 def cas(
     name: Name,
     key: Key,
-    value: ValueArgument = "",
+    value: ValueArgument = None,
     version: Annotated[
         int, typer.Option(help="The version that the key must have; 0: it must not be there.")
     ] = 0,

@@ -8,7 +8,8 @@ printed is read as markup, a string is one line, and control and format characte
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from felix.errors import RequestError
 from felix.visible import visible, visible_json
 
 if TYPE_CHECKING:
@@ -91,6 +93,45 @@ def write_data(data: bytes, end: bytes = b"") -> None:
     if sys.stdout.isatty():
         data = visible(data.decode(errors="backslashreplace"), keep="\n\t").encode()
     sys.stdout.buffer.write(data + end)
+
+
+class Printed:
+    """What a command that prints records has surely brought out, so that it can say so where the output ends early."""
+
+    def __init__(self, hint: str) -> None:
+        """`hint` says what becomes of records that are not printed."""
+        self.records = 0
+        self._through: dict[int, int] = {}
+        self._waiting: list[tuple[int, int]] = []
+        self._hint = hint
+
+    def add(self, shard: int, offset: int) -> None:
+        """This record was written; it counts once `flush` has returned."""
+        self._waiting.append((shard, offset))
+
+    def flush(self) -> None:
+        """Bring out what was written."""
+        sys.stdout.flush()
+        self.records += len(self._waiting)
+        self._through.update(self._waiting)
+        self._waiting.clear()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Around writing: where it fails, RequestError says how far it came. A reader who has left stays a BrokenPipeError."""
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            places = ", ".join(
+                f"shard {shard} through offset {at}" for shard, at in sorted(self._through.items())
+            )
+            raise RequestError(
+                f"Standard output cannot be written: {error.strerror or error}. {self.records:,} records were printed"
+                f"{f' ({places})' if places else ''}.",
+                hint=self._hint,
+            ) from error
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -411,7 +411,7 @@ class Summary:
             else:
                 for line in self.lines():
                     out.print(line)
-        except (OSError, SystemExit):
+        except (OSError, SystemExit):  # rich ends the process where a pipe is broken
             for line in self.lines():
                 note(line)
             raise

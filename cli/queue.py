@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from cli.lines import LineParser, records_of_lines
-from cli.output import iso, note, out, print_json, table, write_data, write_json_line
+from cli.output import Printed, iso, note, out, print_json, table, write_data, write_json_line
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run, stop_signals
 from cli.stream import Name, format_durability, parse_durability, parse_retention
 from felix.batch import NewRecord
@@ -222,8 +222,8 @@ def describe(
 def put(
     name: Name,
     payload: Annotated[
-        str, typer.Argument(help="The job's payload; left out: one job a line of --file.")
-    ] = "",
+        str | None, typer.Argument(help="The job's payload; left out: one job a line of --file.")
+    ] = None,
     file: Annotated[
         Path | None, typer.Option(help="One job a line; standard input if left out.", dir_okay=False)
     ] = None,
@@ -236,11 +236,11 @@ def put(
     json: JsonOption = False,
 ) -> None:
     """Put jobs into a queue, and wait until they are as durable as it is."""
-    if payload and file is not None:
+    if payload is not None and file is not None:
         raise RequestError("Give the payload or a file, not both.")
     delay_s = int(Duration.parse(delay)) / 1000 if delay else 0.0
 
-    async def put_one() -> int:
+    async def put_one(payload: str) -> int:
         async with connect(region, identity) as client:
             await client.queue(name).put(
                 payload.encode(), key=key.encode() or None, delay=delay_s, priority=priority
@@ -260,8 +260,8 @@ def put(
                 count += len(some)
         return count
 
-    if payload:
-        count = run(put_one())
+    if payload is not None:
+        count = run(put_one(payload))
     elif file is not None:
         with file.open("rb") as source:
             count = run(put_lines(source))
@@ -320,6 +320,7 @@ async def _consume(
 ) -> None:
     stop = stop_signals()
     done = failed = begun = 0
+    printed = Printed("A job that was not printed is not acknowledged, and comes again.")
     async with connect(region, identity) as client:
         queue = client.queue(name)
         # Not more than is to be worked on: what is left over would come back as if it had been looked at.
@@ -337,7 +338,11 @@ async def _consume(
                 except StopAsyncIteration:
                     return
                 if not command:
-                    _print_job(job, as_json=as_json)
+                    # Printed first: a job that nobody could read is not done, and comes again.
+                    with printed.told():
+                        _print_job(job, as_json=as_json)
+                        printed.add(job.shard, job.offset)
+                        printed.flush()
                     job.ack()
                     done += 1
                     continue

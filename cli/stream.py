@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import sys
-from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -12,7 +10,7 @@ import msgspec
 import typer
 
 import felix
-from cli.output import iso, note, out, print_json, styled, table, write_data, write_json_line
+from cli.output import Printed, iso, note, out, print_json, styled, table, write_data, write_json_line
 from cli.publish import publish
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
 from felix.batch import Record
@@ -392,7 +390,8 @@ async def _subscribe(
     until_end: bool,
     as_json: bool,
 ) -> None:
-    printed = 0
+    printed = Printed("Go on behind it with --shard and --from @OFFSET.")
+    given = 0
     async with connect(region, identity) as client:
         ends: dict[int, int] = {}
         if until_end:
@@ -406,20 +405,19 @@ async def _subscribe(
                 return
         subscription = client.stream(name).subscribe(start, shards=shards, on_gap=_say_gap)
         async with subscription:
-            async for number, record in _records(subscription):
-                write_record(record, number, as_json=as_json)
-                printed += 1
-                if record.offset + 1 >= ends.get(number, 1 << 62):
-                    del ends[number]
-                if printed == count or (until_end and not ends):
-                    break
-        sys.stdout.flush()
-
-
-async def _records(subscription: felix.Subscription) -> AsyncIterator[tuple[int, Record]]:
-    async for batch in subscription.batches():
-        for record in batch.records():
-            yield batch.shard, record
+            with printed.told():
+                async for batch in subscription.batches():
+                    for record in batch.records():
+                        write_record(record, batch.shard, as_json=as_json)
+                        printed.add(batch.shard, record.offset)
+                        given += 1
+                        if record.offset + 1 >= ends.get(batch.shard, 1 << 62):
+                            del ends[batch.shard]
+                        if given == count or (until_end and not ends):
+                            printed.flush()
+                            return
+                    # Whoever reads the other end of a pipe gets each batch when it comes.
+                    printed.flush()
 
 
 def _say_gap(gap: Gap) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from typing import Annotated, Any
 
 import typer
 
-from cli.output import iso, note, out, print_json, styled, table
+from cli.output import Printed, iso, note, out, print_json, styled, table
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
 from cli.stream import parse_start, write_record
 from felix.batch import Record
@@ -329,22 +328,23 @@ async def _consume(
     acknowledge: bool,
     as_json: bool,
 ) -> None:
-    printed = 0
+    printed = Printed("What was not printed is not acknowledged, and comes again.")
     settings = SubscriptionSettings(start) if start else None
     async with connect(region, identity) as client:
         orders = client.stream(stream)
         async with orders.consumer(
             name, settings=settings, on_gap=lambda gap: note(f"gap: {gap}")
         ) as consumer:
-            while not count or printed < count:
+            while not count or printed.records < count:
                 try:
                     async with asyncio.timeout(idle_s):
                         record = await anext(consumer)
                 except (TimeoutError, StopAsyncIteration):
                     break
                 plain = Record(record.offset, record.timestamp_ms, record.key, record.headers, record.payload)
-                write_record(plain, record.shard, as_json=as_json)
-                sys.stdout.flush()
-                printed += 1
+                with printed.told():
+                    write_record(plain, record.shard, as_json=as_json)
+                    printed.add(record.shard, record.offset)
+                    printed.flush()
                 if acknowledge:
                     await consumer.ack(record)

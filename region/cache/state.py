@@ -472,7 +472,7 @@ def _number(value: bytes) -> int:
     digits = value[1:] if value[:1] == b"-" else value
     if not digits.isdigit() or len(value) > NUMBER_DIGITS_MAX:
         raise RequestError(
-            f"The value {value[:24]!r} is no number.",
+            f"The value {value[:24].decode(errors='backslashreplace')!r} is no number.",
             hint="Increment only what was made by increment, or holds digits.",
         )
     return int(value)

@@ -199,3 +199,36 @@ def test_a_pipe_is_published_line_by_line_and_a_signal_says_what_was(
     assert (said["records"], said["offsets"], said["next_line"]) == (3, {"0": 2}, 4)
     assert (said["ended"], said["unacknowledged"]) == (number.name, 0)
     assert b"Traceback" not in err
+
+
+def test_a_full_disk_and_a_reader_who_leaves_lose_nothing_that_was_acknowledged(
+    felix_command: Command, stream: str
+) -> None:
+    felix_command("stream", "create", stream)
+    with open("/dev/full", "wb") as full:
+        publishing = spawn("stream", "publish", stream, stdout=full.fileno())
+        _, err = publishing.communicate(b"a\nb\n", timeout=60)
+        assert publishing.returncode == 1 and b"2 records" in err and b"shard 0 through offset 1" in err
+        assert b"No space left" in err and b"Traceback" not in err
+        jobs = f"{stream}-jobs"
+        felix_command("queue", "create", jobs)
+        felix_command("queue", "put", jobs, stdin="job\n")
+        ended = [
+            spawn("stream", "subscribe", stream, "--from", "earliest", "--until-end", stdout=full.fileno()),
+            spawn("queue", "consume", jobs, "--count", "1", stdout=full.fileno()),
+        ]
+        for process in ended:
+            _, err = process.communicate(timeout=60)
+            assert process.returncode == 1
+            assert b"Standard output cannot be written: No space left on device. 0 records" in err
+            assert b"Traceback" not in err and b"Exception ignored" not in err
+    state = json.loads(felix_command("queue", "describe", jobs, "--json"))
+    assert (state["ready"] + state["leased"] + state["delayed"], state["acked"]) == (1, 0)
+    reader = spawn("stream", "subscribe", stream, "--from", "earliest")
+    assert reader.stdout is not None and reader.stdin is not None
+    # Each record comes at once, though the subscription goes on; then the reader leaves.
+    assert reader.stdout.readline() + reader.stdout.readline() == b"a\nb\n"
+    reader.stdout.close()
+    felix_command("stream", "publish", stream, stdin="c\n")
+    assert reader.wait(60) == 0
+    assert reader.stderr is not None and reader.stderr.read() == b""
