@@ -206,7 +206,8 @@ class Agent:
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._book = GrantBook()
         self._book_of: object = None
-        self._courier = Courier()
+        self._courier: Courier
+        self._soon = asyncio.Event()
         self._submissions: Submissions | None = None
         self._quorum: Quorum | None = None
         self._egress_documents: EgressDocuments
@@ -242,6 +243,7 @@ class Agent:
             tracing=CrossingTracing() if config.tracing.exporter != "none" else None,
         )
         self._egress_documents = EgressDocuments(self.shop)
+        self._courier = Courier(self._clock_ms, self._egress_documents.is_logged, self._documents_brought)
         if config.health is not None:
             collector = AgentCollector(
                 self._figures, self._trail_status, self._sessions, self.witnesses, self._quorum_lag_ms
@@ -278,6 +280,8 @@ class Agent:
             with suppress(asyncio.CancelledError):
                 await task
         self._tasks.clear()
+        if hasattr(self, "_courier"):
+            await self._courier.close()
         for carrier, _ in self._carriers.values():
             carrier.leave()
         running = [task for _, task in self._carriers.values()]
@@ -415,9 +419,16 @@ class Agent:
             )
 
     async def _log_grant(self, row: PlannedLink) -> None:
-        """All that a link's grant rests on stands in the egress log, durable on return. Raises UnavailableError, OSError."""
+        """All that a link's grant rests on stands in the egress log, durable on return, and both regions were brought what
+        they lacked. Raises UnavailableError, OSError."""
         await self._egress_documents.log(self._is_busy)
         self._egress_documents.require_logged(row.grant)
+        self._send_documents(row.destination_region)
+        if self._courier.is_between(self.config.source, row.destination_region):
+            raise UnavailableError(
+                f"Documents of {self.config.source} and {row.destination_region} are on their way between them.",
+                retry_after_ms=100,
+            )
 
     def _is_busy(self, grant: str) -> bool:
         """Whether a link under this grant is in session, or its way is not at its end yet."""
@@ -434,16 +445,21 @@ class Agent:
                 else:
                     await self._read_documents()
                     self._make_book()
-                    # What was brought is read back at once: a grant need not wait for the next round, nor does a revocation
-                    # whose last link is about to end.
-                    if await self._bring_documents() or self._egress_documents.is_waiting:
+                    await self._bring_documents()
+                    # A revocation whose last link is about to end does not wait for the next round.
+                    if self._egress_documents.is_waiting:
                         pause_s = SOON_S
                     await self._plan()
             except FelixError as error:
                 self._say("plan", error)
             except Exception:
                 log.exception("planning failed")
-            await asyncio.sleep(pause_s)
+            # Nor does what was brought: it is read back at once.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._soon.wait()
+                    await asyncio.sleep(SOON_S)
+            self._soon.clear()
 
     def _say(self, what: str, error: FelixError | OSError) -> None:
         """Log a failure of a loop, once for each sentence."""
@@ -454,11 +470,16 @@ class Agent:
 
     async def _read_documents(self) -> None:
         """From every region that answers; from the others what they said last. None of them keeps another from being heard."""
-        for region, shore in self._shores.items():
-            if shore.is_up and region not in self._reading:
-                self._reading[region] = asyncio.ensure_future(self._read_region(region, shore))
-        if self._reading:
-            await asyncio.wait(set(self._reading.values()), timeout=READ_S)
+        asked = [
+            (region, shore)
+            for region, shore in self._shores.items()
+            if shore.is_up and region not in self._reading
+        ]
+        for region, shore in asked:
+            self._reading[region] = asyncio.ensure_future(self._read_region(region, shore))
+        if asked:
+            # Whoever has not answered in an earlier round is not waited for again.
+            await asyncio.wait({self._reading[region] for region, _ in asked}, timeout=READ_S)
 
     async def _read_region(self, region: str, shore: Shore) -> None:
         kinds = (*KINDS, POLICY) if shore is self.shop.source else KINDS
@@ -471,33 +492,30 @@ class Agent:
         finally:
             del self._reading[region]
 
-    async def _bring_documents(self) -> int:
-        """Their leaves into the egress log, then to each region what the other one signed. Returns how many were taken."""
+    async def _bring_documents(self) -> None:
+        """Their leaves into the egress log, then on the way to each region what the other one signed."""
         try:
             await self._egress_documents.log(self._is_busy)
         except (FelixError, OSError) as error:
             # What is not in the log is brought nowhere; what forbids counts for the links all the same.
             self._say("documents", error)
-        source, carried = self.shop.source, 0
-        here = self._documents.get(source.region)
-        for region, shore in self._shores.items():
-            there = self._documents.get(region)
-            if shore is source or here is None or there is None:
-                continue
-            ways = ((here, there, source, shore), (there, here, shore, source))
-            for giver, taker, signer, to in ways:
-                if to.is_up:
-                    with suppress(UnavailableError):
-                        carried += await self._courier.carry(
-                            giver,
-                            taker,
-                            signer.region,
-                            to.connection(),
-                            self._clock_ms(),
-                            self._egress_documents.is_logged,
-                        )
-                        self.shop.failpoints.at("documents-brought")
-        return carried
+        for region in self._shores:
+            self._send_documents(region)
+
+    def _send_documents(self, region: str) -> None:
+        """To a destination what the source signed, and back."""
+        source, shore = self.shop.source, self._shores.get(region)
+        here, there = self._documents.get(source.region), self._documents.get(region)
+        if shore is None or shore is source or here is None or there is None:
+            return
+        for giver, taker, signer, to in ((here, there, source, shore), (there, here, shore, source)):
+            if to.is_up:
+                self._courier.send(giver, taker, signer.region, to.connection())
+
+    def _documents_brought(self, taken: int) -> None:
+        self.shop.failpoints.at("documents-brought")
+        if taken:
+            self._soon.set()
 
     def _make_book(self) -> None:
         """Anew where a document changed."""

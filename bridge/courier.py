@@ -4,11 +4,15 @@ Each region's brokers verify what they are brought; so does the agent, before it
 region that signed it to the other one, where that one does not hold it yet: export grants and the source's standings
 and deny entries to the destination, import grants and the destination's own back.
 
-`missing` is pure; `list_documents` and `Courier.carry` ask regions.
+Each way (who signed, who is to have it) has a task of its own, at most one at a time: a region that does not answer delays
+what is on its way to it, and nothing else.
+
+`missing` is pure; `list_documents` and `Courier` ask regions.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -113,41 +117,78 @@ def _concerns(document: Document, region: str, own: dict[str, str]) -> bool:
 
 
 class Courier:
-    """Carries between two regions, and remembers what was brought or refused."""
+    """Carries between regions, and remembers what was brought or refused.
 
-    def __init__(self) -> None:
-        self._refused: dict[tuple[str, str, str], int] = {}
+    `is_logged`: whether a document's leaf stands in the egress log; without it, it is brought nowhere.
+    `on_brought` is called after each journey with how many documents were taken.
+    """
 
-    async def carry(
+    def __init__(
         self,
-        giver: Documents,
-        taker: Documents,
-        from_region: str,
-        to: RegionConnection,
-        now_ms: int,
+        clock_ms: Callable[[], int],
         is_logged: Callable[[bytes], bool],
-    ) -> int:
-        """Bring what is missing; returns how many were taken. A refusal is logged, and tried again later.
+        on_brought: Callable[[int], None],
+    ) -> None:
+        self._clock_ms = clock_ms
+        self._is_logged = is_logged
+        self._on_brought = on_brought
+        self._refused: dict[tuple[str, str, str], int] = {}
+        self._ways: dict[tuple[str, str], asyncio.Task[None]] = {}
 
-        `is_logged`: whether a document's leaf stands in the egress log; without it, it is brought nowhere.
-        """
-        to_region = to.profile.region
-        taken = 0
+    def send(self, giver: Documents, taker: Documents, from_region: str, to: RegionConnection) -> None:
+        """Begin to bring what is missing. Where the last journey of this way has not ended, a later call brings it."""
+        to_region, now_ms = to.profile.region, self._clock_ms()
+        if (from_region, to_region) in self._ways:
+            return
         self._refused = {key: until for key, until in self._refused.items() if until > now_ms}
-        for kind, name in missing(giver, taker, from_region, to_region):
-            key = (to_region, kind, name)
-            if key in self._refused or not is_logged(parse_document(giver[kind][name]).encode_file()):
-                continue
-            try:
-                await to.request(PutDocument(kind, giver[kind][name]))
-                taken += 1
-                # Taken, or there already under another name: it is not brought again at once.
-                self._refused[key] = now_ms + REFUSED_AGAIN_MS
-                log.info("brought the %s document %s of %s to %s", kind, name, from_region, to_region)
-            except FelixError as error:
-                if isinstance(error, UnavailableError) and error.code not in _FULL:
-                    raise
-                # Of one kind no more may be taken there; a revocation behind it still is.
-                self._refused[key] = now_ms + REFUSED_AGAIN_MS
-                log.warning("%s refused the %s document %s: %s", to_region, kind, name, error)
+        wanted = [
+            (kind, name, giver[kind][name])
+            for kind, name in missing(giver, taker, from_region, to_region)
+            if (to_region, kind, name) not in self._refused
+            and self._is_logged(parse_document(giver[kind][name]).encode_file())
+        ]
+        if wanted:
+            self._ways[from_region, to_region] = asyncio.ensure_future(self._journey(wanted, from_region, to))
+
+    def is_between(self, one: str, other: str) -> bool:
+        """Whether something is on its way from one of the two regions to the other."""
+        return (one, other) in self._ways or (other, one) in self._ways
+
+    async def close(self) -> None:
+        """Stop bringing; what is on its way may or may not arrive."""
+        tasks = list(self._ways.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _journey(
+        self, wanted: list[tuple[str, str, bytes]], from_region: str, to: RegionConnection
+    ) -> None:
+        to_region, taken = to.profile.region, 0
+        try:
+            for kind, name, data in wanted:
+                taken += await self._carry(kind, name, data, to)
+        except UnavailableError as error:
+            log.info("documents of %s for %s wait: %s", from_region, to_region, error)
+        except Exception:
+            log.exception("bringing the documents of %s to %s failed", from_region, to_region)
+        finally:
+            del self._ways[from_region, to_region]
+        self._on_brought(taken)
+
+    async def _carry(self, kind: str, name: str, data: bytes, to: RegionConnection) -> bool:
+        """Whether it was taken. A refusal is logged, and tried again later. Raises UnavailableError."""
+        to_region = to.profile.region
+        taken = False
+        try:
+            await to.request(PutDocument(kind, data))
+            taken = True
+            log.info("brought the %s document %s to %s", kind, name, to_region)
+        except FelixError as error:
+            if isinstance(error, UnavailableError) and error.code not in _FULL:
+                raise
+            # Of one kind no more may be taken there; a revocation behind it still is.
+            log.warning("%s refused the %s document %s: %s", to_region, kind, name, error)
+        # Taken, or there already under another name, or refused: it is not brought again at once.
+        self._refused[to_region, kind, name] = self._clock_ms() + REFUSED_AGAIN_MS
         return taken

@@ -158,5 +158,9 @@ async def test_a_region_that_takes_no_more_grants_is_still_brought_the_revocatio
     )
     revoked = sign_standing(standing, mesh.key("us-east"))
     held = {"export": {body.grant: export.encode_file()}, "standing": {"s.1": revoked.encode_file()}}
-    assert await Courier().carry(held, {}, "us-east", Full(), 0, lambda file: True) == 1  # type: ignore[arg-type]
+    taken: asyncio.Queue[int] = asyncio.Queue()
+    courier = Courier(lambda: 0, lambda file: True, taken.put_nowait)
+    courier.send(held, {}, "us-east", Full())  # type: ignore[arg-type]
+    async with asyncio.timeout(5):
+        assert await taken.get() == 1
     assert brought == ["export", "standing"]

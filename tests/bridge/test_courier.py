@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 from departures import DAY, terms
 
-from bridge.courier import missing
+from bridge.courier import Courier, missing
+from felix.messages import Done, PutDocument
 from keys.signing import SigningKey
 from policy.grant import DenyEntry, ExportGrant, Standing, StandingAction, sign_deny, sign_standing
 from policy.signed import Purpose, canonical, sign
@@ -49,3 +53,44 @@ def test_what_one_region_signed_about_the_other_is_brought_once() -> None:
 
 def test_what_cannot_be_read_is_left_where_it_is() -> None:
     assert missing({"export": {"g": b"{}"}}, {}, "us-east", "eu-west") == []
+
+
+class Region:
+    """A region that takes what it is brought; a silent one never answers."""
+
+    def __init__(self, name: str, *, silent: bool = False) -> None:
+        self.profile = SimpleNamespace(region=name)
+        self.silent = silent
+        self.asked: list[str] = []
+
+    async def request(self, request: PutDocument) -> Done:
+        self.asked.append(request.kind)
+        if self.silent:
+            await asyncio.Event().wait()
+        return Done()
+
+
+async def test_a_region_that_never_answers_delays_only_itself() -> None:
+    silent, other, source = Region("ap-south", silent=True), Region("eu-west"), Region("us-east")
+    journeys: asyncio.Queue[int] = asyncio.Queue()
+    courier = Courier(lambda: 0, lambda file: True, journeys.put_nowait)
+    (first, one), (second, two) = export(terms()), export(terms(to_region="ap-south"))
+    here = {"export": {first: one, second: two}, "standing": {f"{first}.a": standing(first, "us-east")}}
+    back = {"export": here["export"], "standing": {f"{first}.b": standing(first, "eu-west")}}
+
+    def send_all() -> None:
+        courier.send(here, {}, "us-east", silent)  # type: ignore[arg-type]
+        courier.send(here, {}, "us-east", other)  # type: ignore[arg-type]
+        courier.send(back, {}, "eu-west", source)  # type: ignore[arg-type]
+
+    send_all()
+    assert courier.is_between("eu-west", "us-east")
+    async with asyncio.timeout(10):
+        assert sorted([await journeys.get(), await journeys.get()]) == [1, 2]
+    send_all()
+    assert not courier.is_between("eu-west", "us-east"), "what was taken is not brought again at once"
+    assert courier.is_between("us-east", "ap-south")
+    assert (sorted(other.asked), source.asked) == (["export", "standing"], ["standing"])
+    assert silent.asked == ["export"], "of one way there is one journey at a time"
+    async with asyncio.timeout(10):
+        await courier.close()
