@@ -447,7 +447,7 @@ class Carrier:
                 )
             self.figures.sessions += 1
             self._step(LinkEvent.OPENED, "")
-            await self._carry(stream)
+            await self._carry()
         finally:
             self._close_session()
 
@@ -701,7 +701,7 @@ class Carrier:
             ask_again=self._ask_again,
         )
 
-    async def _carry(self, stream: StreamState) -> None:
+    async def _carry(self) -> None:
         """Batch after batch, until something ends it."""
         shop = self._shop
         feed, passage = self._feed, self._passage
@@ -742,7 +742,7 @@ class Carrier:
                             await self._drain()
                             raise
                     if self._held is not None:
-                        await self._deal(self._held, stream, rate)
+                        await self._deal(self._held, rate)
                         # Others have their turn between two batches.
                         await asyncio.sleep(0)
                         continue
@@ -760,7 +760,7 @@ class Carrier:
                     self._wake.clear()
                     await self._wake.wait()
 
-    async def _deal(self, item: SealedBatch | GapBody, stream: StreamState, rate: RateLimit) -> None:
+    async def _deal(self, item: SealedBatch | GapBody, rate: RateLimit) -> None:
         passage, feed = self._passage, self._feed
         assert passage is not None and feed is not None and self._route is not None
         if isinstance(item, GapBody):
