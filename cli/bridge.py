@@ -22,6 +22,7 @@ from cli.grants import (
     put_document,
     read_grant,
 )
+from cli.notify import Notifier
 from cli.output import iso, note, out, print_json, styled, table
 from cli.policy import fetch_policy
 from cli.process import PidFile, start_detached, stop
@@ -71,6 +72,7 @@ from policy.truncation import Truncation
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:  # the agent and what samples a stream are loaded by the commands that run them
+    from bridge.agent import Agent
     from bridge.config import BridgeConfig
     from bridge.sample import Sample
     from region.config import RegionConfig
@@ -806,15 +808,27 @@ async def _run_agent(config: BridgeConfig, path: Path, pid: PidFile) -> None:
     )
     agent = Agent(config, path.parent)
     ended = stop_signals()
-    await agent.start()
-    try:
-        health = agent.health.address if agent.health is not None else None
-        pid.announce(health="" if health is None else f"{health[0]}:{health[1]}", started_ms=now_ms())
-        note(f"bridge {config.name} runs; end it with Ctrl-C or: felix bridge down {config.name}")
-        await ended.wait()
-    finally:
-        await agent.stop()
-        stop_tracing()
+    async with Notifier.from_environment() as notifier:
+        await agent.start()
+        try:
+            health = agent.health.address if agent.health is not None else None
+            pid.announce(health="" if health is None else f"{health[0]}:{health[1]}", started_ms=now_ms())
+            notifier.serving(lambda: _status_line(agent))
+            note(f"bridge {config.name} runs; end it with Ctrl-C or: felix bridge down {config.name}")
+            await ended.wait()
+        finally:
+            notifier.stopping()
+            await agent.stop()
+            stop_tracing()
+
+
+def _status_line(agent: Agent) -> str:
+    """What the service manager shows of an agent that runs."""
+    from bridge.link import LinkPhase
+
+    links = agent.links()
+    moving = sum(link.state == LinkPhase.ACTIVE for link in links)
+    return agent.not_ready() or f"{agent.config.name}: {moving} of {len(links)} links active"
 
 
 @app.command()

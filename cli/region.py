@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli.notify import Notifier
 from cli.output import iso, note, out, print_json, styled, table
 from cli.process import PidFile, read_state, start_detached, stop
 from cli.setting import (
@@ -175,24 +176,36 @@ async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
         config.tracing, folder.root, service="felix-broker", instance=config.broker, region=config.region
     )
     stop = stop_signals()
-    await node.start()
-    try:
-        address = node.address
-        if node.config.listen.port == 0:
-            await asyncio.to_thread(write_profile, folder, node.config.region, node.config.mesh, address)
-        health = node.health.address if node.health is not None else None
-        pid.announce(
-            address=str(address),
-            health="" if health is None else f"{health[0]}:{health[1]}",
-            started_ms=now_ms(),
-        )
-        note(
-            f"{node.config.region} serves at {address}; end it with Ctrl-C or: felix region down {node.config.region}"
-        )
-        await stop.wait()
-    finally:
-        await node.stop()
-        stop_tracing()
+    async with Notifier.from_environment() as notifier:
+        await node.start()
+        try:
+            address = node.address
+            if node.config.listen.port == 0:
+                await asyncio.to_thread(write_profile, folder, node.config.region, node.config.mesh, address)
+            health = node.health.address if node.health is not None else None
+            pid.announce(
+                address=str(address),
+                health="" if health is None else f"{health[0]}:{health[1]}",
+                started_ms=now_ms(),
+            )
+            notifier.serving(lambda: _status_line(node))
+            note(
+                f"{node.config.region} serves at {address}; end it with Ctrl-C or: felix region down {node.config.region}"
+            )
+            await stop.wait()
+        finally:
+            notifier.stopping()
+            await node.stop()
+            stop_tracing()
+
+
+def _status_line(node: Node) -> str:
+    """What the service manager shows of a broker that serves."""
+    gauges = node.broker.gauges()
+    return (
+        f"{node.config.region} serves at {node.address}: "
+        f"{gauges['sessions']:.0f} sessions, {gauges['streams']:.0f} streams"
+    )
 
 
 @app.command()

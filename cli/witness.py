@@ -16,6 +16,7 @@ from audit.witness_policy import WitnessPolicy
 from audit.witness_server import WitnessServer
 from audit.witness_service import WitnessService
 from audit.witness_sqlite import KnownLog, WitnessState, init_witness
+from cli.notify import Notifier
 from cli.output import note, out, print_json, table
 from cli.setting import JsonOption, read_file, run, stop_signals
 from felix.address import Address
@@ -144,7 +145,11 @@ async def _serve(state: WitnessState, address: Address, prefix: str, tls: ssl.SS
         ) from error
     try:
         scheme = "http" if tls is None else "https"
-        note(f"{state.name} serves at {scheme}://{address.host}:{server.port}{prefix}; end it with Ctrl-C")
-        await ended.wait()
+        place = f"{state.name} serves at {scheme}://{address.host}:{server.port}{prefix}"
+        async with Notifier.from_environment() as notifier:
+            notifier.serving(lambda: place)
+            note(f"{place}; end it with Ctrl-C")
+            await ended.wait()
+            notifier.stopping()
     finally:
         await server.close()
