@@ -8,7 +8,6 @@ grant than was announced, whose receipt is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,27 +125,6 @@ def test_only_a_grants_two_regions_revoke_it() -> None:
 
 
 # Reports
-
-
-@pytest.fixture(scope="module")
-def spark() -> Iterator[Any]:
-    pytest.importorskip("pyspark")
-    from audit.spark.java import JavaError, find_java
-    from audit.spark.session import open_session
-
-    try:
-        find_java()
-    except JavaError as error:
-        pytest.skip(f"no Java that Spark can use: {error}")
-    from pyspark.sql import SparkSession
-
-    # A process has one session; tests of other files may have opened it.
-    active = SparkSession.getActiveSession()
-    if active is not None:
-        yield active
-        return
-    with open_session("local[2]", small=True) as session:
-        yield session
 
 
 def crossed(**arrives_as: Any) -> World:

@@ -3,10 +3,13 @@
 The oracle (world_oracle.py) is written from that page and imports nothing of the product. Each world is asked for every
 stream and both bridges; where one of the four decides otherwise than the oracle, the world is printed.
 
-The verifier and the transfer register are asked about logs (world_logs.py): the world's documents as leaves, in an egress log and
+Verifier, transfer register and report are asked about logs (world_logs.py): the world's documents as leaves, in an egress log and
 in the destination's own, with crossings between and behind them. The verifier must find a crossing exactly where the oracle
 says that it may not stand, given what is in the log by then; the register must name terms exactly where they are signed,
-accepted and approved. What a log does not show by design is listed in world_logs.py.
+accepted and approved; the report must list the same crossings as breaches, under the names of docs/reports.md, and no other
+leaf but documents that do not hold (world_reports.py). What a log does not show by design is listed in world_logs.py.
+
+`FELIX_ATTACK_SCALE=500 python -m pytest tests/attacks/test_worlds.py` tries 100,000 worlds.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from attacks import world_logs
+from attacks import world_logs, world_reports
 from attacks import world_oracle as oracle
 from attacks.worlds import (
     BRIDGES,
@@ -39,7 +42,7 @@ from attacks.worlds import (
 from audit.agreement import Agreements
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.origin import Origin
-from audit.spark.agreements import _NAMES, rows_of
+from audit.spark.agreements import _NAMES, LogDocuments, rows_of
 from audit.tile import MemoryFiles
 from bridge.plan import Verdict, plan_links
 from cli.bridge import explain_crossing
@@ -53,6 +56,9 @@ from region.governance import Governance
 Tally = Callable[[str, int], None]
 WORLDS = 600
 LOG_WORLDS = 200
+WORLDS_MAX = 100_000
+LOGS_OF_A_JOB = 4_000
+"""A Spark job costs seconds, whatever it is about."""
 CROSSINGS = 12
 """of each log"""
 SEED = 20_130_101
@@ -140,13 +146,14 @@ def compare(world: World, rendered: Rendered, counts: Counter[str]) -> list[str]
         running = {(row.grant, row.stream) for row in rows if row.verdict is Verdict.RUN}
         wanted_rows = set()
         for stream in STREAMS:
-            lawful = [
-                grant
-                for number, grant in enumerate(rendered.grants)
-                if oracle.decide(world, number, stream, bridge, None) == "allowed"
-            ]
-            if lawful:
-                wanted_rows.add((min(lawful), stream))
+            lawful: dict[str, list[str]] = {}
+            for number, grant in enumerate(rendered.grants):
+                if oracle.decide(world, number, stream, bridge, None) == "allowed":
+                    terms = world["grants"][number]["terms"]
+                    arriving = stream if terms["wildcard"] else terms["destination_stream"]
+                    lawful.setdefault(arriving, []).append(grant)
+            # One grant for each name that a stream has at the destination.
+            wanted_rows |= {(min(grants), stream) for grants in lawful.values()}
         differ(f"plan: {bridge[-3:]}", running, wanted_rows)
     for stream, name in NAMES.items():
         for region in (SOURCE, DESTINATION):
@@ -161,7 +168,7 @@ def compare(world: World, rendered: Rendered, counts: Counter[str]) -> list[str]
 @pytest.mark.timeout(3_600)
 def test_brokers_agent_and_explain_decide_as_the_oracle_does(attack_scale: int, tally: Tally) -> None:
     random, counts = Random(SEED + 1), Counter[str]()
-    worlds = min(100_000, WORLDS * attack_scale)
+    worlds = min(WORLDS_MAX, WORLDS * attack_scale)
     for _ in range(worlds):
         world = draw(random, pools())
         rendered = render(world, random)
@@ -203,56 +210,67 @@ def crossing_header(world: World, side: Side, crossing: dict[str, Any], now: int
     )  # fmt: skip
 
 
-def verified(
-    world: World, log: dict[str, Any], leaves: list[Leaf], random: Random, counts: Counter[str]
-) -> list[str]:
-    """Where verifier and oracle disagree about a log's documents and crossings."""
-    wrong = []
+class Verified(NamedTuple):
+    """A log with its crossings: its leaves, what the verifier finds about each, what the report must call the crossings; and
+    where verifier and oracle disagree."""
+
+    leaves: list[Leaf]
+    story: list[tuple[int, str]]
+    breaches: dict[int, set[str]]
+    unknown: set[int]
+    """leaves that name a grant wrongly: found where the grant is known, and agreeing with nothing where it is not"""
+    wrong: list[str]
+
+
+def verified(world: World, log: dict[str, Any], random: Random, counts: Counter[str]) -> Verified:
+    """Feed the verifier with a log and crossings between its documents and behind them."""
     side, entries = log["side"], log["entries"]
+    documents = world_logs.leaves_of(world, log)
     agreements = Agreements(world_logs.trust(), Origin.parse(world_logs.ORIGINS[side]))
-    places = Counter(random.choices(range(len(entries) + 1), k=CROSSINGS // 2))
-    places[len(entries)] += CROSSINGS - CROSSINGS // 2
+    told = Verified([], [], {}, set(), [])
+    crossings = world_logs.draw_crossings(random, world, log, STREAMS, CROSSINGS)
     for at in range(len(entries) + 1):
-        # A crossing is written after the leaf before it, and before the one behind it.
-        laters = (
-            sorted(random.choices(world_logs.LATER, k=places[at])) if at == len(entries) else [0] * places[at]
-        )
-        for later in laters:
-            now = world["now"] + later if at == len(entries) else entries[at]["time_ms"]
-            crossing = world_logs.draw_crossing(random, world, STREAMS)
+        while crossings and crossings[0][0] == at:
+            _, now, crossing = crossings.pop(0)
+            index = len(told.leaves)
             wanted = world_logs.may_stand(world, log, at, now, crossing)
-            found = agreements.judge(crossing_header(world, side, crossing, now))
+            header = crossing_header(world, side, crossing, now)
+            found = agreements.judge(header)
+            told.leaves.append(Leaf(header))
+            told.story.extend((index, sentence) for sentence in found)
+            told.breaches[index] = world_reports.wanted(world, log, at, now, crossing, wanted == "allowed")
             counts["crossings judged by the verifier"] += 1
             counts[f"({wanted})"] += 1
             if (found == []) != (wanted == "allowed"):
-                wrong.append(
+                told.wrong.append(
                     f"{side} leaf {at} at {now}: {crossing}: the verifier says {found}, the oracle {wanted}"
                 )
         if at == len(entries):
             break
-        data = entries[at]["made_of"]
-        problems = agreements.take(at, leaves[at], lambda header: header.document)
+        data, index = entries[at]["made_of"], len(told.leaves)
+        problems = agreements.take(index, documents[at], lambda header: header.document)
+        told.leaves.append(documents[at])
+        told.story.extend((index, sentence) for sentence in problems)
         # What names other terms than its grant is found where the grant is known, and agrees with nothing where it is not.
         began, ended = world["certificates"]
-        forged = (
+        forged = bool(
             data.get("forged")
             or data.get("defect", "") not in ("", "other-terms")
             or ("name" in data and not began <= data["at"] <= ended)
         )
-        if data.get("agrees", True) and bool(problems) != bool(forged):
-            wrong.append(f"{side} leaf {at}: {data}: the verifier says {problems}")
+        told.breaches[index] = {"rule-broken"} if forged else set()
+        if not data.get("agrees", True):
+            told.unknown.add(index)
+        elif bool(problems) != forged:
+            told.wrong.append(f"{side} leaf {at}: {data}: the verifier says {problems}")
         counts["documents read by the verifier"] += 1
-    return wrong
+    return told
 
 
-def registered(world: World, log: dict[str, Any], leaves: list[Leaf], counts: Counter[str]) -> list[str]:
+def registered(world: World, log: dict[str, Any], documents: LogDocuments, counts: Counter[str]) -> list[str]:
     """Where the register names terms that are not signed, or names none where they are."""
     wrong = []
-    origin = world_logs.ORIGINS[log["side"]]
-    rows = [
-        dict(zip(_NAMES, row, strict=True))
-        for row in rows_of(origin, enumerate(leaves), MemoryFiles({}), world_logs.trust()).terms
-    ]
+    rows = [dict(zip(_NAMES, row, strict=True)) for row in documents.terms]
     signed = {row["terms_hash"] for row in rows if row["signed"]}
     for number, held in enumerate(world["grants"]):
         wanted = world_logs.has_terms(world, log, number)
@@ -263,26 +281,73 @@ def registered(world: World, log: dict[str, Any], leaves: list[Leaf], counts: Co
     return wrong
 
 
-@pytest.mark.timeout(3_600)
+def told_of(log: dict[str, Any]) -> str:
+    """A log's world and documents, to be printed."""
+    entries = [[entry["time_ms"], entry["made_of"]] for entry in log["entries"]]
+    return json.dumps({**log["world"], "log": entries}, indent=1)
+
+
+class Due(NamedTuple):
+    """A log whose report is still to be compared."""
+
+    log: dict[str, Any]
+    told: Verified
+
+
+def reported(spark: Any, logs: world_reports.Logs, due: dict[str, Due], counts: Counter[str]) -> None:
+    """Compare the breaches of the report on these logs, all in one job, with what the oracle calls each leaf."""
+    found = logs.breaches(spark)
+    for name, (log, told) in due.items():
+        for index, wanted in told.breaches.items():
+            if index in told.unknown:
+                continue
+            listed = found.get((name, index), set())
+            counts["leaves judged by the report"] += 1
+            for breach in wanted:
+                counts[f"{breach} in the report"] += 1
+            assert listed == wanted, (
+                f"{log['side']} leaf {index}: {told.leaves[index].header}: the report says {listed or 'nothing'}, the oracle "
+                f"{wanted or 'nothing'}; {[sentence for at, sentence in told.story if at == index]}\n{told_of(log)}"
+            )
+    due.clear()
+
+
+@pytest.mark.spark
+@pytest.mark.timeout(3 * 3_600)
 @pytest.mark.usefixtures("policies_read_once")
-def test_verifier_and_register_find_what_may_not_stand_in_a_log(attack_scale: int, tally: Tally) -> None:
+def test_verifier_register_and_report_find_what_may_not_stand_in_a_log(
+    attack_scale: int, tally: Tally, spark: Any
+) -> None:
     random, counts = Random(SEED + 2), Counter[str]()
-    worlds = min(100_000, LOG_WORLDS * attack_scale)
-    for _ in range(worlds):
+    worlds = min(WORLDS_MAX, LOG_WORLDS * attack_scale)
+    logs, due = world_reports.Logs(), dict[str, Due]()
+    for number in range(worlds):
         world = draw(random, pools())
         for side in Side:
             log = world_logs.draw_log(random, world, side)
-            leaves = world_logs.leaves_of(log["world"], log)
-            wrong = verified(log["world"], log, leaves, random, counts)
-            wrong += registered(log["world"], log, leaves, counts)
-            told = [[entry["time_ms"], entry["made_of"]] for entry in log["entries"]]
-            assert not wrong, "\n".join([*wrong, json.dumps({**log["world"], "log": told}, indent=1)])
+            told = verified(log["world"], log, random, counts)
+            documents = rows_of(
+                world_logs.ORIGINS[side], enumerate(told.leaves), MemoryFiles({}), world_logs.trust()
+            )
+            wrong = told.wrong + registered(log["world"], log, documents, counts)
+            assert not wrong, "\n".join([*wrong, told_of(log)])
+            name = f"{number}-{side}"
+            logs.add(name, told.leaves, documents, told.story)
+            due[name] = Due(log, told)
+        if logs.count >= LOGS_OF_A_JOB:
+            reported(spark, logs, due, counts)
+    if due:
+        reported(spark, logs, due, counts)
     seen = {name.strip("()"): count for name, count in counts.items() if name.startswith("(")}
     for kind in (
         "allowed", "denied", "export-missing", "import-missing", "terms-mismatch", "wrong-bridge", "revoked", "not-yet",
         "expired", "not-approved", "paused", "against-policy", "other-terms", "no-policy",
     ):  # fmt: skip
         assert seen.get(kind, 0) >= worlds // 50, (kind, seen)
+    for breach in (
+        "crossed-without-terms", "crossed-after-expiry", "crossed-before-start", "crossed-after-revocation", "rule-broken",
+    ):  # fmt: skip
+        assert counts[f"{breach} in the report"] >= worlds // 50, (breach, counts)
     tally("logs of worlds", 2 * worlds)
     for what, count in sorted(counts.items()):
         if not what.startswith("("):

@@ -1,13 +1,14 @@
 """Random worlds as audit logs: each document a leaf, in some order and at some time, and what the oracle says of such a log.
 
-`draw_log` adds to a world of worlds.py what only a log has: in which order its documents came, when, which policy the halves
-were made under, and whether the own region's policy stands in the log. `leaves_of` makes the leaves as brokers and agents do.
+`draw_log` adds to a world of worlds.py what only a log has: in which order its documents came, when, and which revisions of the
+own region's policy stand in the log. `leaves_of` makes the leaves as brokers and agents do.
 
 What a log cannot show, and the oracle therefore does not ask of it (docs/audit.md, steps 7 and 10):
 
 - the other region's policy. Its half of the grant states how many approvals it asks for, and whether apart from who drew
   the grant up; names of approvers and all else stays that region's own to keep;
-- the own region's policy counts as of when the half was made that names it, and as of the crossing where no half names it;
+- the own region's policy counts as of when the half was made that names it; where the log does not have the one that the half
+  names, the newest that it has, as of the crossing;
 - a pause or a deny entry whose leaf is not older than 10 s: what was on its way is written down still;
 - what came later than the crossing.
 """
@@ -32,6 +33,7 @@ from attacks.worlds import (
     World,
     documents_of,
     policy_of,
+    revisions,
     terms_of,
 )
 
@@ -79,15 +81,19 @@ def draw_log(random: Random, world: World, side: Side) -> dict[str, Any]:
         began, ended = random.choice(((10 * DAY, None), (11 * DAY, None), (None, 11 * DAY)))
         ruled = {**world["policies"][own], "valid_from": began, "valid_until": ended}
         world = {**world, "policies": {**world["policies"], own: ruled}}
+    world = {**world, "grants": [_copied(held) for held in world["grants"]]}
     leaves_it_to_policies = random.random() < 0.5
     for held in world["grants"]:
         for half in (*held["exports"], *held["imports"]):
-            half["under_own"] = random.random() < 0.5
             half["approvals"] = 0 if leaves_it_to_policies else half["approvals"]
     entries = [{"made_of": data, "document": document} for data, document in documents_of(world)]
-    policy = random.choice((*["there"] * 18, "absent", "forged"))
-    if policy != "absent":
-        entries.append({"made_of": {"policy": SIDES[side], "forged": policy == "forged"}, "document": None})
+    for revised in revisions(world, own):
+        policy, number = random.choice((*["there"] * 18, "absent", "forged")), revised["revision"]
+        if policy != "absent":
+            data = {"policy": own, "revision": number, "forged": policy == "forged"}
+            # The first one stands before all else, a later one anywhere.
+            data["rank"] = 0 if number == 1 else random.randrange(4)
+            entries.append({"made_of": data, "document": None})
     random.shuffle(entries)
     if random.random() < 0.7:
         # As a region writes them: the policy, the halves, and then the rest.
@@ -97,17 +103,20 @@ def draw_log(random: Random, world: World, side: Side) -> dict[str, Any]:
     return {"side": side, "world": world, "entries": entries}
 
 
+def _copied(held: dict[str, Any]) -> dict[str, Any]:
+    """A grant whose halves may be changed for one log."""
+    return {
+        **held,
+        "exports": [dict(each) for each in held["exports"]],
+        "imports": [dict(each) for each in held["imports"]],
+    }
+
+
 def _rank(entry: dict[str, Any]) -> int:
     document = entry["document"]
-    return (
-        0
-        if document is None
-        else 1
-        if document.purpose is Purpose.EXPORT
-        else 2
-        if document.purpose is Purpose.IMPORT
-        else 3
-    )
+    if document is None:
+        return int(entry["made_of"]["rank"])
+    return {Purpose.EXPORT: 1, Purpose.IMPORT: 2}.get(document.purpose, 3)
 
 
 @cache
@@ -124,7 +133,7 @@ def leaves_of(world: World, log: dict[str, Any]) -> list[Leaf]:
         document, policy, data = entry["document"], None, entry["made_of"]
         terms = None
         if document is None:
-            policy = policy_of(world["policies"][data["policy"]])
+            policy = policy_of(revisions(world, data["policy"])[data["revision"] - 1])
             document = _policy_document(policy.region, policy.text, data["forged"])
         elif document.purpose is Purpose.APPROVAL:
             terms = known.get(document.claim.grant)
@@ -176,7 +185,7 @@ def view(world: World, log: dict[str, Any], upto: int, now: int, *, grace: bool)
         "approvals": stand(world["approvals"]),
         "standings": stand(world["standings"]),
         "denies": stand(world["denies"]),
-        "policy": any(data.get("policy") and not data["forged"] for data in here),
+        "revisions": [data["revision"] for data in here if data.get("policy") and not data["forged"]],
     }
 
 
@@ -196,16 +205,18 @@ def may_stand(world: World, log: dict[str, Any], upto: int, now: int, crossing: 
     arriving = stream if terms["wildcard"] else terms["destination_stream"]
     if crossing["destination_stream"] != arriving or crossing["other_hash"]:
         return "other-terms"
-    if not seen["policy"]:
+    if not seen["revisions"]:
         return "no-policy"
     halves = seen["grants"][number]["exports" if own == SOURCE else "imports"]
     half = max(
         (each for each in halves if not each["forged"] and (own == SOURCE or each["agrees"])),
         key=lambda each: each["signed_at"],
     )
-    policy = world["policies"][own]
-    if half["under_own"]:
-        policy = as_of(policy, half["signed_at"])
+    named = half["made_under"]
+    if named in seen["revisions"]:
+        policy = as_of(revisions(world, own)[named - 1], half["signed_at"])
+    else:
+        policy = revisions(world, own)[max(seen["revisions"]) - 1]
     return oracle.decide(seen, number, stream, crossing["bridge"], policy)
 
 
@@ -216,17 +227,44 @@ def as_of(policy: dict[str, Any], at: int) -> dict[str, Any]:
     return {**policy, "valid_from": None if begun and not over else FAR, "valid_until": None}
 
 
+def is_revoked(world: World, log: dict[str, Any], upto: int, number: int) -> bool:
+    """Whether one of a grant's two regions revoked it within the first `upto` leaves, and the log names these regions."""
+    seen = view(world, log, upto, FAR, grace=False)
+    whole = view(world, log, len(log["entries"]), FAR, grace=False)
+    return bool(oracle.believed(whole["grants"][number]["exports"])) and any(
+        said["region"] in (SOURCE, DESTINATION)
+        for said in oracle.believed(seen["standings"], grant=number, action="revoke")
+    )
+
+
 def has_terms(world: World, log: dict[str, Any], number: int) -> bool:
     """Whether the register may name the terms of a grant: both halves, their approvals at some time in its window, and the
     own region's policy stand in the whole log."""
     seen = view(world, log, len(log["entries"]), FAR, grace=False)
-    if not seen["policy"]:
+    if not seen["revisions"]:
         return False
     terms = seen["grants"][number]["terms"]
     # What stops, and which window, is not the register's to say of terms: as if asked in the grant's last moment.
     seen = {**seen, "now": terms["expires"] - 1, "standings": [], "denies": []}
     stream = terms["stream"].replace("*", "a")
     return oracle.decide(seen, number, stream, terms["bridge"], None) == "allowed"
+
+
+def draw_crossings(
+    random: Random, world: World, log: dict[str, Any], streams: tuple[str, ...], count: int
+) -> list[tuple[int, int, dict[str, Any]]]:
+    """Crossings of a log, in order: how many of its documents stand before each, its time, and the crossing. Half of them or more
+    stand behind all documents."""
+    entries = log["entries"]
+    places = random.choices(range(len(entries) + 1), k=count // 2) + [len(entries)] * (count - count // 2)
+    behind = sorted(random.choices(LATER, k=places.count(len(entries))))
+    # A crossing is written after the leaf before it, and before the one behind it.
+    times = [entries[at]["time_ms"] for at in sorted(places) if at < len(entries)]
+    times += [world["now"] + later for later in behind]
+    return [
+        (at, now, draw_crossing(random, world, streams))
+        for at, now in zip(sorted(places), times, strict=True)
+    ]
 
 
 def draw_crossing(random: Random, world: World, streams: tuple[str, ...]) -> dict[str, Any]:

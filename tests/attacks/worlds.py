@@ -1,4 +1,4 @@
-"""Random worlds of policies, grants, approvals, denials, revocations, standings and times: plain data first.
+"""Random worlds of policies and their revisions, grants, approvals, denials, revocations, standings and times: plain data first.
 
 `draw` makes the data that the oracle judges; `render` makes of the same data what the product judges: signed documents, keys
 and policies. Keys, policies and signatures are made once for equal data, so that a world costs little.
@@ -147,7 +147,16 @@ class Pools:
 
 
 def draw(random: Random, pools: Pools) -> World:
-    """A world, as data."""
+    """A world, as data. `policies`: those in force; `earlier`: the revisions before them, the first one first."""
+    revised = {region: random.choice((0, 0, 1, 2)) for region in (SOURCE, DESTINATION)}
+
+    def policy(region: str, revision: int) -> dict[str, Any]:
+        return {**random.choice(pools.policies[region]), "revision": revision}
+
+    def made_under(region: str) -> int:
+        """Which revision a half names; 0: one that stands nowhere."""
+        return random.choice((0, *range(1, revised[region] + 2)))
+
     grants = []
     chosen = random.sample(range(len(pools.terms)), random.choice((1, 1, 2)))
     for index in chosen:
@@ -157,6 +166,7 @@ def draw(random: Random, pools: Pools) -> World:
                 "forged": random.random() < 0.04,
                 "approvals": random.choice((0, 1, 1, 2)),
                 "separate": random.random() < 0.3,
+                "made_under": made_under(SOURCE),
                 "signed_at": DAY + number,
             }
             for number in range(random.choice((0, *[1] * 15, 2, 2)))
@@ -176,6 +186,7 @@ def draw(random: Random, pools: Pools) -> World:
                 "accepted_by": f"spiffe://{DESTINATION}.acme/operator/{random.choice(PEOPLE)}",
                 "approvals": random.choice((0, 1, 1, 2)),
                 "separate": random.random() < 0.3,
+                "made_under": made_under(DESTINATION),
                 "signed_at": DAY + number,
             }
             if random.random() < 0.08:
@@ -250,7 +261,11 @@ def draw(random: Random, pools: Pools) -> World:
     return {
         "now": random.choice((*[10 * DAY] * 12, *NOWS)),
         "certificates": CERTIFICATES,
-        "policies": {region: random.choice(pools.policies[region]) for region in (SOURCE, DESTINATION)},
+        "policies": {region: policy(region, count + 1) for region, count in revised.items()},
+        "earlier": {
+            region: [policy(region, number + 1) for number in range(count)]
+            for region, count in revised.items()
+        },
         "grants": grants,
         "approvals": approvals,
         "standings": standings,
@@ -276,7 +291,7 @@ def _policy(data: str) -> ResidencyPolicy:
     document: dict[str, Any] = {
         "version": 1,
         "name": found["region"],
-        "revision": 1,
+        "revision": found["revision"],
         "region": found["region"],
         "regions": {
             name: {"country": countries[word], "jurisdiction": word}
@@ -400,9 +415,15 @@ class Rendered:
     policies: dict[str, ResidencyPolicy]
 
 
+def revisions(world: World, region: str) -> list[dict[str, Any]]:
+    """A region's policies, in the order of their revisions; the last one is in force."""
+    return [*world["earlier"][region], world["policies"][region]]
+
+
 def _made_under(world: World, region: str, half: dict[str, Any]) -> str:
-    """The hash of the policy that a half of a grant names: the region's own, or one that stands nowhere."""
-    return policy_of(world["policies"][region]).hash.hex() if half.get("under_own") else "0" * 64
+    """The hash of the policy that a half of a grant names: one of the region's own, or one that stands nowhere."""
+    number = half["made_under"]
+    return policy_of(revisions(world, region)[number - 1]).hash.hex() if number else "0" * 64
 
 
 def grants_of(world: World) -> tuple[str, ...]:
@@ -419,8 +440,8 @@ def documents_of(world: World) -> Iterator[tuple[dict[str, Any], Document]]:
             body = canonical(
                 ExportGrant(
                     grant=name, terms=terms, terms_hash=terms_hash.hex(), approvals=export["approvals"],
-                    separate=export["separate"], policy_revision=1, policy_hash=_made_under(world, SOURCE, export),
-                    signed_at=export["signed_at"],
+                    separate=export["separate"], policy_revision=max(1, export["made_under"]),
+                    policy_hash=_made_under(world, SOURCE, export), signed_at=export["signed_at"],
                 )
             )  # fmt: skip
             yield export, _signed(Purpose.EXPORT, SOURCE, body, export["forged"])
@@ -431,7 +452,7 @@ def documents_of(world: World) -> Iterator[tuple[dict[str, Any], Document]]:
                     stream=half["stream"], destination_stream=half["destination_stream"],
                     from_region=half["from_region"], to_region=half["to_region"], bridge=half["bridge"],
                     accepted_by=half["accepted_by"], approvals=half["approvals"], separate=half["separate"],
-                    policy_revision=1, policy_hash=_made_under(world, DESTINATION, half),
+                    policy_revision=max(1, half["made_under"]), policy_hash=_made_under(world, DESTINATION, half),
                     signed_at=half["signed_at"],
                 )
             )  # fmt: skip

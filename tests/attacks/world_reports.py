@@ -1,0 +1,90 @@
+"""Logs of random worlds as the report's queries see them: many logs in one Spark job, and which leaves it calls breaches.
+
+Each log is a report of its own: grants and terms hashes get the log's name before them, so that no log's documents count for
+another. The rows are those that the source makes, the queries those of `audit.spark`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from attacks import world_logs
+
+from audit.leaf import LEAF_COLUMNS, Leaf, Side, leaf_row
+from audit.spark import exceptions, register
+from audit.spark.agreements import _NAMES, LogDocuments, signed_frames
+
+SCHEMA: Final = ", ".join(
+    f"{name} {kind}" for name, kind in (("log", "string"), ("leaf_index", "bigint"), *LEAF_COLUMNS)
+)
+_SCOPED: Final = ("grant_id", "terms_hash")
+
+Breaches = dict[tuple[str, int], set[str]]
+"""What a leaf is called, by log and index."""
+
+
+class Logs:
+    """Logs to report on, until `breaches` is asked."""
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._terms: list[tuple[Any, ...]] = []
+        self._revocations: list[tuple[str, str, int]] = []
+        self._story: list[tuple[str, int, str]] = []
+        self.count = 0
+
+    def add(
+        self, name: str, leaves: Sequence[Leaf], documents: LogDocuments, story: Iterable[tuple[int, str]]
+    ) -> None:
+        """One log. `documents`: what its documents say; `story`: what the verifier found, by leaf."""
+
+        def scoped(row: dict[str, Any]) -> dict[str, Any]:
+            return row | {key: f"{name} {row[key]}" for key in _SCOPED if row[key]} | {"log": name}
+
+        self._rows += [scoped(leaf_row(leaf) | {"leaf_index": index}) for index, leaf in enumerate(leaves)]
+        self._terms += [
+            tuple(scoped(dict(zip(_NAMES, row, strict=True))).values()) for row in documents.terms
+        ]
+        self._revocations += [(name, f"{name} {grant}", index) for _, grant, index in documents.revocations]
+        self._story += [(name, index, sentence) for index, sentence in story]
+        self.count += 1
+
+    def breaches(self, spark: Any) -> Breaches:
+        """The breaches that the report lists, leaf by leaf. The logs are forgotten."""
+        import pyarrow as pa
+        from pyspark.sql.pandas.types import to_arrow_schema
+        from pyspark.sql.types import StructType
+
+        schema = to_arrow_schema(StructType.fromDDL(SCHEMA), timezone="UTC")
+        rows = spark.createDataFrame(pa.Table.from_pylist(self._rows, schema=schema))
+        leaves = register.prepare(rows).localCheckpoint()
+        signed = signed_frames(spark, self._terms, self._revocations)
+        story = spark.createDataFrame(self._story, "log string, leaf_index bigint, sentence string")
+        found: Breaches = defaultdict(set)
+        listed = exceptions.found(leaves, leaves, signed, story).where(f"severity = '{exceptions.BREACH}'")
+        for row in listed.select("log", "leaf_index", "exception").collect():
+            found[row["log"], row["leaf_index"]].add(row["exception"])
+        self.__init__()  # type: ignore[misc]
+        return dict(found)
+
+
+def wanted(
+    world: dict[str, Any], log: dict[str, Any], at: int, now: int, crossing: dict[str, Any], may_stand: bool
+) -> set[str]:
+    """What the report must call this crossing, as docs/reports.md says; nothing, where it may stand."""
+    if may_stand:
+        return set()
+    named = set()
+    if log["side"] is Side.EGRESS:
+        number = crossing["grant"]
+        terms = world["grants"][number]["terms"]
+        if crossing["other_hash"] or not world_logs.has_terms(world, log, number):
+            named.add("crossed-without-terms")
+        else:
+            named |= {"crossed-after-expiry"} if now >= terms["expires"] else set()
+            named |= {"crossed-before-start"} if now < terms["not_before"] else set()
+        if world_logs.is_revoked(world, log, at, number):
+            named.add("crossed-after-revocation")
+    return named or {"rule-broken"}
