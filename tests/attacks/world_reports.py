@@ -16,8 +16,37 @@ from audit.leaf import LEAF_COLUMNS, Leaf, Side, leaf_row
 from audit.spark import exceptions, register
 from audit.spark.agreements import _NAMES, LogDocuments, signed_frames
 
-SCHEMA: Final = ", ".join(
-    f"{name} {kind}" for name, kind in (("log", "string"), ("leaf_index", "bigint"), *LEAF_COLUMNS)
+_ASKED: Final = frozenset(
+    [
+        "kind",
+        "side",
+        "time_ms",
+        "source_region",
+        "destination_region",
+        "bridge",
+        "stream",
+        "grant_id",
+        "terms_hash",
+        "version",
+        "records",
+        "first_offset",
+        "last_offset",
+        "actor",
+        "action",
+        "rule",
+        "code",
+        "sentence",
+        "reason",
+        "gap",
+        "key_id",
+        "path",
+        "receipt",
+        "document",
+    ]
+)
+"""What the queries of exceptions read of a leaf."""
+SCHEMA: Final = "log string, leaf_index bigint, " + ", ".join(
+    f"{name} {kind}" for name, kind in LEAF_COLUMNS if name in _ASKED
 )
 _SCOPED: Final = ("grant_id", "terms_hash")
 

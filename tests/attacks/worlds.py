@@ -136,13 +136,16 @@ def draw_terms(random: Random) -> dict[str, Any]:
 
 
 class Pools:
-    """Terms and policies to draw from: few enough that each is parsed and signed once."""
+    """Terms and policies to draw from: few enough that each is parsed and signed once. Reading a policy's YAML costs more than
+    all else that a world needs."""
 
-    def __init__(self, random: Random, size: int = 60) -> None:
-        drawn = [draw_terms(random) for _ in range(size)]
+    def __init__(self, random: Random, size: int) -> None:
+        drawn = [draw_terms(random) for _ in range(60)]
         self.terms = list({json.dumps(terms): terms for terms in drawn}.values())
         self.policies = {
-            region: [draw_policies(random, region) for _ in range(size)] for region in (SOURCE, DESTINATION)
+            (region, revision): [{**draw_policies(random, region), "revision": revision} for _ in range(size)]
+            for region in (SOURCE, DESTINATION)
+            for revision in (1, 2, 3)
         }
 
 
@@ -151,7 +154,7 @@ def draw(random: Random, pools: Pools) -> World:
     revised = {region: random.choice((0, 0, 1, 2)) for region in (SOURCE, DESTINATION)}
 
     def policy(region: str, revision: int) -> dict[str, Any]:
-        return {**random.choice(pools.policies[region]), "revision": revision}
+        return random.choice(pools.policies[region, revision])
 
     def made_under(region: str) -> int:
         """Which revision a half names; 0: one that stands nowhere."""
