@@ -181,14 +181,51 @@ def test_an_approval_holds_under_its_regions_root_alone() -> None:
     assert "us-east: 0 of 1" in agreements.judge(crossing(signed))[0]
 
 
-def test_the_policy_of_the_own_side_asks_for_more_than_the_half_states() -> None:
-    """Who holds the policy key signs a half that asks for nobody; the policy that it names asks for two."""
-    signed = signed_grant(approvals=2)
+def dated(signed: Signed, at: int) -> Document:
+    """The approval of us-east's dpo, signed at this time."""
+    return sign_approval(signed.terms.hash(), approver("us-east", "dpo"), at)
+
+
+def asking_nobody(signed: Signed) -> SignedDocument:
+    """The export half, asking for no approval: the policy alone does."""
     from policy.signed import Purpose, canonical, sign
 
     body = msgspec.structs.replace(signed.body, approvals=0, separate=False)
-    lax = sign(Purpose.EXPORT, "us-east", canonical(body), signing_key("us-east"))
-    documents = (signed.source_policy, lax, signed.accepted, *signed.approvals[2:])
+    return sign(Purpose.EXPORT, "us-east", canonical(body), signing_key("us-east"))
+
+
+@pytest.mark.parametrize("by_policy", [False, True], ids=["by the half", "by the policy alone"])
+def test_of_two_approvals_by_one_person_the_earlier_one_counts_in_any_order(by_policy: bool) -> None:
+    signed = signed_grant()
+    export = asking_nobody(signed) if by_policy else signed.export
+    early, late = dated(signed, TIME_MS), dated(signed, TIME_MS + 5 * HOUR_MS)
+    for pair in ((early, late), (late, early)):
+        documents = (signed.source_policy, export, signed.accepted, *pair, *signed.approvals[1:])
+        agreements, problems = read([paper_leaf(each, signed) for each in documents])
+        assert problems == [] and agreements.judge(crossing(signed)) == []
+
+
+@pytest.mark.parametrize("by_policy", [False, True], ids=["by the half", "by the policy alone"])
+def test_an_approval_that_a_later_crossing_had_is_not_lent_to_an_earlier_one(by_policy: bool) -> None:
+    signed = signed_grant()
+    export = asking_nobody(signed) if by_policy else signed.export
+    late = dated(signed, TIME_MS + HOUR_MS)
+    documents = (signed.source_policy, export, signed.accepted, late, *signed.approvals[1:])
+    agreements, problems = read([paper_leaf(each, signed) for each in documents])
+    assert problems == []
+    for time_ms, missing in (
+        (TIME_MS + 2 * HOUR_MS, False),
+        (TIME_MS + 60_000, True),
+        (TIME_MS + 3 * HOUR_MS, False),
+    ):
+        found = agreements.judge(crossing(signed, time_ms=time_ms))
+        assert ["us-east: 0 of 1" in sentence for sentence in found] == [True] * missing, found
+
+
+def test_the_policy_of_the_own_side_asks_for_more_than_the_half_states() -> None:
+    """Who holds the policy key signs a half that asks for nobody; the policy that it names asks for two."""
+    signed = signed_grant(approvals=2)
+    documents = (signed.source_policy, asking_nobody(signed), signed.accepted, *signed.approvals[2:])
     agreements, problems = read([paper_leaf(each, signed) for each in documents])
     assert problems == []
     assert "us-east: 0 of 2" in agreements.judge(crossing(signed))[0]

@@ -497,6 +497,16 @@ def test_an_approval_that_is_dated_ahead_counts_from_then_on_whatever_was_asked_
         assert isinstance(ahead.check(ATTEMPT, US_POLICY, now), Allowed) is allowed, now
 
 
+def test_of_two_approvals_by_one_person_the_earlier_one_counts_in_any_order() -> None:
+    (early,), (late,), eu = approved("dpo"), approved("dpo", at=20 * DAY), approved("dpo", region="eu-west")
+    for pair in ((early, late), (late, early)):
+        held = bare(EXPORT, IMPORT, *pair, *eu)
+        counted = held.approval(GRANT, SpiffeId("us-east", "acme", "approver", "dpo"))
+        assert counted is not None and counted.at == DAY
+        assert isinstance(held.check(ATTEMPT, US_POLICY, NOW), Allowed)
+    assert refusal(bare(EXPORT, IMPORT, late, *eu).check(ATTEMPT, None, NOW)).kind is RefusalKind.NOT_APPROVED
+
+
 def test_a_rule_counts_those_whom_it_names_and_separates() -> None:
     text = US_POLICY.text.replace(
         "    approvals: 1 ", "    approvals: 2\n    separate: true\n    approvers: [dpo, ciso, alice] ", 1
