@@ -840,6 +840,26 @@ def down(name: BridgeName = "", region: RegionOption = "") -> None:
     out.print(f"bridge {name} stopped (process {pid})")
 
 
+@app.command()
+def ready(
+    name: BridgeName = "",
+    config_file: Annotated[
+        Path | None, typer.Option("--config", help="The bridge.yaml of an agent that is deployed apart.")
+    ] = None,
+    region: RegionOption = "",
+) -> None:
+    """Say whether a bridge agent on this machine does its work; exit code 4, with the reason, if not. For health checks."""
+    from cli.ready import check_ready
+
+    if config_file is None:
+        folder, _ = folder_of(region)
+        name = name or _only_bridge(folder)
+        pid_file = agent_files(folder, name)[1]
+    else:
+        name, pid_file = name or config_file.parent.name, config_file.parent / "agent.pid"
+    check_ready(pid_file, f"The bridge {name}")
+
+
 async def attempt(region: str, bridge: str, stream: str, grant: str) -> None:
     """Ask for a stream's sealed batches as a bridge. Raises the refusal, which then stands in the audit log."""
     async with connect(region, bridge) as client:

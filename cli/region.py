@@ -218,6 +218,17 @@ def down(name: OptionalName = "") -> None:
 
 
 @app.command()
+def ready(
+    name: Annotated[str, typer.Argument(help="The region; the only one if left out.")] = "",
+) -> None:
+    """Say whether the region's broker on this machine serves; exit code 4, with the reason, if not. For health checks."""
+    from cli.ready import check_ready
+
+    region = choose_region(name)
+    check_ready(RegionFolder.of(region).broker_pid, f"The broker of {region}")
+
+
+@app.command()
 def status(
     name: Annotated[str, typer.Argument(help="The region; all of them if left out.")] = "",
     json: JsonOption = False,
