@@ -7,7 +7,8 @@ Rules, for each link shard (which names its destination stream) and stream incar
   link may start anew further on only under another grant; what it left out is counted as skipped. Under another
   grant it may also begin again where batches announced under the one before have no ACK: those did not cross.
 - egress: a GAP of a truncation accounts for nothing: it says of offsets that were accounted for that one end lost them;
-- egress: an ACK answers exactly one INTENT batch: same envelope, same range, same number of records.
+- egress: an ACK answers exactly one INTENT batch: same envelope, same range, same number of records; and its receipt, where it
+  says so, is for the very records that the INTENT lists.
 - ingress: source offsets only grow; no record is appended twice.
 - both, version 1: an INTENT or ingress ACK names a grant whose GRANT leaf stands earlier in the same log, with the same
   hash of terms, for its stream, bridge and regions, inside its window and not after its REVOKE. From version 2 on the
@@ -21,12 +22,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from hashlib import sha256
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from audit.leaf import GapKind, Header, Kind, Leaf, Side, iter_entries
 from audit.position import LINK_SHARDS_MAX, LinkShard
-from felix.errors import RequestError
+from audit.receipt import read_unverified
+from felix.errors import RequestError, TamperError
 from felix.names import NamePattern, StreamName
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 HELD_MAX: Final = 1 << 17
 """Withheld records whose place is not reached yet: two of the largest batches."""
@@ -46,6 +52,8 @@ class _Batch(NamedTuple):
     last: int
     records: int
     parts_missing: int
+    entries: _Hash | bytes
+    """SHA-256 of the entries of its parts: finished where none is missing"""
 
 
 class _Grant(NamedTuple):
@@ -96,7 +104,7 @@ class Continuity:
         match kind:
             case Kind.INTENT if header.side is Side.EGRESS:
                 self.records["INTENT"] += header.records
-                return self._grant_holds(leaf) + self._cover(leaf) + self._expect_ack(header)
+                return self._grant_holds(leaf) + self._cover(leaf) + self._expect_ack(leaf)
             case Kind.WITHHELD:
                 self.records["WITHHELD"] += header.records
                 return self._hold(leaf)
@@ -288,7 +296,8 @@ class Continuity:
 
     # Answers
 
-    def _expect_ack(self, header: Header) -> list[str]:
+    def _expect_ack(self, leaf: Leaf) -> list[str]:
+        header = leaf.header
         key = (LinkShard.of(header), header.envelope_sha256)
         batch = self._unanswered.get(key)
         first, last = header.first_offset, header.last_offset
@@ -297,15 +306,29 @@ class Continuity:
             if len(self._unanswered) >= UNANSWERED_MAX:
                 return [f"More than {UNANSWERED_MAX} batches without an ACK: not all can be checked."]
             self._unanswered[key] = _Batch(
-                key[0], _answered(header), first, last, header.records, header.parts - 1
+                key[0],
+                _answered(header),
+                first,
+                last,
+                header.records,
+                header.parts - 1,
+                _added(sha256(), leaf, header.parts - 1),
             )
             return []
-        if batch is None or header.part != header.parts - batch.parts_missing or first != batch.last + 1:
+        if (
+            batch is None
+            or isinstance(batch.entries, bytes)
+            or header.part != header.parts - batch.parts_missing
+            or first != batch.last + 1
+        ):
             return [
                 f"{_name(header)}: part {header.part} of {header.parts} does not follow the part before it."
             ]
         self._unanswered[key] = batch._replace(
-            last=last, records=batch.records + header.records, parts_missing=batch.parts_missing - 1
+            last=last,
+            records=batch.records + header.records,
+            parts_missing=batch.parts_missing - 1,
+            entries=_added(batch.entries, leaf, batch.parts_missing - 1),
         )
         return []
 
@@ -327,7 +350,22 @@ class Continuity:
         ]
         if differing:
             return [f"{_name(header)}: the ACK differs from its INTENT in {', '.join(differing)}."]
+        if isinstance(batch.entries, bytes) and not _is_for(header, batch.entries):
+            return [f"{_name(header)}: the receipt in the ACK is for other records than its INTENT lists."]
         return []
+
+
+def _added(state: _Hash, leaf: Leaf, parts_missing: int) -> _Hash | bytes:
+    state.update(leaf.entries)
+    return state if parts_missing else state.digest()
+
+
+def _is_for(ack: Header, entries_sha256: bytes) -> bool:
+    """Whether the receipt is for these records. That it reads, and who signed it, is asked elsewhere (step 8)."""
+    try:
+        return read_unverified(ack.receipt).is_for(entries_sha256)
+    except TamperError:
+        return True
 
 
 def _answered(header: Header) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
 """Proof files: that one record crossed, under which grant, and that the destination has it. Pure over `Files`.
 
 A proof is one JSON document that stands by itself: the INTENT leaf that lists the record, the ACK leaf with the
-destination's receipt, the leaves of the signed documents that it crossed under (both halves of the grant, approvals, the
+destination's receipt and, where the batch stands in several INTENT leaves, the others of them (the receipt is for the records of all), the leaves of the signed documents that it crossed under (both halves of the grant, approvals, the
 source's policy), all with their inclusion paths, and the checkpoint with its signatures. `check_proof`
 needs trusted keys and nothing else. A record whose batch has no ACK yet has a proof of its INTENT alone.
 
@@ -15,7 +15,8 @@ document that changes its meaning is refused. Callers: cli, tests.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from typing import Annotated, Final
 
 import msgspec
@@ -51,7 +52,7 @@ from audit.merkle import (
 from audit.note import encode_note
 from audit.origin import Origin
 from audit.range_index import INDEX_PATH, candidate_bundles
-from audit.receipt import Receipt, differences
+from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, Receipt, differences, read_unverified
 from audit.tile import (
     CHECKPOINT_PATH,
     COSIGNED_PATH,
@@ -73,6 +74,9 @@ PROOF_BYTES_MAX: Final = 8 << 20
 """A grant's documents are some 50 kB; a policy of the largest size, as base64, has 1.4 MB."""
 DOCUMENTS_MAX: Final = 128
 """Document leaves of one proof: both halves, policies, and the approvals that two sides may ask for, several times over."""
+
+PARTS_MAX: Final = 128
+"""INTENT leaves of one batch: 65,536 records of 68 bytes take 70."""
 
 Base64 = Annotated[str, msgspec.Meta(max_length=100_000)]
 """Of a leaf, or a hash."""
@@ -99,6 +103,8 @@ class _Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ack: _Included | None
     documents: Annotated[tuple[_Included, ...], msgspec.Meta(max_length=DOCUMENTS_MAX)] = ()
     """leaves of signed documents, in order; all before the INTENT"""
+    parts: Annotated[tuple[_Included, ...], msgspec.Meta(max_length=PARTS_MAX)] = ()
+    """the other INTENT leaves of the batch, in order; none where the receipt does not say which records it is for"""
     beside: dict[str, DocumentBase64] = {}
     """documents that are too long for their leaf, by SHA-256 in hex"""
 
@@ -131,7 +137,7 @@ class Proven(msgspec.Struct, frozen=True):
     approved: Approved | None
     """None where the proof is of format 1"""
     unsupported: tuple[str, ...]
-    """what a proof of format 1 does not show"""
+    """what it does not show: a proof of format 1, or a receipt without a hash of the records"""
     ack: Header | None
     ack_index: int | None
     receipt: Receipt | None
@@ -172,6 +178,7 @@ def prove(
         _include(files, chosen, index, data),
         None if ack is None else _include(files, chosen, ack[0], ack[2]),
         papers,
+        () if ack is None else _parts(files, chosen, index, intent, ack[1].header),
         beside,
     )
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
@@ -285,6 +292,17 @@ def _papers(
     return tuple(_include(files, signed, at, paper) for at, paper, _ in papers), beside
 
 
+def _parts(
+    files: Files, signed: SignedCheckpoint, index: int, intent: Leaf, ack: Header
+) -> tuple[_Included, ...]:
+    """The other INTENT leaves of the batch, where the receipt is for the records of all of them."""
+    if intent.header.parts == 1 or not read_unverified(ack.receipt).entries_sha256:
+        return ()
+    first = index - intent.header.part
+    leaves = read_entries(files, first, first + intent.header.parts, signed.checkpoint.size)
+    return tuple(_include(files, signed, at, bytes(data)) for at, data in leaves if at != index)
+
+
 def _note_text(signed: SignedCheckpoint) -> str:
     return encode_note(signed.note).decode()
 
@@ -388,6 +406,18 @@ def check_proof(
         differing = differences(receipt, ack)
         if differing:
             raise TamperError(f"The proof's receipt and ACK differ in {', '.join(differing)}.")
+    # 7. It is for the records that the batch's INTENT leaves list, this one among them.
+    unsupported: tuple[str, ...] = () if approved is not None else VERSION_1_UNSUPPORTED
+    if receipt is not None and not receipt.entries_sha256:
+        unsupported += WITHOUT_ENTRIES_UNSUPPORTED
+    batch = _batch(proof.parts, signed, proof.intent.index, intent) if proof.parts else [intent]
+    if receipt is None or not receipt.entries_sha256:
+        if proof.parts:
+            raise TamperError("The proof carries parts of a batch that no receipt is for.")
+    elif [leaf.header.part for leaf in batch] != list(range(header.parts)):
+        raise TamperError("The proof's receipt is for a batch of which it does not carry every INTENT leaf.")
+    elif not receipt.is_for(sha256(b"".join(leaf.entries for leaf in batch)).digest()):
+        raise TamperError("The proof's receipt is for other records than its INTENT lists.")
     return Proven(
         record.stream,
         record.shard,
@@ -397,7 +427,7 @@ def check_proof(
         proof.intent.index,
         intent.version,
         approved,
-        () if approved is not None else VERSION_1_UNSUPPORTED,
+        unsupported,
         ack,
         None if proof.ack is None else proof.ack.index,
         receipt,
@@ -405,6 +435,25 @@ def check_proof(
         signed.checkpoint.size,
         cosigned_by(log, signed),
     )
+
+
+def _batch(parts: Sequence[_Included], signed: SignedCheckpoint, index: int, intent: Leaf) -> list[Leaf]:
+    """All INTENT leaves of a batch, in order: they were appended together, so each has the place that its number says."""
+    leaves = {intent.header.part: intent}
+    first, before = index - intent.header.part, -1
+    for included in parts:
+        leaf = _included(included, signed, f"Leaf {included.index}")
+        header = leaf.header
+        differing = [name for name in _OF_BATCH if getattr(header, name) != getattr(intent.header, name)]
+        if (
+            differing
+            or included.index != first + header.part
+            or header.part in leaves
+            or header.part < before
+        ):
+            raise TamperError(f"Leaf {included.index} of the proof is no part of the batch of its INTENT.")
+        leaves[header.part], before = leaf, header.part
+    return [leaves[part] for part in sorted(leaves)]
 
 
 def _approved(proof: _Proof, signed: SignedCheckpoint, trust: Trust, log: LogTrust, intent: Leaf) -> Approved:
@@ -516,11 +565,26 @@ def _included(included: _Included, signed: SignedCheckpoint, what: str) -> Leaf:
     return decode_leaf(data)
 
 
+_OF_CROSSING: Final = (
+    "bridge",
+    "source_region",
+    "destination_region",
+    "stream",
+    "shard",
+    "incarnation",
+    "source_epoch",
+    "grant_id",
+    "terms_hash",
+    "destination_stream",
+    "envelope_sha256",
+)
+"""What every leaf of one crossing says alike."""
+_OF_BATCH: Final = ("kind", "side", "parts", "source_batch_sha256", "commitment_key_id", *_OF_CROSSING)
+
+
 def _ack(included: _Included, signed: SignedCheckpoint, intent_index: int, intent: Header) -> Header:
     ack = _included(included, signed, "The ACK leaf").header
-    same = ("bridge", "source_region", "destination_region", "stream", "shard", "incarnation", "source_epoch")
-    terms = ("grant_id", "terms_hash", "destination_stream", "envelope_sha256")
-    differing = [name for name in (*same, *terms) if getattr(ack, name) != getattr(intent, name)]
+    differing = [name for name in _OF_CROSSING if getattr(ack, name) != getattr(intent, name)]
     if (ack.kind, ack.side) != (Kind.ACK, Side.EGRESS) or included.index <= intent_index or differing:
         raise TamperError(f"The proof's leaf {included.index} is no ACK of its INTENT.")
     if not _answers_range(ack, intent):

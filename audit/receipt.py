@@ -1,25 +1,32 @@
-"""Receipts: the destination region's signed word that an envelope arrived and was appended. Pure.
+"""Receipts: the destination region's signed word that an envelope arrived and was appended, and which records it held. Pure.
 
-A receipt is Ed25519 over ``b"felix/receipt/1\\0"`` and the body's bytes; the body is a MessagePack map of
-`Receipt`'s fields, the whole is a MessagePack map of key_id, body and signature. It stands in the egress log's ACK
-leaf and in every proof. Invariants: `open_receipt(sign_receipt(r, …), …) == r`; a receipt is used only after
+A signed body (audit.signed_body) of the purpose "receipt", with `Receipt`'s fields. It stands in the egress log's ACK
+leaf and in every proof. `entries_sha256` is over the entries that the destination made itself of what it appended: they are
+equal to those of the source's INTENT byte for byte, or the receipt is for other records (`is_for`). Receipts of before have none,
+and do not say which records of their range arrived.
+
+Invariants: `open_receipt(sign_receipt(r, …), …) == r`; a receipt is used only after
 `open_receipt` returned; it was then signed by the region that it calls its destination, about that region's own log. Callers: region ingest (signs), bridge (checks), audit.verify, audit.proof, audit.spark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Final
 
 import msgspec
 
 from audit.leaf import Digest, Header, Id16, Natural, Text
+from audit.signed_body import ReceiptKeys, SignedForm
 from felix.errors import TamperError
-from keys.signing import SigningKey, VerifyKey
+from keys.signing import SigningKey
 
 PURPOSE: Final = "receipt"
 RECEIPT_BYTES_MAX: Final = 4_096
+
+WITHOUT_ENTRIES_UNSUPPORTED: Final = (
+    "which records of their ranges some receipts are for: they state a range and a count, and no hash of the records",
+)
+"""What a receipt without `entries_sha256` does not show."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,41 +54,20 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ingress_index: Natural
     """the index of the (first) ACK leaf in it"""
     time_ms: Natural
+    entries_sha256: Digest = b""
+    """SHA-256 of the packed entries of all its ACK leaves there, in their order; empty in receipts of before"""
+
+    def is_for(self, entries_sha256: bytes) -> bool:
+        """Whether it is for the records whose packed entries have this SHA-256, as far as it says."""
+        return self.entries_sha256 in (b"", entries_sha256)
 
 
-class _Signed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    key_id: Id16
-    body: bytes
-    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
-
-
-_encoder: Final = msgspec.msgpack.Encoder()
-_signed: Final = msgspec.msgpack.Decoder(_Signed)
-_body: Final = msgspec.msgpack.Decoder(Receipt)
+_form: Final = SignedForm(Receipt, PURPOSE, "receipt", RECEIPT_BYTES_MAX)
 
 
 def sign_receipt(receipt: Receipt, key: SigningKey) -> bytes:
     """The signed receipt's bytes."""
-    body = _encoder.encode(receipt)
-    data = _encoder.encode(_Signed(key.key_id, body, key.sign(PURPOSE, body)))
-    assert len(data) <= RECEIPT_BYTES_MAX
-    return data
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiptKeys:
-    """The keys under which one region's receipts verify: not a mapping, so that nobody adds another region's to it."""
-
-    region: str
-    ingress_origin: str
-    """the log that the region's receipts are about"""
-    by_id: Mapping[bytes, bytes]
-    """Ed25519 public keys by the key id that receipts name"""
-
-    @classmethod
-    def of(cls, region: str, ingress_origin: str, publics: Iterable[bytes]) -> ReceiptKeys:
-        """From Ed25519 public keys as a bundle lists them."""
-        return cls(region, ingress_origin, {VerifyKey(public).key_id: public for public in publics})
+    return _form.sign(receipt, key)
 
 
 def open_receipt(data: bytes, keys: ReceiptKeys) -> Receipt:
@@ -90,15 +76,7 @@ def open_receipt(data: bytes, keys: ReceiptKeys) -> Receipt:
     Raises TamperError where the key is none of that region's, the signature does not hold, the body is no receipt, or
     it is about another destination or another region's log.
     """
-    signed = _read(data)
-    public = keys.by_id.get(signed.key_id)
-    if public is None:
-        raise TamperError(
-            f"A receipt is signed by the key {signed.key_id.hex()}, which is none of {keys.region}'s receipt keys."
-        )
-    if not VerifyKey(public).holds(PURPOSE, signed.body, signed.signature):
-        raise TamperError("A receipt's signature does not hold.")
-    receipt = _decode(signed)
+    receipt = _form.open(data, keys)
     if receipt.destination_region != keys.region:
         raise TamperError(
             f"A receipt for records that arrived in {receipt.destination_region} is signed by {keys.region}."
@@ -111,24 +89,8 @@ def open_receipt(data: bytes, keys: ReceiptKeys) -> Receipt:
 
 
 def read_unverified(data: bytes) -> Receipt:
-    """The receipt without its signature checked, for display only. Raises TamperError."""
-    return _decode(_read(data))
-
-
-def _read(data: bytes) -> _Signed:
-    if len(data) > RECEIPT_BYTES_MAX:
-        raise TamperError(f"{len(data)} bytes are not a receipt.")
-    try:
-        return _signed.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TamperError(f"A receipt does not decode: {error}.") from error
-
-
-def _decode(signed: _Signed) -> Receipt:
-    try:
-        return _body.decode(signed.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TamperError(f"A receipt's body does not decode: {error}.") from error
+    """The receipt without its signature checked: for display, and where the signature is checked elsewhere. Raises TamperError."""
+    return _form.read_unverified(data)
 
 
 _SHARED: Final = (

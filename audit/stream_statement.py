@@ -5,8 +5,7 @@ agent takes one when a link opens and shows it to the destination, which verifie
 keys: so an agent cannot invent incarnations, epochs or shards, and both ends see from it whether the source's log was cut
 back below what has crossed (`cut_of`).
 
-Ed25519 over ``b"felix/stream-statement/1\\0"`` and the body's bytes; the body is a MessagePack map of `StreamStatement`'s
-fields, the whole a MessagePack map of key_id, body and signature, as receipts are (audit.receipt).
+A signed body (audit.signed_body) of the purpose "stream-statement", with `StreamStatement`'s fields.
 Invariants: `open_statement(sign_statement(s, …), …) == s`; epochs rise, their offsets never fall; a statement is used
 only after `open_statement` returned. Callers: region.export (signs), bridge, region.ingest.
 """
@@ -20,10 +19,10 @@ from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
-from audit.leaf import Id16, Natural, Offset, Text
-from audit.receipt import ReceiptKeys
+from audit.leaf import Natural, Offset, Text
+from audit.signed_body import ReceiptKeys, SignedForm
 from felix.errors import TamperError
-from keys.signing import SigningKey, VerifyKey
+from keys.signing import SigningKey
 
 PURPOSE: Final = "stream-statement"
 EPOCHS_MAX: Final = 1_024
@@ -116,23 +115,12 @@ def parts_below(statement: StreamStatement, read: Span) -> int:
     return min(end, read.read_to)
 
 
-class _Signed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    key_id: Id16
-    body: bytes
-    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
-
-
-_encoder: Final = msgspec.msgpack.Encoder()
-_signed: Final = msgspec.msgpack.Decoder(_Signed)
-_body: Final = msgspec.msgpack.Decoder(StreamStatement)
+_form: Final = SignedForm(StreamStatement, PURPOSE, "stream statement", STATEMENT_BYTES_MAX)
 
 
 def sign_statement(statement: StreamStatement, key: SigningKey) -> bytes:
     """The signed statement's bytes."""
-    body = _encoder.encode(statement)
-    data = _encoder.encode(_Signed(key.key_id, body, key.sign(PURPOSE, body)))
-    assert len(data) <= STATEMENT_BYTES_MAX
-    return data
+    return _form.sign(statement, key)
 
 
 def open_statement(data: bytes, keys: ReceiptKeys) -> StreamStatement:
@@ -141,24 +129,7 @@ def open_statement(data: bytes, keys: ReceiptKeys) -> StreamStatement:
     Raises TamperError where the key is none of that region's, the signature does not hold, the body is no statement, or
     another region's.
     """
-    if len(data) > STATEMENT_BYTES_MAX:
-        raise TamperError(f"{len(data)} bytes are not a stream statement.")
-    try:
-        signed = _signed.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TamperError(f"A stream statement does not decode: {error}.") from error
-    public = keys.by_id.get(signed.key_id)
-    if public is None:
-        raise TamperError(
-            f"A stream statement is signed by the key {signed.key_id.hex()}, which is none of {keys.region}'s "
-            "receipt keys."
-        )
-    if not VerifyKey(public).holds(PURPOSE, signed.body, signed.signature):
-        raise TamperError("A stream statement's signature does not hold.")
-    try:
-        statement = _body.decode(signed.body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-        raise TamperError(f"A stream statement's body does not decode: {error}.") from error
+    statement = _form.open(data, keys)
     if statement.region != keys.region:
         raise TamperError(f"{keys.region} signed a stream statement about a stream of {statement.region}.")
     return statement

@@ -24,7 +24,8 @@ import msgspec
 from audit.checkpoint import SignedCheckpoint, open_checkpoint
 from audit.note import Algorithm, Verified, VerifierKey, parse_note
 from audit.origin import Origin, region_origin
-from audit.receipt import Receipt, ReceiptKeys, open_receipt, read_unverified
+from audit.receipt import Receipt, open_receipt, read_unverified
+from audit.signed_body import ReceiptKeys
 from audit.witness_policy import WitnessPolicy
 from felix.errors import Code, RequestError, TamperError
 from felix.identity import TrustAnchor, TrustBundle

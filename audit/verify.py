@@ -17,7 +17,7 @@ from audit.continuity import Continuity
 from audit.document_leaf import read_document
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, decode_leaf
 from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash
-from audit.receipt import differences
+from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, differences
 from audit.tile import (
     CHECKPOINT_PATH,
     COSIGNED_PATH,
@@ -358,9 +358,14 @@ class _Run:
             return []
         if leaf.version == 1:
             # Its own GRANT leaf is all there is; audit.continuity asks it.
-            self._report.unsupported = VERSION_1_UNSUPPORTED
+            self._does_not_show(VERSION_1_UNSUPPORTED)
             return []
         return self._agreements.judge(leaf.header)
+
+    def _does_not_show(self, what: tuple[str, ...]) -> None:
+        known = self._report.unsupported
+        if not set(what) <= set(known):
+            self._report.unsupported = (*known, *what)
 
     def _receipt(self, index: int, leaf: Leaf, path: str) -> None:
         report, header = self._report, leaf.header
@@ -373,6 +378,8 @@ class _Run:
         except TamperError as error:
             report.find(8, error.sentence, leaf=index, path=path)
             return
+        if not receipt.entries_sha256:
+            self._does_not_show(WITHOUT_ENTRIES_UNSUPPORTED)
         differing = differences(receipt, header)
         if differing:
             report.find(8, f"Receipt and ACK differ in {', '.join(differing)}.", leaf=index, path=path)

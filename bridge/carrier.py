@@ -45,6 +45,7 @@ from bridge.crossing import (
     gap_leaf,
     nothing_leaf,
     open_sealed,
+    range_entries,
     range_leaves,
     seal_nothing,
     seal_ranges,
@@ -84,6 +85,8 @@ from keys.link import LinkSecrets, LinkSecretScope, open_link_secrets
 from keys.transfer import TransferScope, seal_transfer_key
 from policy.transform import Transform
 from policy.truncation import Live, chain
+
+_NO_ENTRIES_SHA256: Final = hashlib.sha256().digest()
 
 log = logging.getLogger("felix.bridge.carrier")
 
@@ -814,12 +817,14 @@ class Carrier:
             todo = passage.judge(sealed.first_offset, sealed.last_offset)
             if todo is Todo.SKIP:
                 continue
+            entries = range_entries(sealed, route)
             way = OnTheWay(
                 sealed.first_offset,
                 sealed.last_offset,
                 sealed.records,
                 sealed.envelope,
                 sealed.envelope_sha256,
+                hashlib.sha256(entries).digest(),
                 todo is Todo.RESEND,
             )
             if todo is Todo.CROSS:
@@ -838,7 +843,7 @@ class Carrier:
                     self._spans[sealed.last_offset] = shop.tracing.begin(
                         self.row.stream, terms.from_region, terms.to_region, opened.records or ()
                     )
-                self._announce(sealed, way, route, now)  # 8
+                self._announce(sealed, entries, way, route, now)  # 8
                 self._append_times[sealed.last_offset] = header.append_time_ms
                 rate.spend(sealed.record_bytes, shop.clock_ms())
             else:
@@ -877,12 +882,14 @@ class Carrier:
         terms = route.terms
         return self.row.verdict is Verdict.RUN and terms.not_before <= now_ms < terms.expires
 
-    def _announce(self, sealed: SealedRange, way: OnTheWay, route: Route, now_ms: int) -> None:
+    def _announce(
+        self, sealed: SealedRange, entries: bytes, way: OnTheWay, route: Route, now_ms: int
+    ) -> None:
         """Step 8: the leaves, all in one append and of the time that was asked for; the envelope waits until they are
         durable."""
         shop, passage, figures = self._shop, self._passage, self.figures
         assert passage is not None
-        leaves = range_leaves(sealed, route, now_ms)
+        leaves = range_leaves(sealed, entries, route, now_ms)
         passage.put(way)
         shop.append(leaves, partial(self._durable, passage, way))
         shop.failpoints.at("intent-appended")
@@ -903,7 +910,7 @@ class Carrier:
             return
         cover, last = leap.cover_first, next_offset - 1
         envelope, digest = seal_nothing(route, cover, last)
-        passage.put(way := OnTheWay(cover, last, 0, envelope, digest, False))
+        passage.put(way := OnTheWay(cover, last, 0, envelope, digest, _NO_ENTRIES_SHA256, False))
         self.alarm = f"Offsets {cover} to {last} are gone at the source ({kind.value})."
         log.error("link %s %s/%d: %s", self.row.grant, self.row.stream, self.row.shard, self.alarm)
         self._step(LinkEvent.GAP, self.alarm)
@@ -997,6 +1004,9 @@ class Carrier:
             receipt=data,
         )
         wrong = differences(receipt, ack)
+        if receipt.entries_sha256 != way.entries_sha256:
+            # One that names no records is of a broker of before, and would not show which of them arrived.
+            wrong.append("entries_sha256")
         if wrong:
             raise ProtocolError(
                 f"{shore.region} signed a receipt for something else than was sent: {', '.join(wrong)} differ.",

@@ -346,8 +346,16 @@ def _encode(source: BatchHeader, parts: Parts) -> Batch:
     return batch.with_header(batch.header._replace(append_time_ms=source.append_time_ms))
 
 
-def range_leaves(sealed: SealedRange, route: Route, time_ms: int) -> list[Leaf]:
-    """Step 8: WITHHELD leaves, then INTENT leaves. Where nothing crosses, the one INTENT lists no records."""
+def range_entries(sealed: SealedRange, route: Route) -> bytes:
+    """The packed entries of what crosses; none where nothing does."""
+    if sealed.parts is None:
+        return b""
+    offsets = [record.offset for record in sealed.crossing]
+    return pack_parts(offsets, sealed.sorted.opened.header.append_time_ms, sealed.parts, route.committer)
+
+
+def range_leaves(sealed: SealedRange, entries: bytes, route: Route, time_ms: int) -> list[Leaf]:
+    """Step 8: WITHHELD leaves, then INTENT leaves, which list `entries`. Where nothing crosses, the one INTENT lists no records."""
     opened = sealed.sorted.opened
     common = msgspec.structs.replace(
         route.template,
@@ -374,10 +382,6 @@ def range_leaves(sealed: SealedRange, route: Route, time_ms: int) -> list[Leaf]:
             leaves += split_leaves(header, _withheld_entries(opened, records, route.withheld))
     path = sealed.sorted.path if sealed.crossing else ()
     header = msgspec.structs.replace(common, envelope_sha256=sealed.envelope_sha256, path=path)
-    entries = b""
-    if sealed.parts is not None:
-        offsets = [record.offset for record in sealed.crossing]
-        entries = pack_parts(offsets, opened.header.append_time_ms, sealed.parts, route.committer)
     return leaves + split_leaves(header, entries)
 
 

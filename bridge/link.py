@@ -118,6 +118,8 @@ class OnTheWay:
     records: int
     envelope: bytes
     envelope_sha256: bytes
+    entries_sha256: bytes
+    """of the packed entries of what crosses: the receipt must be for these records"""
     is_again: bool
     is_durable: bool = False
     is_sent: bool = False

@@ -450,6 +450,8 @@ def check_proof_(
         ["log", f"{proven.origin}, {proven.size:,} leaves"],
         ["cosigned", _cosigners(proven.cosigned)],
     ]
+    if proven.unsupported:
+        rows.append(["does not show", "; ".join(proven.unsupported)])
     table("What it proves", ["", ""], rows)
 
 
@@ -481,10 +483,10 @@ def _show_leaf(file: Path, proven: ProvenLeaf, json: bool) -> None:
 
 
 def _approval(proven: Proven) -> list[list[object]]:
-    """Under which approval, or what the proof does not show of it."""
+    """Under which approval, where the proof shows it."""
     approved = proven.approved
     if approved is None:
-        return [["does not show", "; ".join(proven.unsupported)]]
+        return []
     terms = approved.terms
     return [
         ["for", f"{terms.purpose}, on the basis of {terms.basis} {terms.reference}".rstrip()],

@@ -221,6 +221,7 @@ class _Way(NamedTuple):
     landed: Landed
     batch: Batch | None
     leaves: list[EncodedLeaf]
+    entries_sha256: bytes
     record_bytes: int
     note: Note | None
     """its leaves beside the stream's log, until they are in the ingress log; None of a range that landed before"""
@@ -620,7 +621,17 @@ class IngestStream:
         leaves = [encode_part(leaf, part, landed.first_offset) for part in found.parts]
         # Producers are numbered by the region that they publish in: an agent must not fence one here.
         batch = None if found.batch is None else _without_producer(found.batch)
-        way = _Way(header, envelope.hash, size, landed, batch, leaves, found.size_bytes, None)
+        way = _Way(
+            header,
+            envelope.hash,
+            size,
+            landed,
+            batch,
+            leaves,
+            found.entries_sha256,
+            found.size_bytes,
+            None,
+        )
         self._landed_on().begin(header.base_offset)
         self._in_flight += 1
         if again is not None:
@@ -831,6 +842,7 @@ class IngestStream:
             ingress_origin=self._desk.governance.trail.key.name,
             ingress_index=index,
             time_ms=self._desk.broker.clock_ms(),
+            entries_sha256=way.entries_sha256,
         )
         key = self._desk.receipt_key
         return sign_receipt(receipt, key)

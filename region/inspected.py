@@ -11,6 +11,7 @@ Callers: region.ingest.
 from __future__ import annotations
 
 from collections.abc import Generator
+from hashlib import sha256
 from typing import Final, NamedTuple
 
 from audit.leaf import Committer, Header, LeafPart, iter_leaf_parts, iter_packed
@@ -37,6 +38,8 @@ class Inspected(NamedTuple):
     """keys, encoded headers and payloads"""
     parts: tuple[LeafPart, ...]
     """of the range's audit leaves"""
+    entries_sha256: bytes
+    """of the packed entries of them all, for the receipt"""
 
 
 def inspect(
@@ -54,7 +57,7 @@ def inspect(
     crossing = open_envelope(key, envelope, agent)
     yield
     if crossing.batch is None:
-        return Inspected(None, 0, 0, tuple(iter_leaf_parts(leaf, b"")))
+        return Inspected(None, 0, 0, tuple(iter_leaf_parts(leaf, b"")), sha256().digest())
     columns = decode_columns(crossing.batch)
     yield
     offsets, packed, size = crossing.source_offsets, [], 0
@@ -71,11 +74,12 @@ def inspect(
         if at % STEP_RECORDS == STEP_RECORDS - 1 or size - stepped >= STEP_BYTES:
             stepped = size
             yield
-    parts = []
+    parts, digest = [], sha256()
     for part in iter_leaf_parts(leaf, b"".join(packed)):
         parts.append(part)
+        digest.update(part.entries)
         yield
-    return Inspected(crossing.batch, len(packed), size, tuple(parts))
+    return Inspected(crossing.batch, len(packed), size, tuple(parts), digest.digest())
 
 
 def _at(error: RequestError, offset: int) -> RequestError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from hashlib import sha256
 from typing import Any, Final
@@ -20,7 +20,8 @@ from audit.leaf import (
 )
 from audit.note import Algorithm, NoteSigner
 from audit.position import LinkShard
-from audit.receipt import Receipt, ReceiptKeys, sign_receipt
+from audit.receipt import Receipt, sign_receipt
+from audit.signed_body import ReceiptKeys
 from audit.trust import Trust
 from felix.batch import Record
 from keys.authority import RegionAuthority, create_authority
@@ -207,7 +208,7 @@ class Link:
             destination_last_offset=to + count - 1 if count else None,
             attempt=1,
         )
-        receipt = receipt_for(ack, ingress_index)
+        receipt = receipt_for(ack, intents, ingress_index)
         return Leaf(self.header(**{**_fields(ack), "receipt": receipt}))  # type: ignore[arg-type]
 
     def gap(self, count: int, gap: GapKind = GapKind.RETENTION) -> Leaf:
@@ -241,7 +242,8 @@ def _fields(header: Header) -> dict[str, object]:
     return {name: getattr(header, name) for name in header.__struct_fields__}
 
 
-def receipt_for(ack: Header, ingress_index: int = 0) -> bytes:
+def receipt_for(ack: Header, intents: Sequence[Leaf], ingress_index: int = 0) -> bytes:
+    """What the destination signs that has the records of these leaves."""
     assert ack.first_offset is not None and ack.last_offset is not None
     receipt = Receipt(
         grant_id=ack.grant_id,
@@ -263,6 +265,7 @@ def receipt_for(ack: Header, ingress_index: int = 0) -> bytes:
         ingress_origin=INGRESS_ORIGIN,
         ingress_index=ingress_index,
         time_ms=ack.time_ms,
+        entries_sha256=sha256(b"".join(leaf.entries for leaf in intents)).digest(),
     )
     return sign_receipt(receipt, RECEIPT_KEY)
 

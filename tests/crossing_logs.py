@@ -211,7 +211,7 @@ class World:
                 Kind.ACK, Side.EGRESS, time_ms + 150, stream, records=count, attempt=1, **(common | to)
             )
             fields = {name: getattr(ack, name) for name in ack.__struct_fields__}
-            self.egress.append([Leaf(Header(**(fields | {"receipt": receipt_for(ack)})))])
+            self.egress.append([Leaf(Header(**(fields | {"receipt": receipt_for(ack, intents)})))])
 
     def deny(self, stream: str, time_ms: int, code: int, sentence: str, **more: Any) -> None:
         header = self.header(

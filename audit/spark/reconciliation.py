@@ -205,6 +205,11 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
             "intent_records <> receipt_records AND receipt_leaves = 1",
         ),
         finding(
+            "'differs'", "receipt-records-differ",
+            "'The receipt is for other records than were announced, or than the ingress log has.'",
+            "intent_records = receipt_records AND intent_digest <> receipt_digest OR arrival_digest <> receipt_digest",
+        ),
+        finding(
             "'differs'", "range-differs",
             "concat('Announced ', intent_first, ' to ', intent_last, '; the ingress log has ', arrival_first, ' to ', arrival_last, '.')",
             "intent_first <> arrival_first OR intent_last <> arrival_last",

@@ -31,7 +31,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from audit.checkpoint import Checkpoint
-from audit.leaf import ENTRY_COLUMNS, LEAF_COLUMNS, Kind, Leaf, Side, decode_leaf, iter_entries, leaf_row
+from audit.leaf import (
+    ENTRY_COLUMNS,
+    LEAF_COLUMNS,
+    Header,
+    Kind,
+    Leaf,
+    Side,
+    decode_leaf,
+    iter_entries,
+    leaf_row,
+)
 from audit.merkle import HASH_BYTES, TILE_WIDTH, complete_root, leaf_hash, split_hashes
 from audit.note import parse_note
 from audit.position import LinkShard
@@ -52,7 +62,7 @@ BUNDLES_PER_PARTITION: Final = 16
 PLACE_COLUMNS: Final = (("log", "string"), ("leaf_index", "bigint"))
 BATCH_COLUMNS: Final = (("batch_sha256", "string"),)
 """SHA-256 of the packed entries of a whole batch, all its leaves together, in the row of its last leaf. Both sides of a
-link have the same one, however each cut the batch into leaves. Null where the batch's leaves are not all in one
+link have the same one, however each cut the batch into leaves; in the row of an egress ACK what its receipt says. Null where the batch's leaves are not all in one
 partition, one after the other: then nobody has added them up yet."""
 OPEN_BATCHES_MAX: Final = 1_024
 """Batches whose first leaves were read and whose last is to come. An append writes the leaves of a batch without a
@@ -183,8 +193,10 @@ class BatchDigests:
         self._open: dict[tuple[object, ...], tuple[int, Any]] = {}
 
     def take(self, leaf: Leaf) -> str | None:
-        """The batch's digest where this is its last leaf, and all others were taken before."""
+        """The batch's digest where this is its last leaf, and all others were taken before; of an egress ACK what its receipt says."""
         header = leaf.header
+        if header.kind is Kind.ACK and header.side is Side.EGRESS:
+            return _receipt_digest(header)
         if header.kind is not Kind.INTENT and (
             header.kind is not Kind.ACK or header.side is not Side.INGRESS
         ):
@@ -201,6 +213,14 @@ class BatchDigests:
         if len(self._open) >= OPEN_BATCHES_MAX:
             self._open.pop(next(iter(self._open)))
         self._open[key] = (header.part + 1, state)
+        return None
+
+
+def _receipt_digest(header: Header) -> str | None:
+    """None where the receipt cannot be read, which is a problem of its own, or says nothing of single records."""
+    try:
+        return read_unverified(header.receipt).entries_sha256.hex() or None
+    except TamperError:
         return None
 
 

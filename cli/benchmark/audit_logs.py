@@ -261,7 +261,12 @@ def _cross(
     )
     said = {
         name: getattr(ack, name) for name in Receipt.__struct_fields__ if name in ack.__struct_fields__
-    } | {"ingress_origin": INGRESS_ORIGIN, "ingress_index": at, "time_ms": time_ms + 90}
+    } | {
+        "ingress_origin": INGRESS_ORIGIN,
+        "ingress_index": at,
+        "time_ms": time_ms + 90,
+        "entries_sha256": sha256(entries).digest(),
+    }
     receipt = sign_receipt(Receipt(**said), link.signed.receipt_key)
     egress.append([Leaf(msgspec.structs.replace(ack, receipt=receipt))])
     books.crossed += crossed

@@ -154,17 +154,15 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     # -- these were received
     ("received", "agent"): Cell(
-        _F,
-        "a receipt, for a range and a number of records, verifies under the destination's keys alone. Which of the range's records "
-        "they are, where some were withheld, is the INTENT's word: the reconciliation with the ingress log holds it to each "
-        "record, a proof alone does not",
+        _C,
+        "a receipt verifies under the destination's keys alone, and names the hash of the entries that the destination made of what "
+        "it appended: an INTENT that lists other records is no part of it, in the log and in a proof",
         ("attacks/test_f03_receipts_of_the_source.py", "attacks/test_half_told_evidence.py"),
     ),
     ("received", "source"): Cell(
-        _F,
-        "a receipt, for a range and a number of records, verifies under the destination's keys alone. Which of the range's records "
-        "they are, where some were withheld, is the INTENT's word: the reconciliation with the ingress log holds it to each "
-        "record, a proof alone does not",
+        _C,
+        "a receipt verifies under the destination's keys alone, and names the hash of the entries that the destination made of what "
+        "it appended: an INTENT that lists other records is no part of it, in the log and in a proof",
         ("attacks/test_f03_receipts_of_the_source.py", "attacks/test_half_told_evidence.py"),
     ),
     ("received", "destination"): Cell(

@@ -1,13 +1,14 @@
 """Evidence that says half: leaves that are each well formed and signed, and together say what is not so.
 
 Tried with the keys of one party, and its own log alone or both logs: a proof whose INTENT lists records that the receipt does
-not count; a residency policy that only a leaf of version 1 names; a crossing under terms that share a grant's id and nothing
+not count, or other records than it is for; a residency policy that only a leaf of version 1 names; a crossing under terms that share a grant's id and nothing
 else; a revocation by a region that has no say; a leaf that calls itself ingress in an egress log; an arrival under another
 grant than was announced, whose receipt is left out.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import msgspec
 import pytest
 from attacks.conftest import Tally
 from attacks.test_one_party_alone import EGRESS, files_of
-from audit_log import OPERATOR, STREAM, Link, trust
+from audit_log import OPERATOR, RECEIPT_KEY, STREAM, Link, trust
 from crossing_logs import DAY_MS, DEPARTURES, EGRESS_ORIGIN, START_MS, World, write_log, write_world
 from signed_grants import paper_leaf, signed_grant, standing
 
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.proof import check_proof, prove
+from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, read_unverified
 from audit.spark.report import EXIT_CLEAN, EXIT_DIFFERENCES, EXIT_ONE_SIDE, run_report
 from audit.verify import verify_log
 from felix.errors import TamperError
@@ -66,6 +68,67 @@ def test_a_proof_of_each_part_of_a_split_batch_holds() -> None:
             assert offset is not None
             proven = check_proof(prove(files, trust(), STREAM, 0, offset), trust())
             assert proven.receipt is not None and proven.receipt.records == 1_998
+
+
+def test_a_receipt_is_for_the_records_that_the_destination_has_and_for_no_others(tally: Tally) -> None:
+    """As many records of the same range, and one of them another: the egress log alone tells, and so does a proof."""
+    tried = 0
+    for count in (3, 2_000):
+        # Which record did not cross, and which one the INTENT says did not.
+        for stayed, said in ((0, 1), (2, 0), (1, 2)):
+            link, forged = Link(), Link()
+            ack = link.ack(link.intent(count, (stayed,)))
+            lies = forged.intent(count, (said,))
+            files = files_of(EGRESS, [*link.agreement(), *lies, ack])
+            (found,) = verify_log(files, trust()).findings
+            assert found.step == 7 and "other records than its INTENT lists" in found.sentence
+            with pytest.raises(TamperError, match="other records than its INTENT lists"):
+                check_proof(prove(files, trust(), STREAM, 0, stayed), trust())
+            tried += 2
+    tally("receipts beside records that did not arrive", tried)
+
+
+def test_a_proof_of_a_split_batch_shows_all_of_it_or_nothing(tally: Tally) -> None:
+    link = Link()
+    intents = link.intent(2_000)
+    files = files_of(EGRESS, [*link.agreement(), *intents, link.ack(intents), *link.intent(2_000)])
+    document = json.loads(prove(files, trust(), STREAM, 0, 0))
+    other = json.loads(prove(files, trust(), STREAM, 0, 1_999))
+    parts = document["parts"]
+    assert len(parts) == len(intents) - 1 > 1
+    tried = [
+        [],
+        parts[:-1],
+        parts[1:],
+        parts[::-1],
+        [*parts, parts[0]],
+        [document["intent"], *parts],
+        other["parts"],
+    ]
+    for each in tried:
+        with pytest.raises(TamperError, match=r"every INTENT leaf|no part of the batch"):
+            check_proof(json.dumps(document | {"parts": each}).encode(), trust())
+    assert check_proof(json.dumps(document).encode(), trust()).unsupported == ()
+    tally("proofs with parts of a batch left out or exchanged", len(tried))
+
+
+def test_a_receipt_of_before_holds_and_says_what_it_does_not_show() -> None:
+    link = Link()
+    intents = link.intent(2_000, (5,))
+    ack = link.ack(intents)
+    receipt = replace(read_unverified(ack.header.receipt), entries_sha256=b"")
+    body = msgspec.msgpack.encode(
+        {name: value for name, value in msgspec.structs.asdict(receipt).items() if value != b""}
+    )
+    signed = {"key_id": RECEIPT_KEY.key_id, "body": body, "signature": RECEIPT_KEY.sign("receipt", body)}
+    before = Leaf(replace(ack.header, receipt=msgspec.msgpack.encode(signed)))
+    files = files_of(EGRESS, [*link.agreement(), *intents, before])
+    report = verify_log(files, trust())
+    assert report.ok and report.unsupported == WITHOUT_ENTRIES_UNSUPPORTED
+    data = prove(files, trust(), STREAM, 0, 0)
+    proven = check_proof(data, trust())
+    assert proven.receipt is not None and proven.unsupported == WITHOUT_ENTRIES_UNSUPPORTED
+    assert json.loads(data)["parts"] == []
 
 
 # Documents

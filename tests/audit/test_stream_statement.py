@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from audit.receipt import ReceiptKeys
+from audit.signed_body import ReceiptKeys
 from audit.stream_statement import (
     EPOCHS_MAX,
     STATEMENT_BYTES_MAX,

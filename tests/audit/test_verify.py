@@ -273,7 +273,7 @@ def test_a_log_that_breaks_the_rules_between_leaves_is_found_though_every_hash_h
     link = Link()
     grant, first, second = link.agreement(), link.intent(), link.intent()
     ack = link.ack(first)
-    forged = Leaf(msgspec.structs.replace(ack.header, receipt=receipt_for(link.ack(second).header)))
+    forged = Leaf(msgspec.structs.replace(ack.header, receipt=receipt_for(link.ack(second).header, second)))
     bare = Leaf(msgspec.structs.replace(ack.header, receipt=b""))
     cases: dict[str, tuple[list[Leaf], int]] = {
         "a missing batch": ([*grant, *first, *link.intent()], 7),

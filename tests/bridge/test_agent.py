@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import msgspec
 import pytest
 from bridge_mesh import STREAM, WAIT_S, Mesh, flight, two_regions, until
 
@@ -23,6 +24,7 @@ from felix.provenance import PATH_HEADER
 from felix.settings import Compaction, Views
 from policy.grant import StandingAction
 from policy.transform import build_spec
+from region import ingest
 from region.node import now_ms
 
 
@@ -88,6 +90,33 @@ async def test_granted_records_cross_transformed_and_both_logs_agree(mesh: Mesh)
     check_logs(mesh, 300)
     assert mesh.verify_egress(cosignatures_min=1).ok
     assert mesh.verify_ingress().cosigned_size > 0
+
+
+@pytest.mark.parametrize("entries_sha256", [b"", b"o" * 32], ids=["of-before", "other-records"])
+async def test_a_receipt_that_is_not_for_the_records_sent_is_not_taken(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, entries_sha256: bytes
+) -> None:
+    sign = ingest.sign_receipt
+    await mesh.create()
+    await mesh.publish([flight(1)])
+    await mesh.grant()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ingest,
+            "sign_receipt",
+            lambda receipt, key: sign(msgspec.structs.replace(receipt, entries_sha256=entries_sha256), key),
+        )
+        async with mesh.agent() as agent:
+            await until(
+                lambda: (held := link(agent)) is not None and "entries_sha256 differ" in held.reason,
+                "the refusal",
+            )
+    async with mesh.agent() as agent:
+        # The range is answered again, with what it should have been answered.
+        await until(lambda: (held := link(agent)) is not None and held.crossed == 1, "the receipt")
+    await settle(mesh)
+    check_logs(mesh, 1)
+    assert len(mesh.headers(mesh.egress_folder, Kind.ACK)) == 1
 
 
 async def test_filtered_and_unreadable_records_stay_and_their_leaves_say_so(mesh: Mesh) -> None:

@@ -22,6 +22,7 @@ from bridge.crossing import (
     SealedRange,
     compile_terms,
     open_sealed,
+    range_entries,
     range_leaves,
     seal_nothing,
     seal_ranges,
@@ -50,6 +51,10 @@ AGENT = create_authority("us-east", "acme", NOW).issue_identity(
 PEER = Peer(AGENT.spiffe_id, AGENT.private_key.public_key(), NOW + DAY)
 SECRETS = LinkSecrets(b"l" * 32, b"f" * 32)
 APPENDED_MS = NOW - 5_000
+
+
+def leaves_of(sealed: SealedRange, route: Route) -> list[Leaf]:
+    return range_leaves(sealed, range_entries(sealed, route), route, NOW)
 
 
 def export_of(wanted: GrantTerms) -> ExportGrant:
@@ -146,7 +151,7 @@ def test_the_destination_makes_the_same_entries_from_what_arrives() -> None:
         record._replace(offset=offset)
         for offset, record in zip(crossing.source_offsets, decode_records(crossing.batch), strict=True)
     ]
-    (leaf,) = range_leaves(only, way, NOW)
+    (leaf,) = leaves_of(only, way)
     assert leaf.entries == pack_entries(records, way.committer)
     assert {record.timestamp_ms for record in records} == {APPENDED_MS}
 
@@ -164,7 +169,7 @@ def test_what_stays_is_withheld_with_its_reason_and_the_rest_crosses() -> None:
         NewRecord(departure(5)),
     ]
     (only,) = cross(way, records)
-    leaves = range_leaves(only, way, NOW)
+    leaves = leaves_of(only, way)
     assert withheld_for(leaves) == {
         TRANSFORM_FAILED: [102],
         FILTERED: [101],
@@ -183,14 +188,14 @@ def test_onward_transfer_crosses_where_the_grant_says_so_and_the_path_grows() ->
     assert crossing.batch is not None
     (record,) = decode_records(crossing.batch)
     assert record.headers[PATH_HEADER] == b"ap-south,us-east"
-    assert range_leaves(only, way, NOW)[0].header.path == ("ap-south", "us-east")
+    assert leaves_of(only, way)[0].header.path == ("ap-south", "us-east")
 
 
 def test_where_nothing_crosses_an_empty_envelope_moves_the_position() -> None:
     way = route()
     (only,) = cross(way, [NewRecord(b"no"), NewRecord(b"no")])
     assert arrived(way, [only]) == []
-    withheld, intent = range_leaves(only, way, NOW)
+    withheld, intent = leaves_of(only, way)
     assert (withheld.header.records, intent.header.records) == (2, 0)
     assert (intent.header.first_offset, intent.header.last_offset) == (100, 101)
 
@@ -201,7 +206,7 @@ def test_a_batch_whose_body_is_no_list_of_records_is_withheld_as_a_whole() -> No
     broken = replace(batch, header=batch.header._replace(body_checksum=body_checksum(body)), body=body)
     way = route()
     found = seal_ranges(sort_records(open_sealed(sealed(broken), data_key()), way), way)
-    leaves = [leaf for each in found for leaf in range_leaves(each, way, NOW)]
+    leaves = [leaf for each in found for leaf in leaves_of(each, way)]
     assert withheld_for(leaves) == {TRANSFORM_FAILED: [100, 101, 102]}
     assert arrived(way, found) == []
 
@@ -226,7 +231,7 @@ def test_a_record_that_is_too_large_with_its_path_stays_and_its_leaf_says_so() -
     note = "x" * (SEALABLE_BYTES_MAX - 4 - len('{"note":""}'))
     way = route(transform=build_spec())
     (only,) = cross(way, [NewRecord(json.dumps({"note": note}, separators=(",", ":")).encode())])
-    leaves = range_leaves(only, way, NOW)
+    leaves = leaves_of(only, way)
     assert withheld_for(leaves) == {TRANSFORM_FAILED: [100]}
     assert arrived(way, [only]) == []
 
@@ -271,7 +276,7 @@ def test_every_record_is_in_one_leaf_and_the_same_batch_gives_the_same_bytes(
     way = route(onward=onward, transform=build_spec(pseudonymize=["tailnum"], filter_="flight < 50"))
     first = 100 + min(cut, len(records) - 1)
     ranges = cross(way, records, first_offset=first)
-    leaves = [leaf for each in ranges for leaf in range_leaves(each, way, NOW)]
+    leaves = [leaf for each in ranges for leaf in leaves_of(each, way)]
     for leaf in leaves:
         encode_leaf(leaf)
     crossing = entries_of(leaves, Kind.INTENT)

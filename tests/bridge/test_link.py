@@ -66,7 +66,9 @@ def passage(
 
 def way(first: int, last: int, is_again: bool = False, size: int = 100) -> OnTheWay:
     envelope = b"%d-%d" % (first, last)
-    return OnTheWay(first, last, last - first + 1, envelope.ljust(size), sha256(envelope).digest(), is_again)
+    return OnTheWay(
+        first, last, last - first + 1, envelope.ljust(size), sha256(envelope).digest(), bytes(32), is_again
+    )
 
 
 def announced(first: int, last: int) -> Announced:
