@@ -32,6 +32,8 @@ from attacks.worlds import (
     TRUSTED,
     World,
     documents_of,
+    grant_of,
+    once,
     policy_of,
     revisions,
     terms_of,
@@ -78,11 +80,7 @@ def draw_log(random: Random, world: World, side: Side) -> dict[str, Any]:
         # Nothing is stopped: then approvals, policies and times decide.
         world = {**world, "standings": [], "denies": []}
     if random.random() < 0.3:
-        ruled = world["policies"][own]
-        # Which of the three follows from the policy: so there are twice as many policies to read, and not four times.
-        began, ended = ((10 * DAY, None), (11 * DAY, None), (None, 11 * DAY))[len(str(ruled)) % 3]
-        ruled = {**ruled, "valid_from": began, "valid_until": ended}
-        world = {**world, "policies": {**world["policies"], own: ruled}}
+        world = {**world, "policies": {**world["policies"], own: _begun_or_over(world["policies"][own])}}
     world = {**world, "grants": [_copied(held) for held in world["grants"]]}
     leaves_it_to_policies = random.random() < 0.5
     for held in world["grants"]:
@@ -103,6 +101,14 @@ def draw_log(random: Random, world: World, side: Side) -> dict[str, Any]:
     for entry, age in zip(entries, sorted(random.choices(AGES, k=len(entries)), reverse=True), strict=True):
         entry["time_ms"] = max(0, world["now"] - age)
     return {"side": side, "world": world, "entries": entries}
+
+
+@once
+def _begun_or_over(policy: dict[str, Any]) -> dict[str, Any]:
+    """The policy, in force from or until about when most worlds are asked. Which of the three follows from the policy, so that
+    there are twice as many to read and not four times."""
+    began, ended = ((10 * DAY, None), (11 * DAY, None), (None, 11 * DAY))[len(str(policy)) % 3]
+    return {**policy, "valid_from": began, "valid_until": ended}
 
 
 def _copied(held: dict[str, Any]) -> dict[str, Any]:
@@ -140,27 +146,17 @@ def leaves_of(world: World, log: dict[str, Any]) -> list[Leaf]:
         elif document.purpose is Purpose.APPROVAL:
             terms = known.get(document.claim.grant)
         elif document.purpose is Purpose.STANDING:
-            terms = known.get(_grant_of(world, data["grant"]))
+            terms = known.get(grant_of(world["grants"][data["grant"]]["terms"]))
         elif document.purpose is Purpose.EXPORT and not data["forged"]:
             held = next(held for held in world["grants"] if any(data is each for each in held["exports"]))
             found = terms_of(held["terms"])
-            known[_grant(found.hash())] = found
+            known[grant_of(held["terms"])] = found
         leaf = signed_leaf(
             document, own_region=SIDES[side], time_ms=entry["time_ms"], actor=ACTOR, terms=terms, policy=policy,
             drain_until_ms=entry["time_ms"] + GRACE_MS if data.get("action") == "revoke" else 0, side=side,
         )  # fmt: skip
         leaves.append(decode_leaf(encode_leaf(leaf)))
     return leaves
-
-
-def _grant(terms_hash: bytes) -> str:
-    from policy.terms import grant_id
-
-    return grant_id(terms_hash)
-
-
-def _grant_of(world: World, number: int) -> str:
-    return _grant(terms_of(world["grants"][number]["terms"]).hash())
 
 
 # -- the oracle's view of a log ------------------------------------------------------------------------
@@ -173,9 +169,10 @@ def view(world: World, log: dict[str, Any], upto: int, now: int, *, grace: bool)
         for entry in log["entries"][:upto]
         if not (grace and entry["time_ms"] > now - GRACE_MS and _stops(entry["made_of"]))
     ]
+    ids = set(map(id, here))
 
     def stand(documents: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [each for each in documents if any(each is data for data in here)]
+        return [each for each in documents if id(each) in ids]
 
     return {
         **world,

@@ -100,16 +100,23 @@ class Logs:
 
 
 def wanted(
-    world: dict[str, Any], log: dict[str, Any], at: int, now: int, crossing: dict[str, Any], may_stand: bool
+    world: dict[str, Any],
+    log: dict[str, Any],
+    at: int,
+    now: int,
+    crossing: dict[str, Any],
+    may_stand: bool,
+    has_terms: Sequence[bool],
 ) -> set[str]:
-    """What the report must call this crossing, as docs/reports.md says; nothing, where it may stand."""
+    """What the report must call this crossing, as docs/reports.md says; nothing, where it may stand. `has_terms`: of each grant,
+    `world_logs.has_terms`."""
     if may_stand:
         return set()
     named = set()
     if log["side"] is Side.EGRESS:
         number = crossing["grant"]
         terms = world["grants"][number]["terms"]
-        if crossing["other_hash"] or not world_logs.has_terms(world, log, number):
+        if crossing["other_hash"] or not has_terms[number]:
             named.add("crossed-without-terms")
         else:
             named |= {"crossed-after-expiry"} if now >= terms["expires"] else set()

@@ -7,11 +7,11 @@ and policies. Keys, policies and signatures are made once for equal data, so tha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from approvers import DAY, MADE_MS, approver, authority, roots
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
@@ -279,9 +279,22 @@ def draw(random: Random, pools: Pools) -> World:
 # -- rendering -----------------------------------------------------------------------------------------
 
 
-@cache
-def _policy(data: str) -> ResidencyPolicy:
-    found = json.loads(data)
+def once(make: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    """What is made of data, remembered for this very dict, which is kept. For what comes from pools: to find an equal dict by
+    its text costs more than most of what is asked of a world."""
+    made: dict[int, tuple[dict[str, Any], Any]] = {}
+
+    def remembered(data: dict[str, Any]) -> Any:
+        held = made.get(id(data))
+        if held is None:
+            held = made[id(data)] = data, make(data)
+        return held[1]
+
+    return remembered
+
+
+@once
+def policy_of(found: dict[str, Any]) -> ResidencyPolicy:
     exporting = found["region"] == SOURCE
 
     def where(value: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -333,13 +346,8 @@ def _policy(data: str) -> ResidencyPolicy:
     return parse_policy(json.dumps(document), f"{found['region']}.yaml")
 
 
-def policy_of(data: dict[str, Any]) -> ResidencyPolicy:
-    return _policy(json.dumps(data))
-
-
-@cache
-def _terms(data: str) -> GrantTerms:
-    found = json.loads(data)
+@once
+def terms_of(found: dict[str, Any]) -> GrantTerms:
     return GrantTerms(
         **{**found, "basis": Basis(found["basis"])},
         reference="R-1",
@@ -349,8 +357,14 @@ def _terms(data: str) -> GrantTerms:
     )
 
 
-def terms_of(data: dict[str, Any]) -> GrantTerms:
-    return _terms(json.dumps(data))
+@once
+def hash_of(terms: dict[str, Any]) -> bytes:
+    return cast("bytes", terms_of(terms).hash())
+
+
+@once
+def grant_of(terms: dict[str, Any]) -> str:
+    return grant_id(hash_of(terms))
 
 
 @lru_cache(maxsize=200_000)
@@ -430,7 +444,7 @@ def _made_under(world: World, region: str, half: dict[str, Any]) -> str:
 
 
 def grants_of(world: World) -> tuple[str, ...]:
-    return tuple(grant_id(terms_of(held["terms"]).hash()) for held in world["grants"])
+    return tuple(grant_of(held["terms"]) for held in world["grants"])
 
 
 def documents_of(world: World) -> Iterator[tuple[dict[str, Any], Document]]:
@@ -438,7 +452,7 @@ def documents_of(world: World) -> Iterator[tuple[dict[str, Any], Document]]:
     grants = grants_of(world)
     for number, held in enumerate(world["grants"]):
         name, terms = grants[number], terms_of(held["terms"])
-        terms_hash = terms.hash()
+        terms_hash = hash_of(held["terms"])
         for export in held["exports"]:
             body = canonical(
                 ExportGrant(
@@ -461,7 +475,7 @@ def documents_of(world: World) -> Iterator[tuple[dict[str, Any], Document]]:
             )  # fmt: skip
             yield half, _signed(Purpose.IMPORT, half["region"], body, half["forged"])
     for approval in world["approvals"]:
-        terms_hash = terms_of(world["grants"][approval["grant"]]["terms"]).hash()
+        terms_hash = hash_of(world["grants"][approval["grant"]]["terms"])
         yield (
             approval,
             _approval(terms_hash, approval["region"], approval["name"], approval["at"], approval["defect"]),
