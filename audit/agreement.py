@@ -31,6 +31,7 @@ from typing import Any, Final
 
 import msgspec
 
+from audit.crossed import Crossed
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, Terms
 from audit.legal_fields import legal_fields
 from audit.origin import Origin
@@ -65,6 +66,7 @@ from policy.grant import (
 from policy.residency import Decision, ResidencyPolicy, decide_grant, open_policy
 from policy.signed import Purpose, SignedDocument, decode_body, verify
 from policy.terms import GrantTerms
+from policy.truncation import Accepted, Truncation
 
 STANDING_GRACE_MS: Final = 10_000
 """What was on its way when a pause or a deny entry reached the log may still be written down so long after it."""
@@ -185,6 +187,8 @@ class Agreements:
         self._policies_seen = 0
         self.documents = 0
         """how many were verified"""
+        self.crossed = Crossed()
+        """which records crossed, and from which incarnation another goes on"""
 
     # -- documents -------------------------------------------------------------------------------------
 
@@ -318,6 +322,10 @@ class Agreements:
             case Standing():
                 if body.action is StandingAction.REVOKE:
                     held.revoked_by.add(body.region)
+                elif isinstance(body.truncation, Truncation):
+                    is_resend = body.action is StandingAction.RESEND
+                    goes_on = Accepted(body.truncation, body.region, body.at, is_resend)
+                    self.crossed.derive(goes_on.incarnation, goes_on.ended, goes_on.truncated_at)
         held.decisions.clear()
         held.approved_from.clear()
         return []

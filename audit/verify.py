@@ -329,7 +329,7 @@ class _Run:
                 report.find(10, sentence, leaf=index, path=path)
         # 7. Every record is accounted for once, under a grant.
         report.steps[6].checked += leaf.header.records
-        for sentence in (*self._granted(leaf), *self._continuity.apply(leaf)):
+        for sentence in (*self._granted(leaf), *self._continuity.apply(leaf), *self._again(leaf)):
             report.find(7, sentence, leaf=index, path=path)
         # 8. Every delivery has its receipt.
         if leaf.header.kind is Kind.ACK and leaf.header.side is Side.EGRESS:
@@ -366,6 +366,19 @@ class _Run:
         known = self._report.unsupported
         if not set(what) <= set(known):
             self._report.unsupported = (*known, *what)
+
+    def _again(self, leaf: Leaf) -> list[str]:
+        """Step 7, after a resend: what crossed before does not cross again."""
+        twice = self._agreements.crossed.take(leaf)
+        header = leaf.header
+        return (
+            [
+                f"{header.kind.name} of {header.stream}, shard {header.shard}: {twice} records of {header.first_offset}.."
+                f"{header.last_offset} had crossed before the resend."
+            ]
+            if twice
+            else []
+        )
 
     def _receipt(self, index: int, leaf: Leaf, path: str) -> None:
         report, header = self._report, leaf.header

@@ -30,11 +30,13 @@ from typing import Final, NamedTuple
 import msgspec
 from opentelemetry.trace import Span
 
+from audit.crossed import CROSSED_AHEAD, OffsetSet, ShardName, crossed_before
 from audit.errors import AuditUnavailableError
 from audit.leaf import GapKind, Header, Kind, Leaf, Side
 from audit.position import LinkShard
 from audit.receipt import differences, open_receipt
 from audit.stream_statement import Cut, StreamStatement, cut_of, open_statement
+from audit.tile import read_entries
 from audit.trail import Trail
 from bridge.budget import RateLimit, fits_budget
 from bridge.config import LimitsConfig
@@ -51,6 +53,7 @@ from bridge.crossing import (
     seal_ranges,
     sort_records,
 )
+from bridge.egress_disk import note_size
 from bridge.failpoint import Failpoints
 from bridge.ledger import Ledger, ShardAccount
 from bridge.link import Announced, Denials, LinkEvent, LinkPhase, OnTheWay, Passage, Todo, advance
@@ -229,6 +232,9 @@ class Carrier:
         self._passage: Passage | None = None
         self._route: Route | None = None
         self._source: SourceShard | None = None
+        self._own_before: OffsetSet | None = None
+        self._before: OffsetSet | None = None
+        """what crossed before a resend, by the egress log and by the destination"""
         self._held: SealedBatch | GapBody | None = None
         self._data_keys: dict[bytes, DataKey] = {}
         self._secrets: LinkSecrets | None = None
@@ -428,6 +434,7 @@ class Carrier:
             self._source = await self._take_statement(row, stream)
             self._log_old_incarnation(stream)
             self._check_source(self._source)
+            await self._take_crossed(trail, self._source)
             await self._take_secrets(row, stream)  # 2
             await self._open_channel(self._first_epoch(trail))  # 3
             assert self._channel is not None and self._passage is None
@@ -460,6 +467,7 @@ class Carrier:
         if self._channel is not None:
             self._channel.close()
         self._feed = self._channel = self._passage = self._route = self._held = self._source = None
+        self._own_before = self._before = None
         self._secrets = self._transform = None
         self._data_keys.clear()
         self._append_times.clear()
@@ -547,6 +555,22 @@ class Carrier:
             raise UnavailableError(f"{row.stream} was made anew while the link opened.", retry_after_ms=50)
         return SourceShard(answer.statement, statement, chain(statement.incarnation, row.accepted))
 
+    async def _take_crossed(self, trail: Trail, source: SourceShard) -> None:
+        """After a resend: what crossed before it, by the egress log. Reads the whole log, on another thread."""
+        lives = source.lives
+        if not any(each.accepted is not None and each.accepted.is_resend for each in lives):
+            return
+        link = self.link_shard
+        name = ShardName(
+            link.source_region, link.destination_region, link.stream, link.shard, link.destination_stream
+        )
+
+        def find() -> OffsetSet:
+            size = note_size(trail.publish())
+            return crossed_before((data for _, data in read_entries(trail.files, 0, size, size)), name, lives)
+
+        self._own_before = await asyncio.to_thread(find)
+
     def _check_source(self, source: SourceShard) -> None:
         """Raises CorruptionError(TRUNCATED) where the source no longer has what was read of it, after the GAP leaf of that."""
         ledger, live = self._shop.ledger, source.live
@@ -560,7 +584,8 @@ class Carrier:
         if each is not live:
             # It was accepted that the link goes on, and it has not begun to: no later than where the histories part.
             most = account.accounted_to if cut is None else min(cut.offset, account.accounted_to)
-            if source.begins_at <= most:
+            goes_on = cut is None or live.accepted is None or not live.accepted.is_resend
+            if source.begins_at <= most and goes_on:
                 return
             cut = Cut(source.statement.epoch_at(most), most)
         if cut is None:
@@ -578,17 +603,15 @@ class Carrier:
         assert source is not None and channel is not None
         last, at = trail.last_ack(self.link_shard), channel.opened.position
         account = self._shop.ledger.shard(self.link_shard, source.live.incarnation)
-        if (
-            last is None
-            or account is None
-            or last.incarnation != source.live.incarnation
-            or last.last_offset < at
-        ):
+        had = channel.opened.logged
+        if last is not None and last.incarnation == source.live.incarnation:
+            had = max(had, last.last_offset + 1)
+        if account is None or had <= at:
             return
         row = self.row
         said = (
-            f"{row.destination_region} gave receipts for {row.stream} shard {row.shard} up to offset {last.last_offset}, and "
-            f"now has what lies below {at}: its log was restored from an older copy, or lost records."
+            f"{row.destination_region} had {row.stream} shard {row.shard} up to offset {had - 1}, and now has what lies below "
+            f"{at}: {row.destination_stream} was deleted there, restored from an older copy, or lost records."
         )
         cut = Cut(source.statement.epoch_at(at), at)
         raise self._truncated(said, source.live.incarnation, account, cut, source)
@@ -681,9 +704,14 @@ class Carrier:
                 self.cut = CutState(source.live.incarnation, source.statement.epoch_at(at), at)
                 self.alarm = str(error)
             raise
-        if self._channel.opened.destination != row.destination_stream:
+        opened = self._channel.opened
+        if self._own_before is not None:
+            self._before = OffsetSet()
+            self._before.update(self._own_before)
+            self._before.add(opened.crossed_from, int.from_bytes(opened.crossed, "little"))
+        if opened.destination != row.destination_stream:
             raise RequestError(
-                f"{row.destination_region} would write to {self._channel.opened.destination}, the grant says "
+                f"{row.destination_region} would write to {opened.destination}, the grant says "
                 f"{row.destination_stream}.",
                 code=Code.GRANT_MISMATCH,
             )
@@ -698,7 +726,8 @@ class Carrier:
             accounted_to=(
                 account.accounted_to if account is not None and account.grant_id == self.row.grant else None
             ),
-            unanswered=self._unanswered(trail),
+            # Before that offset nobody knows any more what stayed for having crossed before.
+            unanswered=[each for each in self._unanswered(trail) if each.first_offset >= opened.crossed_from],
             envelopes_max=min(limits.envelopes, opened.envelopes_max),
             credit_bytes=min(limits.on_the_way, opened.credit_bytes),
             ask_again=self._ask_again,
@@ -715,7 +744,7 @@ class Carrier:
             self._wake.clear()
             if self._failed is not None:
                 raise self._failed
-            if self._leaving or self.row.verdict is not Verdict.RUN:
+            if self._leaving or self.row.verdict is not Verdict.RUN or self._goes_back():
                 await self._drain()
                 raise _Left
             if shop.clock_ms() >= terms.expires:
@@ -753,6 +782,14 @@ class Carrier:
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
 
+    def _goes_back(self) -> bool:
+        """Whether the shard crosses under another incarnation by now: a resend was asked for."""
+        source = self._source
+        assert source is not None
+        return (
+            chain(source.statement.incarnation, self.row.accepted)[-1].incarnation != source.live.incarnation
+        )
+
     async def _drain(self) -> None:
         """The link ends in order: nothing new is begun, receipts of what was sent are still taken."""
         passage = self._passage
@@ -781,9 +818,10 @@ class Carrier:
         if header.base_offset > passage.next_offset:
             self._gap(header.base_offset, GapKind.COMPACTION)
             return
-        if header.leader_epoch != self._route.key.scope.epoch:
+        if header.leader_epoch != self._route.key.scope.epoch or self._is_beyond(header):
             if not passage.is_empty:
-                # The transfer key is of one epoch: what is on the way under the old one is answered first.
+                # The transfer key is of one epoch, and what crossed before a resend is told page by page: what is on the way
+                # is answered first.
                 with suppress(TimeoutError):
                     async with asyncio.timeout(IDLE_S):
                         await self._wake.wait()
@@ -798,6 +836,13 @@ class Carrier:
             return
         feed.consumed(item.frame_bytes)
 
+    def _is_beyond(self, header: BatchHeader) -> bool:
+        """Whether the destination has not said yet if records of this batch crossed before a resend."""
+        assert self._channel is not None
+        opened = self._channel.opened
+        end = opened.position + CROSSED_AHEAD
+        return opened.crossed_more and header.next_offset > end and opened.position < header.base_offset
+
     async def _cross(self, item: SealedBatch, header: BatchHeader, rate: RateLimit) -> bool:
         """Steps 5 to 8 for one batch. False where the grant does not hold any more; then the rest of it stays."""
         shop, passage, route = self._shop, self._passage, self._route
@@ -809,7 +854,7 @@ class Carrier:
             data_key = await self._take_data_key(header.key_id)
         opened = open_sealed(item.body, data_key)  # 5
         at("open")
-        sorted_ = sort_records(opened, route)  # 6
+        sorted_ = sort_records(opened, route, self._before)  # 6
         at("transform")
         for sealed in seal_ranges(sorted_, route, passage.next_offset):  # 7
             terms = route.terms

@@ -27,6 +27,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from audit.crossed import OffsetSet
 from audit.leaf import (
     CommitmentKey,
     Committer,
@@ -66,7 +67,9 @@ TRANSFORM_FAILED: Final = "transform-failed"
 FILTERED: Final = "filtered"
 LOOP: Final = "loop"
 ONWARD: Final = "onward"
-REASONS: Final = (TRANSFORM_FAILED, FILTERED, LOOP, ONWARD)
+CROSSED_BEFORE: Final = "crossed-before"
+"""a resend passes by what crossed the first time"""
+REASONS: Final = (TRANSFORM_FAILED, FILTERED, LOOP, ONWARD, CROSSED_BEFORE)
 """Why records stay, in the order in which their leaves stand."""
 _CODES: Final = {
     TRANSFORM_FAILED: Code.TRANSFORM_FAILED,
@@ -215,8 +218,8 @@ def open_sealed(body: bytes | memoryview, data_key: DataKey) -> OpenedBatch:
     return OpenedBatch(plain.header, digest, sealed.header.key_id, records, problem, plain)
 
 
-def sort_records(opened: OpenedBatch, route: Route) -> SortedBatch:
-    """Step 6."""
+def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = None) -> SortedBatch:
+    """Step 6. `before`: source offsets that crossed before a resend, and stay."""
     header = opened.header
     staying: dict[str, Staying] = {}
     if opened.records is None:
@@ -238,6 +241,9 @@ def sort_records(opened: OpenedBatch, route: Route) -> SortedBatch:
     plain_headers: Mapping[str, bytes] = {PATH_HEADER: own_path}
     paths: set[bytes] = set()
     for record in opened.records:
+        if before is not None and record.offset in before:
+            stay(CROSSED_BEFORE, "It crossed before the resend.", record)
+            continue
         path = own_path
         if record.headers and PATH_HEADER in record.headers:
             found = _extend_path(record, route)

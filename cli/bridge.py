@@ -26,6 +26,7 @@ from cli.notify import Notifier
 from cli.output import iso, note, out, print_json, styled, table
 from cli.policy import fetch_policy
 from cli.process import PidFile, start_detached, stop
+from cli.resend import resend
 from cli.setting import (
     IdentityOption,
     JsonOption,
@@ -79,6 +80,7 @@ if TYPE_CHECKING:  # the agent and what samples a stream are loaded by the comma
 
 app = typer.Typer(no_args_is_help=True)
 app.command("approve")(approve)
+app.command("resend")(resend)
 app.command("submit")(submit)
 
 What = Annotated[Literal["stream"], typer.Argument(help="The word `stream`.")]

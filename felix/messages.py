@@ -585,6 +585,14 @@ class IngestOpened(Message, frozen=True, tag="ingest_opened"):
     position: int
     credit_bytes: int
     envelopes_max: int
+    logged: int = 0
+    """source offsets below stand in the ingress log; where that is more than `position`, records are gone here"""
+    crossed_from: int = 0
+    crossed: bytes = b""
+    """after a resend: a bit for each source offset from `crossed_from` on, lowest first, set where the record crossed before
+    and must not come again"""
+    crossed_more: bool = False
+    """further on others crossed, too: open anew there"""
 
 
 class OpenQueue(Message, frozen=True, tag="open_queue"):

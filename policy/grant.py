@@ -144,6 +144,8 @@ class StandingAction(StrEnum):
     REVOKE = "revoke"
     ACCEPT_TRUNCATION = "accept-truncation"
     """a link that stopped because what had crossed is gone goes on (policy.truncation)"""
+    RESEND = "resend"
+    """the source goes back for records that stayed, under the terms that hold now (policy.truncation)"""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -158,11 +160,14 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     by: Line
     reason: OptionalLine = ""
     truncation: Truncation | msgspec.UnsetType = msgspec.UNSET
-    """of `accept-truncation`, and of nothing else"""
+    """of `accept-truncation` and `resend`, and of nothing else"""
 
     def __post_init__(self) -> None:
-        if (self.action is StandingAction.ACCEPT_TRUNCATION) != isinstance(self.truncation, Truncation):
-            raise ValueError("accept-truncation names a truncation, and nothing else does")
+        goes_back = self.action in (StandingAction.ACCEPT_TRUNCATION, StandingAction.RESEND)
+        if goes_back != isinstance(self.truncation, Truncation):
+            raise ValueError(
+                "accept-truncation and resend name where the link goes on, and nothing else does"
+            )
 
 
 class DenyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -667,7 +672,8 @@ class GrantBook:
         key = (standing.grant, standing.region)
         if isinstance(standing.truncation, Truncation):
             cut = standing.truncation
-            accepted = Accepted(cut, standing.region, standing.at)
+            is_resend = standing.action is StandingAction.RESEND
+            accepted = Accepted(cut, standing.region, standing.at, is_resend)
             self._truncations.setdefault((cut.stream, cut.shard), []).append((standing.grant, accepted))
             return
         held = self._standings.get(key)
@@ -675,12 +681,15 @@ class GrantBook:
             self._standings[key] = standing
 
     def accepted_truncations(self, grant: str, stream: str, shard: int) -> dict[str, Accepted]:
-        """What was accepted of a shard, under this grant or another into the same stream of the same region, by the incarnation
+        """Truncations and resends of a shard, under this grant or another into the same stream of the same region, by the incarnation
         (hex) that each ends."""
         ends = self._ends_of(grant, stream)
         accepted: dict[str, Accepted] = {}
         for named, found in self._truncations.get((stream, shard), ()):
-            if found.region not in ends[:2] or (named != grant and self._ends_of(named, stream) != ends):
+            # What it lets go out again is the source's word alone; what is gone, either end's.
+            if found.region not in ends[: 1 if found.is_resend else 2] or (
+                named != grant and self._ends_of(named, stream) != ends
+            ):
                 continue
             held = accepted.get(found.truncation.incarnation)
             # Where both regions accept the end of one incarnation, the later word counts, whatever order they came in.

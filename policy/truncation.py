@@ -1,9 +1,12 @@
-"""Truncations that an operator accepted: where a link goes on whose source, or whose destination, lost what had crossed. Pure.
+"""Truncations that an operator accepted, and resends: where a link goes on, below what it had dealt with. Pure.
 
 A link that finds the history of its source cut back, or its destination behind what was acknowledged, stops. One of the
 two regions decides that it goes on, and signs where: a `Standing` with the action `accept-truncation` and a `Truncation`.
 From there on the link's records cross under a *derived incarnation*: positions, leaves and proofs of both sides begin
 anew at the offset that was accepted, under the same rules as those of any stream.
+
+An operator of the source goes back in the same way for what stayed: a `Standing` with the action `resend`. Under the
+derived incarnation that it begins, records that crossed before stay, and the destination refuses them (audit.crossed).
 
 Invariants: what is accepted ends one incarnation and begins one, which nothing else derives; the chain from the stream's
 own incarnation to the one that lives follows from the signed documents alone, in whatever order they came.
@@ -28,9 +31,10 @@ Incarnation = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
 
 class Truncation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is accepted: `incarnation` (hex), under which the shard crossed so far, ends; it goes on from source offset `offset`.
+    """`incarnation` (hex), under which the shard crossed so far, ends; it goes on from source offset `offset`.
 
-    `epoch` is the source's epoch that begins there, or was current where the destination lost records.
+    `epoch` is the source's epoch that begins there, or was current where the destination lost records; 0 of a
+    resend.
     """
 
     stream: str
@@ -41,21 +45,31 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Accepted(NamedTuple):
-    """A truncation, who accepted it, and when (ms since the Unix epoch)."""
+    """A truncation, who accepted it, and when (ms since the Unix epoch); or a resend, which lost nothing."""
 
     truncation: Truncation
     region: str
     at: int
+    is_resend: bool = False
 
     @property
     def incarnation(self) -> bytes:
         """The derived incarnation that begins: 16 bytes of SHA-256 over all of it."""
         cut = self.truncation
         ended = bytes.fromhex(cut.incarnation)
-        message = bind(
-            "accepted-truncation", cut.stream, cut.shard, ended, cut.epoch, cut.offset, self.region, self.at
-        )
+        purpose = "resend" if self.is_resend else "accepted-truncation"
+        message = bind(purpose, cut.stream, cut.shard, ended, cut.epoch, cut.offset, self.region, self.at)
         return hashlib.sha256(message).digest()[:16]
+
+    @property
+    def ended(self) -> bytes:
+        """The incarnation that ends."""
+        return bytes.fromhex(self.truncation.incarnation)
+
+    @property
+    def truncated_at(self) -> int | None:
+        """From where on the source's records are others than those that crossed; None: they are all the same."""
+        return None if self.is_resend else self.truncation.offset
 
 
 class Live(NamedTuple):

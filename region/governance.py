@@ -19,13 +19,15 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from audit.crossed import OffsetSet, ShardName, crossed_before
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.proof import find_leaves
 from audit.signed_leaf import signed_leaf
+from audit.tile import read_entries
 from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
 from audit.witness import Witness
@@ -58,6 +60,7 @@ from policy.grant import (
 from policy.residency import ResidencyPolicy, check_successor, open_policy
 from policy.signed import Purpose, SignedDocument, decode_body, verify
 from policy.terms import GrantTerms
+from policy.truncation import Live
 from region.broker import Broker
 from region.document_log import DocumentLog
 from region.metadata.catalog import Catalog
@@ -123,6 +126,7 @@ _DONE: Final = {
     StandingAction.RESUME: "resumed",
     StandingAction.REVOKE: "revoked",
     StandingAction.ACCEPT_TRUNCATION: "to go on after a truncation, accepted",
+    StandingAction.RESEND: "to send again what stayed, asked for",
 }
 _PURPOSES: Final = {
     "export": Purpose.EXPORT,
@@ -1015,6 +1019,17 @@ class Governance:
                 f"The ingress log has no leaf for source offset {source_offset} of {scope}.",
                 code=Code.NOT_FOUND,
             )
+
+        return await asyncio.to_thread(find)
+
+    async def crossed_before(self, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
+        """What the ingress log says that arrived of a shard before the newest of `lives` began. Reads the whole log, on
+        another thread."""
+
+        def find() -> OffsetSet:
+            size = note_size(self.trail.publish())
+            found = read_entries(self.trail.files, 0, size, size)
+            return crossed_before((data for _, data in found), name, lives)
 
         return await asyncio.to_thread(find)
 

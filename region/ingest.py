@@ -34,12 +34,13 @@ import asyncio
 import logging
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
 
+from audit.crossed import CROSSED_AHEAD, CROSSED_BEHIND_MAX, OffsetSet, ShardName
 from audit.leaf import CommitmentKey, Committer, EncodedLeaf, Header, Kind, Side, encode_part
 from audit.position import LinkShard
 from audit.receipt import Receipt, sign_receipt
@@ -269,6 +270,9 @@ class IngestStream:
         self._inspection: Inspection
         self._meter: GrantMeter
         self._position = Position(0)
+        self._logged_to = 0
+        self._before = OffsetSet()
+        """what crossed before a resend"""
         self._record: LinkRecord
         self._slot = 0
         self._old_slot = 0
@@ -379,6 +383,7 @@ class IngestStream:
         await self._landing.settled.wait()
         self._landing.grant_id = self._grant_id
         try:
+            self._before = await self._crossed_before(scope, statement)
             self._record = self._recorded(request, statement)
         except UnavailableError as error:
             self._fail(error, correlation)
@@ -393,10 +398,50 @@ class IngestStream:
         self._meter = desk.meter(request.grant)
         self._is_open = True
         session.widen()
-        opened = IngestOpened(
-            str(terms.destination), self._position.next_offset, INGEST_WINDOW_BYTES, ENVELOPES_MAX
+        self._logged_to = self._logged_below(scope)
+        opened = self._told(
+            IngestOpened(
+                str(terms.destination),
+                self._position.next_offset,
+                INGEST_WINDOW_BYTES,
+                ENVELOPES_MAX,
+                self._logged_to,
+            )
         )
         self._send(encode_message(FrameType.ANSWER, opened, correlation))
+
+    async def _crossed_before(self, scope: TransferScope, statement: StreamStatement) -> OffsetSet:
+        """After a resend: what arrived before, and must not again. Empty where nobody asked for one."""
+        lives = self._desk.governance.book.incarnations(
+            scope.grant_id, str(scope.stream), scope.shard, statement.incarnation
+        )
+        if not any(live.accepted is not None and live.accepted.is_resend for live in lives):
+            return OffsetSet()
+        link = _link_shard(scope)
+        name = ShardName(
+            link.source_region, link.destination_region, link.stream, link.shard, link.destination_stream
+        )
+        return await self._desk.governance.crossed_before(name, lives)
+
+    def _logged_below(self, scope: TransferScope) -> int:
+        """Below which source offset the ingress log says that records arrived under this incarnation."""
+        last = self._desk.governance.trail.last_ack(_link_shard(scope))
+        return last.last_offset + 1 if last is not None and last.incarnation == scope.incarnation else 0
+
+    def _told(self, opened: IngestOpened) -> IngestOpened:
+        """With what crossed before a resend, from the oldest range on that may be sent again."""
+        position, before = self._position, self._before
+        if not before.next:
+            return opened
+        oldest = min((landed.source_base for landed in position.newest), default=position.next_offset)
+        first = max(oldest, position.next_offset - CROSSED_BEHIND_MAX)
+        end = position.next_offset + CROSSED_AHEAD
+        return msgspec.structs.replace(
+            opened,
+            crossed_from=first,
+            crossed=before.page(first, end - first),
+            crossed_more=before.next > end,
+        )
 
     def _statement(self, request: OpenIngest) -> StreamStatement:
         """The source region's word on the shard. Raises TamperError, RequestError where it is about something else."""
@@ -491,6 +536,13 @@ class IngestStream:
                 f"{where} of {region} crossed under a truncation that is not known here any more.",
                 code=Code.TRUNCATED,
                 hint="Bring the document that accepted it back.",
+            )
+        if cut is not None and live.accepted is not None and live.accepted.is_resend:
+            raise CorruptionError(
+                f"{region} cut {where} back to offset {shared} or further, and then asked for a resend; records up to "
+                f"{held.read_to - 1}, of epoch {held.epoch}, had crossed.",
+                code=Code.TRUNCATED,
+                hint=f"An operator of {region} decides: felix bridge resume {request.grant} --accept-truncation.",
             )
         most = min(held.position.next_offset, shared)
         if goes_on > most:
@@ -600,10 +652,18 @@ class IngestStream:
                     code=Code.POSITION_GAP,
                     hint="Open the ingest stream again, and go on from the position it answers.",
                 )
+        if again is None and header.base_offset < self._logged_to:
+            raise CorruptionError(
+                f"Source offsets below {self._logged_to} arrived before; they are gone from {self._hosted.name}.",
+                code=Code.TRUNCATED,
+                hint="An operator of the source decides: felix bridge resume GRANT --accept-truncation.",
+            )
         leaf = self._leaf(header, envelope.hash)
         found = await self._stepped(  # 4, 5
             inspect(self._key, envelope, self._peer(), self._inspection, self._committer, leaf)
         )
+        if found is not None and header.base_offset < self._before.next:
+            self._check_new(found.offsets)
         if found is None or not await self._turn(found.size_bytes if again is None else 0):
             return
         # From here to the append nothing waits: what is asked now is true then.
@@ -656,6 +716,15 @@ class IngestStream:
             # What comes over a border was promised there record by record: none is left out.
             as_it_is=True,
         )
+
+    def _check_new(self, offsets: Sequence[int]) -> None:
+        """Raises RequestError(CONFLICT) for a record that crossed before a resend."""
+        twice = next((offset for offset in offsets if offset in self._before), None)
+        if twice is not None:
+            raise RequestError(
+                f"The record at source offset {twice} crossed before; a resend is for those that stayed.",
+                code=Code.CONFLICT,
+            )
 
     async def _stepped(self, steps: Steps) -> Inspected | None:
         """Drive the steps; others have their turn in between. None where the stream ended meanwhile."""

@@ -10,7 +10,7 @@ Callers: region.ingest.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from hashlib import sha256
 from typing import Final, NamedTuple
 
@@ -40,6 +40,8 @@ class Inspected(NamedTuple):
     """of the range's audit leaves"""
     entries_sha256: bytes
     """of the packed entries of them all, for the receipt"""
+    offsets: Sequence[int]
+    """of the records, at the source"""
 
 
 def inspect(
@@ -57,7 +59,7 @@ def inspect(
     crossing = open_envelope(key, envelope, agent)
     yield
     if crossing.batch is None:
-        return Inspected(None, 0, 0, tuple(iter_leaf_parts(leaf, b"")), sha256().digest())
+        return Inspected(None, 0, 0, tuple(iter_leaf_parts(leaf, b"")), sha256().digest(), ())
     columns = decode_columns(crossing.batch)
     yield
     offsets, packed, size = crossing.source_offsets, [], 0
@@ -79,7 +81,7 @@ def inspect(
         parts.append(part)
         digest.update(part.entries)
         yield
-    return Inspected(crossing.batch, len(packed), size, tuple(parts), digest.digest())
+    return Inspected(crossing.batch, len(packed), size, tuple(parts), digest.digest(), offsets)
 
 
 def _at(error: RequestError, offset: int) -> RequestError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from audit.spark.reconciliation import PASSED_BY
 from audit.spark.table import Column, Type
 
 if TYPE_CHECKING:
@@ -130,7 +131,11 @@ def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataF
             UNION ALL
             SELECT '{REFUSED}', concat('withheld-', reason), source_region, destination_region, stream, grant_id,
                    bridge, 'cross', rule, code, sentence, records, time_ms, log, leaf_index
-            FROM {{leaves}} WHERE kind = 'WITHHELD' AND side = 'egress'
+            FROM {{leaves}} WHERE kind = 'WITHHELD' AND side = 'egress' AND NOT ({PASSED_BY})
+            UNION ALL
+            SELECT '{NOTICE}', 'resend', source_region, destination_region, stream, grant_id, actor, action, rule, code,
+                   'The source region had records that had stayed cross under this grant.', 0, time_ms, log, leaf_index
+            FROM {{leaves}} WHERE kind = 'STANDING' AND action = 'resend'
             UNION ALL
             SELECT '{NOTICE}', concat('gap-', gap), source_region, destination_region, stream, grant_id,
                    bridge, 'read', NULL, code,

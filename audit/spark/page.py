@@ -199,6 +199,7 @@ def _summary(report: Report) -> str:
     gap = sum(row["gap"] for row in rows)
     crossed = sum(row["crossed"] for row in rows)
     withheld = sum(row["withheld"] for row in rows)
+    passed_by = sum(row["passed_by"] for row in rows)
     delivered = sum(row["delivered"] for row in rows)
     transfers = [row for row in report.register.records() if row["terms_hash"]]
     cards = "".join(
@@ -229,9 +230,11 @@ def _summary(report: Report) -> str:
         term(crossed, "crossed"),
     ]
     parts += ['<div class="sign">+</div>', term(withheld, "withheld")]
+    if passed_by:
+        parts += ['<div class="sign">+</div>', term(passed_by, "passed by in a resend")]
     if gap:
         parts += ['<div class="sign">+</div>', term(gap, "in declared gaps")]
-    rest = covered - crossed - withheld - gap
+    rest = covered - crossed - withheld - passed_by - gap
     if rest > 0:
         parts += ['<div class="sign">+</div>', term(rest, "unaccounted")]
     elif rest < 0:
@@ -479,13 +482,13 @@ def _reconciliation(report: Report) -> str:
         "Egress against ingress, per shard",
         (
             ("Stream", False), ("Link", False), ("Shard", True), ("Offsets", True), ("Covered", True), ("Crossed", True),
-            ("Withheld", True), ("Gap", True), ("Receipts", True), ("Delivered", True), ("Status", False),
+            ("Withheld", True), ("Passed by", True), ("Gap", True), ("Receipts", True), ("Delivered", True), ("Status", False),
         ),
         [
             (
                 _as_named(row), _link(row), count(row["shard"]),
                 f"{_text(row['first_offset'])}–{_text(row['last_offset'])}", count(row["covered"]), count(row["crossed"]),
-                count(row["withheld"]), count(row["gap"]), count(row["acknowledged"]), count(row["delivered"]),
+                count(row["withheld"]), count(row["passed_by"]), count(row["gap"]), count(row["acknowledged"]), count(row["delivered"]),
                 _badge(_STATUS[row["status"]], row["status"]),
             )
             for row in rows[:ROWS_MAX]

@@ -14,7 +14,7 @@ is accounted for under each.
 2. envelopes that this does not show to be alike are compared record by record, commitment by commitment, where the
    leaves stand (`audit.spark.comparison`): records are never shuffled, and logs that agree are never read again;
 3. per shard, the source offsets that INTENT, WITHHELD and GAP leaves cover must follow each other without a hole
-   and without two INTENT leaves over the same offset, and covered = crossed + withheld + gaps. A link may go on
+   and without two INTENT leaves over the same offset, and covered = crossed + withheld + passed by in a resend + gaps. A link may go on
    further ahead where another grant begins; what lies between is counted as skipped.
 
 An INTENT later than its shard's last receipt may be in flight while the log is copied; it is reported as `open`,
@@ -36,6 +36,9 @@ DIFFERS: Final = "differs"
 ONE_SIDE: Final = "one side only"
 """The counterpart's log was not among those given: nothing to hold this one against."""
 
+PASSED_BY: Final = "kind = 'WITHHELD' AND reason <=> 'crossed-before'"
+"""Leaves about records that a resend leaves out, since they crossed before it: nothing that was withheld from anybody."""
+
 COLUMNS: Final = (
     Column("source_region", Type.TEXT, "From region"),
     Column("destination_region", Type.TEXT, "To region"),
@@ -49,9 +52,14 @@ COLUMNS: Final = (
     Column("covered", Type.COUNT, "Offsets covered", "by INTENT, WITHHELD and GAP leaves together"),
     Column("crossed", Type.COUNT, "Records crossed"),
     Column("withheld", Type.COUNT, "Records withheld"),
+    Column(
+        "passed_by", Type.COUNT, "Records passed by", "left out of a resend, since they crossed before it"
+    ),
     Column("gap", Type.COUNT, "Offsets in gaps", "declared by GAP leaves"),
     Column("skipped", Type.COUNT, "Offsets skipped", "left out where one grant ended and another began"),
-    Column("unaccounted", Type.COUNT, "Offsets unaccounted", "covered - crossed - withheld - gap"),
+    Column(
+        "unaccounted", Type.COUNT, "Offsets unaccounted", "covered - crossed - withheld - passed_by - gap"
+    ),
     Column("acknowledged", Type.COUNT, "Records with a receipt"),
     Column("delivered", Type.COUNT, "Records delivered"),
     Column("crossed_bytes", Type.COUNT, "Bytes crossed"),
@@ -331,7 +339,9 @@ def shards(leaves: DataFrame, findings: DataFrame) -> DataFrame:
         sums AS (
             SELECT {_SHARD}, min(first_offset) AS first_offset, max(last_offset) AS last_offset,
                    coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'INTENT'), 0) AS crossed,
-                   coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'WITHHELD'), 0) AS withheld,
+                   coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'WITHHELD'), 0)
+                       - coalesce(sum(records) FILTER (WHERE side = 'egress' AND {PASSED_BY}), 0) AS withheld,
+                   coalesce(sum(records) FILTER (WHERE side = 'egress' AND {PASSED_BY}), 0) AS passed_by,
                    coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'ACK'), 0) AS acknowledged,
                    coalesce(sum(records) FILTER (WHERE side = 'ingress' AND kind = 'ACK'), 0) AS delivered,
                    coalesce(sum(record_bytes) FILTER (WHERE side = 'egress' AND kind = 'INTENT'), 0)
@@ -361,7 +371,7 @@ def shards(leaves: DataFrame, findings: DataFrame) -> DataFrame:
         joined AS (
             SELECT sums.*, coalesce(reach.covered, 0) AS covered, coalesce(reach.gap, 0) AS gap,
                    coalesce(reach.skipped, 0) AS skipped,
-                   coalesce(reach.covered - sums.crossed - sums.withheld - reach.gap, 0) AS unaccounted,
+                   coalesce(reach.covered - sums.crossed - sums.withheld - sums.passed_by - reach.gap, 0) AS unaccounted,
                    coalesce(counted.findings, 0) AS findings, coalesce(counted.open, 0) AS open, links.has_both
             FROM sums
             LEFT JOIN reach ON {_same("sums", "reach", SHARD_KEY)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from audit.spark.reconciliation import PASSED_BY
 from audit.spark.table import Column, Type
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
             -- A region's own log names who was refused, and no bridge: it is the same one where the actor carries.
             SELECT * EXCEPT (bridge), CASE WHEN kind = 'DENY' THEN coalesce(bridge, actor) ELSE bridge END AS bridge,
                       kind = 'INTENT' AND side = 'egress' AS is_intent,
-                      kind = 'WITHHELD' AND side = 'egress' AS is_withheld,
+                      kind = 'WITHHELD' AND side = 'egress' AND NOT ({PASSED_BY}) AS is_withheld,
                       kind = 'ACK' AND side = 'egress' AS is_receipt,
                       kind = 'ACK' AND side = 'ingress' AS is_arrival,
                       kind = 'DENY' AS is_denial

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from audit.spark.reconciliation import PASSED_BY
 from audit.spark.table import Column, Type
 
 if TYPE_CHECKING:
@@ -34,18 +35,19 @@ COLUMNS: Final = (
 def by_day(leaves: DataFrame, terms: DataFrame) -> DataFrame:
     """One row per UTC day, link, stream, purpose and basis. `leaves` are those of the window."""
     return leaves.sparkSession.sql(
-        """
+        f"""
         SELECT date_format(timestamp_millis(leaves.time_ms), 'yyyy-MM-dd') AS day,
                leaves.source_region, leaves.destination_region, leaves.stream, terms.purpose, terms.basis,
                coalesce(sum(leaves.records) FILTER (WHERE leaves.kind = 'INTENT'), 0) AS records,
                coalesce(sum(leaves.record_bytes) FILTER (WHERE leaves.kind = 'INTENT'), 0) AS record_bytes,
                coalesce(sum(leaves.records) FILTER (WHERE leaves.kind = 'WITHHELD'), 0) AS withheld,
                count(*) FILTER (WHERE leaves.kind = 'DENY') AS denied
-        FROM {leaves} AS leaves LEFT JOIN {terms} AS terms ON leaves.terms_hash = terms.terms_hash
-        WHERE (leaves.kind IN ('INTENT', 'WITHHELD') AND leaves.side = 'egress') OR leaves.kind = 'DENY'
+        FROM {{leaves}} AS leaves LEFT JOIN {{terms}} AS terms ON leaves.terms_hash = terms.terms_hash
+        WHERE (leaves.kind IN ('INTENT', 'WITHHELD') AND leaves.side = 'egress' AND NOT ({PASSED_BY}))
+              OR leaves.kind = 'DENY'
         GROUP BY ALL
         ORDER BY day, source_region, destination_region, stream, purpose, basis
-        """,
+        """,  # noqa: S608
         leaves=leaves,
         terms=terms,
     )
@@ -64,7 +66,7 @@ def time_line(leaves: DataFrame, width_ms: int) -> DataFrame:
                coalesce(sum(records) FILTER (WHERE kind = 'INTENT'), 0) AS records,
                coalesce(sum(record_bytes) FILTER (WHERE kind = 'INTENT'), 0) AS record_bytes,
                coalesce(sum(records) FILTER (WHERE kind = 'WITHHELD'), 0) AS withheld
-        FROM {{leaves}} WHERE kind IN ('INTENT', 'WITHHELD') AND side = 'egress'
+        FROM {{leaves}} WHERE kind IN ('INTENT', 'WITHHELD') AND side = 'egress' AND NOT ({PASSED_BY})
         GROUP BY ALL ORDER BY start_ms, stream
         """,  # noqa: S608  # an int
         leaves=leaves,

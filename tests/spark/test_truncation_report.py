@@ -1,4 +1,4 @@
-"""The report over two logs of a stream whose source was put back, and that goes on under a derived incarnation."""
+"""The report over two logs of a stream that goes on under a derived incarnation: its source was put back, or what stayed was sent again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from crossing_logs import DEPARTURES, INCARNATION, START_MS, World, trust, write_world
 
-from audit.leaf import GapKind, Kind, Leaf, Side
+from audit.leaf import GapKind, Header, Kind, Leaf, Side
 from audit.spark.report import run_report
 
 
@@ -50,3 +50,35 @@ def test_a_truncation_is_shown_and_both_logs_reconcile(spark: Any, tmp_path: Pat
         [(INCARNATION.hex(), 20, 20, 0, 0), ((b"derived" + bytes(9)).hex(), 30, 30, 0, 0)]
     )
     assert "gap-truncation" in {row["exception"] for row in result.report.exceptions.records()}
+
+
+DERIVED = b"resent" + bytes(10)
+
+
+@dataclass
+class ResentWorld(CutWorld):
+    def header(self, kind: Kind, side: Side, time_ms: int, stream: str, **more: Any) -> Header:
+        if kind is Kind.WITHHELD and self.incarnation == DERIVED:
+            more |= {"reason": "crossed-before", "code": 0}
+        return super().header(kind, side, time_ms, stream, **more)
+
+
+def test_a_resend_is_shown_and_both_logs_reconcile(spark: Any, tmp_path: Path) -> None:
+    world = ResentWorld()
+    world.grant(DEPARTURES, START_MS)
+    world.batch(DEPARTURES, 0, START_MS, 10, withheld=1.0)
+    world.batch(DEPARTURES, 0, START_MS + 1_000, 10, withheld=0.0)
+    world.offsets[DEPARTURES, 0], world.incarnation = 0, DERIVED
+    world.batch(DEPARTURES, 0, START_MS + 2_000, 10, withheld=0.0)
+    world.batch(DEPARTURES, 0, START_MS + 3_000, 10, withheld=1.0)
+    result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)
+    report = result.report
+    assert report.findings.records() == []
+    rows = {
+        row["incarnation"]: (row["crossed"], row["delivered"], row["withheld"], row["passed_by"], row["unaccounted"])
+        for row in report.reconciliation.records()
+    }  # fmt: skip
+    assert rows == {INCARNATION.hex(): (10, 10, 10, 0, 0), DERIVED.hex(): (10, 10, 0, 10, 0)}
+    (transfer,) = report.register.records()
+    assert (transfer["records"], transfer["withheld"]) == (20, 10)
+    assert "passed by in a resend" in (tmp_path / "out" / "report.html").read_text()

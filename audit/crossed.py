@@ -1,0 +1,200 @@
+"""Which records of a shard crossed, by source offset, and under which incarnation: what crossed is not sent again. Pure.
+
+After a truncation that was accepted, and after a resend, a link's records cross under a derived incarnation that begins
+at an offset below what had crossed (policy.truncation). Below an accepted truncation the records are those that crossed;
+from there on the source has others. After a resend they are all the same records, and only those that stayed the first
+time may cross now. `Crossed.before` says which crossed already; `Crossed.take` counts those that do so again.
+
+Invariants: what is held is a bit per offset, in chunks; a chunk of which every offset crossed costs nothing.
+Callers: audit.verify (holds both logs to it), region.ingest (refuses what crossed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from audit.leaf import Header, Kind, Leaf, Side, decode_leaf, iter_entries, read_header
+from policy.truncation import Live
+
+CHUNK: Final = 1 << 16
+"""Offsets of one chunk: 8 kB where some of them crossed."""
+DERIVED_MAX: Final = 1 << 16
+"""Derived incarnations that are remembered of one log."""
+CROSSED_AHEAD: Final = 1 << 18
+"""Of how many source offsets from its position on a destination says at once whether they crossed before a resend: four of
+the largest batches."""
+CROSSED_BEHIND_MAX: Final = 3 << 19
+"""And of how many behind: 24 of the largest batches. Both together are 224 KiB, and a control frame takes 256."""
+_FULL: Final = (1 << CHUNK) - 1
+
+
+class OffsetSet:
+    """A set of offsets, given and asked for as bit masks: bit 0 stands for the first offset."""
+
+    __slots__ = ("_chunks", "next")
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, int] = {}
+        self.next = 0
+        """the offset after the highest"""
+
+    def add(self, first: int, mask: int) -> None:
+        """Put the offsets of `mask` in, whose lowest bit is `first`."""
+        self.next = max(self.next, first + mask.bit_length())
+        for chunk, at, part in _parts(first, mask):
+            held = self._chunks.get(chunk, 0) | part << at
+            # One object for all full chunks.
+            self._chunks[chunk] = _FULL if held == _FULL else held
+
+    def common(self, first: int, mask: int) -> int:
+        """Those of `mask` that are in the set, as a mask."""
+        found, done = 0, 0
+        for chunk, at, part in _parts(first, mask):
+            found |= (self._chunks.get(chunk, 0) >> at & part) << done
+            done += CHUNK - at
+        return found
+
+    def page(self, first: int, count: int) -> bytes:
+        """A bit for each of `count` offsets from `first` on, the lowest bit of the first byte first."""
+        return self.common(first, (1 << count) - 1).to_bytes(-(-count // 8), "little").rstrip(b"\0")
+
+    def __contains__(self, offset: int) -> bool:
+        return bool(self._chunks.get(offset // CHUNK, 0) >> offset % CHUNK & 1)
+
+    def update(self, other: OffsetSet, below: int | None = None) -> None:
+        """Put another set's offsets in, all or those below a bound."""
+        for chunk, held in other._chunks.items():
+            first = chunk * CHUNK
+            if below is None or first + CHUNK <= below:
+                self.add(first, held)
+            elif first < below:
+                self.add(first, held & (1 << below - first) - 1)
+
+
+def _parts(first: int, mask: int) -> Iterator[tuple[int, int, int]]:
+    """Chunk, first bit in it, and the mask's bits there."""
+    while mask:
+        chunk, at = divmod(first, CHUNK)
+        room = CHUNK - at
+        yield chunk, at, mask & (1 << room) - 1
+        mask >>= room
+        first += room
+
+
+class ShardName(NamedTuple):
+    """A shard on its way into one stream of one region, whoever carries it."""
+
+    source_region: str
+    destination_region: str
+    stream: str
+    shard: int
+    destination_stream: str
+
+    @classmethod
+    def of(cls, header: Header) -> ShardName:
+        """The one that a leaf is about."""
+        return cls(
+            header.source_region,
+            header.destination_region,
+            header.stream,
+            header.shard,
+            header.destination_stream,
+        )
+
+
+class _Origin(NamedTuple):
+    ended: bytes
+    below: int | None
+    """of what crossed under `ended`, only offsets below are the same records; None: all are"""
+
+
+class Crossed:
+    """Fed with a log's leaves in order. In an egress log a record crossed once its INTENT has its ACK; in an ingress log,
+    by its ACK leaf."""
+
+    def __init__(self) -> None:
+        self._sets: dict[tuple[ShardName, bytes], OffsetSet] = {}
+        self._origins: dict[bytes, _Origin] = {}
+        self._announced: dict[tuple[ShardName, bytes, bytes], list[tuple[int, int]]] = {}
+
+    def derive(self, incarnation: bytes, ended: bytes, truncated_at: int | None) -> None:
+        """`incarnation` goes on where `ended` ends: after a truncation at that offset, or (None) with a resend."""
+        if len(self._origins) < DERIVED_MAX:
+            self._origins.setdefault(incarnation, _Origin(ended, truncated_at))
+
+    def take(self, leaf: Leaf) -> int:
+        """Take a leaf. Returns how many of its records had crossed before, under an incarnation that this one goes on from."""
+        header = leaf.header
+        if not header.records or header.kind not in (Kind.INTENT, Kind.ACK):
+            return 0
+        name = ShardName.of(header)
+        envelope = (name, header.incarnation, header.envelope_sha256)
+        if header.kind is Kind.ACK and header.side is Side.EGRESS:
+            own = self._sets.setdefault(envelope[:2], OffsetSet())
+            for first, mask in self._announced.pop(envelope, ()):
+                own.add(first, mask)
+            return 0
+        first, mask = _mask(leaf)
+        twice = 0
+        for held, below in self._earlier(name, header.incarnation):
+            asked = mask if below is None else mask & (1 << max(0, below - first)) - 1
+            twice |= held.common(first, asked)
+        if header.kind is Kind.INTENT:
+            self._announced.setdefault(envelope, []).append((first, mask))
+        else:
+            self._sets.setdefault(envelope[:2], OffsetSet()).add(first, mask)
+        return twice.bit_count()
+
+    def before(self, name: ShardName, incarnation: bytes) -> OffsetSet:
+        """What crossed before this incarnation began, and is the same at the source still."""
+        found = OffsetSet()
+        for held, below in self._earlier(name, incarnation):
+            found.update(held, below)
+        return found
+
+    def _earlier(self, name: ShardName, incarnation: bytes) -> Iterator[tuple[OffsetSet, int | None]]:
+        """What crossed under each incarnation that this one goes on from, and below which offset that holds."""
+        below: int | None = None
+        seen = {incarnation}
+        while (origin := self._origins.get(incarnation)) is not None and origin.ended not in seen:
+            incarnation = origin.ended
+            seen.add(incarnation)
+            if origin.below is not None:
+                below = origin.below if below is None else min(below, origin.below)
+            held = self._sets.get((name, incarnation))
+            if held is not None:
+                yield held, below
+
+
+def crossed_before(leaves: Iterable[memoryview], name: ShardName, lives: Sequence[Live]) -> OffsetSet:
+    """Of one shard, what a log's leaves say that crossed before the newest of `lives` began. Leaves that cannot be read say
+    nothing."""
+    crossed, earlier = Crossed(), {live.incarnation for live in lives[:-1]}
+    for live in lives:
+        if live.accepted is not None:
+            crossed.derive(live.incarnation, live.accepted.ended, live.accepted.truncated_at)
+    for data in leaves:
+        header = read_header(data)
+        if (
+            header is not None
+            and header.kind in (Kind.INTENT, Kind.ACK)
+            and header.incarnation in earlier
+            and ShardName.of(header) == name
+        ):
+            crossed.take(decode_leaf(data))
+    return crossed.before(name, lives[-1].incarnation)
+
+
+def _mask(leaf: Leaf) -> tuple[int, int]:
+    """The first offset of a crossing's range, and a bit for each record that it lists."""
+    header = leaf.header
+    first, last = header.first_offset, header.last_offset
+    assert first is not None and last is not None
+    if header.records == last - first + 1:
+        return first, (1 << header.records) - 1
+    bits = bytearray((last - first >> 3) + 1)
+    for entry in iter_entries(leaf):
+        at = entry.offset - first
+        bits[at >> 3] |= 1 << (at & 7)
+    return first, int.from_bytes(bits, "little")

@@ -1,0 +1,79 @@
+"""What crossed before: a set of offsets as bits, and which incarnations count for which."""
+
+from __future__ import annotations
+
+import msgspec
+from audit_log import Link
+from hypothesis import given
+from hypothesis import strategies as st
+
+from audit.crossed import CHUNK, Crossed, OffsetSet, ShardName
+from audit.leaf import Leaf
+
+OLD, CUT, AGAIN = b"old" + bytes(13), b"cut" + bytes(13), b"again" + bytes(11)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3 * CHUNK), st.integers(1, 1 << 90))), st.integers(0, 4 * CHUNK))
+def test_a_set_of_offsets_is_a_set(added: list[tuple[int, int]], bound: int) -> None:
+    held, model = OffsetSet(), set()
+    for first, mask in added:
+        held.add(first, mask)
+        model |= {first + at for at in range(mask.bit_length()) if mask >> at & 1}
+    assert held.next == max(model, default=-1) + 1
+    for first, mask in (*added, (bound, (1 << 70) - 1)):
+        wanted = sum(1 << at for at in range(mask.bit_length()) if mask >> at & 1 and first + at in model)
+        assert held.common(first, mask) == wanted
+    assert all(offset in held for offset in model) and (bound in held) == (bound in model)
+    below = OffsetSet()
+    below.update(held, bound)
+    page = int.from_bytes(below.page(0, held.next or 1), "little")
+    assert page == sum(1 << offset for offset in model if offset < bound)
+
+
+def under(incarnation: bytes, leaves: list[Leaf]) -> list[Leaf]:
+    return [
+        Leaf(msgspec.structs.replace(leaf.header, incarnation=incarnation), leaf.entries) for leaf in leaves
+    ]
+
+
+def test_a_resend_may_bring_what_stayed_and_nothing_else() -> None:
+    link, crossed = Link(), Crossed()
+    first = under(OLD, link.intent(4, withhold=(1, 2)))
+    (answer,) = under(OLD, [link.ack(first)])
+    assert [crossed.take(leaf) for leaf in (*first, answer)] == [0] * len([*first, answer])
+    crossed.derive(AGAIN, OLD, None)
+    assert [offset in crossed.before(ShardName.of(first[0].header), AGAIN) for offset in range(5)] == [
+        True, False, False, True, False,
+    ]  # fmt: skip
+    link.offset = 0
+    assert sum(crossed.take(leaf) for leaf in under(AGAIN, link.intent(4, withhold=(0, 3)))) == 0
+    link.offset = 0
+    assert sum(crossed.take(leaf) for leaf in under(AGAIN, link.intent(4))) == 2
+    # Another destination stream has its own.
+    link.offset = 0
+    other = [
+        Leaf(msgspec.structs.replace(leaf.header, destination_stream="acme/ops/copy"), leaf.entries)
+        for leaf in under(AGAIN, link.intent(4))
+    ]
+    assert sum(crossed.take(leaf) for leaf in other) == 0
+
+
+def test_an_announcement_without_an_answer_did_not_cross() -> None:
+    link, crossed = Link(), Crossed()
+    for leaf in under(OLD, link.intent(4)):
+        crossed.take(leaf)
+    crossed.derive(AGAIN, OLD, None)
+    link.offset = 0
+    assert sum(crossed.take(leaf) for leaf in under(AGAIN, link.intent(4))) == 0
+
+
+def test_what_lies_behind_an_accepted_truncation_is_other_records() -> None:
+    link, crossed = Link(), Crossed()
+    for leaf in under(OLD, link.delivery(link.intent(4))):
+        crossed.take(leaf)
+    crossed.derive(CUT, OLD, 2)
+    crossed.derive(AGAIN, CUT, None)
+    link.offset = 2
+    assert sum(crossed.take(leaf) for leaf in under(CUT, link.delivery(link.intent(2)))) == 0
+    link.offset = 0
+    assert sum(crossed.take(leaf) for leaf in under(AGAIN, link.delivery(link.intent(6)))) == 4
