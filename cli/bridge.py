@@ -391,7 +391,7 @@ def list_(region: RegionOption = "", json: JsonOption = False) -> None:
     book = run(fetch_book(config.region, folder))
     views = book.list(now_ms())
     if json:
-        print_json({"grants": [_view(view) for view in views], "denials": book.denies()})
+        print_json([_view(view) for view in views], denials=book.denies())
         return
     table(
         f"Grants of {config.region}",

@@ -11,7 +11,7 @@ import typer
 
 import felix
 from cli.exits import EXIT_NOT_FOUND
-from cli.output import iso, note, out, print_json, table, write_data, write_json_line
+from cli.output import data_value, iso, out, print_json, table, write_data, write_json_line
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, read_file, run
 from cli.stream import format_durability, parse_durability
 from felix.cache import Change, Entry
@@ -171,9 +171,9 @@ def get(
     """Write the value of a key to standard output, as it is; exit code 7 where it is not there."""
     entry = run(_get(region, identity, name, key))
     if entry is None:
-        raise _nothing(name, key)
+        raise NotThereError(f"{key!r} is not in {name}.")
     if json:
-        print_json({"cache": name, **entry_row(key.encode(), entry)})
+        print_json(entry_row(key.encode(), entry))
         return
     write_data(entry.value, b"\n" if sys.stdout.isatty() else b"")
     sys.stdout.flush()
@@ -184,9 +184,11 @@ async def _get(region: str, identity: str, name: str, key: str) -> Entry | None:
         return await client.cache(name).get(key)
 
 
-def _nothing(name: str, key: str) -> typer.Exit:
-    note(f"felix: {key!r} is not in {name}.")
-    return typer.Exit(EXIT_NOT_FOUND)
+class NotThereError(RequestError):
+    """A key that is not in a cache, or not as it was expected."""
+
+    default_code = Code.NOT_FOUND
+    exit_code = EXIT_NOT_FOUND
 
 
 @app.command()
@@ -200,7 +202,7 @@ def delete(
     """Delete keys; exit code 7 where none of them was there."""
     deleted = run(_delete(region, identity, name, keys))
     if json:
-        print_json({"cache": name, "deleted": deleted})
+        print_json({"count": deleted})
     else:
         out.print(f"{deleted} of {len(keys)} keys deleted")
     if not deleted:
@@ -229,8 +231,9 @@ def cas(
     """Put a value where the key has a version (compare and set); exit code 7 where it has another."""
     found = run(_cas(region, identity, name, key, read_value(value, file), version, parse_ttl(ttl)))
     if found is None:
-        note(f"felix: {key!r} of {name} does not have version {version}; nothing was put.")
-        raise typer.Exit(EXIT_NOT_FOUND)
+        raise NotThereError(
+            f"{key!r} of {name} does not have version {version}; nothing was put.", code=Code.CONFLICT
+        )
     _say_version(json, name, key, found)
 
 
@@ -274,7 +277,12 @@ def shown(data: bytes) -> str:
 
 def entry_row(key: bytes, entry: Entry) -> dict[str, Any]:
     """One entry for --json."""
-    return {"key": shown(key), "value": shown(entry.value), "version": entry.version, "ttl": entry.ttl}
+    return {
+        "key": data_value(key),
+        "value": data_value(entry.value),
+        "version": entry.version,
+        "ttl": entry.ttl,
+    }
 
 
 @app.command()
@@ -366,13 +374,16 @@ async def _watch(
 
 def _print_change(change: Change, as_json: bool) -> None:
     if as_json:
-        row: dict[str, Any] = {"kind": change.kind}
-        if change.key:
-            row |= {"key": shown(change.key), "version": change.version}
-        if change.value is not None:
-            row |= {"value": shown(change.value), "expires_at": change.expires_at_ms or None}
-        row["position"] = str(change.position) if change.position is not None else None
-        write_json_line(row)
+        write_json_line(
+            {
+                "change": change.kind,
+                "key": data_value(change.key) if change.key else None,
+                "version": change.version,
+                "value": None if change.value is None else data_value(change.value),
+                "expires_at_ms": change.expires_at_ms or None,
+                "position": str(change.position) if change.position is not None else None,
+            }
+        )
     elif change.key:
         value = "" if change.value is None else f"  {shown(change.value)}"
         # One change is one line, also in a pipe.
@@ -461,7 +472,7 @@ def drop(
             hint="Delete it with `felix stream delete`.",
         )
     if not yes:
-        typer.confirm(f"Delete the cache {name} and all its keys?", abort=True)
+        typer.confirm(f"Delete the cache {name} and all its keys?", abort=True, err=True)
     run(_drop(region, identity, name, state.incarnation))
     out.print(f"{name} is deleted")
 

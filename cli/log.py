@@ -79,7 +79,7 @@ def verify(
             held.callback(keyring.close)
         verdicts = _verify_all(streams, config.region, shards, keyring, remote=remote)
     if json:
-        print_json({"whole": all(verdict.is_whole for verdict in verdicts), "shards": verdicts})
+        print_json(verdicts, whole=all(verdict.is_whole for verdict in verdicts))
     else:
         _print_verdicts(verdicts, unsealed=unseal)
     if not all(verdict.is_whole for verdict in verdicts):

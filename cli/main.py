@@ -8,15 +8,17 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from errno import ENOSPC
 from typing import Annotated, Literal
 
 import typer
 
 from cli.commands import LazyGroup, PipeClosed
 from cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, exit_code
+from cli.form import DATA_FORMS, read_off
 from felix import __version__
-from felix.errors import FelixError
-from felix.visible import VisibleFormatter, visible
+from felix.errors import Code, FelixError
+from felix.visible import VisibleFormatter
 
 app = typer.Typer(
     name="felix",
@@ -52,13 +54,21 @@ def options(
     logging.basicConfig(handlers=[handler], level=log_level.upper())
 
 
-def _say(error: FelixError) -> None:
+def _say(
+    sentence: str, hint: str, name: str, number: int, ended: int, retry_after_ms: int | None = None
+) -> None:
+    """A failure on standard error: for people, or as an object where the output is one."""
+    if read_off(sys.argv[1:]) in DATA_FORMS:
+        from cli.output import error_line
+
+        sys.stderr.buffer.write(error_line(sentence, hint, name, number, ended, retry_after_ms) + b"\n")
+        return
     from cli.output import err
 
-    err.print(f"felix: {error.sentence}", style="bold red")
-    if error.hint:
-        err.print(f"       {error.hint}")
-    err.print(f"       ({error.code.name.lower().replace('_', '-')}, {int(error.code)})", style="dim")
+    err.print(f"felix: {sentence}", style="bold red")
+    if hint:
+        err.print(f"       {hint}")
+    err.print(f"       ({name}, {number})", style="dim")
 
 
 def _leave_stdout() -> None:
@@ -72,16 +82,19 @@ def main() -> None:
         ended = app(standalone_mode=False)
         sys.stdout.flush()
     except FelixError as error:
-        _say(error)
         ended = exit_code(error)
+        name = error.code.name.lower().replace("_", "-")
+        _say(error.sentence, error.hint, name, int(error.code), ended, error.retry_after_ms)
     except typer.TyperException as error:
-        show = getattr(error, "show", None)
-        if show is not None:
-            show()
         ended = error.exit_code
+        show = getattr(error, "show", None)
+        if read_off(sys.argv[1:]) in DATA_FORMS:
+            _say(error.format_message(), "", "usage", int(Code.INVALID), ended)
+        elif show is not None:
+            show()
     except typer.Abort:
-        print("felix: nothing was done", file=sys.stderr)
         ended = EXIT_FAILED
+        _say("Nothing was done.", "", "aborted", int(Code.INVALID), ended)
     except KeyboardInterrupt:
         ended = EXIT_INTERRUPTED
     except (BrokenPipeError, PipeClosed):
@@ -89,13 +102,12 @@ def main() -> None:
         _leave_stdout()
         ended = 0
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        print(
-            f"felix: {visible(where)}{error.strerror or error}.\n       (failed, {error.errno})",
-            file=sys.stderr,
-        )
-        _leave_stdout()
         ended = EXIT_FAILED
+        where = (
+            f"{error.filename}: " if error.filename else "Standard output: " if error.errno == ENOSPC else ""
+        )
+        _say(f"{where}{error.strerror or error}.", "", "system", error.errno or 0, ended)
+        _leave_stdout()
     sys.exit(ended if isinstance(ended, int) else 0)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cli.output import out, print_json, table
+from cli.output import out, plain, print_json, table
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
 from cli.stream import parse_durability, parse_retention
 from felix.errors import Code, RequestError
@@ -82,7 +82,7 @@ def show(
     if settings is None:
         raise RequestError(f"Nothing is set for {name}.", code=Code.NOT_FOUND)
     if json:
-        print_json(settings)
+        print_json({"name": name, **plain(settings)})
     else:
         out.print(f"{name}: {describe(settings)}")
 
@@ -92,7 +92,7 @@ def list_(region: RegionOption = "", identity: IdentityOption = "", json: JsonOp
     """List namespaces with settings of their own."""
     found = run(_all(region, identity))
     if json:
-        print_json(found)
+        print_json([{"name": name, **plain(found[name])} for name in sorted(found)])
     else:
         table(
             "Namespaces", ["namespace", "settings"], [[name, describe(found[name])] for name in sorted(found)]

@@ -1,16 +1,25 @@
-"""What the commands print: tables for people on standard output, JSON with `--json`, notices on standard error.
+"""What the commands print: tables for people, objects for programs, notices on standard error.
 
 Most of what is printed was written by somebody else: names, sentences of refusals, headers, keys. So nothing that is
 printed is read as markup, a string is one line, and control and format characters are shown as escapes
 (`felix.visible`). `SafeConsole` sees to it, whatever is printed; what a command wants bold it says with `styled`.
+
+Objects have one shape in every command (docs/schemas/felix-output-1-0-0.json, cli.kinds): `kind` says what it is, a list is
+`{"kind": "<Kind>List", "items": [...]}`, a kind that the thing has of its own is its `type`, every field is there, also with its default, ids and hashes are hex, times are
+milliseconds (`_ms`) or ISO 8601, and what somebody published is text where it is UTF-8, else `{"base64": ...}`.
 """
 
 from __future__ import annotations
 
+import base64
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -19,6 +28,8 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from cli.form import chosen
+from cli.kinds import DATA_FIELDS, kind_of, name_in
 from felix.errors import RequestError
 from felix.visible import visible, visible_json
 
@@ -26,7 +37,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 PIPE_COLUMNS: Final = 200
-"""Where output goes into a file or a pipe there is no terminal to fit."""
+"""Where output goes into a file or a pipe there is no terminal to fit; COLUMNS says another width."""
 
 
 class SafeConsole(Console):
@@ -39,9 +50,18 @@ class SafeConsole(Console):
         super().__init__(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich prints, strings as plain text."""
-        plain = (Text(visible(each)) if isinstance(each, str) else each for each in objects)
-        super().print(*plain, **options)
+        """As rich prints, strings as plain text; a line is never broken on standard output, so that it can be copied."""
+        if chosen.is_data and not self.stderr:
+            chosen.sentences += [str(each) for each in objects if isinstance(each, str | Text)]
+            return
+        shown = [Text(visible(each)) if isinstance(each, str) else each for each in objects]
+        if not self.stderr and all(isinstance(each, Text) for each in shown):
+            options.setdefault("soft_wrap", True)
+        super().print(*shown, **options)
+
+    def on_broken_pipe(self) -> None:
+        """The command line itself says how a process ends whose output nobody reads (cli.main); rich would say 1."""
+        raise BrokenPipeError
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments of anything printed, each without a character that a terminal would obey."""
@@ -55,7 +75,9 @@ class SafeConsole(Console):
 
 def _console(*, stderr: bool) -> SafeConsole:
     stream = sys.stderr if stderr else sys.stdout
-    return SafeConsole(stderr=stderr, width=None if stream.isatty() else PIPE_COLUMNS)
+    columns = os.environ.get("COLUMNS", "")
+    wide = int(columns) if columns.isdecimal() and int(columns) else PIPE_COLUMNS
+    return SafeConsole(stderr=stderr, width=None if stream.isatty() else wide)
 
 
 out = _console(stderr=False)
@@ -76,16 +98,145 @@ def verdict(holds: bool, good: str, bad: str) -> tuple[str, str]:
     return (good, "green") if holds else (bad, "bold red")
 
 
-def print_json(value: Any) -> None:
-    """One JSON document. Structs become objects, bytes base64 (msgspec), times stay numbers."""
-    text = msgspec.json.format(msgspec.json.encode(value), indent=2)
-    sys.stdout.buffer.write(visible_json(text) + b"\n")
+def print_json(value: Any, **more: Any) -> None:
+    """What a command has found, in the form that is asked for; `more` stands beside the items of a list.
+
+    A sequence becomes a list of objects, anything else one object.
+    """
+    chosen.printed = True
+    kind = kind_of(chosen.command)
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        items = [_object(kind, each) for each in value]
+        whole = {"kind": f"{kind}List", **{name: plain(each) for name, each in more.items()}, "items": items}
+    else:
+        whole = _object(kind, value)
+        whole |= {name: plain(each) for name, each in more.items()}
+        items = [whole]
+    if chosen.form == "name":
+        for item in items:
+            sys.stdout.write(visible(str(name_in(item))) + "\n")
+    elif chosen.form == "yaml":
+        sys.stdout.write(_yaml(whole))
+    else:
+        text = msgspec.json.format(msgspec.json.encode(whole), indent=2)
+        sys.stdout.buffer.write(visible_json(text) + b"\n")
     sys.stdout.flush()
 
 
 def write_json_line(value: Any) -> None:
-    """One JSON value on a line of standard output; the caller flushes."""
-    sys.stdout.buffer.write(visible_json(msgspec.json.encode(value)) + b"\n")
+    """One object of many, as they come: a line of JSON, a document of YAML, or a name. The caller flushes."""
+    chosen.printed = True
+    made = _object(kind_of(chosen.command), value)
+    if chosen.form == "name":
+        sys.stdout.write(visible(str(name_in(made))) + "\n")
+    elif chosen.form == "yaml":
+        sys.stdout.write("---\n" + _yaml(made))
+    else:
+        sys.stdout.buffer.write(visible_json(msgspec.json.encode(made)) + b"\n")
+
+
+def print_done() -> None:
+    """What a command said that only does something, as an object."""
+    values = {
+        name: plain(value)
+        for name, value in chosen.arguments.items()
+        if isinstance(value, str | int | list | Path)
+    }
+    print_json({"command": chosen.command, "arguments": values, "said": chosen.sentences})
+
+
+def error_line(
+    sentence: str, hint: str, name: str, number: int, exit_code: int, retry_after_ms: int | None = None
+) -> bytes:
+    """A failure as one line of JSON: whoever reads objects gets them from standard error, too."""
+    made = {
+        "kind": "Error",
+        "name": name,
+        "code": number,
+        "sentence": sentence,
+        "hint": hint,
+        "retry_after_ms": retry_after_ms,
+        "exit_code": exit_code,
+    }
+    return visible_json(msgspec.json.encode(made))
+
+
+def _object(kind: str, value: Any) -> dict[str, Any]:
+    made = plain(value)
+    if not isinstance(made, dict):
+        return {"kind": kind, "name": made}
+    if "kind" in made:
+        made = {("type" if name == "kind" else name): each for name, each in made.items()}
+    return {"kind": kind, **made}
+
+
+def plain(value: Any, *, data: bool = False) -> Any:
+    """A value as objects, lists, text and numbers. `data`: bytes in it are what somebody published, not an id."""
+    match value:
+        case None | bool() | str():
+            return value.value if isinstance(value, Enum) else value
+        case Enum():
+            return value.value
+        case int() | float():
+            # Durations, sizes and rates are written as people write them.
+            return str(value) if type(value) not in (int, float) else value
+        case bytes() | bytearray() | memoryview():
+            return data_value(bytes(value)) if data else bytes(value).hex()
+        case msgspec.Struct():
+            names = zip(value.__struct_fields__, value.__struct_encode_fields__, strict=True)
+            return {written: plain(getattr(value, name), data=name in DATA_FIELDS) for name, written in names}
+        case dict():
+            return {
+                str(plain(key)): plain(each, data=data or str(key) in DATA_FIELDS)
+                for key, each in value.items()
+            }
+        case tuple() if hasattr(value, "_fields") and type(value).__str__ is object.__str__:
+            return {name: plain(getattr(value, name), data=name in DATA_FIELDS) for name in value._fields}
+        case tuple() if hasattr(value, "_fields"):
+            return str(value)
+        case list() | tuple():
+            return [plain(each, data=data) for each in value]
+        case set() | frozenset():
+            return sorted((plain(each) for each in value), key=str)
+        case _ if is_dataclass(value) and type(value).__str__ is object.__str__:
+            return {
+                each.name: plain(getattr(value, each.name), data=each.name in DATA_FIELDS)
+                for each in fields(value)
+            }
+        case datetime():
+            return value.isoformat()
+    return str(value)
+
+
+def data_value(data: bytes) -> str | dict[str, str]:
+    """Somebody's bytes: text where they are UTF-8, else `{"base64": ...}`."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(data).decode()}
+
+
+def payload_value(data: bytes) -> dict[str, Any]:
+    """A payload as `value`, and `encoding` that says how it stands there: json, text or base64."""
+    try:
+        return {"encoding": "json", "value": msgspec.json.decode(data)}
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        found = data_value(data)
+        return (
+            {"encoding": "text", "value": found}
+            if isinstance(found, str)
+            else {"encoding": "base64", "value": found["base64"]}
+        )
+
+
+def _yaml(value: Any) -> str:
+    import yaml
+
+    text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=1 << 16)
+    if visible(text, keep="\n") == text:
+        return str(text)
+    # Where a terminal would obey something, every character outside ASCII is written as YAML's own escape.
+    return str(yaml.safe_dump(value, sort_keys=False, allow_unicode=False, width=1 << 16))
 
 
 def write_data(data: bytes, end: bytes = b"") -> None:

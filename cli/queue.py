@@ -12,11 +12,21 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Any
 
-import msgspec
 import typer
 
 from cli.lines import LineParser, records_of_lines
-from cli.output import Printed, iso, note, out, print_json, table, write_data, write_json_line
+from cli.output import (
+    Printed,
+    data_value,
+    iso,
+    note,
+    out,
+    payload_value,
+    print_json,
+    table,
+    write_data,
+    write_json_line,
+)
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run, stop_signals
 from cli.stream import Name, format_durability, parse_durability, parse_retention
 from felix.batch import NewRecord
@@ -268,7 +278,7 @@ def put(
     else:
         count = run(put_lines(sys.stdin.buffer))
     if json:
-        print_json({"queue": name, "jobs": count})
+        print_json({"count": count})
     else:
         out.print(f"{_counted(count, 'job is', 'jobs are')} in {name}")
 
@@ -490,7 +500,7 @@ def peek(
 
     found = run(look())
     if json:
-        print_json(found)
+        print_json([_queue_record(each) for each in found])
         return
     table(
         f"First records of {name}",
@@ -539,7 +549,7 @@ def purge(
 ) -> None:
     """Drop everything that is in a queue now, also what workers hold."""
     if not yes:
-        typer.confirm(f"Drop everything in {name}?", abort=True)
+        typer.confirm(f"Drop everything in {name}?", abort=True, err=True)
 
     async def drop() -> int:
         async with connect(region, identity) as client:
@@ -558,7 +568,7 @@ def delete(
 ) -> None:
     """Delete a queue and its records; its dead letters stay."""
     if not yes:
-        typer.confirm(f"Delete {name} and its records?", abort=True)
+        typer.confirm(f"Delete {name} and its records?", abort=True, err=True)
 
     async def end() -> None:
         async with connect(region, identity) as client:
@@ -573,7 +583,7 @@ def delete(
 
 def _say_count(count: int, sentence: str, as_json: bool) -> None:
     if as_json:
-        print_json({"records": count})
+        print_json({"count": count})
     else:
         out.print(sentence)
 
@@ -596,6 +606,21 @@ def _age(ms: int) -> str:
         elif parts:
             break
     return " ".join(parts[:2])
+
+
+def _queue_record(found: Any) -> dict[str, Any]:
+    job = found.job
+    return {
+        "shard": job.shard,
+        "offset": job.offset,
+        "phase": found.phase,
+        "attempts": job.attempts,
+        "due_ms": found.due_ms,
+        "time_ms": job.timestamp_ms,
+        "key": data_value(job.key) if job.key else None,
+        "headers": {name: data_value(value) for name, value in job.headers.items()},
+        **payload_value(job.payload),
+    }
 
 
 def _handle(job: Job) -> str:
@@ -622,13 +647,10 @@ def _print_job(job: Job, *, as_json: bool) -> None:
         "job": _handle(job),
         "attempts": job.attempts,
         "time": iso(job.timestamp_ms),
-        "key": job.key.decode(errors="replace") if job.key else None,
-        "headers": {name: value.decode(errors="replace") for name, value in job.headers.items()},
+        "key": data_value(job.key) if job.key else None,
+        "headers": {name: data_value(value) for name, value in job.headers.items()},
+        **payload_value(job.payload),
     }
-    try:
-        row["value"] = msgspec.json.decode(job.payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        row["payload"] = job.payload.decode(errors="replace")
     write_json_line(row)
 
 

@@ -45,6 +45,7 @@ def set_(
     kind: Kind = "client",
     region: RegionOption = "",
     identity: IdentityOption = "",
+    json: JsonOption = False,
 ) -> None:
     """Set limits, at once; what is not named stays."""
     texts = {
@@ -69,7 +70,11 @@ def set_(
         async with connect(region, identity) as client:
             return await client.put_quota(scope, holder, limits, unset)
 
-    print_quotas([run(work())])
+    state = run(work())
+    if json:
+        print_json(state)
+    else:
+        print_quotas([state])
 
 
 @app.command()

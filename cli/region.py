@@ -298,10 +298,10 @@ def bundle(
     signed = decode_bundle(read_file(folder.bundle, "The bundle"))
     held = signed.bundle
     if fingerprint:
-        print(held.fingerprint())
+        out.print(held.fingerprint())
         return
     if json:
-        print_json(signed)
+        print_json(held, fingerprint=held.fingerprint(), signature=signed.signature, file=folder.bundle)
         return
     table(
         f"Bundle of {held.region}",
@@ -377,7 +377,7 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str) -> No
     if changed:
         note(changed.strip())
     out.print(f"The bundle of {new.region} has the fingerprint\n  {found}")
-    if not typer.confirm(f"Does the operator of {new.region} read you the same?"):
+    if not typer.confirm(f"Does the operator of {new.region} read you the same?", err=True):
         raise RequestError(f"{new.region} is not trusted.", hint="Get the bundle again from its operator.")
 
 

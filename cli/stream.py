@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import base64
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 import felix
-from cli.output import Printed, iso, note, out, print_json, styled, table, write_data, write_json_line
+from cli.output import (
+    Printed,
+    data_value,
+    iso,
+    note,
+    out,
+    payload_value,
+    print_json,
+    styled,
+    table,
+    write_data,
+    write_json_line,
+)
 from cli.publish import publish
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
 from felix.batch import Record
@@ -329,7 +339,7 @@ def delete(
     state = run(_describe(region, identity, name))
     records = sum(shard.high_watermark - shard.log_start for shard in state.state)
     if not yes:
-        typer.confirm(f"Delete {name} and its {records:,} records?", abort=True)
+        typer.confirm(f"Delete {name} and its {records:,} records?", abort=True, err=True)
     run(_delete(region, identity, name, state.incarnation))
     out.print(f"{name} and its {records:,} records are deleted")
 
@@ -434,19 +444,8 @@ def write_record(record: Record, shard: int, *, as_json: bool) -> None:
         "shard": shard,
         "offset": record.offset,
         "time": datetime.fromtimestamp(record.timestamp_ms / 1000, UTC).isoformat(timespec="milliseconds"),
-        "key": _text(bytes(record.key)) if record.key else None,
-        "headers": {header: _text(bytes(value)) for header, value in record.headers.items()},
+        "key": data_value(bytes(record.key)) if record.key else None,
+        "headers": {header: data_value(bytes(value)) for header, value in record.headers.items()},
+        **payload_value(payload),
     }
-    try:
-        row["value"] = msgspec.json.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        row["payload"] = _text(payload)
     write_json_line(row)
-
-
-def _text(data: bytes) -> str:
-    """UTF-8 where it is, else base64 after `base64:`."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "base64:" + base64.b64encode(data).decode()

@@ -284,7 +284,7 @@ def delete(
 ) -> None:
     """Delete a subscription and its position; the stream's records stay."""
     if not yes:
-        typer.confirm(f"Delete the subscription {name} of {stream}, and its position?", abort=True)
+        typer.confirm(f"Delete the subscription {name} of {stream}, and its position?", abort=True, err=True)
     run(_delete(region, identity, stream, name))
     out.print(f"{name} of {stream} is deleted")
 

@@ -43,7 +43,7 @@ def init(
     keys = init_witness(folder, name)
     out.print(f"{folder}: the witness {name}. Others verify its cosignatures with these keys:", markup=False)
     for key in keys:
-        print(key)
+        out.print(key)
     note(f"Next: felix witness add-log VKEY --dir {folder}, then: felix witness serve --dir {folder}")
 
 
@@ -87,7 +87,7 @@ def list_(folder: Folder = Path("felix-witness"), json: JsonOption = False) -> N
             {"origin": log.origin, "size": log.held.size, "root": _root(log), "keys": _kinds(log)}
             for log in logs
         ]
-        print_json({"witness": state.name, "keys": keys, "logs": rows})
+        print_json(rows, witness=state.name, verifier_keys=keys)
         return
     table(
         state.name,

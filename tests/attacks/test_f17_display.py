@@ -142,9 +142,9 @@ def test_audit_show_prints_hostile_leaves_and_nothing_in_them_is_obeyed(
         assert code == 0, said.decode(errors="replace")[-2000:]
         assert hidden_in(said) == set()
         scanned += len(said)
-    rows = json.loads(said)
+    rows = json.loads(said)["items"]
     assert len(rows) == count
-    assert {row["sentence"] for row in rows if row["kind"] == "DENY"} == set(HOSTILE), (
+    assert {row["sentence"] for row in rows if row["type"] == "DENY"} == set(HOSTILE), (
         "JSON says what the leaf says"
     )
     code, said = felix("audit", "verify", str(log), terminal=terminal, home=tmp_path)

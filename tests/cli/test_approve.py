@@ -85,7 +85,7 @@ async def test_signed_on_one_machine_and_handed_in_on_another(mesh: Mesh, desk: 
     listed = await asyncio.to_thread(
         felix_command, mesh.home, "bridge", "list", "--region", "us-east", "--json"
     )
-    (row,) = listed.json()["grants"]
+    (row,) = listed.json()["items"]
     assert [(each["region"], each["approved"], each["missing"]) for each in row["approvals"]] == [
         ("us-east", ["dpo"], 0),
         ("eu-west", [], 1),

@@ -15,10 +15,10 @@ from audit.tile import read_entries
 from audit.tile_disk import Folder
 from audit.verify import verify_log
 from cli import bench_report
-from cli.bench import app
 from cli.benchmark.audit_logs import LogBooks, LogPlan, make_logs
 from cli.benchmark.measurement import machine
 from cli.benchmark.reporting import ReportPlan, ReportSize, ReportTimes, measure_reports, unaccounted
+from cli.main import app
 
 PLAN = LogPlan(records=9_000, batch_records=2_500, streams=2, shards=2)
 
@@ -83,14 +83,14 @@ def test_no_rate_is_printed_where_one_record_is_missing(monkeypatch: pytest.Monk
     )  # fmt: skip
     times = ReportTimes(machine=machine(), plan=ReportPlan(sizes=(11,)), sizes=[size])
     monkeypatch.setattr(bench_report, "measure_reports", lambda *_: times)
-    said = CliRunner().invoke(app, ["report"])
+    said = CliRunner().invoke(app, ["bench", "report"])
     assert said.exit_code == 0
     lost = msgspec.structs.replace(size, problems=("records crossed: 9 in the report, 10 made",))
     times = msgspec.structs.replace(times, sizes=[size, lost])
     monkeypatch.setattr(bench_report, "measure_reports", lambda *_: times)
     for more in ([], ["--json"]):
-        said = CliRunner().invoke(app, ["report", *more])
-        assert said.exit_code == bench_report.EXIT_UNACCOUNTED
+        said = CliRunner().invoke(app, ["bench", "report", *more])
+        assert said.exit_code == 6
         assert said.stdout == "", "neither rate nor table"
 
 

@@ -9,17 +9,17 @@ import pytest
 from typer.testing import CliRunner
 
 from cli import bench_tenants
-from cli.bench import app
 from cli.benchmark.accounting import Account
 from cli.benchmark.fairness import FairnessPlan, FairnessReport
 from cli.benchmark.slow_consumer import MemoryReport, SlowPlan, SlowReport
+from cli.main import app
 from felix.errors import RequestError
 
 
 def test_a_small_run_of_fairness_reconciles(monkeypatch: pytest.MonkeyPatch) -> None:
     small = FairnessPlan(seconds=0.3, repeats=1, noisy_records_max=20_000, quota_bytes=16 << 20)
     monkeypatch.setattr(bench_tenants, "QUICK_FAIRNESS", small)
-    said = CliRunner().invoke(app, ["fairness", "--quick", "--json", "--quota", "16MiB/s"])
+    said = CliRunner().invoke(app, ["bench", "fairness", "--quick", "--json", "--quota", "16MiB/s"])
     assert said.exit_code == 0, said.output
     report = msgspec.json.decode(said.stdout, type=FairnessReport)
     assert report.is_lossless
@@ -34,7 +34,7 @@ def test_a_small_run_of_a_slow_consumer_reconciles_within_its_memory(monkeypatch
     small = SlowPlan(seconds=0.3, repeats=1, backlog_bytes=16 << 20)
     monkeypatch.setattr(bench_tenants, "QUICK_SLOW", small)
     monkeypatch.setattr(bench_tenants, "BACKLOG_BYTES_MIN", 1)
-    said = CliRunner().invoke(app, ["slow-consumer", "--quick", "--json"])
+    said = CliRunner().invoke(app, ["bench", "slow-consumer", "--quick", "--json"])
     assert said.exit_code == 0, said.output
     report = msgspec.json.decode(said.stdout, type=SlowReport)
     assert report.is_lossless

@@ -43,7 +43,7 @@ def test_a_cache_from_create_to_drop(home: Home) -> None:
     found = json.loads(home.cache("get", "mode", "--json").out)
     assert (found["value"], found["version"], found["ttl"]) == ("dark", 1, None)
     home.cache("put", "raw", "--file", "-", stdin=b"\xff\x00")
-    assert json.loads(home.cache("get", "raw", "--json").out)["value"] == "0xff00"
+    assert json.loads(home.cache("get", "raw", "--json").out)["value"] == {"base64": "/wA="}
     assert home.cache("incr", "visits", "--by", "5").out == "5\n"
     assert json.loads(home.cache("incr", "visits", "--json").out)["value"] == 6
     assert "version 5" in home.cache("cas", "mode", "light", "--version", "1").out
@@ -51,7 +51,7 @@ def test_a_cache_from_create_to_drop(home: Home) -> None:
     assert [row["key"] for row in rows] == ["mode", "raw", "visits"]
     assert "visits" in home.cache("scan", "v").out
     told = [json.loads(line) for line in home.cache("watch", "--until-ready", "--json").out.splitlines()]
-    assert [row["kind"] for row in told] == ["put", "put", "put", "ready"]
+    assert [row["change"] for row in told] == ["put", "put", "put", "ready"]
     home.cache("delete", "raw")
     resumed = home.cache("watch", "--resume", told[-1]["position"], "--count", "1").out
     assert resumed.split()[0] == "deleted" and "raw" in resumed
@@ -59,7 +59,10 @@ def test_a_cache_from_create_to_drop(home: Home) -> None:
     assert (stats["keys"], stats["deletes"]) == (2, 1)
     assert "hit ratio" in home.cache("stats").out
     assert NAME in home.felix("cache", "list").out
-    assert json.loads(home.felix("cache", "list", "--json").out)[0]["views"]["cache"]["eviction"] == "refuse"
+    assert (
+        json.loads(home.felix("cache", "list", "--json").out)["items"][0]["views"]["cache"]["eviction"]
+        == "refuse"
+    )
     said = home.cache("alter", "--size", "2MiB", "--ttl", "none").out
     assert "2MiB per shard, eviction refuse, ttl none" in " ".join(said.split())
     assert (

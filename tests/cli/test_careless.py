@@ -221,7 +221,7 @@ def test_a_second_broker_and_a_second_stop_are_refused(home: Home) -> None:
     assert "The broker of us-east runs already" in said.err
     said = home.felix("region", "up", REGION, code=1)
     assert f"runs already, as process {read_state(home.region / 'run' / 'broker.pid')['pid']}" in said.err  # type: ignore[index]
-    assert home.felix("region", "status", "--json").json()[0]["state"] == "up"
+    assert home.felix("region", "status", "--json").json()["items"][0]["state"] == "up"
 
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_java_that_is_too_old_is_named(home: Home, tmp_path: Path) -> None:
     found = home.felix(
         "doctor", "--json", code=(0, 1), PATH=f"{fake.parent}:/usr/bin:/bin", JAVA_HOME=str(tmp_path / "nowhere")
     ).json()  # fmt: skip
-    java = next(each for each in found if each["what"] == "Java")
+    java = next(each for each in found["items"] if each["what"] == "Java")
     assert java["state"] == "ok" or "11.0.2" in java["found"]
 
 

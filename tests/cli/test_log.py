@@ -62,7 +62,7 @@ async def test_a_region_is_verified_down_to_its_records(
     answer = CliRunner().invoke(app, ["log", "verify", "--open", "--json"])
     assert answer.exit_code == 0, answer.output
     shown = json.loads(answer.stdout)
-    assert shown["whole"] and [(one["records"], one["opened"]) for one in shown["shards"]] == [(5, 5)]
+    assert shown["whole"] and [(one["records"], one["opened"]) for one in shown["items"]] == [(5, 5)]
     assert CliRunner().invoke(app, ["log", "verify", "--stream", "acme/ops/inspected"]).exit_code == 0
     nowhere = CliRunner().invoke(app, ["log", "verify", "--stream", "acme/ops/nowhere"])
     assert "no records of" in str(nowhere.exception)
@@ -71,7 +71,7 @@ async def test_a_region_is_verified_down_to_its_records(
     segment.write_bytes(data)
     damaged = CliRunner().invoke(app, ["log", "verify", "--json"])
     assert damaged.exit_code == 5
-    (finding,) = json.loads(damaged.stdout)["shards"][0]["findings"]
+    (finding,) = json.loads(damaged.stdout)["items"][0]["findings"]
     assert finding["file"] == str(segment) and finding["position"] <= len(data) // 2
 
 

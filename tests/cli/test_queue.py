@@ -71,20 +71,20 @@ def test_an_age_has_the_two_units_that_count(ms: int, text: str) -> None:
 
 def test_a_queue_from_create_to_delete(home: Home) -> None:
     assert NAME in home.queue("create", "--attempts", "2", "--retry", "10ms", "--visibility", "1m").out
-    assert json.loads(home.felix("queue", "list", "--json").out)[0]["stream"] == NAME
+    assert json.loads(home.felix("queue", "list", "--json").out)["items"][0]["stream"] == NAME
     assert NAME in home.felix("queue", "list", "acme/").out
     said = home.queue("alter", "--retry", "20ms", "--attempts", "2").out
     assert "attempts 2" in said and "retries after 20ms" in said
     home.queue("alter", refused=Code.INVALID)
     home.queue("alter", "--ordered", refused=Code.CONFIG_INVALID)
     lines = b'{"id": "a"}\n\n{"id": "b"}\n{"id": "c"}\n'
-    assert json.loads(home.queue("put", "--key-field", "id", "--json", stdin=lines).out)["jobs"] == 3
+    assert json.loads(home.queue("put", "--key-field", "id", "--json", stdin=lines).out)["count"] == 3
     assert home.queue("put", "later", "--delay", "10m").out == f"1 job is in {NAME}\n"
     home.queue("put", "first", "--priority", "9", "--key", "k")
 
     # By hand: lease, acknowledge, give back; what is lost is said with the exit code of a failure.
     leased = json.loads(home.queue("lease", "--json").out)
-    assert (leased["payload"], leased["key"], leased["attempts"]) == ("first", "k", 1)
+    assert (leased["value"], leased["key"], leased["attempts"]) == ("first", "k", 1)
     home.queue("ack", leased["job"])
     handle, payload = home.queue("lease", "--visibility", "30s").out.rstrip().split("\t")
     assert json.loads(payload) == {"id": "a"}
@@ -92,7 +92,7 @@ def test_a_queue_from_create_to_delete(home: Home) -> None:
     home.queue("ack", handle, refused=Code.LEASE_LOST)
     home.queue("ack", "first", refused=Code.INVALID)
     shown = json.loads(home.queue("peek", "--json").out)
-    assert [each[1] for each in shown] == ["ready", "ready", "ready", "delayed"]
+    assert [each["phase"] for each in shown["items"]] == ["ready", "ready", "ready", "delayed"]
     assert "delayed" in home.queue("peek", "-n", "4").out
 
     # A command per job: what fails twice is a dead letter with what the command said.
@@ -104,10 +104,10 @@ def test_a_queue_from_create_to_delete(home: Home) -> None:
     state = json.loads(home.queue("describe", "--json").out)
     assert (state["ready"], state["delayed"], state["dead"], state["acked"]) == (0, 1, 2, 2)
     assert "dead (acme/ops/mails.dead)" in home.queue("describe").out
-    letter = json.loads(home.felix("queue", "peek", f"{NAME}.dead", "--json").out)[0]
-    assert letter[0][5]
+    letter = json.loads(home.felix("queue", "peek", f"{NAME}.dead", "--json").out)["items"][0]
+    assert letter["headers"]
 
-    assert json.loads(home.queue("redrive", "--records", "1", "--json").out) == {"records": 1}
+    assert json.loads(home.queue("redrive", "--records", "1", "--json").out)["count"] == 1
     assert "1 dead letter is back" in home.queue("redrive").out
     printed = home.queue("consume", "--count", "2").out.splitlines()
     assert sorted(json.loads(line)["id"] for line in printed) == ["a", "c"]

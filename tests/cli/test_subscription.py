@@ -80,4 +80,4 @@ def test_a_subscription_from_its_creation_to_its_end(felix: Felix) -> None:
     felix("subscription", "seek", ORDERS, "billing", "nowhere", refused=True)
     felix("subscription", "delete", ORDERS, "billing", "--yes")
     felix("subscription", "describe", ORDERS, "billing", refused=True)
-    assert json.loads(felix("subscription", "list", "--json")) == []
+    assert json.loads(felix("subscription", "list", "--json")) == {"kind": "SubscriptionList", "items": []}

@@ -43,10 +43,15 @@ def section(words: str) -> str:
 def test_command_is_described_with_its_options(words: str) -> None:
     text = section(words)
     for parameter in COMMANDS[words].params:
-        if parameter.param_type_name != "option" or "--help" in parameter.opts:
-            continue
+        if parameter.param_type_name != "option" or parameter.name in ("output_form", "json"):
+            continue  # said once, for all commands
         for option in parameter.opts if parameter.opts[0] not in EVERYWHERE else parameter.opts[:1]:
             assert f"`{option}`" in text, f"`{words}` is described without {option}"
+
+
+def test_options_of_every_command_are_described_once() -> None:
+    for option in ("--output", "-o", "--json", "--help", "-h", "--version"):
+        assert f"`{option}`" in EVERYWHERE
 
 
 def test_no_command_is_described_that_does_not_exist() -> None:

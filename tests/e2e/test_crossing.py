@@ -203,7 +203,7 @@ def test_no_canary_is_in_the_destination_the_logs_the_agent_or_on_the_wire(
 
 def test_only_the_granted_stream_is_at_the_destination(crossed: Crossed) -> None:
     streams = crossed.mesh.felix("stream", "list", "--region", DESTINATION, "--json").json()
-    assert UNGRANTED not in {state["stream"] for state in streams}
+    assert UNGRANTED not in {state["stream"] for state in streams["items"]}
     assert not [path for path in crossed.mesh.eu.root.rglob("*") if "crew" in path.name]
 
 

@@ -92,7 +92,7 @@ def test_every_record_crosses_once_whatever_dies(mesh: CommandMesh) -> None:
     assert offsets(mesh, mesh.ingress, Kind.ACK) == wanted
     acknowledged = sum(leaf.header.records for leaf in mesh.leaves(mesh.egress, Kind.ACK, stream=STREAM))
     assert acknowledged == len(wanted)
-    verified = mesh.felix("audit", "verify", "--json").json()
+    verified = mesh.felix("audit", "verify", "--json").json()["items"]
     assert len(verified) == 3
     assert all(report["ok"] for report in verified)
     assert [report["unanswered"] for report in verified] == [0, 0, 0]

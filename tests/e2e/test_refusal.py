@@ -449,7 +449,7 @@ def test_a_bridge_gets_no_key_of_a_stream_that_is_not_granted(mesh: CommandMesh)
     grant = crossing(mesh, stream)
     mesh.create(secret)
     mesh.send(secret, payloads(0, 10))
-    keys = mesh.felix("keys", "list", "--stream", secret, "--region", SOURCE, "--json").json()
+    keys = mesh.felix("keys", "list", "--stream", secret, "--region", SOURCE, "--json").json()["items"]
     foreign = bytes.fromhex(next(key["id"] for key in keys if key["level"] == "data"))
     own = HybridKeyPair.generate().public.encoded
 

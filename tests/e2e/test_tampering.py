@@ -120,7 +120,7 @@ def copy(told: Told, tmp_path: Path) -> Path:
 
 def verify(home: Path, log: Path, code: int) -> dict[str, Any]:
     said = felix_command(home, "audit", "verify", str(log), "--json", code=code)
-    (report,) = said.json()
+    (report,) = said.json()["items"]
     assert report["ok"] is (code == 0)
     return dict(report)
 
@@ -129,7 +129,7 @@ def verify(home: Path, log: Path, code: int) -> dict[str, Any]:
 
 
 def test_all_logs_verify_and_are_cosigned_by_the_other_region(told: Told) -> None:
-    reports = felix_command(told.home, "audit", "verify", "--cosignatures", "1", "--json").json()
+    reports = felix_command(told.home, "audit", "verify", "--cosignatures", "1", "--json").json()["items"]
     assert {Path(report["path"]) for report in reports} >= set(logs_of(told.home))
     for report in reports:
         assert report["ok"], report["findings"]

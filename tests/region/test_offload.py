@@ -134,7 +134,7 @@ async def test_a_lost_folder_is_restored_with_the_command(
         return answer.exit_code, answer.stdout or str(answer.exception)
 
     code, said = run("log", "verify", "--open", "--remote", "--json")
-    assert code == 0 and json.loads(said)["shards"][0]["objects_compared"] > 2
+    assert code == 0 and json.loads(said)["items"][0]["objects_compared"] > 2
     assert "is not lost" in run("log", "restore", ROLLS, url)[1]
     shutil.rmtree(next(path for path in lost.iterdir() if path.is_dir()))
     assert "no offloaded" not in run("log", "restore", ROLLS, url)[1]
