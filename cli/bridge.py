@@ -236,7 +236,12 @@ def accept(
     path = output or Path(f"{export.grant}.acceptance")
     path.write_bytes(accepted.encode_file())
     if json:
-        print_json({"grant": export.grant, "file": str(path), "token": accepted.encode_token()})
+        print_json(
+            {
+                "grant": export.grant, "file": str(path), "token": accepted.encode_token(),
+                "terms": export.terms,
+            }
+        )  # fmt: skip
         return
     terms = export.terms
     out.print(

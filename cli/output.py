@@ -5,8 +5,9 @@ printed is read as markup, a string is one line, and control and format characte
 (`felix.visible`). `SafeConsole` sees to it, whatever is printed; what a command wants bold it says with `styled`.
 
 Objects have one shape in every command (docs/schemas/felix-output-1-0-0.json, cli.kinds): `kind` says what it is, a list is
-`{"kind": "<Kind>List", "items": [...]}`, a kind that the thing has of its own is its `type`, every field is there, also with its default, ids and hashes are hex, times are
-milliseconds (`_ms`) or ISO 8601, and what somebody published is text where it is UTF-8, else `{"base64": ...}`.
+`{"kind": "<Kind>List", "items": [...]}`, a kind that the thing has of its own is its `type`, every field is there, also with
+its default, ids and hashes are hex, times are milliseconds (`_ms`) or ISO 8601, and what somebody published is text where
+it is UTF-8, else `{"base64": ...}`.
 """
 
 from __future__ import annotations

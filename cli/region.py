@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -22,13 +23,15 @@ from cli.setting import (
     folder_of,
     known_regions,
     now_ms,
+    preferred_region,
     read_file,
     run,
     stop_signals,
 )
 from felix.address import Address
-from felix.errors import FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError
 from felix.messages import Done, PutDocument
+from felix.profile import load_profile
 from keys.bundle import SignedBundle, check_update, decode_bundle
 from region.folder import RegionFolder
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
 app = typer.Typer(no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
+LOCAL: Final = "127.0.0.1"
 OptionalName = Annotated[
     str,
     typer.Argument(help=f"The region; else ${REGION_VARIABLE}, else that of `felix use`, else the only one."),
@@ -60,11 +64,21 @@ def init(
 
     folder = RegionFolder.of(name)
     taken = [load_config(RegionFolder.of(other).config) for other in known_regions()]
-    address = Address.parse(listen) if listen else _free_address(7443, [config.listen for config in taken])
+    address = (
+        Address.parse(listen)
+        if listen
+        else _free_address(7443, [config.listen for config in taken], socket.SOCK_DGRAM)
+    )
     health_address = None
     if health != "none":
         used = [config.health for config in taken if config.health is not None]
-        health_address = Address.parse(health) if health else _free_address(8080, used)
+        health_address = Address.parse(health) if health else _free_address(8080, used, socket.SOCK_STREAM)
+    if folder.root.is_dir() and any(folder.root.iterdir()):
+        raise RequestError(
+            f"There is a region {name} already: {folder.root} is not empty.",
+            code=Code.ALREADY_EXISTS,
+            hint="Choose another name, or remove the folder if all of the region may be lost.",
+        )
     country = country or _guess_country(name)
     signed = found_region(
         folder,
@@ -133,11 +147,21 @@ def _guess_country(name: str) -> str:
     return guessed
 
 
-def _free_address(port: int, taken: list[Address]) -> Address:
+def _free_address(port: int, taken: list[Address], kind: socket.SocketKind) -> Address:
+    """The first port from this one on that no region has and nobody listens at now."""
     ports = {address.port for address in taken}
-    while port in ports:
+    while port in ports or not _is_free(port, kind):
         port += 1
-    return Address("127.0.0.1", port)
+    return Address(LOCAL, port)
+
+
+def _is_free(port: int, kind: socket.SocketKind) -> bool:
+    with socket.socket(socket.AF_INET, kind) as probe:
+        try:
+            probe.bind((LOCAL, port))
+        except OSError:
+            return False
+    return True
 
 
 @app.command()
@@ -180,8 +204,8 @@ async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
         await node.start()
         try:
             address = node.address
-            if node.config.listen.port == 0:
-                await asyncio.to_thread(write_profile, folder, node.config.region, node.config.mesh, address)
+            if config.listen.port == 0 or _is_outdated(folder, config.region, address):
+                await asyncio.to_thread(write_profile, folder, config.region, config.mesh, address)
             health = node.health.address if node.health is not None else None
             pid.announce(
                 address=str(address),
@@ -208,6 +232,16 @@ def _status_line(node: Node) -> str:
     )
 
 
+def _is_outdated(folder: RegionFolder, region: str, address: Address) -> bool:
+    """Whether the profile names the broker's host with another port, as after somebody edited region.yaml. A profile that
+    names other hosts is how people reach the region from elsewhere: it stays."""
+    try:
+        known = load_profile(region, home=folder.root.parent).parsed_addresses()
+    except RequestError:
+        return False
+    return address not in known and all(each.host == address.host for each in known)
+
+
 @app.command()
 def down(name: OptionalName = "") -> None:
     """Stop the region's broker; what is under way is answered first."""
@@ -230,46 +264,35 @@ def ready(
 
 @app.command()
 def status(
-    name: Annotated[str, typer.Argument(help="The region; all of them if left out.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(help=f"The region; else ${REGION_VARIABLE}, else that of `felix use`, else all."),
+    ] = "",
+    every: Annotated[bool, typer.Option("--all", help="All regions, whatever is set.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Which brokers run, where, and how full their named limits are."""
-    found = []
-    for region in [choose_region(name)] if name else known_regions():
-        folder, config = folder_of(region)
-        state = read_state(folder.broker_pid)
-        row: dict[str, object] = {
-            "region": region,
-            "mesh": config.mesh,
-            "country": config.country,
-            "state": "up" if state else "down",
-            "address": state["address"] if state else str(config.listen),
-            "pid": state["pid"] if state else None,
-            "started": iso(state["started_ms"]) if state else "",
-        }
-        if state:
-            row["gauges"] = run(_gauges(region))
-        found.append(row)
+    name = "" if every else name or preferred_region()
+    found = [_status(region) for region in ([choose_region(name)] if name else known_regions())]
     if json:
         print_json(found)
         return
+    columns = ["region", "mesh", "country", "state", "address", "process#", "started"]
     table(
         "Regions",
-        ["region", "mesh", "country", "state", "address", "process#", "since"],
+        [*(column if column != "started" else "since" for column in columns), "problem"],
         [
             [
-                r["region"],
-                r["mesh"],
-                r["country"],
-                r["state"],
-                r["address"],
-                str(r["pid"] or ""),
-                r["started"],
+                *(
+                    "" if (cell := row[column.rstrip("#").replace("process", "pid")]) is None else str(cell)
+                    for column in columns
+                ),
+                row["problem"],
             ]
-            for r in found
+            for row in found
         ],
     )
-    if name and found and "gauges" in found[0]:
+    if name and found and found[0]["gauges"]:
         gauges = found[0]["gauges"]
         assert isinstance(gauges, dict)
         rows = [
@@ -278,6 +301,24 @@ def status(
             if not key.endswith("_limit")
         ]
         table("Broker", ["gauge", "now#", "limit#"], rows)
+
+
+def _status(region: str) -> dict[str, Any]:
+    """One region, as far as it can be told: what cannot is its `problem`."""
+    folder = RegionFolder.of(region)
+    row: dict[str, Any] = {"region": region, "mesh": "", "country": "", "state": "down", "address": ""}
+    row |= {"pid": None, "started": "", "gauges": {}, "problem": ""}
+    try:
+        _, config = folder_of(region)
+        row |= {"mesh": config.mesh, "country": config.country, "address": str(config.listen)}
+        state = read_state(folder.broker_pid)
+        if state is not None:
+            row |= {"state": "up", "address": state["address"], "pid": state["pid"]}
+            row["started"] = iso(state["started_ms"])
+            row["gauges"] = run(_gauges(region))
+    except FelixError as error:
+        row["problem"] = error.sentence
+    return row
 
 
 async def _gauges(region: str) -> dict[str, float]:

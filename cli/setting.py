@@ -114,7 +114,7 @@ def folder_of(region: str) -> tuple[RegionFolder, RegionConfig]:
 
 def connect(region: str, identity: str = "") -> felix.RegionClient:
     """A client of the region, not yet open."""
-    return felix.connect(choose_region(region), identity=identity or None)
+    return felix.connect(choose_region(region), identity=identity or None, wait_for_broker=False)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -137,13 +137,14 @@ def connect(
     backoff: BackoffPolicy | None = None,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     request_timeout_s: float = REQUEST_TIMEOUT_S,
+    wait_for_broker: bool = True,
     tracing: bool | None = None,
     random: Random | None = None,
 ) -> RegionClient:
     """A client of a region, by name (its profile is under `FELIX_HOME`) or by `profile`. Use it as `async with`.
 
     `identity`: who to come as: a name in the region's folder, a path, or an `Identity`; None: the profile's own.
-    Timeouts in seconds. `tracing`: see felix.tracing; None: what `FELIX_TRACING` says. `engine`, `random`: for tests.
+    Timeouts in seconds; `wait_for_broker`: False does not wait where the kernel says that nobody listens. `tracing`: see felix.tracing; None: what `FELIX_TRACING` says. `engine`, `random`: for tests.
     Entering raises what `RegionConnection.open` and `load_profile` raise.
     """
     if (region is None) == (profile is None):
@@ -157,6 +158,7 @@ def connect(
         backoff=backoff,
         connect_timeout_s=connect_timeout_s,
         request_timeout_s=request_timeout_s,
+        wait_for_broker=wait_for_broker,
         tracing_on=tracing_wanted() if tracing is None else tracing,
         random=random,
     )
@@ -176,6 +178,7 @@ class RegionClient:
         backoff: BackoffPolicy | None,
         connect_timeout_s: float,
         request_timeout_s: float,
+        wait_for_broker: bool,
         tracing_on: bool,
         random: Random | None,
     ) -> None:
@@ -187,6 +190,7 @@ class RegionClient:
         self._backoff = backoff
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
+        self._wait_for_broker = wait_for_broker
         self._tracing_on = tracing_on
         self._random = random
         self._connection: RegionConnection | None = None
@@ -222,6 +226,7 @@ class RegionClient:
             backoff=self._backoff,
             connect_timeout_s=self._connect_timeout_s,
             request_timeout_s=self._request_timeout_s,
+            wait_for_broker=self._wait_for_broker,
             random=self._random,
         )
         await connection.open()

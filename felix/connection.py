@@ -74,7 +74,14 @@ from felix.session import (
     Refused,
     grant_frame,
 )
-from felix.transport.port import ClientTls, Connection, Engine, TransportLimits, engine_named
+from felix.transport.port import (
+    ClientTls,
+    Connection,
+    Engine,
+    NobodyListensError,
+    TransportLimits,
+    engine_named,
+)
 
 SOFTWARE: Final = "felix-python/0.1"
 THROTTLED_GRACE_S: Final = 2.0
@@ -664,9 +671,12 @@ class RegionConnection:
         backoff: BackoffPolicy | None = None,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
+        wait_for_broker: bool = True,
         random: Random | None = None,
     ) -> None:
+        """`wait_for_broker`: False raises at once, in `open`, where nobody listens at any address of the profile."""
         self.profile = profile
+        self._wait_for_broker = wait_for_broker
         self.request_timeout_s = request_timeout_s
         self.random = random or Random()  # noqa: S311 - spreads retries; nothing secret is drawn
         self.policy = backoff or BackoffPolicy()
@@ -826,7 +836,7 @@ class RegionConnection:
         """A link that stands. Tries address after address; without a deadline, for as long as it takes."""
         loop = asyncio.get_running_loop()
         backoff = Backoff(self.policy, self.random)
-        tried = 0
+        tried = deserted = 0
         while True:
             address = next(self._addresses)
             tried += 1
@@ -836,6 +846,7 @@ class RegionConnection:
                 return await self._attempt(address, min(ATTEMPT_TIMEOUT_S, left_s))
             except UnavailableError as caught:
                 error = caught
+                deserted = deserted + 1 if isinstance(caught, NobodyListensError) else 0
             except ProtocolError as caught:
                 # A handshake that was too slow may be quick the next time; anything else will be wrong again.
                 if caught.code is not Code.HANDSHAKE_TIMEOUT:
@@ -843,6 +854,12 @@ class RegionConnection:
                 error = caught
             if deadline is None and tried % len(self.profile.addresses):
                 continue
+            if deadline is not None and not self._wait_for_broker and deserted >= len(self.profile.addresses):
+                raise UnavailableError(
+                    f"No broker of region {self.profile.region} listens at {', '.join(self.profile.addresses)} (UDP).",
+                    hint=f"Start it with `felix region up {self.profile.region}`, or check the addresses.",
+                    retry_after_ms=error.retry_after_ms,
+                ) from error
             wait_s = backoff.next_ms(error.retry_after_ms) / 1000
             _log.info("%s:%d of %s: %s", *address, self.profile.region, error.sentence)
             if deadline is not None and loop.time() + wait_s >= deadline:

@@ -39,6 +39,7 @@ from felix.transport.port import (
     Connection,
     Handler,
     Listener,
+    NobodyListensError,
     ServerTls,
     TransportLimits,
 )
@@ -493,7 +494,7 @@ class DriverConnection:
             self._release()
         elif not self.is_established:
             self._fail(
-                UnavailableError(
+                NobodyListensError(
                     f"Nobody listens at {_shown(self._peer_address)} (UDP): the machine there refused.",
                     code=Code.UNAVAILABLE,
                     hint="Check the address, and that the broker runs.",

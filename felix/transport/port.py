@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Final, Protocol
 
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, UnavailableError
 
 ALPN: Final = "felix/1"
 """The protocol name that both ends must agree on in the TLS handshake (RFC 7301)."""
@@ -57,6 +57,10 @@ DATAGRAM_BYTES_MIN: Final = 1200
 
 UDP_PAYLOAD_BYTES_MAX: Final = 65_507
 """What an IPv4 UDP datagram can carry at most."""
+
+
+class NobodyListensError(UnavailableError):
+    """The kernel was told (ICMP) that no process has the address: there is no point in waiting for an answer."""
 
 
 @dataclass(frozen=True, slots=True)
