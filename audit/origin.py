@@ -40,7 +40,8 @@ class Origin(NamedTuple):
         """Why a leaf has no place in this log, whatever else it says; or an empty string.
 
         A log speaks for its own region: as the source on its egress side, as the destination on its ingress side. A
-        bridge's log is about that bridge's crossings alone, and they stand nowhere else.
+        bridge's log is about that bridge's crossings alone, and they stand nowhere else. A region's keys are its own
+        business: they stand in its own log, and concern no other region; so does what was exported from a log.
         """
         kind, egress = header.kind, header.side is Side.EGRESS
         crossing = kind in (Kind.INTENT, Kind.WITHHELD, Kind.GAP) or (kind is Kind.ACK and egress)
@@ -49,10 +50,14 @@ class Origin(NamedTuple):
         other = not egress or header.bridge != str(self.bridge)
         if self.bridge is not None and (kind is Kind.ACK or crossing) and other:
             return f"{kind.name} of {header.bridge or 'no bridge'} stands in the log of {self.bridge}."
-        if crossing or kind in (Kind.ACK, Kind.DENY):
+        if kind is Kind.KEY and self.bridge is not None:
+            return f"KEY stands in the log of {self.bridge}; keys stand in the log of their region."
+        if crossing or kind in (Kind.ACK, Kind.DENY, Kind.KEY, Kind.SEAL):
             own = header.source_region if egress else header.destination_region
             if own != self.region:
                 return f"{kind.name} speaks for {own} as its own region in a log of {self.region}."
+        if kind in (Kind.KEY, Kind.SEAL) and header.source_region != header.destination_region:
+            return f"{kind.name} is between {header.source_region} and {header.destination_region}; it is one region's."
         return ""
 
     @classmethod

@@ -23,8 +23,10 @@ which is neither reconciled nor a difference.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from audit.origin import Origin
 from audit.spark.table import Column, Type
 
 if TYPE_CHECKING:
@@ -101,11 +103,36 @@ _SHARD: Final = ", ".join(SHARD_KEY)
 _ENVELOPE: Final = f"{_SHARD}, envelope_sha256"
 
 
-_FROM_EGRESS: Final = "side = 'egress' AND kind IN ('INTENT', 'WITHHELD', 'GAP', 'ACK')"
-"""What only a bridge's egress log holds; grants and denials stand in the source region's own log too."""
+class Given:
+    """Which logs a report was given. An egress log is one bridge's: that of another bridge between the same regions says
+    nothing of this one. What a leaf calls itself counts for nothing: a log is the other side where it was given, whether
+    or not it has a leaf about the crossing."""
 
-_FROM_INGRESS: Final = "side = 'ingress' AND log LIKE concat(destination_region, '.%/audit')"
-"""What the destination's own log holds: a leaf that calls itself ingress in another region's log is nobody's other side."""
+    def __init__(self, origins: Iterable[str]) -> None:
+        """`origins`: of logs that verified."""
+        parsed = [Origin.parse(origin) for origin in origins]
+        self._bridges = sorted(str(each.bridge) for each in parsed if each.bridge is not None)
+        self._regions = sorted(each.region for each in parsed if each.bridge is None)
+
+    def has_egress_of(self, bridge: str) -> bool:
+        """Whether the bridge's egress log is among them."""
+        return bridge in self._bridges
+
+    @property
+    def egress(self) -> str:
+        """SQL: whether the egress log of a row's bridge is among them."""
+        return _is_one_of("bridge", self._bridges)
+
+    @property
+    def ingress(self) -> str:
+        """SQL: whether the own log of a row's destination is among them."""
+        return _is_one_of("destination_region", self._regions)
+
+
+def _is_one_of(column: str, names: Sequence[str]) -> str:
+    # Parsed names have no quotes.
+    listed = ", ".join(f"'{name}'" for name in names)
+    return f"coalesce({column} IN ({listed}), false)" if names else "false"
 
 
 def _same(left: str, right: str, names: tuple[str, ...]) -> str:
@@ -120,7 +147,7 @@ def _said() -> str:
     return "concat_ws(' ', " + ", ".join(f"coalesce(CAST({name} AS STRING), '-')" for name in _SAID) + ")"
 
 
-def envelopes(leaves: DataFrame) -> DataFrame:
+def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
     """One row per envelope that any leaf names, with both sides' counts (null: that side has no such leaf)."""
     key = (*SHARD_KEY, "envelope_sha256")
 
@@ -141,22 +168,16 @@ def envelopes(leaves: DataFrame) -> DataFrame:
         WITH i AS ({side("INTENT", "egress", "intent")}),
              r AS ({side("ACK", "egress", "receipt")}),
              a AS ({side("ACK", "ingress", "arrival")}),
-             links AS (
-                 SELECT source_region, destination_region, max({_FROM_EGRESS}) AS has_egress,
-                        max({_FROM_INGRESS}) AS has_ingress
-                 FROM {{leaves}} GROUP BY source_region, destination_region
-             ),
              joined AS (
                  SELECT {", ".join(picked(name) for name in key)},
                         i.* EXCEPT ({_ENVELOPE}), r.* EXCEPT ({_ENVELOPE}), a.* EXCEPT ({_ENVELOPE})
                  FROM i FULL OUTER JOIN r ON {_same("i", "r", key)}
                  FULL OUTER JOIN a ON {" AND ".join(f"coalesce(i.{n}, r.{n}) <=> a.{n}" for n in key)}
              )
-        SELECT joined.*, links.has_egress, links.has_ingress,
+        SELECT joined.*, {given.egress} AS has_egress, {given.ingress} AS has_ingress,
                max(receipt_last) OVER (PARTITION BY {", ".join("joined." + n for n in SHARD_KEY)}) AS last_receipt,
                max(arrival_last) OVER (PARTITION BY {", ".join("joined." + n for n in SHARD_KEY)}) AS last_arrival
-        FROM joined JOIN links ON joined.source_region = links.source_region
-             AND joined.destination_region = links.destination_region
+        FROM joined
         """,  # noqa: S608
         leaves=leaves,
     )
@@ -327,16 +348,11 @@ def coverage_findings(leaves: DataFrame) -> DataFrame:
     )
 
 
-def shards(leaves: DataFrame, findings: DataFrame) -> DataFrame:
+def shards(leaves: DataFrame, findings: DataFrame, given: Given) -> DataFrame:
     """One row per link, stream, incarnation and shard: the sums, the accounting, the status."""
     return leaves.sparkSession.sql(
         f"""
-        WITH links AS (
-            SELECT source_region, destination_region,
-                   max({_FROM_EGRESS}) AND max({_FROM_INGRESS}) AS has_both
-            FROM {{leaves}} GROUP BY source_region, destination_region
-        ),
-        sums AS (
+        WITH sums AS (
             SELECT {_SHARD}, min(first_offset) AS first_offset, max(last_offset) AS last_offset,
                    coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'INTENT'), 0) AS crossed,
                    coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'WITHHELD'), 0)
@@ -372,16 +388,14 @@ def shards(leaves: DataFrame, findings: DataFrame) -> DataFrame:
             SELECT sums.*, coalesce(reach.covered, 0) AS covered, coalesce(reach.gap, 0) AS gap,
                    coalesce(reach.skipped, 0) AS skipped,
                    coalesce(reach.covered - sums.crossed - sums.withheld - sums.passed_by - reach.gap, 0) AS unaccounted,
-                   coalesce(counted.findings, 0) AS findings, coalesce(counted.open, 0) AS open, links.has_both
+                   coalesce(counted.findings, 0) AS findings, coalesce(counted.open, 0) AS open
             FROM sums
             LEFT JOIN reach ON {_same("sums", "reach", SHARD_KEY)}
             LEFT JOIN counted ON {_same("sums", "counted", SHARD_KEY)}
-            JOIN links ON sums.source_region = links.source_region
-                AND sums.destination_region = links.destination_region
         )
-        SELECT * EXCEPT (has_both),
+        SELECT *,
                CASE WHEN findings > 0 OR unaccounted <> 0 THEN '{DIFFERS}'
-                    WHEN NOT has_both THEN '{ONE_SIDE}'
+                    WHEN NOT ({given.egress} AND {given.ingress}) THEN '{ONE_SIDE}'
                     WHEN open > 0 THEN '{OPEN}'
                     ELSE '{RECONCILED}' END AS status
         FROM joined ORDER BY {_SHARD}

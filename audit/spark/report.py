@@ -347,7 +347,8 @@ def _compute(
     unusual, more_exceptions = _collect(exceptions.listed(window, leaves, signed, story_of(spark, verified)))
 
     tell("Reconciling egress with ingress")
-    sides = reconciliation.envelopes(leaves).localCheckpoint()
+    given = reconciliation.Given(log.checkpoint.origin for log in opened)
+    sides = reconciliation.envelopes(leaves, given).localCheckpoint()
     found = reconciliation.envelope_findings(sides).unionByName(reconciliation.coverage_findings(leaves))
     unlike = reconciliation.unlike_envelopes(sides).localCheckpoint()
     if not unlike.isEmpty():
@@ -356,7 +357,7 @@ def _compute(
         found = found.unionByName(compare_records(reconciliation.places(leaves, unlike), places))
     found = found.localCheckpoint()
     differing, more_findings = _collect(reconciliation.in_order(found))
-    by_shard, _ = _collect(reconciliation.shards(leaves, found))
+    by_shard, _ = _collect(reconciliation.shards(leaves, found, given))
 
     times = [row for row in moved if row["records"] or row["delivered"] or row["withheld"]]
     first = min((row["first_time"] for row in times), default=None)
@@ -426,28 +427,24 @@ def _verified(log: OpenedLog, found: VerificationReport, said: Mapping[str, Any]
 
 def _missing(logs: Sequence[VerifiedLog], transfers: Table, reconciled: Table) -> Missing:
     """What was not given, by the links that the logs are about."""
-    links: dict[tuple[str, str], bool] = {}
+    given = reconciliation.Given(log.origin for log in logs)
+    links: dict[tuple[str, str], set[str]] = {}
     for row in reconciled.records():
-        link = row["source_region"], row["destination_region"]
-        links[link] = links.get(link, False) or row["status"] == reconciliation.ONE_SIDE
+        source, destination, bridge = row["source_region"], row["destination_region"], row["bridge"]
+        absent = links.setdefault((source, destination), set())
+        if row["status"] == reconciliation.ONE_SIDE:
+            theirs = given.has_egress_of(bridge)
+            absent.add(f"the log of {destination}" if theirs else f"the egress log of {bridge}")
     for row in transfers.records():
-        links.setdefault((row["source_region"], row["destination_region"]), False)
+        links.setdefault((row["source_region"], row["destination_region"]), set())
     own = {
         origin.region for log in logs if (origin := Origin.parse(log.origin)).bridge is None
     }  # destinations keep their ingress log there
-    counterparts = []
-    for (source, destination), alone in sorted(links.items()):
-        if alone:
-            has_egress = any(
-                (origin := Origin.parse(log.origin)).region == source and origin.bridge is not None
-                for log in logs
-            )
-            absent = (
-                f"the log of {destination}" if has_egress else f"the egress log of its bridge in {source}"
-            )
-            counterparts.append(
-                f"{source} to {destination}: {absent} was not given, so this link rests on one side's word."
-            )
+    counterparts = [
+        f"{source} to {destination}: {each} was not given, so this link rests on one side's word."
+        for (source, destination), absent in sorted(links.items())
+        for each in sorted(absent)
+    ]
     regions = sorted({region for link in links for region in link} - own)
     return Missing(
         tuple(counterparts),

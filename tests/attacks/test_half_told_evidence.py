@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from attacks.conftest import Tally
 from attacks.test_one_party_alone import EGRESS, files_of
-from audit_log import OPERATOR, RECEIPT_KEY, STREAM, Link, trust
+from audit_log import RECEIPT_KEY, STREAM, Link, trust
 from crossing_logs import DAY_MS, DEPARTURES, EGRESS_ORIGIN, START_MS, World, write_log, write_world
 from signed_grants import paper_leaf, signed_grant, standing
 
@@ -209,11 +209,11 @@ OTHER = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 
 
 def test_a_leaf_that_calls_itself_ingress_stands_in_for_no_ingress_log(spark: Any, tmp_path: Path) -> None:
     world = crossed()
-    key = Header(
-        kind=Kind.KEY, side=Side.INGRESS, time_ms=START_MS, source_region="us-east", destination_region="eu-west",
-        key_id=b"k" * 16, action="made", actor=OPERATOR,
+    seal = Header(
+        kind=Kind.SEAL, side=Side.INGRESS, time_ms=START_MS, source_region="us-east", destination_region="us-east",
+        seal_file="register.parquet", seal_sha256=b"s" * 32,
     )  # fmt: skip
-    world.egress.append([Leaf(key)])
+    world.egress.append([Leaf(seal)])
     write_log(tmp_path / "egress", EGRESS_ORIGIN, world.egress, cosign=True)
     alone = run_report([tmp_path / "egress"], tmp_path / "out", trust=trust(), session=spark)
     assert alone.exit_code == EXIT_ONE_SIDE

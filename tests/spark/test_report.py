@@ -8,13 +8,17 @@ import shutil
 from collections import Counter
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from crossing_logs import (
+    BRIDGE,
     CREW,
     DAY_MS,
     DEPARTURES,
+    EGRESS_ORIGIN,
+    INGRESS_ORIGIN,
     ORDERS,
     REGION_ORIGIN,
     START_MS,
@@ -33,6 +37,7 @@ from signed_grants import ACCEPTOR
 
 from audit.leaf import Header, Leaf
 from audit.spark.document import STATEMENT
+from audit.spark.reconciliation import Given
 from audit.spark.report import (
     EXIT_CLEAN,
     EXIT_DIFFERENCES,
@@ -42,8 +47,10 @@ from audit.spark.report import (
     REFUSED_NAME,
     ReportRefusedError,
     ReportResult,
+    _missing,
     run_report,
 )
+from audit.spark.table import Column, Table, Type
 from audit.trust import Trust
 from felix.errors import RequestError
 
@@ -462,9 +469,33 @@ def test_a_region_s_own_log_beside_its_bridge_s_does_not_confuse_either(
     assert without.report.totals.records == 0 and without.report.totals.delivered > 0
     assert without.exit_code == EXIT_ONE_SIDE not in (EXIT_CLEAN, EXIT_DIFFERENCES, EXIT_REFUSED)
     (counterpart,) = without.report.missing.counterparts
-    assert counterpart.startswith("us-east to eu-west: the egress log of its bridge in us-east was not given")
+    assert counterpart.startswith(f"us-east to eu-west: the egress log of {BRIDGE} was not given")
     assert without.report.missing.region_logs == (), "both regions' own logs are here"
     assert without.report.findings.rows == ()
+
+
+def test_the_egress_log_of_one_bridge_stands_in_for_no_other(spark: Any) -> None:
+    given = Given([EGRESS_ORIGIN, INGRESS_ORIGIN])
+    second = BRIDGE + "-2"
+    rows = spark.sql(
+        f"""SELECT bridge, {given.egress} AS egress, {given.ingress} AS ingress FROM VALUES
+            ('{BRIDGE}', 'eu-west'), ('{second}', 'eu-west'), (NULL, 'us-east') AS t(bridge, destination_region)"""
+    ).collect()
+    assert [(row["bridge"], row["egress"], row["ingress"]) for row in rows] == [
+        (BRIDGE, True, True), (second, False, True), (None, False, False),
+    ]  # fmt: skip
+    names = ("source_region", "destination_region", "bridge", "status")
+    columns = tuple(Column(name, Type.TEXT, name) for name in names)
+    reconciled = [
+        ("us-east", "eu-west", BRIDGE, "reconciled"),
+        ("us-east", "eu-west", second, "one side only"),
+    ]
+    alone = Table("reconciliation", "", columns, tuple(reconciled))
+    logs = [SimpleNamespace(origin=origin) for origin in (EGRESS_ORIGIN, INGRESS_ORIGIN)]
+    found = _missing(logs, Table("transfers", "", columns, ()), alone)  # type: ignore[arg-type]
+    assert found.counterparts == (
+        f"us-east to eu-west: the egress log of {second} was not given, so this link rests on one side's word.",
+    )
 
 
 # Bad input
