@@ -415,7 +415,8 @@ class Agent:
             raise RolledBackError(
                 f"{witness.region} cosigned {known.size} leaves of the audit log of {of.region}, which has {answer.size}: it "
                 "was rolled back.",
-                hint=f"Have {of.region} restore its log's newest copy; nothing crosses until then.",
+                hint=f"Have {of.region} restore its log's newest copy; nothing crosses until then. Where there is none, "
+                "docs/operations.md says how to go on.",
             )
 
     async def _log_grant(self, row: PlannedLink) -> None:

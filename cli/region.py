@@ -359,6 +359,31 @@ def bundle(
     )
 
 
+@app.command("add-log-keys")
+def add_log_keys_(region: RegionOption = "") -> None:
+    """Give logs and witness of a region that version 0.1 founded their ML-DSA-44 keys.
+
+    Their Ed25519 keys stay, and what they signed holds as before. The bundle is signed anew; other regions take it only
+    by its fingerprint, because it names one more key of a log and a witness that they trust.
+    """
+    from region.founding import add_log_keys
+
+    folder, config = folder_of(region)
+    signed = add_log_keys(folder, config, now_ms())
+    if signed is None:
+        out.print(f"Every log of {config.region}, and its witness, has an ML-DSA-44 key already.")
+        return
+    fingerprint = signed.bundle.fingerprint()
+    out.print(f"{folder.bundle} names the new keys, fingerprint {fingerprint}")
+    out.print(
+        f"They sign from the next start of the broker of {config.region} and of its bridges' agents on."
+    )
+    out.print(
+        "Have each region that trusts this one take the file, and read its operator the fingerprint:\n"
+        f'  felix region trust {folder.bundle} --region OTHER --fingerprint "{fingerprint}"'
+    )
+
+
 @app.command()
 def trust(
     bundle_file: Annotated[Path, typer.Argument(help="The other region's bundle.json.")],

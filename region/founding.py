@@ -10,11 +10,11 @@ import json
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
-from audit.origin import egress_origin, region_origin, witness_name
+from audit.origin import Origin, egress_origin, region_origin, witness_name
 from felix.address import Address
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, create_file, replace_file
@@ -191,22 +191,59 @@ def _found_bridge(folder: RegionFolder, config: RegionConfig, name: str, now_ms:
     )
     load_key_pair(folder.handoff_key(name))
     origin = egress_origin(config.region, config.mesh, name)
-    bundle = decode_bundle(folder.bundle.read_bytes()).bundle
-    wanted = (
-        AuditKey(origin, "log", egress.verify_key.public),
-        AuditKey(origin, "log", ml_dsa.public, "ml-dsa-44"),
+    signed = _naming(
+        folder,
+        (
+            AuditKey(origin, "log", egress.verify_key.public),
+            AuditKey(origin, "log", ml_dsa.public, "ml-dsa-44"),
+        ),
+        now_ms,
     )
+    if signed is not None:
+        replace_file(folder.bundle, signed.encode(), PUBLIC)
+
+
+def _naming(folder: RegionFolder, wanted: tuple[AuditKey, ...], now_ms: int) -> SignedBundle | None:
+    """The region's bundle, signed anew, with those of these keys that it does not name yet; None where it names them all."""
+    bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     named = {(key.name, key.algorithm) for key in bundle.audit_keys}
     missing = tuple(key for key in wanted if (key.name, key.algorithm) not in named)
     if not missing:
-        return
+        return None
     renewed = msgspec.structs.replace(
         bundle,
         issued_ms=max(now_ms, bundle.issued_ms + 1),
         audit_keys=(*bundle.audit_keys, *missing),
     )
-    signed = sign_bundle(renewed, load_signing_key(folder.policy_key))
-    replace_file(folder.bundle, signed.encode(), PUBLIC)
+    return sign_bundle(renewed, load_signing_key(folder.policy_key))
+
+
+def add_log_keys(folder: RegionFolder, config: RegionConfig, now_ms: int) -> SignedBundle | None:
+    """Give the region's log and witness, and the logs of its bridges, the ML-DSA-44 keys that they lack, as those of regions
+    founded by version 0.1 do. The new bundle; None where nothing was missing.
+
+    The Ed25519 keys stay, so what they signed holds as before. Raises RequestError where the bundle has no room.
+    """
+    region, mesh = config.region, config.mesh
+    roles: list[tuple[Path, str, Literal["log", "cosigner"]]] = [
+        (folder.audit_ml_dsa_key, region_origin(region, mesh), "log"),
+        (folder.witness_ml_dsa_key, witness_name(region, mesh), "cosigner"),
+    ]
+    for key in decode_bundle(folder.bundle.read_bytes()).bundle.audit_keys:
+        bridge = Origin.parse(key.name).bridge if key.role == "log" else None
+        if bridge is not None and folder.egress_key(bridge.name).exists():
+            roles.append((folder.egress_ml_dsa_key(bridge.name), key.name, "log"))
+    made: dict[Path, MlDsaKey] = {}
+    wanted = []
+    for path, name, role in dict.fromkeys(roles):
+        key_pair = load_ml_dsa_key(path) if path.exists() else made.setdefault(path, MlDsaKey.generate())
+        wanted.append(AuditKey(name, role, key_pair.public, "ml-dsa-44"))
+    signed = _naming(folder, tuple(wanted), now_ms)
+    for path, key_pair in made.items():
+        save_ml_dsa_key(key_pair, path)
+    if signed is not None:
+        replace_file(folder.bundle, signed.encode(), PUBLIC)
+    return signed
 
 
 def trust_region(folder: RegionFolder, signed: SignedBundle) -> Path:
