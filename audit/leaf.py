@@ -142,7 +142,8 @@ class GapKind(StrEnum):
 
 
 class FieldLineage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One field of the payload: `action` is keep, drop, mask, hash or pseudonymize."""
+    """One field of the payload: `action` is keep, drop, mask (`mask:4` where four characters at the end stay readable), hash or
+    pseudonymize."""
 
     field: Text
     action: Text

@@ -29,7 +29,7 @@ def legal_fields(terms: GrantTerms, source_country: str = "", destination_countr
         owner=terms.owner,
         not_before_ms=terms.not_before,
         expires_ms=terms.expires,
-        lineage=tuple(FieldLineage(field=found.field, action=found.action.value) for found in lineage.fields),
+        lineage=tuple(FieldLineage(field=found.field, action=found.told) for found in lineage.fields),
         keep_others=lineage.others_kept,
         filter=terms.transform.filter,
         wildcard=terms.wildcard,

@@ -11,6 +11,7 @@ import typer
 
 from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
 from audit.note import parse_note
+from audit.origin import Origin
 from audit.proof import Proven, check_proof, prove
 from audit.receipt import Receipt
 from audit.tile import CHECKPOINT_PATH, read_entries
@@ -157,8 +158,35 @@ def verify(
     else:
         for path, report in reports:
             _print_report(path, report)
+        good = sum(report.ok for _, report in reports)
+        logs_word = "1 log" if len(reports) == 1 else f"{len(reports)} logs"
+        out.print(
+            f"{logs_word}: "
+            + ("verified" if good == len(reports) else f"{len(reports) - good} not as it should be")
+        )
+        if policy is None:
+            hints = (cosignature_hint(report, trust, cosignatures) for _, report in reports)
+            for hint in dict.fromkeys(filter(None, hints)):
+                note(hint)
     if not all(report.ok for _, report in reports):
         raise typer.Exit(EXIT_DAMAGED)
+
+
+def cosignature_hint(report: Report, trust: Trust, cosignatures_min: int) -> str:
+    """What to do where a log that is otherwise whole has too few cosignatures; empty where that is not what it lacks."""
+    if report.ok or not report.root or len(report.cosigners) >= cosignatures_min:
+        return ""
+    without = "--cosignatures 0 verifies on the word of the log's own region alone."
+    region = Origin.parse(report.origin).region
+    if trust.log(report.origin).witnesses:
+        return (
+            f"{report.origin}: other regions cosign a log when their bridge next sees its checkpoint, outside witnesses when "
+            f"it is submitted to them. Until then, {without}"
+        )
+    return (
+        f"{report.origin}: nobody but {region} is trusted here, so nobody can have cosigned. Connect another region by a bridge, "
+        f"or name an outside witness (docs/witnesses.md). Until then, {without}"
+    )
 
 
 def verify_one(
@@ -240,15 +268,16 @@ def _plain(report: Report) -> dict[str, Any]:
 
 
 def _print_report(path: Path, report: Report) -> None:
+    # Without a checkpoint of a trusted log nothing says what this is, or how long.
+    told = f": {report.size:,} leaves, root {report.root.hex()[:16]}…  ({path})" if report.root else ""
     out.print(
         styled(
-            (report.origin, "bold"),
-            " ",
-            verdict(report.ok, "verifies", "DOES NOT VERIFY"),
-            f": {report.size:,} leaves, root {report.root.hex()[:16]}…  ({path})",
+            (report.origin or str(path), "bold"), " ", verdict(report.ok, "verifies", "DOES NOT VERIFY"), told
         )
     )
-    if report.cosigners:
+    if not report.root:
+        out.print("  nothing in it could be checked: see step 1")
+    elif report.cosigners:
         by = ", ".join(f"{party} up to {size:,}" for party, size in sorted(report.cosigners.items()))
         rest = report.size - report.cosigned_size
         out.print(
@@ -531,6 +560,8 @@ def report(
     logs: list[str] = log or [str(path) for path in choose_logs(None, region)]
     trust = trusted(bundle, policy)
     now = now_ms()
+    moments = [parse_moment(text, now) if text else None for text in (since, until)]
+    notes = remembered_notes(remembered)
     with progress(counted=False) as bar:
         task = bar.add_task("starting", total=None)
         result = run_report(
@@ -538,11 +569,11 @@ def report(
             output,
             trust=trust,
             master=master or None,
-            since=parse_moment(since, now) if since else None,
-            until=parse_moment(until, now) if until else None,
+            since=moments[0],
+            until=moments[1],
             openlineage_url=openlineage_url or None,
             cosignatures_min=cosignatures,
-            remembered=remembered_notes(remembered),
+            remembered=notes,
             tell=lambda sentence: bar.update(task, description=sentence),
         )
     if json:

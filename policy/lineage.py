@@ -32,11 +32,18 @@ class FieldLineage(NamedTuple):
     """True where the value at the destination is not the value at the source."""
     subtype: str
     """IDENTITY or TRANSFORMATION."""
+    last: int = 0
+    """mask: how many characters at the end stay readable"""
 
     @property
     def word(self) -> str:
         """kept, dropped, masked, hashed or pseudonymized."""
         return _WORDS[self.action]
+
+    @property
+    def told(self) -> str:
+        """The action, and what a mask leaves readable: `mask:4`, as the command line takes it."""
+        return f"{self.action.value}:{self.last}" if self.last else self.action.value
 
 
 class Lineage(NamedTuple):
@@ -55,7 +62,8 @@ def field_lineage(spec: TransformSpec, fields: Iterable[str] = ()) -> Lineage:
     named = dict.fromkeys([rule.path for rule in spec.fields] + [FieldPath.parse(field) for field in fields])
     found: list[FieldLineage] = []
     for path in named:
-        action = effective_rule(spec, path).do
+        rule = effective_rule(spec, path)
+        action = rule.do
         kept = action is Action.KEEP
         found.append(
             FieldLineage(
@@ -64,6 +72,7 @@ def field_lineage(spec: TransformSpec, fields: Iterable[str] = ()) -> Lineage:
                 action is not Action.DROP,
                 not kept,
                 "IDENTITY" if kept else "TRANSFORMATION",
+                rule.last,
             )
         )
     filtering = paths(parse_predicate(spec.filter)) if spec.filter else ()

@@ -86,7 +86,7 @@ SIGNED = {
     ORDERS: signed_grant(
         purpose="fraud detection", basis=Basis.ADEQUACY, reference="=Decision 2023/1795", categories=("payment",),
         importer="Acme Europe B.V.", owner="payments", stream=ORDERS, expires=START_MS + 3 * DAY_MS, onward=True,
-        transform=build_spec(keep=["amount"], mask=["card"], hash_=["customer"], key=KeyRule.HASH),
+        transform=build_spec(keep=["amount"], mask=["card:4"], hash_=["customer"], key=KeyRule.HASH),
     ),
 }  # fmt: skip
 """Both grants, with everything that regions and approvers sign."""

@@ -31,7 +31,12 @@ COLUMNS: Final = (
         "field (of the payload), payload (where it is not read), key, header",
     ),
     Column("field", Type.TEXT, "Field", "* stands for all fields that the terms do not name"),
-    Column("action", Type.TEXT, "What is done", "keep, drop, mask, hash or pseudonymize"),
+    Column(
+        "action",
+        Type.TEXT,
+        "What is done",
+        "keep, drop, mask, hash or pseudonymize; mask:4 leaves four characters at the end readable",
+    ),
     Column("output", Type.TEXT, "Field at the destination"),
     Column("records", Type.COUNT, "Records crossed"),
 )

@@ -58,11 +58,12 @@ def _schema(names: Iterable[str]) -> dict[str, Any]:
 def _transformation(action: str) -> dict[str, Any]:
     if action == "keep":
         return {"type": "DIRECT", "subtype": "IDENTITY", "description": "kept", "masking": False}
+    kind = action.partition(":")[0]
     return {
         "type": "DIRECT",
-        "subtype": _MASKING.get(action, "TRANSFORMATION"),
+        "subtype": _MASKING.get(kind, "TRANSFORMATION"),
         "description": action,
-        "masking": action in _MASKING,
+        "masking": kind in _MASKING,
     }
 
 
@@ -121,7 +122,7 @@ def events(report: Report) -> list[dict[str, Any]]:
         by_transfer.setdefault(tuple(field[name] for name in key_names), []).append(field)
     made: list[dict[str, Any]] = []
     for row in report.register.records():
-        if row["records"] or row["withheld"] or row["delivered"]:
+        if row["records"] or row["delivered"]:
             fields = by_transfer.get(tuple(row[name] for name in key_names), [])
             made += _run(row, fields)
     return made

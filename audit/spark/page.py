@@ -41,6 +41,13 @@ _ACTIONS: Final = {
 }
 
 
+def _action(action: str) -> tuple[str, str]:
+    """Tone and words of what is done to a field; a mask says what it leaves readable."""
+    kind, _, last = action.partition(":")
+    tone, words = _ACTIONS.get(kind, ("info", action))
+    return tone, f"{words} but for the last {last} characters" if last else words
+
+
 def _text(value: Any) -> str:
     """Any cell as escaped text; a dash where there is nothing."""
     if value is None or value == "" or value == []:
@@ -581,7 +588,7 @@ def _lineage(report: Report) -> str:
             [
                 (
                     _field(row),
-                    _badge(*_ACTIONS.get(row["action"], ("info", row["action"]))),
+                    _badge(*_action(row["action"])),
                     '<span class="quiet">does not cross</span>'
                     if row["output"] is None
                     else "<em>unchanged</em>"

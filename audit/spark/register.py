@@ -135,7 +135,8 @@ def within(leaves: DataFrame, since_ms: int | None, until_ms: int | None) -> Dat
 
 def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
     """The register's rows, but for what is known of whole logs (checkpoints, cosigners, verification): one for each
-    link and terms under which records crossed, arrived or were withheld. What was only denied is no transfer, and
+    link and terms under which records crossed, arrived or were withheld, and from when to when there was any of it (`first_seen`,
+    `last_seen`). What was only denied is no transfer, and
     stands among the exceptions.
 
     `leaves` are those of the window, `terms` those of the whole logs: a grant made before the window rules
@@ -172,14 +173,25 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
                    array_sort(collect_set(grant_id)) AS grant_ids,
                    array_sort(collect_set(policy_version)) AS versions,
                    array_sort(collect_set(policy_hash)) AS policy_hashes,
+                   -- Only what has records crossed: an empty envelope moves a position on, and nothing else.
+                   coalesce(
+                       min(time_ms) FILTER (WHERE is_intent AND records > 0),
+                       min(time_ms) FILTER (WHERE is_arrival AND records > 0),
+                       min(time_ms) FILTER (WHERE is_receipt AND records > 0)
+                   ) AS first_time,
+                   coalesce(
+                       max(time_ms) FILTER (WHERE is_intent AND records > 0),
+                       max(time_ms) FILTER (WHERE is_arrival AND records > 0),
+                       max(time_ms) FILTER (WHERE is_receipt AND records > 0)
+                   ) AS last_time,
                    coalesce(
                        min(time_ms) FILTER (WHERE is_intent OR is_withheld), min(time_ms) FILTER (WHERE is_arrival),
                        min(time_ms) FILTER (WHERE is_receipt)
-                   ) AS first_time,
+                   ) AS first_seen,
                    coalesce(
                        max(time_ms) FILTER (WHERE is_intent OR is_withheld), max(time_ms) FILTER (WHERE is_arrival),
                        max(time_ms) FILTER (WHERE is_receipt)
-                   ) AS last_time,
+                   ) AS last_seen,
                    coalesce(sum(records) FILTER (WHERE is_intent), 0) AS records,
                    coalesce(sum(record_bytes) FILTER (WHERE is_intent), 0) AS record_bytes,
                    coalesce(sum(records) FILTER (WHERE is_receipt), 0) AS acknowledged,
@@ -223,7 +235,7 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
             AND sums.bridge <=> places.bridge AND sums.stream <=> places.stream
             AND sums.terms_hash <=> places.terms_hash
         LEFT JOIN {{terms}} AS terms ON sums.terms_hash = terms.terms_hash
-        ORDER BY sums.source_region, sums.destination_region, sums.stream, first_time, sums.bridge, sums.terms_hash
+        ORDER BY sums.source_region, sums.destination_region, sums.stream, first_seen, sums.bridge, sums.terms_hash
         """,  # noqa: S608  # names of columns, from this module
         leaves=leaves,
         terms=terms,

@@ -160,6 +160,8 @@ def run_report(
         raise RequestError(f"The window is empty: it begins at {iso(since)} and ends before {iso(until)}.")
     if openlineage_url is not None:
         openlineage.check_url(openlineage_url)
+    # Before anything that takes its time: whoever named a wrong folder is told at once.
+    _prepare(target)
     began = clock()
     tell(f"Verifying {len(paths)} checkpoints")
     opened, problems = _open_all(paths, trust, cosignatures_min, remembered)
@@ -360,8 +362,8 @@ def _compute(
     by_shard, _ = _collect(reconciliation.shards(leaves, found, given))
 
     times = [row for row in moved if row["records"] or row["delivered"] or row["withheld"]]
-    first = min((row["first_time"] for row in times), default=None)
-    last = max((row["last_time"] for row in times), default=None)
+    first = min((row["first_seen"] for row in times), default=None)
+    last = max((row["last_seen"] for row in times), default=None)
     width = volumes.bucket_ms(first, last) if first is not None and last is not None else volumes.DAY_MS
     line = volumes.time_line(window, width).collect()
 
@@ -521,8 +523,11 @@ def _json(value: Any) -> bytes:
 
 
 def _prepare(target: Path) -> None:
+    """Make the folder, and see whether a file can be written into it. Raises RequestError."""
     try:
         target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target):
+            pass
     except OSError as error:
         raise RequestError(
             f"The report cannot be written to {target}: {error.strerror or error}.",

@@ -201,7 +201,7 @@ def test_lineage_says_what_becomes_of_each_field(five: Made) -> None:
         (DEPARTURES, "header", "*", "drop", None),
         (ORDERS, "field", "amount", "keep", "amount"),
         (ORDERS, "field", "customer", "hash", "customer"),
-        (ORDERS, "field", "card", "mask", "card"),
+        (ORDERS, "field", "card", "mask:4", "card"),
         (ORDERS, "field", "*", "drop", None),
         (ORDERS, "key", "key", "hash", "key"),
         (ORDERS, "header", "*", "drop", None),
@@ -376,6 +376,7 @@ def ill(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> ReportResult:
     batch()  # 74-83: after the revocation
     batch(receipt=False, arrives=False)  # 84-93: in flight
     world.batch(ORDERS, 1, TERMS[ORDERS].expires + 5, 10, withheld=0.0)  # under terms that nobody states
+    world.batch(CREW, 0, later(), 5, withheld=1.0)  # under nobody's terms either, and not one record crosses
     folder = tmp_path_factory.mktemp("ill")
     return run_report(
         write_world(folder, world),
@@ -410,7 +411,7 @@ def test_each_difference_between_two_honest_logs_is_named_with_its_place(ill: Re
     }
     assert ill.exit_code == EXIT_DIFFERENCES
     status = {row["stream"]: row["status"] for row in ill.report.reconciliation.records()}
-    assert status == {DEPARTURES: "differs", ORDERS: "reconciled"}
+    assert status == {DEPARTURES: "differs", ORDERS: "reconciled", CREW: "reconciled"}
 
 
 def test_crossings_outside_their_terms_are_breaches(ill: ReportResult) -> None:
@@ -426,6 +427,8 @@ def test_crossings_outside_their_terms_are_breaches(ill: ReportResult) -> None:
         ("rule-broken", DEPARTURES, 10),
         # The arrival of what crossed without terms, in the ingress log.
         ("rule-broken", ORDERS, 10),
+        ("crossed-without-terms", CREW, 0),
+        ("rule-broken", CREW, 0),
     }
     revoked = {
         row["exception"]: (row["events"], row["first_leaf"])
@@ -437,6 +440,9 @@ def test_crossings_outside_their_terms_are_breaches(ill: ReportResult) -> None:
     assert revoked["grant-ended"][0] == 1 and len(revoked) == 2
     rows = {row["stream"]: row for row in ill.report.register.records()}
     assert rows[ORDERS]["terms_found"] is False and rows[ORDERS]["basis"] is None
+    # Where every record stayed there is no first crossing.
+    assert (rows[CREW]["withheld"], rows[CREW]["first_time"], rows[CREW]["last_time"]) == (5, None, None)
+    assert rows[ORDERS]["first_time"] == rows[ORDERS]["last_time"] == TERMS[ORDERS].expires + 5
 
 
 def test_a_region_s_own_log_beside_its_bridge_s_does_not_confuse_either(
@@ -499,6 +505,13 @@ def test_the_egress_log_of_one_bridge_stands_in_for_no_other(spark: Any) -> None
 
 
 # Bad input
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_a_log_is_read(five: Made, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "out", Path("/proc/felix")):
+        with pytest.raises(RequestError, match="cannot be written to"):
+            run_report(["nowhere"], out, trust=Trust())
 
 
 def test_the_same_log_twice_is_refused(five: Made, tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""`felix audit verify` for a person: what a log lacks, what to do about it, and which file it is about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from audit_log import EGRESS_ORIGIN, POLICY_SEEDS, egress_appends, key, region_bundle
+from crossing_logs import write_log
+from typer.testing import CliRunner
+
+from cli.main import app
+from keys.bundle import sign_bundle
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An egress log of us-east that nobody cosigned, and bundles of both regions."""
+    folder = tmp_path_factory.mktemp("verify")
+    write_log(folder / "log", EGRESS_ORIGIN, egress_appends(10))
+    for region in ("us-east", "eu-west"):
+        (folder / region).write_bytes(sign_bundle(region_bundle(region), key(POLICY_SEEDS[region])).encode())
+    return folder
+
+
+def verify(folder: Path, log: str, *regions: str, cosignatures: int = 1) -> tuple[int, str]:
+    words = [word for region in regions for word in ("--bundle", str(folder / region))]
+    command = ["audit", "verify", str(folder / log), *words, "--cosignatures", str(cosignatures)]
+    done = CliRunner().invoke(app, command, env={"FELIX_HOME": str(folder / "home")})
+    return done.exit_code, " ".join(done.output.split())
+
+
+def test_a_region_alone_is_told_how_to_verify_without_a_cosignature_and_who_could_give_one(
+    folder: Path,
+) -> None:
+    code, said = verify(folder, "log", "us-east")
+    assert code == 5 and "1 log: 1 not as it should be" in said
+    assert "nobody but us-east is trusted here" in said and "--cosignatures 0 verifies" in said
+    assert "another region by a bridge, or name an outside witness" in said
+
+
+def test_a_log_that_is_not_cosigned_yet_says_when_it_will_be(folder: Path) -> None:
+    code, said = verify(folder, "log", "us-east", "eu-west")
+    assert code == 5 and "other regions cosign a log when" in said and "nobody but" not in said
+
+
+def test_a_log_that_verifies_gets_no_hint_and_one_closing_line(folder: Path) -> None:
+    code, said = verify(folder, "log", "us-east", "eu-west", cosignatures=0)
+    assert code == 0 and said.endswith("1 log: verified") and "--cosignatures" not in said
+
+
+def test_what_cannot_be_checked_is_named_by_its_file(folder: Path) -> None:
+    (folder / "ill").mkdir()
+    (folder / "ill" / "checkpoint").write_text("no note\n")
+    code, said = verify(folder, "ill", "us-east")
+    assert code == 5 and f"{folder / 'ill'} DOES NOT VERIFY nothing in it could be checked" in said
+    assert "0 leaves" not in said and "--cosignatures" not in said
