@@ -662,9 +662,13 @@ class IngestStream:
         found = await self._stepped(  # 4, 5
             inspect(self._key, envelope, self._peer(), self._inspection, self._committer, leaf)
         )
-        if found is not None and header.base_offset < self._before.next:
+        if found is None:
+            return
+        if header.base_offset < self._before.next:
             self._check_new(found.offsets)
-        if found is None or not await self._turn(found.size_bytes if again is None else 0):
+        # One without records costs a leaf all the same, so it waits for what it has in bytes.
+        costs = 0 if again is not None else found.size_bytes or size
+        if not await self._turn(costs):
             return
         # From here to the append nothing waits: what is asked now is true then.
         self._check_grant()

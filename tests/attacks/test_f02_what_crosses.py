@@ -20,6 +20,7 @@ from felix.batch import encode_headers
 from felix.errors import Code, FelixError
 from felix.names import StreamName
 from policy.transform import KeyRule, TransformSpec, build_spec
+from region.grant_meter import GrantMeter
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")
@@ -181,9 +182,18 @@ async def test_the_destination_counts_the_budget_for_itself_and_over_restarts(
 
 
 async def test_the_destination_holds_a_rogue_to_the_rate_and_refuses_no_one_for_it(
-    mesh: Mesh, tally: Tally
+    mesh: Mesh, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """10 envelopes of a tenth of a second each, and one second's worth at once: the rest takes the time that it takes."""
+    """10 envelopes of a tenth of a second each, and one second's worth at once: the rest takes the time that it takes. One without
+    records makes a leaf, too, and is not free."""
+    charged: list[int] = []
+    spend = GrantMeter.spend
+
+    def spending(meter: GrantMeter, rate: int, size: int, now_s: float) -> None:
+        charged.append(size)
+        spend(meter, rate, size, now_s)
+
+    monkeypatch.setattr(GrantMeter, "spend", spending)
     record = wild((), b'{"id":"' + b"x" * 1_000 + b'"}')
     rate = 10 * record.size
     grant = await granted(mesh, transform=build_spec(keep=["id"]), rate_bytes=rate)
@@ -196,6 +206,9 @@ async def test_the_destination_holds_a_rogue_to_the_rate_and_refuses_no_one_for_
         for _ in range(20):
             await agent.receipt()
         took = loop.time() - begun
+        agent.send_nothing(20, 1_000)
+        await agent.receipt()
+    assert charged[:-1] == [record.size] * 20 and charged[-1] > 100
     # The first second's worth goes at once; a slow machine takes longer, and none may take less.
     assert took > 0.85
     assert await mesh.arrived() == 20
