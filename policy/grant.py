@@ -78,6 +78,8 @@ DOCUMENTS_MAX: Final = 100_000
 """Documents in one book: each is verified once when the book is made."""
 DECISIONS_MAX: Final = 4_096
 """Remembered policy decisions; beyond that the memory starts anew."""
+ANEW_FROM: Final = 8
+"""Where more than one of so many grants changes, a new book costs less than a changed one."""
 EVERYWHERE: Final = "*"
 NEVER: Final = 1 << 63
 """A time (ms) that does not come."""
@@ -520,6 +522,14 @@ class _Entry:
     counted_from: dict[tuple[str, ApprovalRule], int] = field(default_factory=dict)
     """The same for a region's rules."""
 
+    def count_speaking(self) -> None:
+        """Of the approvals that are there, those of the grant's own mesh."""
+        if self.export is not None:
+            mesh = self.export.terms.bridge_id.mesh
+            for who, body in sorted(self.approvals.items()):
+                if who.mesh == mesh:
+                    self.speaking[who.region] = (*self.speaking.get(who.region, ()), body)
+
     def halves(self) -> Iterator[ImportGrant]:
         for held in self.imports.values():
             yield from held
@@ -560,16 +570,17 @@ class GrantBook:
         "_decisions",
         "_denies",
         "_denying",
-        "_documents",
+        "_documents_max",
         "_entries",
         "_exact",
+        "_groups",
+        "_problems",
         "_standings",
         "_truncations",
         "_trusted",
         "_unbelieved",
         "_wild",
         "left_out",
-        "problems",
     )
 
     def __init__(
@@ -582,32 +593,139 @@ class GrantBook:
     ) -> None:
         """Verifies every document once. `trusted`: the policy keys of both regions, this one's included; `anchors`: their
         roots, under which their approvers' certificates stand. What is more than `documents_max` (DOCUMENTS_MAX) is in `left_out`."""
-        self._documents, self.left_out = select_documents(
-            tuple(dict.fromkeys(documents)), DOCUMENTS_MAX if documents_max is None else documents_max
-        )
+        self._documents_max = DOCUMENTS_MAX if documents_max is None else documents_max
+        chosen, self.left_out = select_documents(tuple(dict.fromkeys(documents)), self._documents_max)
         self._trusted: Trusted = trusted or {}
         self._anchors = anchors or TrustBundle()
+        self._groups: dict[str, dict[Document, None]] = {}
         self._entries: dict[str, _Entry] = {}
-        self._unbelieved: list[_Unbelieved] = []
+        self._unbelieved: dict[str, tuple[_Unbelieved, ...]] = {}
         self._standings: dict[tuple[str, str], Standing] = {}
         self._truncations: dict[tuple[str, int], list[tuple[str, Accepted]]] = {}
         self._denies: dict[tuple[str, str, str], DenyEntry] = {}
         self._decisions: dict[tuple[bytes, str, str, bool, bool], Decision] = {}
-        problems: list[Problem] = []
-        for document in self._documents:
+        self._problems: dict[str, tuple[Problem, ...]] = {}
+        for document in chosen:
+            group = _group_of(document)
+            self._groups.setdefault(group, {})[document] = None
             try:
                 self._take(document)
             except SignatureError as error:
-                problems.append(Problem(document, error.sentence))
-                self._remember_unbelieved(document, error)
+                self._disbelieve(group, document, error)
         self._remember_left_out()
-        self._index()
-        self.problems: tuple[Problem, ...] = tuple(problems)
+        exact: dict[tuple[str, str, str], list[_Entry]] = {}
+        wild: list[tuple[NamePattern, tuple[str, str], _Entry]] = []
+        for _, entry in sorted(self._entries.items()):
+            entry.count_speaking()
+            for pattern, ends in _places(entry):
+                if pattern.is_exact:
+                    exact.setdefault((str(pattern), *ends), []).append(entry)
+                else:
+                    wild.append((pattern, ends, entry))
+        # Every read of a bridge asks this book, so an exact name is looked up, not searched for.
+        self._exact = {place: tuple(found) for place, found in exact.items()}
+        self._wild = tuple(wild)
+        self._denying = {
+            key: (NamePattern(deny.streams), deny) for key, deny in self._denies.items() if not deny.lifted
+        }
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
         """Documents that were not believed, for the operator and the audit log."""
+        return tuple(problem for found in self._problems.values() for problem in found)
 
     def including(self, documents: Iterable[Document]) -> Self:
         """A book with these documents besides."""
-        return type(self)((*self._documents, *documents), self._trusted, self._anchors)
+        return self.changed((), documents)
+
+    def changed(self, gone: Iterable[Document], come: Iterable[Document]) -> Self:
+        """The book without `gone` and with `come`, under the same keys: what a new one of all these documents would be, but
+        only the grants and deny entries that these are about are made anew."""
+        groups = dict(self._groups)
+        touched: dict[str, None] = {}
+        for documents, stays in ((gone, False), (come, True)):
+            for document in documents:
+                group = _group_of(document)
+                if group not in touched:
+                    touched[group] = None
+                    groups[group] = dict(groups.get(group, {}))
+                if stays:
+                    groups[group][document] = None
+                else:
+                    groups[group].pop(document, None)
+        count = sum(map(len, groups.values()))
+        if self.left_out or count > self._documents_max or len(touched) * ANEW_FROM > len(groups):
+            every = tuple(document for group in groups.values() for document in group)
+            return type(self)(every, self._trusted, self._anchors, documents_max=self._documents_max)
+        made = self._copy()
+        made._groups = {group: held for group, held in groups.items() if held}
+        for group in touched:
+            made._leave_group(group, self._groups.get(group, {}))
+            part = type(self)(groups[group], self._trusted, self._anchors)
+            made._join(part)
+        return made
+
+    def _copy(self) -> Self:
+        """Entries and tuples are shared; nothing changes them."""
+        made = object.__new__(type(self))
+        made._documents_max, made.left_out = self._documents_max, self.left_out
+        made._trusted, made._anchors = self._trusted, self._anchors
+        made._entries, made._unbelieved = dict(self._entries), dict(self._unbelieved)
+        made._standings, made._denies = dict(self._standings), dict(self._denies)
+        made._truncations, made._decisions = dict(self._truncations), {}
+        made._problems, made._exact = dict(self._problems), dict(self._exact)
+        made._wild, made._denying = self._wild, dict(self._denying)
+        return made
+
+    def _leave_group(self, group: str, documents: Iterable[Document]) -> None:
+        """Forget what these documents, all of a group, said."""
+        self._problems.pop(group, None)
+        self._unbelieved.pop(group, None)
+        entry = self._entries.pop(group, None)
+        if entry is not None:
+            for pattern, ends in _places(entry):
+                place = (str(pattern), *ends)
+                if pattern.is_exact and len(self._exact[place]) > 1:
+                    self._exact[place] = tuple(each for each in self._exact[place] if each is not entry)
+                elif pattern.is_exact:
+                    del self._exact[place]
+            self._wild = tuple(each for each in self._wild if each[2] is not entry)
+        for document in documents:
+            if isinstance(document, Approval) or document.purpose not in (Purpose.STANDING, Purpose.DENY):
+                continue
+            try:
+                if document.purpose is Purpose.DENY:
+                    key = _deny_key(decode_body(document, DenyEntry, Purpose.DENY))
+                    self._denies.pop(key, None)
+                    self._denying.pop(key, None)
+                    continue
+                standing = decode_body(document, Standing, Purpose.STANDING)
+            except SignatureError:
+                continue
+            self._standings.pop((standing.grant, standing.region), None)
+            if (
+                isinstance(cut := standing.truncation, Truncation)
+                and (cut.stream, cut.shard) in self._truncations
+            ):
+                left = [
+                    each for each in self._truncations[cut.stream, cut.shard] if each[0] != standing.grant
+                ]
+                self._truncations[cut.stream, cut.shard] = left
+
+    def _join(self, part: GrantBook) -> None:
+        """Take what the book of one group says; nothing of this group is here."""
+        self._problems |= part._problems
+        self._unbelieved |= part._unbelieved
+        self._standings |= part._standings
+        self._denies |= part._denies
+        self._denying |= part._denying
+        for shard, accepted in part._truncations.items():
+            self._truncations[shard] = [*self._truncations.get(shard, ()), *accepted]
+        self._entries |= part._entries
+        for place, found in part._exact.items():
+            self._exact[place] = tuple(sorted((*self._exact.get(place, ()), *found), key=_grant_of))
+        if part._wild:
+            self._wild = tuple(sorted((*self._wild, *part._wild), key=lambda each: each[2].grant))
 
     def _take(self, document: Document) -> None:
         if isinstance(document, Approval):
@@ -633,35 +751,12 @@ class GrantBook:
                 entry_ = decode_body(document, DenyEntry, Purpose.DENY)
                 if entry_.region != document.region:
                     raise SignatureError(f"A deny entry of {entry_.region} is signed by {document.region}.")
-                key = (entry_.region, entry_.streams, entry_.peer)
+                key = _deny_key(entry_)
                 # Of two of one number, the one that denies holds.
                 if key not in self._denies or _deny_rank(self._denies[key]) < _deny_rank(entry_):
                     self._denies[key] = entry_
             case Purpose.POLICY | Purpose.APPROVAL:
                 raise SignatureError(f"A {document.purpose} is no grant document.")
-
-    def _index(self) -> None:
-        """Every read of a bridge asks this book, so an exact name is looked up, not searched for."""
-        self._exact: dict[tuple[str, str, str], list[_Entry]] = {}
-        self._wild: list[tuple[NamePattern, tuple[str, str], _Entry]] = []
-        for _, entry in sorted(self._entries.items()):
-            named = [(half.stream, half.from_region, half.to_region) for half in entry.halves()]
-            if entry.export is not None:
-                terms = entry.export.terms
-                named.append((terms.stream, terms.from_region, terms.to_region))
-                mesh = terms.bridge_id.mesh
-                for who, body in sorted(entry.approvals.items()):
-                    if who.mesh == mesh:
-                        entry.speaking[who.region] = (*entry.speaking.get(who.region, ()), body)
-            for stream, source, destination in dict.fromkeys(named):
-                pattern = NamePattern(stream)
-                if pattern.is_exact:
-                    self._exact.setdefault((stream, source, destination), []).append(entry)
-                else:
-                    self._wild.append((pattern, (source, destination), entry))
-        self._denying = [
-            (NamePattern(deny.streams), deny) for deny in self._denies.values() if not deny.lifted
-        ]
 
     def _entry(self, grant: str) -> _Entry:
         return self._entries.setdefault(grant, _Entry(grant))
@@ -693,7 +788,7 @@ class GrantBook:
                 continue
             held = accepted.get(found.truncation.incarnation)
             # Where both regions accept the end of one incarnation, the later word counts, whatever order they came in.
-            if held is None or (held.at, held.region) < (found.at, found.region):
+            if held is None or _last_word(held) < _last_word(found):
                 accepted[found.truncation.incarnation] = found
         return accepted
 
@@ -714,38 +809,37 @@ class GrantBook:
         terms = entry.export.terms
         return (*_ends(terms), stream if terms.wildcard else terms.destination_stream)
 
-    def _remember_unbelieved(self, document: Document, error: SignatureError) -> None:
+    def _disbelieve(self, group: str, document: Document, error: SignatureError) -> None:
+        self._problems[group] = (*self._problems.get(group, ()), Problem(document, error.sentence))
         # Only to answer "there is a grant, but it is forged" instead of "there is none"; it allows nothing.
         claim = None if isinstance(document, Approval) else read_claim(document)
         if claim is None or claim.pattern is None:
             return
         outdated = isinstance(error, OutdatedError)
-        self._unbelieved.append(
-            _Unbelieved(
-                claim.grant,
-                claim.pattern,
-                claim.from_region,
-                claim.to_region,
-                RefusalKind.OUTDATED if outdated else RefusalKind.FORGED,
-                error.sentence,
-                error.hint if outdated else "Find out who wrote it; make or fetch a genuine one.",
-            )
+        found = _Unbelieved(
+            claim.grant,
+            claim.pattern,
+            claim.from_region,
+            claim.to_region,
+            RefusalKind.OUTDATED if outdated else RefusalKind.FORGED,
+            error.sentence,
+            error.hint if outdated else "Find out who wrote it; make or fetch a genuine one.",
         )
+        self._unbelieved[group] = (*self._unbelieved.get(group, ()), found)
 
     def _remember_left_out(self) -> None:
         for claim in self.left_out:
             if claim.pattern is not None:
-                self._unbelieved.append(
-                    _Unbelieved(
-                        claim.grant,
-                        claim.pattern,
-                        claim.from_region,
-                        claim.to_region,
-                        RefusalKind.LEFT_OUT,
-                        f"There are more documents than one book takes, and those of the grant {claim.grant} were left out.",
-                        "Remove grants that ended long ago from the metadata store.",
-                    )
+                found = _Unbelieved(
+                    claim.grant,
+                    claim.pattern,
+                    claim.from_region,
+                    claim.to_region,
+                    RefusalKind.LEFT_OUT,
+                    f"There are more documents than one book takes, and those of the grant {claim.grant} were left out.",
+                    "Remove grants that ended long ago from the metadata store.",
                 )
+                self._unbelieved[claim.grant] = (*self._unbelieved.get(claim.grant, ()), found)
 
     # ------------------------------------------------------------------------------------------- questions
 
@@ -802,7 +896,7 @@ class GrantBook:
         return found[1] if isinstance(found[1], Refusal) else None
 
     def _denied(self, attempt: Attempt) -> Refusal | None:
-        for pattern, entry in self._denying:
+        for pattern, entry in self._denying.values():
             if entry.region not in (attempt.from_region, attempt.to_region):
                 continue
             if _is_towards(entry, attempt) and pattern.matches(attempt.stream):
@@ -811,7 +905,7 @@ class GrantBook:
 
     def _denied_there(self, attempt: Attempt, arriving: StreamName) -> Refusal | None:
         """The destination denies a stream by the name that it has there, too."""
-        for pattern, entry in self._denying:
+        for pattern, entry in self._denying.values():
             if (
                 entry.region == attempt.to_region
                 and _is_towards(entry, attempt)
@@ -827,8 +921,12 @@ class GrantBook:
             if found == ends and pattern.matches(attempt.stream):
                 yield entry
 
+    def _disbelieved(self) -> Iterator[_Unbelieved]:
+        for found in self._unbelieved.values():
+            yield from found
+
     def _disbelief(self, attempt: Attempt, grant: str) -> Refusal | None:
-        for claim in self._unbelieved:
+        for claim in self._disbelieved():
             if grant and claim.grant != grant:
                 continue
             if (claim.from_region, claim.to_region) == attempt[1:3] and claim.pattern.matches(attempt.stream):
@@ -1077,7 +1175,7 @@ class GrantBook:
 
     def claimed_destination(self, grant: str) -> str:
         """Where a grant that is not believed claims to lead; for the refusal's sentence alone. Empty: no such claim."""
-        return next((claim.to_region for claim in self._unbelieved if claim.grant == grant), "")
+        return next((claim.to_region for claim in self._disbelieved() if claim.grant == grant), "")
 
     def denies(self) -> tuple[DenyEntry, ...]:
         """The deny entries that stand."""
@@ -1092,6 +1190,49 @@ class GrantBook:
         """The sequence for the region's next deny entry (or its lifting) on a pattern towards a peer."""
         held = self._denies.get((region, streams, peer))
         return held.sequence + 1 if held else 1
+
+
+def _group_of(document: Document) -> str:
+    """What a document is about: its grant, or the key of a deny entry. What two documents of different groups say has nothing to do
+    with each other. Those that nobody can read are together, and say nothing."""
+    try:
+        if isinstance(document, Approval):
+            return document.claim.grant
+        match document.purpose:
+            case Purpose.EXPORT:
+                return decode_body(document, ExportGrant, Purpose.EXPORT).grant
+            case Purpose.IMPORT:
+                return decode_body(document, ImportGrant, Purpose.IMPORT).grant
+            case Purpose.STANDING:
+                return decode_body(document, Standing, Purpose.STANDING).grant
+            case Purpose.DENY:
+                return "\0".join(_deny_key(decode_body(document, DenyEntry, Purpose.DENY)))
+    except SignatureError:
+        pass
+    return ""
+
+
+def _deny_key(entry: DenyEntry) -> tuple[str, str, str]:
+    return entry.region, entry.streams, entry.peer
+
+
+def _grant_of(entry: _Entry) -> str:
+    return entry.grant
+
+
+def _places(entry: _Entry) -> list[tuple[NamePattern, tuple[str, str]]]:
+    """Stream, and source and destination, that an entry is found under."""
+    named = [(half.stream, half.from_region, half.to_region) for half in entry.halves()]
+    if entry.export is not None:
+        terms = entry.export.terms
+        named.append((terms.stream, terms.from_region, terms.to_region))
+    return [(NamePattern(stream), (source, to)) for stream, source, to in dict.fromkeys(named)]
+
+
+def _last_word(accepted: Accepted) -> tuple[int, str, int, int]:
+    """Of two of one instant and region always the same one."""
+    cut = accepted.truncation
+    return accepted.at, accepted.region, cut.epoch, cut.offset
 
 
 def _ends(terms: GrantTerms) -> tuple[str, str]:

@@ -92,11 +92,21 @@ UNKNOWN_REGION: Final = "(unknown)"
 CUT_OFF_MS_MAX: Final = 30_000
 """How long grants are judged by what is known while the metadata store does not answer: a revocation may stand in it."""
 PEER_DOCUMENTS_MAX: Final = 5_000
-"""Documents signed by one other region: enough for years of grants, and still verified in less than a second."""
+"""Documents signed by one other region: enough for years of grants, and still verified in less than a second. A pause that was lifted,
+and whatever else a later word took the place of, is removed from the store before anything is refused; it stands in the log."""
 SIGNED_AGAIN_MAX: Final = 8
 """How often another region may sign one half again, as it does after a new policy; each time is a leaf, and may be a file, for ever."""
 SIGNED_AGAIN_PER_S: Final = 1 / 3_600
 """And so often after that."""
+SUPERSEDED_MAX: Final = 1_000
+"""How many pauses, resumptions, deny entries and liftings another region may replace by later ones at once: each is a leaf for ever.
+A night's maintenance of 500 grants."""
+SUPERSEDED_PER_S: Final = 1 / 60
+"""And so many after that. What is refused is in force in the region that signed it, and nothing crosses without both."""
+COMPACTED_MAX: Final = 100
+"""Superseded documents that one document removes from the store where there is no room for it."""
+CHANGED_MAX: Final = 256
+"""Documents that a book is changed by; where more come at once, a new one costs less."""
 HALVES_MAX: Final = 20_000
 """Halves that are remembered as signed again; one region can have 5,000 here."""
 DRAIN_MS: Final = 10_000
@@ -182,6 +192,16 @@ class _Held(NamedTuple):
         return cls(document, _digest(document), lasts, "" if claim is None else claim.grant)
 
 
+class _Made(NamedTuple):
+    """A book, and what it was made of."""
+
+    keys: dict[str, tuple[bytes, ...]]
+    bundles: dict[str, RegionBundle]
+    documents: dict[int, Document]
+    """by object"""
+    book: GrantBook
+
+
 class FoundAck(NamedTuple):
     """The index of an ACK leaf in the ingress log, and the envelope that it answers."""
 
@@ -241,12 +261,14 @@ class Governance:
         self._signed_by: Counter[str] = Counter()
         self._cut_off_ms: int | None = None
         self._book = GrantBook()
+        self._made: _Made | None = None
         self._policy: ResidencyPolicy | None = None
         self._newest_policy: ResidencyPolicy | None = None
         self._read_from: tuple[bytes, SignedDocument, ResidencyPolicy] | None = None
         self._remember(remembered)
         self._denials: dict[SpiffeId, _Denials] = {}
         self._region_denials: dict[str, _Denials] = {}
+        self._superseded = Pace(SUPERSEDED_PER_S, SUPERSEDED_MAX, DENIED_PEERS_MAX, time.monotonic)
         self._signed_again = Pace(SIGNED_AGAIN_PER_S, SIGNED_AGAIN_MAX, HALVES_MAX, time.monotonic)
         self.witnessing = Witnessing(witness, trail, own.region)
 
@@ -269,12 +291,14 @@ class Governance:
     def _reload(self) -> None:
         # Whatever fails from here on, nothing is allowed by what held before: a revocation may be in what came.
         self._book = GrantBook()
+        made, self._made = self._made, None
         self._bundles = bundles = self._read_bundles()
         self.broker.trust = TrustBundle(bundle.anchor() for bundle in bundles.values())
         self.trail.trust_witnesses(Trust.of(bundles.values()).witnesses_for(self._own.region))
         self._policy = self._read_policy()
         documents, waiting = self._sorted_documents()
-        self._book = GrantBook((*documents, *self._newest), self._believed_policy_keys(), self.broker.trust)
+        self._made = self._make_book(made, (*documents, *self._newest))
+        self._book = self._made.book
         if self._book.left_out:
             first = ", ".join(claim.grant for claim in self._book.left_out[:3])
             log.error(
@@ -285,6 +309,20 @@ class Governance:
             log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
         for document in waiting:
             self._log_soon(document)
+
+    def _make_book(self, made: _Made | None, documents: tuple[Document, ...]) -> _Made:
+        """The book of these documents: of the one before, only the grants that changed are made anew, unless keys changed too."""
+        # Parsed once, so what stayed is the same object; `made` keeps what went, so no other object has its id.
+        now = {id(document): document for document in documents}
+        keys, bundles = self._believed_policy_keys(), dict(self._bundles)
+        if made is not None and (made.keys, made.bundles) == (keys, bundles) and not made.book.left_out:
+            come = [document for name, document in now.items() if name not in made.documents]
+            gone = [document for name, document in made.documents.items() if name not in now]
+            if len(come) + len(gone) <= CHANGED_MAX and len(now) <= DOCUMENTS_MAX:
+                # The same document may stand in the store under two names.
+                gone = [document for document in gone if document not in documents]
+                return _Made(keys, bundles, now, made.book.changed(gone, come))
+        return _Made(keys, bundles, now, GrantBook(documents, keys, self.broker.trust))
 
     def _sorted_documents(self) -> tuple[list[Document], list[Document]]:
         """What the store holds: the documents of the book, besides those that `_newest` holds, and those whose leaf is missing.
@@ -652,7 +690,7 @@ class Governance:
         verify(document, self._trusted_policy_keys())
         if kind == "standing":
             return await self._put_standing(actor, document)
-        self._require_room(document)
+        await self._require_room(document)
         if kind == "deny":
             entry = decode_body(document, DenyEntry, Purpose.DENY)
             _require_signer(document, entry.region, "deny entry")
@@ -661,6 +699,8 @@ class Governance:
                     f"The entry is between {entry.region} and {entry.peer}; this is {self._own.region}.",
                     code=Code.WRONG_REGION,
                 )
+            if await self._is_outranked(actor, document):
+                return f"{entry.region} has a later word on {entry.streams} to or from {entry.peer}."
             await self._log_and_store(actor, "denies", "state", _document_id(document), document)
             return f"{entry.streams} to or from {entry.peer}: {'lifted' if entry.lifted else 'denied'}."
         if kind == "import":
@@ -690,7 +730,9 @@ class Governance:
             return f"{standing.grant} is revoked by {standing.region} already."
         name = _document_id(document)
         if standing.action is not StandingAction.REVOKE:
-            self._require_room(document)
+            if await self._is_outranked(actor, document):
+                return f"{standing.region} has a later word on {standing.grant}."
+            await self._require_room(document)
             await self._log_and_store(actor, "revocations", "state", name, document)
             return done
         # A revocation takes effect whether or not the log can be written, and its leaf comes behind what it found on its way.
@@ -815,7 +857,7 @@ class Governance:
                 )
         if self._book.approval(body.grant, approver) is not None:
             return f"{body.grant} is approved by {approver.name} of {body.region} already."
-        self._require_room(approval)
+        await self._require_room(approval)
         name = f"{body.grant}.{hashlib.sha256(body.approver.encode()).hexdigest()[:24]}"
         await self._log_and_store(actor, "grants", "approval", name, approval)
         found = next(
@@ -934,17 +976,62 @@ class Governance:
         await self._catalog.put_trusted(bundle.region, body, revision=revision)
         return f"{bundle.region} is trusted, fingerprint {bundle.fingerprint()}."
 
-    def _require_room(self, document: Document) -> None:
+    async def _is_outranked(self, actor: SpiffeId, document: SignedDocument) -> bool:
+        """True where a later word takes the place of this one, which gets its leaf and is kept no longer. Raises
+        UnavailableError(LIMIT_RATE) where another region replaces its words without end."""
+        if (
+            document.region != self._own.region
+            and self._newest.has(document)
+            and _digest(document) not in self.logged
+        ):
+            wait_ms = self._superseded.take(document.region)
+            if wait_ms:
+                raise UnavailableError(
+                    f"{document.region} has replaced {SUPERSEDED_MAX} of its pauses and deny entries and more.",
+                    code=Code.LIMIT_RATE,
+                    hint="Bring this one later.",
+                    retry_after_ms=wait_ms,
+                )
+        if not self._newest.outranks(document):
+            return False
+        self._actors[_digest(document)] = actor
+        await self._log(document)
+        return True
+
+    async def _require_room(self, document: Document) -> None:
         """Another region may have so many documents kept here, and one revocation of each grant besides."""
-        if document.region == self._own.region:
+        region = document.region
+        if region == self._own.region or self._signed_by[region] < PEER_DOCUMENTS_MAX:
             return
-        if self._signed_by[document.region] >= PEER_DOCUMENTS_MAX:
+        await self._compact(region)
+        replaces = isinstance(document, SignedDocument) and self._newest.has(document)
+        if self._signed_by[region] >= PEER_DOCUMENTS_MAX and not replaces:
             raise UnavailableError(
-                f"{document.region} has {self._signed_by[document.region]} documents in {self._own.region}, the most "
-                "that are kept.",
+                f"{region} has {self._signed_by[region]} documents in {self._own.region}, the most that are kept.",
                 code=Code.LIMIT_MEMORY,
                 hint="Remove grants that ended long ago from the metadata store.",
             )
+
+    async def _compact(self, region: str) -> None:
+        """Remove a region's documents from the store whose place a later word took: they stand in the log, and what this broker keeps
+        of the later word holds against them should somebody bring them again."""
+        outranked = [
+            (kind, side, name)
+            for kind, side in (_STORED["standing"], _STORED["deny"])
+            for name, data in self._mirror.documents(kind, side).items()
+            if (held := self._parsed.get(data)) is not None
+            and held.document.region == region
+            and held.digest in self.logged
+            and isinstance(held.document, SignedDocument)
+            and self._newest.outranks(held.document)
+        ]
+        for kind, side, name in outranked[:COMPACTED_MAX]:
+            await self._catalog.delete_document(kind, side, name)
+        async with asyncio.timeout(MIRROR_TIMEOUT_S):
+            while any(  # noqa: ASYNC110 - nobody announces it
+                self._mirror.document(*place) is not None for place in outranked[:COMPACTED_MAX]
+            ):
+                await asyncio.sleep(IN_FORCE_LOOK_S)
 
     async def _store(self, kind: DocumentKind, side: DocumentSide, name: str, document: Document) -> bool:
         """Keep a verified document, and wait until this broker judges by it. False where it was there already."""

@@ -76,6 +76,17 @@ class Newest:
     def __iter__(self) -> Iterator[SignedDocument]:
         return (document for _, document in self._held.values())
 
+    def has(self, document: SignedDocument) -> bool:
+        """Whether something is held in this document's place, be it this one or another."""
+        found = place_of(document)
+        return found is not None and found[0] in self._held
+
+    def outranks(self, document: SignedDocument) -> bool:
+        """Whether a later word of the same region stands in this document's place: nothing comes of it any more."""
+        found = place_of(document)
+        held = None if found is None else self._held.get(found[0])
+        return found is not None and held is not None and held[0] > found[1]
+
     def take(self, document: SignedDocument) -> Key | None:
         """Take a document that has a place; its key where it is now the newest, None where it is not."""
         found = place_of(document)

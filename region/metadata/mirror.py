@@ -194,11 +194,8 @@ class CatalogMirror:
 
     def _under(self, section: str) -> dict[str, bytes]:
         prefix = self._keys.prefix + section
-        return {
-            key.removeprefix(prefix): entry.value
-            for key, entry in sorted(self._raw.items())
-            if key.startswith(prefix)
-        }
+        found = sorted(key for key in self._raw if key.startswith(prefix))
+        return {key.removeprefix(prefix): self._raw[key].value for key in found}
 
     # Following
 

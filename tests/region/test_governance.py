@@ -30,8 +30,9 @@ from felix.names import SpiffeId, StreamName
 from keys.bundle import decode_bundle
 from keys.hybrid import HybridKeyPair
 from keys.signing import load_signing_key
-from policy.grant import Standing, StandingAction, sign_import, sign_standing
+from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_import, sign_standing
 from policy.residency import parse_policy, sign_policy
+from policy.signed import Purpose, SignedDocument, decode_body
 from region.config import load_config
 from region.founding import issue_identity
 from region.governance import CUT_OFF_MS_MAX, DENY_LEAVES_MAX, Governance
@@ -246,13 +247,40 @@ async def test_another_region_cannot_fill_the_store_with_documents(
         )
         return PutDocument("standing", sign_standing(body, mesh.key("eu-west")).encode_file())
 
+    def denial() -> PutDocument:
+        body = DenyEntry(
+            streams="acme/*/*", peer="us-east", region="eu-west", sequence=1, at=now_ms(), by="m"
+        )
+        return PutDocument("deny", sign_deny(body, mesh.key("eu-west")).encode_file())
+
+    def stored() -> list[int]:
+        found = node.services.governance.documents(
+            SpiffeId("us-east", "acme", "operator", "operator"), "standing"
+        ).values()
+        return sorted(
+            decode_body(SignedDocument.parse(data), Standing, Purpose.STANDING).sequence for data in found
+        )
+
+    first = standing(1, StandingAction.PAUSE)
     async with raw_peer(mesh.us, node.address, identity=identity) as peer:
-        await peer.ask(standing(1, StandingAction.PAUSE), 1)
+        await peer.ask(first, 1)
         with pytest.raises(UnavailableError) as refused:
-            await peer.ask(standing(2, StandingAction.RESUME), 2)
+            await peer.ask(denial(), 2)
         assert refused.value.code is Code.LIMIT_MEMORY
+        # What takes the place of an earlier word needs no room of its own.
+        await peer.ask(standing(2, StandingAction.RESUME), 3)
+        assert stored() == [1, 2]
+        await peer.ask(standing(3, StandingAction.PAUSE), 4)
+        assert stored() == [2, 3], "what was replaced is removed where there is no room"
+        await peer.ask(standing(4, StandingAction.RESUME), 5)
+        governance(mesh).check_export(mesh.bridge_id, grant, NAME, "read")
+        # The removed pause comes again: it is not in force, nor kept.
+        leaves = governance(mesh).audit_state()[1]
+        await peer.ask(first, 6)
+        assert (stored(), governance(mesh).audit_state()[1]) == ([3, 4], leaves)
+        governance(mesh).check_export(mesh.bridge_id, grant, NAME, "read")
         # A revocation is always taken.
-        await peer.ask(standing(3, StandingAction.REVOKE), 3)
+        await peer.ask(standing(5, StandingAction.REVOKE), 7)
     assert refusal(mesh, grant).code is Code.GRANT_REVOKED
 
 
