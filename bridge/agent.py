@@ -41,6 +41,7 @@ from bridge.shore import Shore
 from bridge.tracing import CrossingTracing
 from felix.connection import Link
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from felix.expiry import Life, Stage, stage_of, until_text
 from felix.health import HealthServer
 from felix.identity import Identity, TrustBundle, load_identity
 from felix.messages import (
@@ -59,6 +60,7 @@ from felix.messages import (
 )
 from felix.names import NamePattern, SpiffeId, StreamName, trust_domain
 from felix.profile import Profile
+from felix.renewal import request_renewal, store_renewed
 from felix.transport.port import Engine
 from keys.bundle import RegionBundle, decode_bundle
 from keys.hybrid import HybridKeyPair, load_key_pair
@@ -212,6 +214,7 @@ class Agent:
         self._quorum: Quorum | None = None
         self._egress_documents: EgressDocuments
         self._reasons: dict[str, str] = {}
+        self._expiry_told = Stage.FRESH
         self._comparing = asyncio.Lock()
         self._compared: dict[str, tuple[Link, Link]] = {}
         """The sessions with source and destination in which both regions' logs were compared with what the other cosigned."""
@@ -246,7 +249,12 @@ class Agent:
         self._courier = Courier(self._clock_ms, self._egress_documents.is_logged, self._documents_brought)
         if config.health is not None:
             collector = AgentCollector(
-                self._figures, self._trail_status, self._sessions, self.witnesses, self._quorum_lag_ms
+                self._figures,
+                self._trail_status,
+                self._sessions,
+                self.witnesses,
+                self._quorum_lag_ms,
+                lambda: (self._files.identity.not_after_ms - self._clock_ms()) / 1000,
             )
             self.health = HealthServer(config.health.host, config.health.port, collector, self.not_ready)
         for shore in self._shores.values():
@@ -705,10 +713,34 @@ class Agent:
         if isinstance(cosigned, Witnessed) and cosigned.cosigned:
             await of.connection().request(PutCosignature(cosigned.cosigned))
 
+    async def _renew_identity(self) -> None:
+        """Ask the source region for the next certificate once it is due; the file is read again below."""
+        held = self._files.identity
+        now_ms = self._clock_ms()
+        if not held.renewal_due(now_ms):
+            return
+        source = self.config.source
+        try:
+            root_pem = self._files.bundles[source].root_pem.encode()
+            renewed = await request_renewal(self._shores[source].connection(), held, root_pem, now_ms)
+            await asyncio.to_thread(store_renewed, renewed, held, self.paths.identity)
+        except (FelixError, OSError) as error:
+            stage = stage_of(Life(held.not_before_ms, held.not_after_ms), now_ms)
+            if stage is not self._expiry_told:
+                self._expiry_told = stage
+                log.warning(
+                    "%s %s, and could not be renewed: %s",
+                    held.spiffe_id, until_text(held.not_after_ms, now_ms), error,
+                )  # fmt: skip
+            return
+        self._expiry_told = Stage.FRESH
+        log.info("%s renewed its identity", held.spiffe_id)
+
     async def _renew_loop(self) -> None:
         """A renewed identity or bundle is taken without a restart: sessions are made anew with it."""
         while True:
             await asyncio.sleep(RENEW_S)
+            await self._renew_identity()
             try:
                 files = await asyncio.to_thread(load_files, self.config, self.paths)
             except FelixError as error:

@@ -48,9 +48,11 @@ class AgentCollector(Collector):
         regions: Callable[[], dict[str, bool]],
         witnesses: Callable[[], Sequence[SubmissionStatus]],
         quorum_lag_ms: Callable[[], int | None],
+        expiry_s: Callable[[], float],
     ) -> None:
         self._links, self._trail, self._regions = links, trail, regions
         self._witnesses, self._quorum_lag_ms = witnesses, quorum_lag_ms
+        self._expiry_s = expiry_s
 
     def collect(self) -> Iterator[Metric]:
         links = self._links()
@@ -74,6 +76,9 @@ class AgentCollector(Collector):
         for region, is_up in self._regions().items():
             sessions.add_metric([region], float(is_up))
         yield sessions
+        yield GaugeMetricFamily(
+            "felix_bridge_identity_expiry_seconds", "Until the agent's certificate ends.", self._expiry_s()
+        )
         yield from self._witnessing()
         status = self._trail()
         if status is not None:

@@ -42,8 +42,9 @@ from cli.setting import (
 )
 from cli.terms import confirm, short_tallies, show_terms, tally_rows, terms_rows
 from felix.errors import Code, RequestError
+from felix.expiry import until_text
 from felix.files import PUBLIC, replace_file
-from felix.messages import Start, Subscribe
+from felix.messages import ExpiryState, Start, Subscribe
 from felix.names import NamePattern, SpiffeId, StreamName
 from felix.profile import load_profile
 from keys.signing import load_signing_key
@@ -354,7 +355,9 @@ def _accept_truncation(grant: str, reason: str, region: str, *, yes: bool) -> No
     folder, config = folder_of(region)
     book = run(fetch_book(config.region, folder))
     view = book.get(grant, now_ms())
-    links = [link for link in run(_links(config.region)) if link.grant == view.grant and link.cut is not None]
+    links = [
+        link for link in run(_links(config.region))[0] if link.grant == view.grant and link.cut is not None
+    ]
     if not links:
         raise RequestError(
             f"No link of {view.grant} is truncated, as the board of {config.region} has it.",
@@ -649,7 +652,7 @@ def plan_rows(found: Sample) -> dict[str, Any]:
 @app.command()
 def status(region: RegionOption = "", json: JsonOption = False) -> None:
     """Show what each link does: state and reason, position, lag in records, bytes and seconds."""
-    links = run(_links(region))
+    links, told = run(_links(region))
     if json:
         print_json(links)
         return
@@ -686,10 +689,17 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
         ],
     )
 
+    from cli.expiry import expiring
 
-async def _links(region: str) -> list[Any]:
+    folder, config = folder_of(region)
+    for each in expiring(folder, config, now_ms(), told):
+        if each["kind"].endswith("bridge"):
+            note(f"{each['name']} {until_text(each['not_after_ms'], now_ms())}: {each['advice']}")
+
+
+async def _links(region: str) -> tuple[list[Any], list[ExpiryState]]:
     async with connect(region) as client:
-        return await client.list_links()
+        return await client.list_links(), (await client.describe()).expiring
 
 
 # -- the agent -----------------------------------------------------------------------------------------

@@ -18,10 +18,12 @@ from typing import Annotated, NamedTuple
 import typer
 
 from cli.dependencies import known_bad, tested
+from cli.expiry import expiring
 from cli.output import print_json, styled, table
 from cli.process import read_state
 from cli.setting import JsonOption, folder_of, known_regions, now_ms, run
 from felix.errors import FelixError
+from felix.expiry import until_text
 from felix.identity import load_identity
 from felix.profile import felix_home
 from region.metadata.etcd import EtcdConfig, EtcdStore, known_bad_version
@@ -215,18 +217,17 @@ def _region(name: str) -> Iterator[Finding]:
         if path.name.endswith((".audit.pem", ".audit.mldsa.pem")):
             continue
         identity = load_identity(path)
-        if identity.not_after_ms <= now_ms():
-            yield Finding(
-                what, "problem", f"{identity.spiffe_id} has expired", "felix identity issue it again"
-            )
-        elif identity.not_before_ms > now_ms():
+        if identity.not_before_ms > now_ms():
             yield Finding(
                 what, "problem", f"{identity.spiffe_id} is not valid yet", "Set this machine's clock right."
             )
-        elif identity.renewal_due(now_ms()):
-            yield Finding(
-                what, "note", f"{identity.spiffe_id} is due for renewal", "felix identity issue it again"
-            )
+    for late in expiring(folder, config, now_ms()):
+        yield Finding(
+            what,
+            "note" if late["stage"] == "due" else "problem",
+            f"{late['name']} {until_text(late['not_after_ms'], now_ms())}",
+            late["advice"],
+        )
     if config.metadata.kind == "etcd":
         versions = run(_etcd_versions(config.metadata.endpoints))
         for endpoint, found in versions.items():

@@ -13,6 +13,7 @@ from cli.setting import IdentityOption, JsonOption, RegionOption, connect, folde
 from felix.errors import FelixError, RequestError
 from felix.identity import load_identity
 from felix.names import SpiffeId
+from keys.authority import load_authority, save_issuing
 from policy.access import parse_rights
 from policy.quantity import Duration
 from region.founding import issue_identity
@@ -30,6 +31,9 @@ def issue(
     ] = None,
     kind: Kind = "client",
     lifetime: Annotated[str, typer.Option(help="How long the certificate holds, as in 30d.")] = "",
+    renewable_for: Annotated[
+        str, typer.Option(help="How long from now on it may renew itself, as in 90d; 0s: not at all.")
+    ] = "",
     region: RegionOption = "",
 ) -> None:
     """Issue (or renew) an identity; with --allow, give it these rights and no others."""
@@ -41,8 +45,9 @@ def issue(
             hint=f"Start it first: felix region up {config.region} --detach.",
         )
     life = timedelta(milliseconds=Duration.parse(lifetime)) if lifetime else None
+    span = timedelta(milliseconds=Duration.parse(renewable_for)) if renewable_for else None
     issued_ms = now_ms()
-    identity = issue_identity(folder, config, kind, name, issued_ms, lifetime=life)
+    identity = issue_identity(folder, config, kind, name, issued_ms, lifetime=life, renewable_for=span)
     if rights:
         run(_put_rights(config.region, str(identity.spiffe_id), rights))
     out.print(styled((str(identity.spiffe_id), "bold"), f" holds until {iso(identity.not_after_ms)}"))
@@ -52,6 +57,10 @@ def issue(
             "that is sooner than asked for: no identity outlives the certificate that the region issues with"
         )
     out.print(f"  {folder.identity(name)}")
+    if identity.renewal is not None and identity.renewal.until_ms > identity.not_after_ms:
+        out.print(f"  renews itself while it is used, until {iso(identity.renewal.until_ms)}")
+    elif identity.renewal is not None:
+        out.print("  does not renew itself: issue it again before it ends")
     for right in rights:
         out.print(f"  may {right}")
     if kind == "bridge":
@@ -124,3 +133,14 @@ def list_(region: RegionOption = "", identity: IdentityOption = "", json: JsonOp
 async def _rights(region: str, identity: str) -> dict[str, list[str]]:
     async with connect(region, identity) as client:
         return await client.list_rights()
+
+
+@app.command()
+def renew_issuing(region: RegionOption = "") -> None:
+    """Renew the certificate that the region issues identities with; this takes the root key."""
+    folder, config = folder_of(region)
+    authority = load_authority(folder.authority, config.region, config.mesh).renew_issuing(now_ms())
+    save_issuing(authority, folder.authority)
+    _, end_ms = authority.lives()["issuing"]
+    out.print(f"the issuing certificate of {authority.trust_domain} holds until {iso(end_ms)}")
+    out.print("  Identities that were issued before stay valid; a broker that runs takes it by itself.")

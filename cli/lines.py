@@ -42,10 +42,10 @@ Line = bytes | LongLine
 
 
 class InvalidLineError(RequestError):
-    """A line that is no record, and why: a sentence's end, as in "its field 'id' is null"."""
+    """A line that is no record, and why: the rest of a sentence, as in "has a field 'id' that is null"."""
 
     def __init__(self, number: int, why: str, hint: str = "") -> None:
-        super().__init__(f"Line {number} cannot be published: {why}.", hint=hint)
+        super().__init__(f"Line {number} {why}.", hint=hint)
         self.number = number
         self.why = why
 
@@ -112,7 +112,7 @@ class LineParser:
     def parse(self, number: int, line: Line) -> NewRecord | None:
         """None for a blank line. Raises InvalidLineError."""
         if isinstance(line, LongLine):
-            raise InvalidLineError(number, f"it has {line.size:,} bytes, and {LINE_BYTES_MAX:,} are allowed")
+            raise InvalidLineError(number, f"has {line.size:,} bytes, and {LINE_BYTES_MAX:,} are allowed")
         if not line:
             return None
         if not self._key_field and not self._id_field:
@@ -120,11 +120,11 @@ class LineParser:
         try:
             fields = self._decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidLineError(number, f"it is not a JSON object: {error}".rstrip(".")) from error
+            raise InvalidLineError(number, f"is not a JSON object: {error}".rstrip(".")) from error
         key = self._field(fields, self._key_field, number, "--key-field") if self._key_field else None
         if key is not None and len(key) > KEY_BYTES_MAX:
             raise InvalidLineError(
-                number, f"the key in its field {self._key_field!r} has {len(key):,} bytes, and "
+                number, f"has a key, in its field {self._key_field!r}, of {len(key):,} bytes, and "
                 f"{KEY_BYTES_MAX:,} are allowed"
             )  # fmt: skip
         if not self._id_field:
@@ -134,13 +134,13 @@ class LineParser:
             return NewRecord(line, key, with_message_id(None, message_id))
         except RequestError as error:
             raise InvalidLineError(
-                number, f"its field {self._id_field!r}: {error.sentence}".rstrip(".")
+                number, f"has no message id in its field {self._id_field!r}: {error.sentence}".rstrip(".")
             ) from error
 
     def _field(self, fields: dict[str, Any], name: str, number: int, option: str) -> bytes:
         value = fields.get(name)
         if value is None:
-            why = f"its field {name!r} is null" if name in fields else f"it has no field {name!r}"
+            why = f"has a field {name!r} that is null" if name in fields else f"has no field {name!r}"
             raise InvalidLineError(number, why, f"Leave {option} away, or correct the line.")
         return value.encode() if isinstance(value, str) else msgspec.json.encode(value)
 

@@ -273,7 +273,7 @@ class LinePublishing:
                             if error.code is not Code.BATCH_TOO_LARGE or refused:
                                 raise
                             raise InvalidLineError(
-                                number, f"it is too large. {error.sentence}".rstrip(".")
+                                number, f"is too large: {error.sentence}".rstrip(".")
                             ) from error
                     except InvalidLineError as error:
                         self._skip(error, line)
@@ -437,8 +437,8 @@ class Summary:
         come, tally = self.tally.progress, self.tally
         whole = come.acknowledged == tally.records
         rate = f": {come.acknowledged / max(self.seconds, 1e-9):,.0f} a second" if whole else ""
-        count = f"{come.acknowledged:,} records ({tally.size:,} bytes)" if whole else (
-            f"{come.acknowledged:,} of {tally.records:,} records are acknowledged"
+        count = f"{counted(come.acknowledged, 'record')} ({tally.size:,} bytes)" if whole else (
+            f"{come.acknowledged:,} of {counted(tally.records, 'record')} acknowledged"
         )  # fmt: skip
         said = [f"{count} in {self.seconds:.1f} s{rate}"]
         if come.offsets:
@@ -446,15 +446,20 @@ class Summary:
                 f"shard {shard} through offset {offset}" for shard, offset in sorted(come.offsets.items())
             ))  # fmt: skip
         if tally.blank:
-            said.append(f"  {tally.blank:,} blank lines are no records")
+            said.append(f"  {counted(tally.blank, 'blank line')} left out")
         if tally.invalid:
-            said.append(f"  {tally.invalid:,} invalid lines are in {self.skip_file}")
+            said.append(f"  {counted(tally.invalid, 'invalid line')} in {self.skip_file}")
         if tally.cut_bytes:
             said.append(
                 f"  the first {tally.cut_bytes:,} bytes of line {tally.line + 1} came without its end: not published"
             )
         if self.failed or self.signal is not None:
             later = come.acknowledged - come.contiguous
-            again = f"; {later:,} later records are acknowledged already" if later else ""
+            again = f"; {counted(later, 'later record')} acknowledged already" if later else ""
             said.append(f"  go on with --from-line {tally.next_line}{again}")
         return said
+
+
+def counted(number: int, what: str) -> str:
+    """As in 1 record, 3,053 records."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -30,7 +30,8 @@ from cli.setting import (
 )
 from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
-from felix.messages import Done, PutDocument
+from felix.expiry import until_text
+from felix.messages import Done, PutDocument, RegionState
 from felix.profile import load_profile
 from keys.bundle import SignedBundle, check_update, decode_bundle
 from region.folder import RegionFolder
@@ -292,6 +293,9 @@ def status(
             for row in found
         ],
     )
+    for row in found:
+        for notice in row["expiring"]:
+            out.print(f"{notice['name']} {until_text(notice['not_after_ms'], now_ms())}: {notice['advice']}")
     if name and found and found[0]["gauges"]:
         gauges = found[0]["gauges"]
         assert isinstance(gauges, dict)
@@ -305,25 +309,30 @@ def status(
 
 def _status(region: str) -> dict[str, Any]:
     """One region, as far as it can be told: what cannot is its `problem`."""
+    from cli.expiry import expiring
+
     folder = RegionFolder.of(region)
     row: dict[str, Any] = {"region": region, "mesh": "", "country": "", "state": "down", "address": ""}
-    row |= {"pid": None, "started": "", "gauges": {}, "problem": ""}
+    row |= {"pid": None, "started": "", "gauges": {}, "problem": "", "expiring": []}
     try:
         _, config = folder_of(region)
         row |= {"mesh": config.mesh, "country": config.country, "address": str(config.listen)}
+        row["expiring"] = expiring(folder, config, now_ms())
         state = read_state(folder.broker_pid)
         if state is not None:
             row |= {"state": "up", "address": state["address"], "pid": state["pid"]}
             row["started"] = iso(state["started_ms"])
-            row["gauges"] = run(_gauges(region))
+            broker = run(_describe(region))
+            row["gauges"] = broker.gauges
+            row["expiring"] = expiring(folder, config, now_ms(), broker.expiring)
     except FelixError as error:
         row["problem"] = error.sentence
     return row
 
 
-async def _gauges(region: str) -> dict[str, float]:
+async def _describe(region: str) -> RegionState:
     async with connect(region) as client:
-        return (await client.describe()).gauges
+        return await client.describe()
 
 
 @app.command()

@@ -100,6 +100,7 @@ from felix.publisher import (
 )
 from felix.queue import Queue, queue_views
 from felix.quota import QuotaLimits
+from felix.renewal import IdentityKeeper
 from felix.settings import (
     NO_VIEWS,
     CacheChange,
@@ -194,6 +195,7 @@ class RegionClient:
         self._tracing_on = tracing_on
         self._random = random
         self._connection: RegionConnection | None = None
+        self._keeper: IdentityKeeper | None = None
         self._publishers: OrderedDict[StreamName, Publisher] = OrderedDict()
         self._publishing: dict[StreamName, tuple[float, int]] = {}
         self._caches: dict[StreamName, Cache] = {}
@@ -231,6 +233,8 @@ class RegionClient:
         )
         await connection.open()
         self._connection = connection
+        self._keeper = IdentityKeeper(connection)
+        self._keeper.start()
 
     def _resolve(self) -> Profile:
         identity = self._identity
@@ -262,6 +266,8 @@ class RegionClient:
         if self._transactions is not None:
             self._transactions.close()
             self._transactions = None
+        if self._keeper is not None:
+            await self._keeper.close()
         await connection.close()
 
     @property

@@ -31,7 +31,7 @@ from felix.address import Address
 from felix.backoff import Backoff, BackoffPolicy
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError, error_for
 from felix.frames import AppendedBody, Frame, FrameDecoder, FrameType
-from felix.identity import NONCE_BYTES, Binding, Proof, prove
+from felix.identity import NONCE_BYTES, Binding, Identity, Proof, prove
 from felix.messages import (
     Answer,
     Challenge,
@@ -51,6 +51,7 @@ from felix.messages import (
     ListSubscriptions,
     PutQuota,
     PutRights,
+    RenewIdentity,
     ReportLinks,
     Request,
     Subscribe,
@@ -101,6 +102,7 @@ CORRELATION_MAX: Final = (1 << 32) - 1
 _SAFE: Final = (
     DescribeStream, ListStreams, ListRights, ListDocuments, ListKeys, DescribeRegion, ListLinks, GetDataKey,
     WitnessedSize, GetCheckpoint, PutRights, ReportLinks, ListQuotas, PutQuota, DescribeSubscription, ListSubscriptions,
+    RenewIdentity,
 )  # fmt: skip
 """Requests that may be carried out twice without harm, so that a lost answer is asked for again."""
 _EVENT_TYPES: Final = frozenset({FrameType.ANSWER, FrameType.BATCH, FrameType.GAP, FrameType.ERROR})
@@ -376,8 +378,7 @@ class Link:
                     self._welcome(welcome)
                     self.established.set_result(event)
                 case LeaveAsked(goodbye):
-                    self.leaving = goodbye
-                    self.leave_asked.set()
+                    self.leave(goodbye)
         self._flush()
         if self.credit.limit_bytes > credit_before:
             self._resume()
@@ -397,6 +398,11 @@ class Link:
             )  # fmt: skip
         self._throttle = notice
         self._throttled_until = self._loop.time() + notice.wait_ms / 1000 + THROTTLED_GRACE_S
+
+    def leave(self, goodbye: Goodbye) -> None:
+        """Nothing new is begun on this link; it ends once what was asked for is answered."""
+        self.leaving = goodbye
+        self.leave_asked.set()
 
     def _welcome(self, welcome: Welcome) -> None:
         self.limits = welcome.limits
@@ -689,6 +695,8 @@ class RegionConnection:
         self._link: Link | None = None
         self._linked = asyncio.Event()
         self._info: SessionInfo | None = None
+        self.identity: Identity | None = None
+        """As whom the newest session came; None before the first."""
         self._dead: FelixError | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -813,7 +821,7 @@ class RegionConnection:
             pause_ms = 0
             if link.leaving is not None and not link.is_over:
                 pause_ms = link.leaving.reconnect_after_ms
-                _log.info("Broker of %s leaves: %s", self.profile.region, link.leaving.reason)
+                _log.info("the session with %s ends: %s", self.profile.region, link.leaving.reason)
                 await self._let_finish(link)
                 link.close()
             # A session that falls as soon as it stands must not be made again in a tight circle.
@@ -826,6 +834,12 @@ class RegionConnection:
                 self._die(error)
                 return
             self.reconnects += 1
+
+    def begin_anew(self, why: str) -> None:
+        """Make the session anew, as when a broker leaves: what was asked for is still awaited, and everything open resumes."""
+        link = self.link
+        if link is not None:
+            link.leave(Goodbye(f"{why}: the session begins anew", 0))
 
     async def _let_finish(self, link: Link) -> None:
         deadline = asyncio.get_running_loop().time() + GOODBYE_DRAIN_S
@@ -904,6 +918,7 @@ class RegionConnection:
         )  # fmt: skip
         link.on_over = self._link_over
         self._link = link
+        self.identity = credentials.identity
         if link.is_over:
             raise UnavailableError("The session ended as soon as it stood.", code=Code.DISCONNECTED)
         for attachment in list(self._attachments):

@@ -21,6 +21,7 @@ Pure, `load_identity` and `save_identity` aside, which read and write one file e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -48,6 +49,11 @@ CHAIN_CERTIFICATES_MAX: Final = 3
 """Leaf, issuing certificate, and the root for those who send it; no deeper authorities exist here."""
 SIGNATURE_BYTES_MAX: Final = 80
 """A DER-encoded P-256 signature has at most 72 bytes."""
+
+RENEWAL_OID: Final = x509.ObjectIdentifier("2.25.286865336453683587528284009743863835777")
+"""Of the extension in which an issuer says how an identity may renew itself. Under the arc of UUIDs (ITU-T X.667), which nobody
+has to ask for; not critical: whoever does not know it verifies the certificate all the same."""
+_RENEWAL: Final = re.compile(rb"([1-9][0-9]{0,11}) ([1-9][0-9]{0,9})")
 
 _ECDSA: Final = ec.ECDSA(SHA256())
 _ECDSA_SIGN: Final = ec.ECDSA(SHA256(), deterministic_signing=True)
@@ -142,6 +148,33 @@ class TrustBundle:
         return TrustBundle([*self._anchors.values(), anchor])
 
 
+class RenewalTerms(NamedTuple):
+    """What its issuer wrote into an identity's certificate: until when it may renew itself (ms since the Unix epoch), and how long each
+    certificate of it holds."""
+
+    until_ms: int
+    lifetime_ms: int
+
+
+def encode_renewal(terms: RenewalTerms) -> x509.UnrecognizedExtension:
+    """The extension: a UTF8String (DER), both times in seconds."""
+    text = b"%d %d" % (terms.until_ms // 1000, max(1, terms.lifetime_ms // 1000))
+    return x509.UnrecognizedExtension(RENEWAL_OID, bytes((0x0C, len(text))) + text)
+
+
+def _renewal(leaf: x509.Certificate) -> RenewalTerms | None:
+    """None where it says nothing, as certificates of release 0.1, or nothing that can be read."""
+    try:
+        found = leaf.extensions.get_extension_for_oid(RENEWAL_OID).value
+    except (x509.ExtensionNotFound, *_UNREADABLE):
+        return None
+    raw = found.value if isinstance(found, x509.UnrecognizedExtension) else b""
+    match = _RENEWAL.fullmatch(raw[2:])
+    if match is None or raw[:2] != bytes((0x0C, len(raw) - 2)):
+        return None
+    return RenewalTerms(int(match[1]) * 1000, int(match[2]) * 1000)
+
+
 # -- one's own identity --------------------------------------------------------------------------------
 
 
@@ -158,6 +191,7 @@ class Identity:
     private_key: ec.EllipticCurvePrivateKey = field(repr=False, compare=False)
     not_before_ms: int = field(init=False)
     not_after_ms: int = field(init=False)
+    renewal: RenewalTerms | None = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raises RequestError(IDENTITY_REFUSED) where chain, key and name do not belong together."""
@@ -171,6 +205,7 @@ class Identity:
             )
         object.__setattr__(self, "not_before_ms", max(_ms(c.not_valid_before_utc) for c in chain))
         object.__setattr__(self, "not_after_ms", min(_ms(c.not_valid_after_utc) for c in chain))
+        object.__setattr__(self, "renewal", _renewal(chain[0]))
 
     def key_pem(self) -> bytes:
         """The private key, PKCS#8 PEM, not encrypted. For TLS engines and private files only."""
@@ -180,9 +215,14 @@ class Identity:
             serialization.NoEncryption(),
         )
 
+    @property
+    def renewal_due_ms(self) -> int:
+        """When two thirds of its time are over: early enough for several tries before it ends."""
+        return self.not_before_ms + (self.not_after_ms - self.not_before_ms) * 2 // 3
+
     def renewal_due(self, now_ms: int) -> bool:
-        """True once two thirds of its time are over: early enough for several tries before it ends."""
-        return now_ms >= self.not_before_ms + (self.not_after_ms - self.not_before_ms) * 2 // 3
+        """True from `renewal_due_ms` on."""
+        return now_ms >= self.renewal_due_ms
 
     def sign(self, purpose: str, message: bytes) -> bytes:
         """ECDSA P-256 with SHA-256, DER, over the prefix of `purpose` and `message`; the same each time (RFC 6979)."""
@@ -272,6 +312,8 @@ class Peer:
     spiffe_id: SpiffeId
     public_key: ec.EllipticCurvePublicKey = field(compare=False)
     not_after_ms: int
+    not_before_ms: int = 0
+    renewal: RenewalTerms | None = None
 
     def signed(self, purpose: str, message: bytes, signature: bytes) -> bool:
         """True where `signature` is what `Identity.sign` of this peer gives for `purpose` and `message`."""
@@ -359,7 +401,13 @@ def _verify_chain(
         ) from error
     public_key = leaf.public_key()
     assert isinstance(public_key, ec.EllipticCurvePublicKey)  # _check_leaf saw to it
-    return Peer(spiffe_id, public_key, min(_ms(c.not_valid_after_utc) for c in chain))
+    return Peer(
+        spiffe_id,
+        public_key,
+        min(_ms(c.not_valid_after_utc) for c in chain),
+        _ms(leaf.not_valid_before_utc),
+        _renewal(leaf),
+    )
 
 
 def _either(kinds: Collection[str]) -> str:

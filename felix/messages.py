@@ -382,12 +382,36 @@ class RotateKeys(Message, frozen=True, tag="rotate_keys"):
     stream: Name = ""
 
 
+class RenewIdentity(Message, frozen=True, tag="renew_identity"):
+    """Asks for the next certificate of the identity that this session is of. `csr` is a PKCS #10 request (RFC 2986, DER), signed with the key
+    that is to be certified: it proves the new key, the session proves the old one. Names in it are not read."""
+
+    csr: Annotated[bytes, msgspec.Meta(max_length=2048)]
+
+
+class IdentityRenewed(Message, frozen=True, tag="identity_renewed"):
+    """The certificate chain, PEM, leaf first. The old certificate holds as long as it says."""
+
+    chain_pem: bytes
+
+
 class DescribeRegion(Message, frozen=True, tag="describe_region"):
     pass
 
 
+class ExpiryState(Message, frozen=True, tag="expiry"):
+    """A certificate in the last third of its life: an identity's by its SPIFFE id, or one of the region itself. `stage` is due, urgent (the
+    last tenth) or expired."""
+
+    name: Name
+    kind: Name
+    not_after_ms: int
+    stage: Name
+
+
 class RegionState(Message, frozen=True, tag="region"):
-    """Gauges of one broker, by name; limits stand beside what they limit (docs/operations.md)."""
+    """Gauges of one broker, by name; limits stand beside what they limit (docs/operations.md). `expiring`: the certificates that end
+    first, of those that are near their end."""
 
     region: Name
     mesh: Name
@@ -396,6 +420,7 @@ class RegionState(Message, frozen=True, tag="region"):
     gauges: dict[str, float]
     audit_origin: Name = ""
     audit_size: int = 0
+    expiring: list[ExpiryState] = []
 
 
 class DescribeTraffic(Message, frozen=True, tag="describe_traffic"):
@@ -834,14 +859,14 @@ class Done(Message, frozen=True, tag="done"):
 
 Request = (
     CreateStream | AlterStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
-    | DescribeTraffic | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | DescribeRegion
+    | DescribeTraffic | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | RenewIdentity | DescribeRegion
     | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | GetStreamStatement | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
     | CreateSubscription | AlterSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
     | OpenCache | WatchCache | OpenQueue
     | OpenTransactions | PutNamespace | DeleteNamespace | ListNamespaces
 )  # fmt: skip
 Answer = (
-    StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | TrafficPage | DocumentPage | KeyPage | RegionState
+    StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | TrafficPage | DocumentPage | KeyPage | IdentityRenewed | RegionState
     | CacheOpened | QueueOpened
     | LinkPage | DataKeySealed | LinkSecretSealed | StreamStated | IngestOpened | Witnessed | CheckpointAnswer | Done
     | SubscriptionState | SubscriptionPage | ConsumerOpened | TransactionsOpened | NamespacePage

@@ -215,8 +215,7 @@ def _load_identity(profile: Profile) -> Identity:
     if isinstance(profile.identity, Identity):
         return profile.identity
     base = profile.identity
-    certificate = base if base.suffix == ".pem" else base.with_name(base.name + ".pem")
-    key = certificate.with_name(certificate.name.removesuffix(".pem") + ".key")
+    certificate, key = identity_files(base)
     if not certificate.is_file():
         known = sorted(entry.stem for entry in certificate.parent.glob("*.pem"))
         raise RequestError(
@@ -225,4 +224,11 @@ def _load_identity(profile: Profile) -> Identity:
             code=Code.NOT_FOUND,
             hint=f"Have one issued with `felix identity issue {base.name} --region {profile.region}`.",
         )
-    return load_identity(certificate, key if key.is_file() else None)
+    return load_identity(certificate, key)
+
+
+def identity_files(base: Path) -> tuple[Path, Path | None]:
+    """The file of the certificate chain, and that of the key where it lies in one of its own. Looks at the disk."""
+    certificate = base if base.suffix == ".pem" else base.with_name(base.name + ".pem")
+    key = certificate.with_name(certificate.name.removesuffix(".pem") + ".key")
+    return certificate, key if key.is_file() else None

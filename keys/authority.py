@@ -38,7 +38,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from felix.errors import Code, RequestError
 from felix.files import PRIVATE, PUBLIC, create_file, read_file, replace_file, sync_folder
-from felix.identity import Identity, TrustAnchor, encode_chain
+from felix.identity import Identity, RenewalTerms, TrustAnchor, encode_chain, encode_renewal
 from felix.names import SpiffeId, trust_domain
 
 ROOT_LIFETIME: Final = timedelta(days=3650)
@@ -53,7 +53,7 @@ IDENTITY_LIFETIME: Final = {
 """Short, because nothing is revoked: what must end sooner loses its rights. Brokers and bridges run where renewal is
 automatic, clients, operators and approvers where somebody may be on holiday."""
 CLOCK_SKEW: Final = timedelta(minutes=5)
-"""Certificates begin this much earlier, for peers whose clock is behind."""
+"""Certificates begin this much earlier, for peers whose clock is behind; a quarter of a life that is shorter than an hour or so."""
 DNS_NAMES_MAX: Final = 16
 
 _ROOT_CERTIFICATE: Final = "root.pem"
@@ -133,10 +133,11 @@ class RegionAuthority:
         *,
         dns_names: Sequence[str] = (),
         lifetime: timedelta | None = None,
+        renewal: RenewalTerms | None = None,
     ) -> bytes:
         """A certificate chain, PEM, leaf first, for somebody who made their own key.
 
-        `lifetime` is IDENTITY_LIFETIME of the kind unless given. Raises RequestError: WRONG_REGION for another trust
+        `lifetime` is IDENTITY_LIFETIME of the kind unless given; `renewal` goes into the certificate as it is. Raises RequestError: WRONG_REGION for another trust
         domain, INVALID for names or lifetimes that cannot be, IDENTITY_EXPIRED where the issuing certificate ended.
         """
         if spiffe_id.trust_domain != self.trust_domain:
@@ -162,13 +163,13 @@ class RegionAuthority:
                 code=Code.IDENTITY_EXPIRED,
                 hint="Renew it with the root key.",
             )
-        leaf = (
+        builder = (
             _builder(
                 f"{spiffe_id.kind}/{spiffe_id.name}",
                 self.issuing.subject,
                 public_key,
                 self.issuing_key.public_key(),
-                max(now - CLOCK_SKEW, self.issuing.not_valid_before_utc),
+                max(now - min(CLOCK_SKEW, life / 4), self.issuing.not_valid_before_utc),
                 min(now + life, self.issuing.not_valid_after_utc),
             )
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -183,9 +184,10 @@ class RegionAuthority:
                 ),
                 critical=False,
             )
-            .sign(self.issuing_key, SHA256())
         )
-        return encode_chain([leaf, self.issuing])
+        if renewal is not None:
+            builder = builder.add_extension(encode_renewal(renewal), critical=False)
+        return encode_chain([builder.sign(self.issuing_key, SHA256()), self.issuing])
 
     def issue_identity(
         self,
@@ -194,10 +196,13 @@ class RegionAuthority:
         *,
         dns_names: Sequence[str] = (),
         lifetime: timedelta | None = None,
+        renewal: RenewalTerms | None = None,
     ) -> Identity:
         """A new key and its certificate in one. Raises as `issue` does."""
         key = ec.generate_private_key(ec.SECP256R1())
-        chain = self.issue(spiffe_id, key.public_key(), now_ms, dns_names=dns_names, lifetime=lifetime)
+        chain = self.issue(
+            spiffe_id, key.public_key(), now_ms, dns_names=dns_names, lifetime=lifetime, renewal=renewal
+        )
         return Identity(spiffe_id, chain, key)
 
     def renew(self, identity: Identity, now_ms: int) -> Identity:
@@ -207,6 +212,16 @@ class RegionAuthority:
         return self.issue_identity(
             identity.spiffe_id, now_ms, dns_names=names.get_values_for_type(x509.DNSName)
         )
+
+    def lives(self) -> dict[str, tuple[int, int]]:
+        """Beginning and end of the region's own certificates, in ms since the Unix epoch."""
+        return {
+            name: (
+                int(each.not_valid_before_utc.timestamp()) * 1000,
+                int(each.not_valid_after_utc.timestamp()) * 1000,
+            )
+            for name, each in (("root", self.root), ("issuing", self.issuing))
+        }
 
     def issuing_renewal_due(self, now_ms: int) -> bool:
         """True once the issuing certificate has fewer than a third of its time left."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.expiry import ExpiryWatch, Life
 from felix.identity import Binding, Peer, Proof, TrustBundle, verify_peer
 from felix.messages import CacheTraffic, ReaderTraffic
 from felix.names import RESERVED_TENANT, SpiffeId, StreamName
@@ -86,6 +87,8 @@ class Broker:
         self.clock_ms = clock_ms
         self.started_ms = clock_ms()
         self.metrics = BrokerMetrics()
+        self.expiries = ExpiryWatch()
+        """Certificates of whoever came with one, and of the broker itself."""
         self.budgets = budgets
         self.budgets.limit(config.limits.budgets)
         self.quotas = Quotas(
@@ -166,6 +169,8 @@ class Broker:
                 retry_after_ms=5000,
             )
         self.metrics.authenticated += 1
+        kind = identity.kind if identity.region == self.region else f"foreign {identity.kind}"
+        self.expiries.see(str(identity), kind, Life(peer.not_before_ms, peer.not_after_ms))
 
     def _longest_silent(self, identity: SpiffeId) -> LiveSession | None:
         """The session that a bridge of another region gives up for a new one: of its own, that which was silent longest.

@@ -22,6 +22,9 @@ from policy.quantity import Duration, Rate, Size
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES
 
 DEFAULT_PORT: Final = 7443
+DAY_MS: Final = 86_400_000
+LIFETIME_MS_MIN: Final = 1_000
+"""Certificates count in seconds."""
 PUBLISH_BUDGET_BYTES_MIN: Final = 4 << 20
 """One publishing session's smallest window, and room."""
 INGEST_BUDGET_BYTES_MIN: Final = 8 << 20
@@ -200,6 +203,33 @@ class SubscriptionsConfig(Part, frozen=True):
             )
 
 
+class KindConfig(Part, frozen=True):
+    """Identities of one kind: how long a certificate holds at most, and how long after it was issued by hand an identity may renew
+    itself; 0s: not at all."""
+
+    lifetime: Duration = Duration(30 * DAY_MS)
+    renewable_for: Duration = Duration(365 * DAY_MS)
+
+    def __post_init__(self) -> None:
+        if self.lifetime < LIFETIME_MS_MIN:
+            raise RequestError(
+                f"lifetime is {self.lifetime}; at least {Duration(LIFETIME_MS_MIN)} are needed."
+            )
+
+
+class IdentitiesConfig(Part, frozen=True):
+    """Lives of the region's identities, by kind. Who approves grants does so in person, and is issued in person."""
+
+    client: KindConfig = KindConfig()
+    operator: KindConfig = KindConfig()
+    bridge: KindConfig = KindConfig(lifetime=Duration(7 * DAY_MS))
+    approver: KindConfig = KindConfig(renewable_for=Duration(0))
+
+    def of(self, kind: str) -> KindConfig | None:
+        """None for brokers: theirs are issued at each start, by themselves."""
+        return getattr(self, kind) if kind in self.__struct_fields__ else None
+
+
 class RegionConfig(Part, frozen=True):
     """One broker of one region. `entity` is the legal entity that runs it, `operators` have every right."""
 
@@ -220,6 +250,7 @@ class RegionConfig(Part, frozen=True):
     subscriptions: SubscriptionsConfig = SubscriptionsConfig()
     limits: LimitsConfig = LimitsConfig()
     quotas: QuotasConfig = QuotasConfig()
+    identities: IdentitiesConfig = IdentitiesConfig()
 
 
 def load_config(path: Path) -> RegionConfig:

@@ -18,7 +18,7 @@ from audit.origin import Origin, egress_origin, region_origin, witness_name
 from felix.address import Address
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, create_file, replace_file
-from felix.identity import Identity, load_identity, save_identity
+from felix.identity import Identity, RenewalTerms, load_identity, save_identity
 from felix.names import SpiffeId, parse_region
 from keys.authority import create_authority, load_authority, save_authority
 from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sign_bundle
@@ -26,7 +26,7 @@ from keys.hybrid import HybridKeyPair, load_key_pair, save_key_pair
 from keys.keyring import create_keyring
 from keys.post_quantum import MlDsaKey, load_ml_dsa_key, save_ml_dsa_key
 from keys.signing import SigningKey, load_signing_key, save_signing_key
-from region.config import RegionConfig
+from region.config import IdentitiesConfig, RegionConfig
 from region.folder import RegionFolder
 
 OPERATOR: Final = "operator"
@@ -118,8 +118,13 @@ def found_region(
         policy_key,
     )
     create_file(folder.bundle, bundle.encode(), PUBLIC)
+    operator = IdentitiesConfig().operator
     save_identity(
-        authority.issue_identity(SpiffeId(region, mesh, "operator", OPERATOR), now_ms),
+        authority.issue_identity(
+            SpiffeId(region, mesh, "operator", OPERATOR),
+            now_ms,
+            renewal=RenewalTerms(now_ms + operator.renewable_for, operator.lifetime),
+        ),
         folder.identity(OPERATOR),
     )
     text = _CONFIG.format(
@@ -157,10 +162,11 @@ def issue_identity(
     now_ms: int,
     *,
     lifetime: timedelta | None = None,
+    renewable_for: timedelta | None = None,
 ) -> Identity:
     """A new identity of the region, or a renewed one where its file exists, saved in the folder.
 
-    A bridge also gets the keys of its egress log and for data keys, and the bundle is signed anew.
+    `lifetime` of its certificates, and how long it may renew itself, are those of its kind in the configuration unless given. A bridge also gets the keys of its egress log and for data keys, and the bundle is signed anew.
     """
     authority = load_authority(folder.authority, config.region, config.mesh)
     spiffe_id = SpiffeId(config.region, config.mesh, kind, name)
@@ -173,7 +179,15 @@ def issue_identity(
             )
     if kind == "bridge":
         _found_bridge(folder, config, name, now_ms)
-    identity = authority.issue_identity(spiffe_id, now_ms, lifetime=lifetime)
+    terms = None
+    settings = config.identities.of(kind)
+    if settings is not None:
+        lifetime = timedelta(milliseconds=settings.lifetime) if lifetime is None else lifetime
+        span = timedelta(milliseconds=settings.renewable_for) if renewable_for is None else renewable_for
+        terms = RenewalTerms(
+            now_ms + span // timedelta(milliseconds=1), lifetime // timedelta(milliseconds=1)
+        )
+    identity = authority.issue_identity(spiffe_id, now_ms, lifetime=lifetime, renewal=terms)
     save_identity(identity, path)
     return identity
 

@@ -1145,18 +1145,22 @@ class Governance:
             raise RequestError("Rotate data keys (of one stream or all), or the root key.")
         rotation = await asyncio.to_thread(self._keyring.rotate_root)
         for key_id, action in ((rotation.new_root, "made"), (rotation.old_root, "rotated")):
-            header = Header(
-                kind=Kind.KEY,
-                side=Side.INGRESS,
-                time_ms=self.broker.clock_ms(),
-                source_region=self._own.region,
-                destination_region=self._own.region,
-                actor=str(actor),
-                action=action,
-                key_id=key_id,
-            )
-            await self.trail.append([Leaf(header)])
+            await self.log_key(actor, key_id, action)
         return f"A new root key wraps {rotation.stream_keys} stream keys; no data was touched."
+
+    async def log_key(self, actor: SpiffeId, key_id: bytes, action: str) -> None:
+        """Write a KEY leaf, and wait until it is durable. Raises UnavailableError where the log cannot be written."""
+        header = Header(
+            kind=Kind.KEY,
+            side=Side.INGRESS,
+            time_ms=self.broker.clock_ms(),
+            source_region=self._own.region,
+            destination_region=self._own.region,
+            actor=str(actor),
+            action=action,
+            key_id=key_id,
+        )
+        await self.trail.append([Leaf(header)])
 
 
 def _require_signer(document: SignedDocument, region: str, what: str) -> None:

@@ -66,13 +66,15 @@ class BrokerCollector(Collector):
         shards: Callable[[], Iterable[tuple[str, int, dict[str, float]]]],
         quotas: Quotas,
         lags: Callable[[], Iterable[tuple[str, str, int]]],
+        expiries: Callable[[], dict[str, float]],
     ) -> None:
-        """`lags`: stream, durable subscription, records behind; already bounded in number."""
+        """`lags`: stream, durable subscription, records behind; already bounded in number. `expiries`: seconds by kind."""
         self._metrics = metrics
         self._gauges = gauges
         self._shards = shards
         self._quotas = quotas
         self._lags = lags
+        self._expiries = expiries
 
     def collect(self) -> Iterator[Metric]:
         metrics = self._metrics
@@ -94,6 +96,14 @@ class BrokerCollector(Collector):
         yield gaps
         for name, gauge in self._gauges().items():
             yield GaugeMetricFamily(f"felix_{name}", name.replace("_", " ") + ".", gauge)
+        expiries = GaugeMetricFamily(
+            "felix_identity_expiry_seconds",
+            "Until the first certificate of a kind ends, of those that somebody came with; below 0 once it has.",
+            labels=["kind"],
+        )
+        for kind, seconds in self._expiries().items():
+            expiries.add_metric([kind], seconds)
+        yield expiries
         yield from self._tenants()
         lags = GaugeMetricFamily(
             "felix_subscription_lag_records",

@@ -25,6 +25,7 @@ from audit.trust import RegionTrust, Trust
 from audit.witness import DiskWitnessStore, Witness
 from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
+from felix.expiry import Life, until_text
 from felix.health import HealthServer
 from felix.identity import Identity
 from felix.messages import (
@@ -65,6 +66,7 @@ from region.metrics import BrokerCollector
 from region.queue.desk import QueueDesk
 from region.queue.worker import queue_opener
 from region.remembered import Memory
+from region.renewal import IdentityRenewal
 from region.requests import Requests
 from region.sealing import KeyringSeal
 from region.session import ClientSession, Services
@@ -89,6 +91,10 @@ MEASURE_S = 1.0
 """How often the broker looks what is used and stored; rates are over this long."""
 RENEW_CHECK_S = 60.0
 """How often the broker looks whether its certificate is due for renewal."""
+_ADVICE: Final = {
+    "issuing": ": felix identity renew-issuing, where the root key is",
+}
+"""What is to be done about a certificate that nothing renews by itself."""
 CONNECTIONS_SPARE = 256
 """Connections beyond the limit of sessions: whoever is refused, or has not proved itself yet."""
 LEAVE_MS = 500
@@ -237,6 +243,12 @@ class Node:
             governance,
             export,
             Requests(broker, governance, export, catalog, mirror, subscriptions),
+            IdentityRenewal(
+                broker,
+                # Read each time: a renewed issuing certificate is taken without a restart.
+                lambda: load_authority(folder.authority, config.region, config.mesh).without_root_key(),
+                governance.log_key,
+            ),
             {
                 OpenIngest: ingest.open,
                 OpenTransactions: TransactionDesk(broker, transactions).open,
@@ -371,6 +383,7 @@ class Node:
                 self._shard_gauges,
                 self.broker.quotas,
                 self.subscriptions.lags,
+                lambda: self.broker.expiries.seconds_left(now_ms()),
             )
             self.health = HealthServer(config.health.host, config.health.port, collector, lambda: self._ready)
             self._stack.push_async_callback(asyncio.to_thread, self.health.close)
@@ -378,7 +391,12 @@ class Node:
     def _issue(self, authority: RegionAuthority) -> Identity:
         config = self.config
         identity = SpiffeId(config.region, config.mesh, "broker", config.broker)
-        return authority.issue_identity(identity, now_ms(), dns_names=self.server_names)
+        issued = authority.issue_identity(identity, now_ms(), dns_names=self.server_names)
+        see = self.broker.expiries.see
+        see(str(identity), "broker", Life(issued.not_before_ms, issued.not_after_ms))
+        for kind, (start_ms, end_ms) in authority.lives().items():
+            see(f"{authority.trust_domain} {kind} certificate", kind, Life(start_ms, end_ms))
+        return issued
 
     # -- while it serves -------------------------------------------------------------------------------
 
@@ -443,11 +461,24 @@ class Node:
                 log.exception("segments could not be offloaded")
 
     async def _renew(self, authority: RegionAuthority) -> None:
+        """Renew the broker's certificate in time, and say of all certificates when they near their end."""
+        config = self.config
         current = self._issue(authority)
         while True:
+            for each in self.broker.expiries.notices(now_ms()):
+                log.warning(
+                    "%s %s%s",
+                    each.name,
+                    until_text(each.life.not_after_ms, now_ms()),
+                    _ADVICE.get(each.kind, ""),
+                )
             await asyncio.sleep(RENEW_CHECK_S)
             if current.renewal_due(now_ms()):
                 try:
+                    # Read again: a renewed issuing certificate is taken without a restart.
+                    authority = await asyncio.to_thread(
+                        load_authority, self.folder.authority, config.region, config.mesh
+                    )
                     current = self._issue(authority)
                     self.listener.renew(_tls(current))
                 except Exception:

@@ -34,6 +34,7 @@ from felix.messages import (
     DescribeTraffic,
     DocumentPage,
     Done,
+    ExpiryState,
     GetCheckpoint,
     GetDataKey,
     GetLinkSecret,
@@ -92,6 +93,8 @@ T = TypeVar("T")
 
 IN_FORCE_S: Final = 10.0
 IN_FORCE_LOOK_S: Final = 0.005
+EXPIRING_MAX: Final = 50
+"""Certificates that `describe_region` names, the nearest end first."""
 PAGE_BYTES_MAX: Final = CONTROL_BYTES_MAX - 4096
 """Of one page's entries: what an answer's frame holds, less what stands around them."""
 
@@ -467,8 +470,12 @@ class Requests:
         origin, size = self._governance.audit_state()
         gauges = broker.gauges() | self._governance.witnessing.gauges()
         return RegionState(
-            broker.region, broker.mesh, broker.broker_id, broker.started_ms, gauges, origin, size
-        )
+            broker.region, broker.mesh, broker.broker_id, broker.started_ms, gauges, origin, size,
+            [
+                ExpiryState(each.name, each.kind, each.life.not_after_ms, each.stage.name.lower())
+                for each in broker.expiries.expiring(broker.clock_ms(), EXPIRING_MAX)
+            ],
+        )  # fmt: skip
 
     async def describe_traffic(self, identity: SpiffeId, request: DescribeTraffic) -> TrafficPage:
         broker = self._broker

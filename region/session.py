@@ -32,6 +32,7 @@ from felix.messages import (
     Message,
     OpenPublisher,
     ReaderTraffic,
+    RenewIdentity,
     Request,
     Subscribe,
     Subscribed,
@@ -54,6 +55,7 @@ from region.governance import Governance
 from region.ports import Role
 from region.publishing import PUBLISH_WINDOW_BYTES, PublishStream
 from region.quota import Meter, Throttle
+from region.renewal import IdentityRenewal
 from region.requests import Requests
 
 log = logging.getLogger("felix.region.session")
@@ -105,6 +107,7 @@ class Services:
     governance: Governance
     export: ExportDesk
     requests: Requests
+    renewal: IdentityRenewal
     exchanges: Mapping[type[Message], OpenRole]
     """Roles of bidirectional streams, by the request that opens them."""
 
@@ -566,6 +569,10 @@ class ClientSession:
         try:
             if isinstance(request, Subscribe):
                 await self._subscribe(correlation, request)
+            elif isinstance(request, RenewIdentity):
+                # It is about the certificate that this session was proved with.
+                assert self.peer is not None
+                self.answer(correlation, await self.services.renewal.renew(self.peer, request))
             else:
                 self.answer(correlation, await self.services.requests.answer(self.identity, request))
         except FelixError as error:

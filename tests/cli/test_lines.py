@@ -41,11 +41,11 @@ def test_a_line_that_is_too_long_keeps_its_beginning_and_its_size(cut: int) -> N
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b'{"id": null}', "its field 'id' is null"),
-        (b'{"other": 1}', "it has no field 'id'"),
-        (b"[1]", "it is not a JSON object"),
-        (b'{"id": "\xff"}', "it is not a JSON object"),
-        (b"[" * 100_000, "it is not a JSON object"),
+        (b'{"id": null}', "has a field 'id' that is null"),
+        (b'{"other": 1}', "has no field 'id'"),
+        (b"[1]", "is not a JSON object"),
+        (b'{"id": "\xff"}', "is not a JSON object"),
+        (b"[" * 100_000, "is not a JSON object"),
         (b'{"id": "' + b"k" * 5_000 + b'"}', "4,096 are allowed"),
         (LongLine(b"x", LINE_BYTES_MAX + 7), "bytes, and 1,048,576 are allowed"),
     ],
@@ -54,7 +54,7 @@ def test_an_invalid_line_says_its_number_and_why(line: bytes | LongLine, why: st
     with pytest.raises(InvalidLineError) as caught:
         LineParser("id").parse(3054, line)
     assert caught.value.number == 3054 and why in caught.value.why
-    assert caught.value.sentence.startswith("Line 3054 cannot be published: ")
+    assert caught.value.sentence.startswith("Line 3054 ")
 
 
 def test_fields_become_key_and_message_id() -> None:
@@ -63,7 +63,7 @@ def test_fields_become_key_and_message_id() -> None:
         NewRecord(b'{"id": "a", "n": 7}', b"7", {MESSAGE_ID_HEADER: b"a"}),
         NewRecord(b'{"id": "b", "n": [1, 2]}', b"[1,2]", {MESSAGE_ID_HEADER: b"b"}),
     ]
-    with pytest.raises(InvalidLineError, match="its field 'id': A message id is"):
+    with pytest.raises(InvalidLineError, match="has no message id in its field 'id': A message id is"):
         LineParser("", "id").parse(1, b'{"id": ""}')
 
 

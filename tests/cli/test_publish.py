@@ -82,7 +82,7 @@ def test_conditions_and_message_ids(felix_command: Command, stream: str) -> None
     for _ in range(2):
         felix_command("stream", "publish", stream, "--message-id", "id", stdin=lines)
     assert ends(felix_command, stream) == [4]
-    with pytest.raises(RequestError, match="Line 1 cannot be published: it has no field 'uuid'"):
+    with pytest.raises(RequestError, match="Line 1 has no field 'uuid'"):
         felix_command("stream", "publish", stream, "--message-id", "uuid", stdin=lines)
     with pytest.raises(RequestError, match="goes with --expect-offset"):
         felix_command("stream", "publish", stream, "--shard", "0", stdin="c\n")
@@ -120,9 +120,9 @@ def test_an_invalid_line_ends_it_with_the_line_to_go_on_from_or_is_skipped_into_
     lines = '{"t": "a"}\r\n\n{"t": "b"}\n{"t": null}\nno json\n{"t": "c"}'
     ended = felix_command.ended("stream", "publish", stream, "--key-field", "t", stdin=lines)
     assert isinstance(ended.exception, RequestError)
-    assert "Line 4 cannot be published: its field 't' is null" in ended.exception.sentence
+    assert "Line 4 has a field 't' that is null" in ended.exception.sentence
     assert "2 records" in ended.stdout and "shard 0 through offset 1" in ended.stdout
-    assert "1 blank lines are no records" in ended.stdout and "go on with --from-line 4" in ended.stdout
+    assert "1 blank line left out" in ended.stdout and "go on with --from-line 4" in ended.stdout
     skipped = tmp_path / "skipped.jsonl"
     said = json.loads(
         felix_command(
@@ -135,7 +135,7 @@ def test_an_invalid_line_ends_it_with_the_line_to_go_on_from_or_is_skipped_into_
     }  # fmt: skip
     left = [json.loads(line) for line in skipped.read_text().splitlines()]
     assert [(row["line"], row["text"]) for row in left] == [(4, '{"t": null}'), (5, "no json")]
-    assert left[0]["reason"] == "its field 't' is null"
+    assert left[0]["reason"] == "has a field 't' that is null"
     printed = felix_command("stream", "subscribe", stream, "--from", "earliest", "--until-end")
     assert printed == '{"t": "a"}\n{"t": "b"}\n{"t": "c"}\n'
     with pytest.raises(RequestError, match="no line 8: the input has 6"):

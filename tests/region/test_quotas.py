@@ -277,7 +277,7 @@ async def test_metrics_name_tenants_up_to_a_number(node: Node, operator: felix.R
     for number in range(150):
         node.broker.quotas.use(meter, f"tenant-{number:03}").published(10, 1)
     registry = CollectorRegistry()
-    registry.register(BrokerCollector(node.broker.metrics, dict, list, node.broker.quotas, list))
+    registry.register(BrokerCollector(node.broker.metrics, dict, list, node.broker.quotas, list, dict))
     text = generate_latest(registry).decode()
     assert 'felix_tenant_used_total{limit="publish_records",tenant="acme"} 20.0' in text
     assert 'felix_tenant_throttled_seconds_total{limit="publish_records",tenant="acme"}' in text

@@ -1,0 +1,202 @@
+"""An identity's next certificate: asked for over a session that the present one proves, checked, and put where the present one is.
+
+Invariants: a file holds the old identity or the new one, whole, at any time (mode 0600, synced, renamed into place); what another process
+wrote there meanwhile is taken, not overwritten; where the key lies in a file of its own, it stays, and only the chain is new.
+
+`request_renewal` and `store_renewed` are for whoever keeps an identity (the bridge agent); `IdentityKeeper` keeps that of a client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+
+from felix.connection import RegionConnection
+from felix.errors import Code, FelixError, RequestError
+from felix.expiry import Life, Stage, stage_of, until_text
+from felix.files import PUBLIC, replace_file
+from felix.identity import (
+    Identity,
+    TrustAnchor,
+    TrustBundle,
+    load_identity,
+    save_identity,
+    verify_chain,
+)
+from felix.messages import IdentityRenewed, RenewIdentity
+from felix.profile import identity_files, load_credentials
+
+_log: Final = logging.getLogger("felix.identity")
+
+AGAIN_S_MIN: Final = 1.0
+AGAIN_S_MAX: Final = 3_600.0
+"""Between tries: a twentieth of the time that is left, within these bounds; what is refused today may be allowed tomorrow."""
+CLOSE_S: Final = 3.0
+"""How long a client that closes waits for a renewal that it began."""
+WAIT_S_MAX: Final = 3_600.0
+"""Clocks are set and machines sleep: the time is looked at again so often."""
+
+
+def wall_ms() -> int:
+    """The wall clock, in ms since the Unix epoch."""
+    return time.time_ns() // 1_000_000
+
+
+async def request_renewal(
+    connection: RegionConnection, identity: Identity, root_pem: bytes, now_ms: int, *, same_key: bool = False
+) -> Identity:
+    """The next identity of the one that `connection` came with, verified under the region's root.
+
+    Raises what the broker refuses it with, RequestError(IDENTITY_REFUSED) where what it gave is not what was asked for.
+    """
+    key = identity.private_key if same_key else ec.generate_private_key(ec.SECP256R1())
+    csr = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, SHA256())
+    answer = await connection.request(RenewIdentity(csr.public_bytes(serialization.Encoding.DER)))
+    if not isinstance(answer, IdentityRenewed):
+        raise RequestError(
+            f"The broker answered a RenewIdentity with {type(answer).__name__}.", code=Code.PROTOCOL
+        )
+    who = identity.spiffe_id
+    renewed = Identity(who, answer.chain_pem, key)
+    verify_chain(
+        answer.chain_pem, TrustBundle([TrustAnchor(who.region, who.mesh, root_pem)]), now_ms, (who.kind,)
+    )
+    if renewed.not_after_ms <= identity.not_after_ms:
+        raise RequestError(
+            f"The certificate that the broker gave {who} ends no later than the old one.",
+            code=Code.IDENTITY_REFUSED,
+        )
+    return renewed
+
+
+def store_renewed(
+    renewed: Identity, replaced: Identity, certificate: Path, key: Path | None = None
+) -> Identity:
+    """Put a renewed identity into its file, and return the one that is there. Blocks on the disk.
+
+    Another process may have been quicker: what is there and is not `replaced` stays. Raises RequestError, OSError.
+    """
+    there = load_identity(certificate, key)
+    if there.chain_pem != replaced.chain_pem and there.spiffe_id == replaced.spiffe_id:
+        return there
+    if key is None:
+        save_identity(renewed, certificate)
+    else:
+        replace_file(certificate, renewed.chain_pem, PUBLIC)
+    return renewed
+
+
+class IdentityKeeper:
+    """Renews the identity of a client's connection while the client is open, and says early where that is not possible.
+
+    A client that is used for a moment renews when it is used: once two thirds of the life are over. One that stays open renews at
+    that time, and has its session made anew before the old certificate ends.
+    """
+
+    def __init__(
+        self,
+        connection: RegionConnection,
+        *,
+        clock_ms: Callable[[], int] = wall_ms,
+    ) -> None:
+        self._connection = connection
+        self._clock_ms = clock_ms
+        self._task: asyncio.Task[None] | None = None
+        self._renewing = False
+        self._told: tuple[int, Stage] | None = None
+
+    def start(self) -> None:
+        """Begin; the connection is open."""
+        self._task = asyncio.get_running_loop().create_task(self._keep(), name="felix-identity")
+
+    async def close(self) -> None:
+        """Wait a moment for a renewal that is under way, then end."""
+        if self._task is None:
+            return
+        if self._renewing:
+            await asyncio.wait([self._task], timeout=CLOSE_S)
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _keep(self) -> None:
+        identity = self._connection.identity
+        while identity is not None:
+            await self._until(identity.renewal_due_ms)
+            self._renewing = True
+            held = identity
+            try:
+                identity = await self._renew(held)
+            except (FelixError, OSError) as error:
+                self._renewing = False
+                self._tell(held, error)
+                left_s = (held.not_after_ms - self._clock_ms()) / 1000
+                await asyncio.sleep(min(max(left_s / 20, AGAIN_S_MIN), AGAIN_S_MAX))
+                identity = self._connection.identity
+                continue
+            self._renewing = False
+            await self._begin_anew(held)
+
+    async def _until(self, time_ms: int) -> None:
+        while (wait_ms := time_ms - self._clock_ms()) > 0:  # noqa: ASYNC110 - the wall clock is no event
+            await asyncio.sleep(min(wait_ms / 1000, WAIT_S_MAX))
+
+    async def _renew(self, held: Identity) -> Identity:
+        connection = self._connection
+        profile = connection.profile
+        credentials = await asyncio.to_thread(load_credentials, profile)
+        if credentials.identity.not_after_ms > held.not_after_ms:
+            return credentials.identity  # somebody else has renewed it
+        certificate, key = (
+            (None, None) if isinstance(profile.identity, Identity) else identity_files(profile.identity)
+        )
+        try:
+            renewed = await request_renewal(
+                connection, held, credentials.root_pem, self._clock_ms(), same_key=key is not None
+            )
+        except FelixError:
+            credentials = await asyncio.to_thread(load_credentials, profile)
+            if credentials.identity.not_after_ms > held.not_after_ms:
+                return credentials.identity  # meanwhile
+            raise
+        if certificate is not None:
+            try:
+                return await asyncio.to_thread(store_renewed, renewed, held, certificate, key)
+            except (OSError, FelixError) as error:
+                _log.warning(
+                    "the renewed identity %s cannot be written to %s and is kept in memory alone: %s",
+                    held.spiffe_id, certificate, error,
+                )  # fmt: skip
+        connection.profile = replace(profile, identity=renewed)
+        return renewed
+
+    async def _begin_anew(self, replaced: Identity) -> None:
+        """A session ends with its certificate. Well before that, the next one is made, with the new certificate."""
+        latest_ms = replaced.not_after_ms - (replaced.not_after_ms - replaced.not_before_ms) // 10
+        await self._until(latest_ms)
+        if self._connection.identity is replaced:
+            self._connection.begin_anew("its certificate was renewed")
+
+    def _tell(self, identity: Identity, error: FelixError | OSError) -> None:
+        """In the log, once when it is due and once near the end; each failure besides for whoever looks closely."""
+        now_ms = self._clock_ms()
+        stage = stage_of(Life(identity.not_before_ms, identity.not_after_ms), now_ms)
+        if self._told == (identity.not_after_ms, stage):
+            _log.info("%s was not renewed: %s", identity.spiffe_id, error)
+            return
+        self._told = (identity.not_after_ms, stage)
+        _log.warning(
+            "%s %s, and could not be renewed: %s",
+            identity.spiffe_id, until_text(identity.not_after_ms, now_ms), error,
+        )  # fmt: skip
