@@ -193,7 +193,9 @@ def test_a_pipe_is_published_line_by_line_and_a_signal_says_what_was(
     process.stdin.flush()
     until(lambda: ends(felix_command, stream) == [3], "line 3")
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    # The pipe stays open meanwhile: what ends it is the signal.
+    process.wait(60)
+    out, err = process.communicate()
     assert process.returncode == 128 + number, err
     said = json.loads(out)
     assert (said["records"], said["offsets"], said["next_line"]) == (3, {"0": 2}, 4)
