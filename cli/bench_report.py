@@ -73,7 +73,7 @@ def print_times(times: ReportTimes) -> None:
     """A table for people."""
     table(
         f"felix audit report, batches of {times.plan.batch_records:,}",
-        ["records#", "leaves#", "logs MB#", "seconds#", "records/s#", "CPU s#", "CPU µs a record#", "largest process MiB#"],
+        ["records#", "leaves#", "logs MB#", "seconds#", "records/s#", "CPU s#", "CPU µs a record#", "largest process MiB#", "all processes MiB#"],
         [
             [
                 size.records,
@@ -84,6 +84,7 @@ def print_times(times: ReportTimes) -> None:
                 size.cpu_seconds,
                 f"{size.cpu_seconds / size.records * 1e6:,.1f}",
                 size.process_bytes_max >> 20,
+                size.tree_bytes_max >> 20 or None,
             ]
             for size in times.sizes
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from cli import bench_report
 from cli.benchmark.audit_logs import LogBooks, LogPlan, make_logs
 from cli.benchmark.measurement import machine
 from cli.benchmark.reporting import ReportPlan, ReportSize, ReportTimes, measure_reports, unaccounted
+from cli.benchmark.tree_memory import tree_bytes
 from cli.main import app
 
 PLAN = LogPlan(records=9_000, batch_records=2_500, streams=2, shards=2)
@@ -94,9 +96,21 @@ def test_no_rate_is_printed_where_one_record_is_missing(monkeypatch: pytest.Monk
         assert said.stdout == "", "neither rate nor table"
 
 
+def test_memory_of_a_process_is_that_of_its_descendants_too(tmp_path: Path) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    for number, parent, pages in ((1, 0, 1000), (20, 1, 10), (21, 20, 20), (22, 21, 30), (23, 1, 500)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "stat").write_text(f"{number} (a (worker) 1) S {parent} 0 0")
+        (tmp_path / str(number) / "statm").write_text(f"9999 {pages} 3 4")
+    (tmp_path / "24").mkdir()  # ended while it was looked at
+    assert tree_bytes(20, tmp_path) == 60 * page
+    assert tree_bytes(99, tmp_path) == 0
+
+
 @pytest.mark.spark
 def test_a_report_over_made_logs_accounts_for_every_record(tmp_path: Path) -> None:
     times = measure_reports(ReportPlan(sizes=(5_000,), batch_records=2_500), tmp_path)
     (size,) = times.sizes
     assert size.problems == () and size.records == 5_000 and size.cpu_seconds > 0
+    assert size.tree_bytes_max >= size.process_bytes_max // 2
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
