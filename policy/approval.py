@@ -43,7 +43,16 @@ from felix.identity import (
     verify_chain,
 )
 from felix.names import SpiffeId, parse_region
-from policy.signed import FILE_BYTES_MAX, Purpose, SignatureError, SignedDocument, canonical
+from policy.signed import (
+    FILE_BYTES_MAX,
+    Purpose,
+    SignatureError,
+    SignedDocument,
+    canonical,
+    encode_file,
+    encode_token,
+    parse_exactly,
+)
 from policy.terms import GrantId, Hash, Number, OptionalLine, grant_id
 
 APPROVAL_BYTES_MAX: Final = 2 * CHAIN_BYTES_MAX
@@ -183,31 +192,16 @@ class Approval:
 
     def encode_file(self) -> bytes:
         """Readable JSON that ends in a line feed."""
-        return msgspec.json.format(canonical(self._file()), indent=2) + b"\n"
+        return encode_file(self._file())
 
     def encode_token(self) -> str:
         """One line of base64url without padding."""
-        return urlsafe_b64encode(canonical(self._file())).rstrip(b"=").decode()
+        return encode_token(self._file())
 
     @classmethod
     def parse(cls, data: bytes | str) -> Self:
         """A file or a token. Raises SignatureError for anything that was not written by this class."""
-        raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-        if len(raw) > 2 * APPROVAL_BYTES_MAX:
-            raise _unreadable(f"it has {len(raw)} bytes, and {2 * APPROVAL_BYTES_MAX} are allowed")
-        if raw.startswith(b"{"):
-            approval = cls._from_json(raw)
-            if raw not in (approval.encode_file(), canonical(approval._file())):
-                raise _unreadable("it was edited or reformatted since it was signed")
-            return approval
-        try:
-            packed = urlsafe_b64decode(raw.strip() + b"=" * (-len(raw.strip()) % 4))
-        except ValueError:
-            raise _unreadable("it is neither a JSON file nor a base64 token") from None
-        approval = cls._from_json(packed)
-        if raw.strip() != approval.encode_token().encode():
-            raise _unreadable("the token was edited since it was signed")
-        return approval
+        return parse_exactly(data, 2 * APPROVAL_BYTES_MAX, cls._from_json, cls._file, _unreadable)
 
     @classmethod
     def _from_json(cls, data: bytes) -> Self:

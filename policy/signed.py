@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -79,6 +79,46 @@ def raw_public_key(key: Ed25519PrivateKey | Ed25519PublicKey) -> bytes:
     return public.public_bytes_raw()
 
 
+def encode_file(file: msgspec.Struct) -> bytes:
+    """A signed document for people: JSON with two spaces of indentation, ending in a line feed."""
+    return msgspec.json.format(canonical(file), indent=2) + b"\n"
+
+
+def encode_token(file: msgspec.Struct) -> str:
+    """The same as one line of base64url without padding, for a terminal or a chat."""
+    return urlsafe_b64encode(canonical(file)).rstrip(b"=").decode()
+
+
+def parse_exactly(
+    data: bytes | str,
+    bytes_max: int,
+    read: Callable[[bytes], T],
+    file_of: Callable[[T], msgspec.Struct],
+    unreadable: Callable[[str], SignatureError],
+) -> T:
+    """What `read` makes of a file's or a token's JSON, where the bytes are just those that `file_of` it is written as.
+
+    `unreadable` makes the error of a sentence's end. Raises it.
+    """
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    if len(raw) > bytes_max:
+        raise unreadable(f"it has {len(raw)} bytes, and {bytes_max} are allowed")
+    if raw.startswith(b"{"):
+        document = read(raw)
+        if raw not in (encode_file(file_of(document)), canonical(file_of(document))):
+            raise unreadable("it was edited or reformatted since it was signed")
+        return document
+    line = raw.strip()
+    try:
+        packed = urlsafe_b64decode(line + b"=" * (-len(line) % 4))
+    except ValueError:
+        raise unreadable("it is neither a JSON file nor a base64 token") from None
+    document = read(packed)
+    if line != encode_token(file_of(document)).encode():
+        raise unreadable("the token was edited since it was signed")
+    return document
+
+
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     body: Any
     key: str
@@ -104,31 +144,16 @@ class SignedDocument:
 
     def encode_file(self) -> bytes:
         """Readable JSON that ends in a line feed."""
-        return msgspec.json.format(canonical(self._file()), indent=2) + b"\n"
+        return encode_file(self._file())
 
     def encode_token(self) -> str:
         """One line of base64url without padding, for a terminal or a chat."""
-        return urlsafe_b64encode(canonical(self._file())).rstrip(b"=").decode()
+        return encode_token(self._file())
 
     @classmethod
     def parse(cls, data: bytes | str) -> Self:
         """A file or a token. Raises SignatureError for anything that was not written by this class."""
-        raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-        if len(raw) > FILE_BYTES_MAX:
-            raise _unreadable(f"it has {len(raw)} bytes, and {FILE_BYTES_MAX} are allowed")
-        if raw.startswith(b"{"):
-            document = cls._from_json(raw)
-            if raw not in (document.encode_file(), canonical(document._file())):
-                raise _unreadable("it was edited or reformatted since it was signed")
-            return document
-        try:
-            packed = urlsafe_b64decode(raw.strip() + b"=" * (-len(raw.strip()) % 4))
-        except ValueError:
-            raise _unreadable("it is neither a JSON file nor a base64 token") from None
-        document = cls._from_json(packed)
-        if raw.strip() != document.encode_token().encode():
-            raise _unreadable("the token was edited since it was signed")
-        return document
+        return parse_exactly(data, FILE_BYTES_MAX, cls._from_json, cls._file, _unreadable)
 
     @classmethod
     def _from_json(cls, data: bytes) -> Self:
