@@ -16,12 +16,12 @@ SCALE   ?= 20
 # Test processes side by side; a file's tests stay together, since they share brokers and Spark.
 WORKERS ?= 2
 
-.PHONY: demo test attack lock soak check format bench clean help
+.PHONY: demo test wheels attack lock soak check format bench clean help
 
 help: ## show this list
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(STAMP): pyproject.toml requirements.lock
+$(STAMP): pyproject.toml sdk/pyproject.toml requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "Felix needs Python 3.11 or newer; $(PYTHON) is older. Install one, or name it: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
@@ -29,17 +29,17 @@ $(STAMP): pyproject.toml requirements.lock
 	@test -x $(BIN)/python || { echo "making $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
 	@echo "installing Felix and what it needs into $(VENV) (a minute or two, once) ..."
 	@if $(BIN)/python -c '$(LOCK_FITS)'; then \
-	  $(PIP) --require-hashes --requirement requirements.lock && $(PIP) --no-deps --no-build-isolation --editable .; \
+	  $(PIP) --require-hashes --requirement requirements.lock && $(PIP) --no-deps --no-build-isolation --editable sdk --editable .; \
 	else \
 	  echo "requirements.lock is for CPython 3.11 to 3.13 on Linux (x86-64, arm64): here versions are resolved anew, without hashes"; \
-	  $(PIP) --editable '.[$(EXTRAS)]'; \
+	  $(PIP) --editable '.[$(EXTRAS)]' && $(PIP) --no-deps --editable sdk; \
 	fi
 	@touch $@
 
 lock: $(STAMP) ## renew requirements.lock: newest versions within the bounds of pyproject.toml, with hashes (by uv)
 	@$(PIP) 'uv>=0.8,<1'
 	@$(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-	  --custom-compile-command 'make lock' $(foreach extra,$(subst $(COMMA), ,$(EXTRAS)),--extra $(extra)) pyproject.toml \
+	  --custom-compile-command 'make lock' $(foreach extra,$(subst $(COMMA), ,$(EXTRAS)),--extra $(extra)) pyproject.toml --no-emit-package felix-sdk \
 	  --output-file requirements.lock
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 	  --custom-compile-command 'make lock' --constraint requirements.lock pyproject.toml \
@@ -53,6 +53,10 @@ demo-%: $(STAMP) ## a demo of its own, one of examples/demos: make demo-slow-con
 
 test: $(STAMP) ## all tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+wheels: $(STAMP) ## the packages felix-sdk and felix-mesh of this version, into dist/
+	@cd sdk && ../$(BIN)/hatchling build --target wheel --directory ../dist
+	@FELIX_RELEASE=1 $(BIN)/hatchling build --target wheel --directory dist
 
 attack: $(STAMP) ## every attack on the evidence that is known, with SCALE times the quick number of cases (minutes)
 	@FELIX_ATTACK_SCALE=$(SCALE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 tests/attacks

@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import felix.spark
 import felix.sync
-from audit.spark import stream_source
 from audit.spark.session import open_session
 
 STREAM = "acme/bench/rows"
@@ -57,7 +57,7 @@ def main(records: int, payload_bytes: int) -> None:
                             left -= len(subscription.next_batch().payloads())
 
                 with open_session("local[2]") as spark:
-                    stream_source.register(spark)
+                    felix.spark.register(spark)
 
                     def read(schema: str) -> Callable[[], None]:
                         reader = (

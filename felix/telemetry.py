@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from felix.errors import Code, RequestError
+from felix.extras import MESH, install_command
 
 
 class TracingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -71,7 +72,7 @@ def configure_tracing(
             raise RequestError(
                 "tracing.exporter is otlp, and the exporter is not installed.",
                 code=Code.CONFIG_INVALID,
-                hint="Install it: pip install 'felix-mesh[tracing]'.",
+                hint=install_command(MESH, "tracing"),
             ) from error
         exporter = OTLPSpanExporter(endpoint=config.endpoint or None)
     provider = trace.get_tracer_provider()

@@ -15,6 +15,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from felix.batch import Headers, Record
+from felix.errors import Code, RequestError
+from felix.extras import SDK, install_command
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -34,9 +36,17 @@ class Tracing:
     """Puts the current span into headers, and takes it out of them. One per process will do: `tracing()`."""
 
     def __init__(self) -> None:
+        """Raises RequestError(CONFIG_INVALID) where OpenTelemetry is not installed."""
         # Imported here, so that a process that does not trace does not load it.
-        from opentelemetry import trace
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        try:
+            from opentelemetry import trace
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ModuleNotFoundError as error:
+            raise RequestError(
+                "Tracing was asked for, and OpenTelemetry is not installed.",
+                code=Code.CONFIG_INVALID,
+                hint=install_command(SDK, "tracing"),
+            ) from error
 
         self._trace = trace
         self._propagator = TraceContextTextMapPropagator()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from audit.spark.java import Java, find_java, make_overlay
 from felix.errors import Code, RequestError, UnavailableError
+from felix.extras import MESH, install_command
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -188,7 +189,7 @@ def _require() -> None:
     if missing:
         raise SparkMissingError(
             f"Reports need {' and '.join(missing)}, and this Python does not have {'them' if missing[1:] else 'it'}.",
-            hint="Install them with Felix: pip install 'felix-mesh[spark]'.",
+            hint=install_command(MESH, "spark"),
         )
 
 

@@ -1,6 +1,6 @@
 """The Spark data source `felix_audit`: one audit log as rows, one row per leaf, verified where it is read.
 
-    spark.dataSource.register(AuditSource)
+    felix.spark.register(spark)
     leaves = spark.read.format("felix_audit").option("path", "/data/audit/us-east").load()
 
 Columns: `log` (the origin), `leaf_index`, `audit.leaf.LEAF_COLUMNS`, `batch_sha256`. Options:
@@ -53,6 +53,7 @@ from felix.errors import CorruptionError, RequestError, TamperError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark.sql import SparkSession
     from pyspark.sql.types import StructType
 
 FORMAT: Final = "felix_audit"
@@ -296,6 +297,11 @@ class AuditReader(DataSourceReader):
 
 def _ddl(settings: Settings) -> str:
     return ", ".join(f"`{name}` {kind}" for name, kind in columns(settings))
+
+
+def register(spark: SparkSession) -> None:
+    """Make `format("felix_audit")` known to a session. An entry point: `felix.spark` calls it."""
+    spark.dataSource.register(AuditSource)
 
 
 class AuditSource(DataSource):

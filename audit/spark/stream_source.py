@@ -1,8 +1,8 @@
 """The Spark data source `felix`: streams of one region, read and written by Spark as a client like any other.
 
-    from audit.spark import stream_source
+    import felix.spark
 
-    stream_source.register(spark)
+    felix.spark.register(spark)
     orders = (
         spark.read.format("felix")  # or spark.readStream
         .option("region", "us-east").option("identity", "analyst").option("stream", "acme/payments/orders")
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def register(spark: SparkSession) -> None:
-    """Make `format("felix")` known to a session."""
+    """Make `format("felix")` known to a session. An entry point: `felix.spark` calls it."""
     spark.dataSource.register(StreamSource)
 
 

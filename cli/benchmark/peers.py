@@ -20,6 +20,7 @@ import msgspec
 
 from cli.benchmark.processes import HOST
 from felix.errors import UnavailableError
+from felix.extras import MESH, install_command
 
 START_S: Final = 20.0
 """What a server has for opening its port: much more than it needs, for a busy machine."""
@@ -80,7 +81,7 @@ def reason_missing(name: str) -> str:
     if shutil.which(server.executable) is None:
         return f"{name} is left out: {server.executable} is not installed (apt-get install {server.package})"
     if find_spec(server.client) is None:
-        return f"{name} is left out: its Python client is not installed (pip install 'felix-mesh[peers]')"
+        return f"{name} is left out: its Python client is not installed ({install_command(MESH, 'peers')})"
     return ""
 
 

@@ -15,8 +15,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import felix.spark
 import felix.sync
-from audit.spark import stream_source
 from audit.spark.session import open_session
 
 STREAM = "acme/payments/web-orders"
@@ -57,7 +57,7 @@ def add_up(folder: Path) -> None:
             table.executemany("INSERT OR REPLACE INTO revenue VALUES (?, ?, ?, ?)", rows)
 
     with open_session(small=True) as spark:
-        stream_source.register(spark)
+        felix.spark.register(spark)
         orders = (
             spark.readStream.format("felix")
             .option("region", "us-east")

@@ -34,6 +34,7 @@ from importlib import import_module
 from typing import Final, Protocol
 
 from felix.errors import Code, RequestError, UnavailableError
+from felix.extras import SDK, install_command
 
 ALPN: Final = "felix/1"
 """The protocol name that both ends must agree on in the TLS handshake (RFC 7301)."""
@@ -45,9 +46,6 @@ ENGINE_VARIABLE: Final = "FELIX_QUIC_ENGINE"
 """The environment variable that names the engine where the configuration does not."""
 
 _ENGINE_MODULES: Final = {"qh3": "felix.transport.native", "aioquic": "felix.transport.portable"}
-
-_ENGINE_INSTALLS: Final = {"qh3": "qh3>=2.1,<3", "aioquic": "felix-mesh[portable]"}
-"""How each is had: the native one comes with Felix."""
 
 ENGINE_NAMES: Final = tuple(_ENGINE_MODULES)
 """Names that `engine_named` knows, the default first."""
@@ -346,7 +344,7 @@ def engine_named(name: str | None = None) -> Engine:
             raise RequestError(
                 f"The QUIC engine {chosen!r} is not installed.",
                 code=Code.CONFIG_INVALID,
-                hint=f"pip install '{_ENGINE_INSTALLS[chosen]}'",
+                hint=install_command(SDK, "portable") if chosen == "aioquic" else f"pip install {chosen}",
             ) from error
         return engine
     source = "asked for" if name else f"named by {ENGINE_VARIABLE}"

@@ -4,6 +4,7 @@ no rate is printed for what was lost."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 
 import msgspec
@@ -56,7 +57,7 @@ def test_what_is_not_installed_is_left_out_with_what_to_do(monkeypatch: pytest.M
     assert "apt-get install nats-server" in peers.reason_missing(peers.NATS)
     monkeypatch.setattr(peers.shutil, "which", lambda name: name)
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    assert "felix-mesh[peers]" in peers.reason_missing(peers.REDIS)
+    assert re.search(r"pip install 'nats-py\S+' 'redis\[hiredis\]", peers.reason_missing(peers.REDIS))
 
 
 def test_felix_alone_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ WANTED = "N14242"
 
 def example() -> str:
     (found,) = re.findall(
-        r"^```python\n(from audit\.spark import stream_source\nfrom audit\.spark\.source.*?)^```",
+        r"^```python\n(import felix\.spark\n\nfelix\.spark\.register\(spark\)\n\nleaves.*?)^```",
         PAGE.read_text(),
         re.S | re.M,
     )

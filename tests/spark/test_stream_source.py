@@ -19,9 +19,9 @@ PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 @pytest.fixture(scope="module")
 def session(spark: Any) -> Any:
-    from audit.spark import stream_source
+    import felix.spark
 
-    stream_source.register(spark)
+    felix.spark.register(spark)
     return spark
 
 

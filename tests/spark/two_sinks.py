@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from audit.spark import stream_source
+import felix.spark
 from audit.spark.session import open_session
 
 PAUSE_S = 0.3
@@ -39,7 +39,7 @@ def main(home: str, stream: str, folder: Path, mode: str) -> None:
             "(shard INT, place INT, text TEXT, batch INT, times INT, PRIMARY KEY (shard, place))"
         )
     with open_session("local[2]", small=True) as spark:
-        stream_source.register(spark)
+        felix.spark.register(spark)
         draining = mode == "drain"
         trigger: dict[str, Any] = (
             {"availableNow": True} if draining else {"processingTime": "100 milliseconds"}
