@@ -42,7 +42,7 @@ lock: $(STAMP) ## renew requirements.lock: newest versions within the bounds of 
 	  --custom-compile-command 'make lock' $(foreach extra,$(subst $(COMMA), ,$(EXTRAS)),--extra $(extra)) pyproject.toml --no-emit-package felix-sdk \
 	  --output-file requirements.lock
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-	  --custom-compile-command 'make lock' --constraint requirements.lock pyproject.toml \
+	  --custom-compile-command 'make lock' --constraint requirements.lock pyproject.toml --no-emit-package felix-sdk \
 	  --output-file deploy/container/requirements.lock
 
 demo: $(STAMP) ## two regions, one bridge, one report, on real input (RECORDS=20000 for a quick one)

@@ -67,7 +67,8 @@ def test_what_is_copied_is_there_and_every_package_is_copied() -> None:
     for source in copied:
         assert (ROOT / source).exists(), source
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert {*wheel["packages"], *wheel["force-include"], "pyproject.toml"} <= copied
+    assert {*wheel["packages"], *wheel["force-include"], "pyproject.toml", "hatch_build.py"} <= copied
+    assert {"sdk", "felix"} <= copied, "felix-sdk, and what sdk/felix links to"
 
 
 def test_the_process_is_nobody_and_owns_nothing_but_its_state() -> None:
@@ -98,8 +99,12 @@ def test_the_locked_packages_are_those_that_were_tested() -> None:
     tested = dict(pins.findall((ROOT / "requirements.lock").read_text()))
     locked = dict(pins.findall((FOLDER / "requirements.lock").read_text()))
     assert locked.items() <= tested.items()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = {re.split(r"[\[<>=;]", line)[0] for line in project["dependencies"]}
+    mesh = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"][
+        "custom"
+    ]
+    sdk = tomllib.loads((ROOT / "sdk" / "pyproject.toml").read_text())["project"]
+    lines = [*mesh["dependencies"], *sdk["dependencies"], *sdk["optional-dependencies"]["service"]]
+    needed = {re.split(r"[\[<>=;]", line)[0] for line in lines}
     assert needed <= locked.keys()
     for line in (FOLDER / "requirements.lock").read_text().splitlines():
         assert not line or line.startswith((" ", "#")) or line.endswith("\\"), f"{line} has no hash"
