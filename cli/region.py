@@ -394,6 +394,48 @@ def add_log_keys_(region: RegionOption = "") -> None:
 
 
 @app.command()
+def csr(
+    output: Annotated[Path | None, typer.Option("--out", help="Where to write the request.")] = None,
+    region: RegionOption = "",
+) -> None:
+    """Ask an organisation's CA for a certificate of the region's authority: write a request that it can sign."""
+    from keys.authority import load_authority
+    from keys.certification import request_certificate
+
+    folder, config = folder_of(region)
+    path = output or Path(f"{config.region}.csr")
+    path.write_bytes(request_certificate(load_authority(folder.authority, config.region, config.mesh)))
+    out.print(f"The request of {config.region}.{config.mesh} is in {path}")
+    out.print("Have it signed as an authority with path length 1, then: felix region certify FILE")
+
+
+@app.command()
+def certify(
+    chain_file: Annotated[
+        Path,
+        typer.Argument(help="The signed certificate and those above it (PEM), the organisation's root last."),
+    ],
+    region: RegionOption = "",
+) -> None:
+    """Keep the organisation's certificate of the region's authority: brokers show it to tools that trust the organisation.
+
+    What regions trust stays the certificate that the region signed itself.
+    """
+    from keys.authority import load_authority
+    from keys.certification import certify as check
+    from keys.certification import save_certification
+
+    folder, config = folder_of(region)
+    authority = load_authority(folder.authority, config.region, config.mesh)
+    chain = check(authority, read_file(chain_file, "The certificate"), now_ms())
+    save_certification(chain, folder.authority)
+    issuer, end = chain[0].issuer.rfc4514_string(), chain[0].not_valid_after_utc
+    out.print(styled(f"{config.region}.{config.mesh} is certified by {issuer} until {end:%Y-%m-%d}"))
+    if read_state(folder.broker_pid) is not None:
+        note("the broker shows it from its next start on")
+
+
+@app.command()
 def trust(
     bundle_file: Annotated[Path, typer.Argument(help="The other region's bundle.json.")],
     region: RegionOption = "",

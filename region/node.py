@@ -41,6 +41,7 @@ from felix.names import SpiffeId, StreamName
 from felix.transport.port import Listener, ServerTls, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle
+from keys.certification import load_certification
 from keys.hybrid import load_key_pair
 from keys.keyring import open_keyring
 from keys.post_quantum import load_ml_dsa_key
@@ -120,6 +121,7 @@ class Node:
         self.transactions: Coordinator
         self.listener: Listener
         self._directory: LogDirectory
+        self._certification = b""
         self.health: HealthServer | None = None
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
@@ -164,6 +166,7 @@ class Node:
         self._stack.push_async_callback(directory.close)
         self._directory = directory
         authority = await asyncio.to_thread(load_authority, folder.authority, config.region, config.mesh)
+        self._certification = await asyncio.to_thread(load_certification, folder.authority)
         own = await asyncio.to_thread(_own_bundle, folder, config)
         keyring = await asyncio.to_thread(open_keyring, folder.keys, config.region)
         self._stack.callback(keyring.close)
@@ -371,7 +374,7 @@ class Node:
         self.listener = await engine.listen(
             config.listen.host,
             config.listen.port,
-            _tls(self._issue(authority)),
+            self._tls(self._issue(authority)),
             lambda: ClientSession(self.services),
             self.broker.transport_limits,
         )
@@ -397,6 +400,10 @@ class Node:
         for kind, (start_ms, end_ms) in authority.lives().items():
             see(f"{authority.trust_domain} {kind} certificate", kind, Life(start_ms, end_ms))
         return issued
+
+    def _tls(self, identity: Identity) -> ServerTls:
+        """What the broker shows in TLS: its chain, and behind it what an organisation certified."""
+        return ServerTls(identity.chain_pem + self._certification, identity.key_pem())
 
     # -- while it serves -------------------------------------------------------------------------------
 
@@ -480,7 +487,7 @@ class Node:
                         load_authority, self.folder.authority, config.region, config.mesh
                     )
                     current = self._issue(authority)
-                    self.listener.renew(_tls(current))
+                    self.listener.renew(self._tls(current))
                 except Exception:
                     # Whatever it is may pass; a broker whose certificate ends is lost to its clients.
                     log.exception("the broker's certificate could not be renewed")
@@ -629,10 +636,6 @@ class Node:
 def _post_quantum(name: str, path: Path) -> list[NoteSigner]:
     """The ML-DSA-44 signer whose key is in this file; none in a region that was founded before there were any."""
     return [NoteSigner.from_ml_dsa(name, load_ml_dsa_key(path))] if path.exists() else []
-
-
-def _tls(identity: Identity) -> ServerTls:
-    return ServerTls(identity.chain_pem, identity.key_pem())
 
 
 def _own_bundle(folder: RegionFolder, config: RegionConfig) -> RegionBundle:

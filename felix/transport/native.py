@@ -76,14 +76,26 @@ if logging.getLogger("quic").level == logging.NOTSET:
 
 
 class _Connection(QuicConnection):
-    """The engine's connection, with two things put right.
+    """The engine's connection, with three things put right.
 
     - The engine's client always announces that it takes 1,472 bytes, so that a server could never send it more,
       even over loopback. Between two ends of one machine that halves the throughput.
     - Where what may be sent to an unproven address (RFC 9000, section 8.1) is less than the next packet, the
       packet core raises, and what it built before in the same pass is lost. That is a wait for the peer,
       no failure: aioquic's client, whose first datagram is padded outside of its packet, meets it every time.
+    - Where a handshake has failed and more of it comes in the next packet, the engine forgets why it failed. A refused
+      certificate would then look like a broken peer; so the first cause stays.
     """
+
+    _cause: Any = None
+
+    @property
+    def _close_event(self) -> Any:
+        return self._cause
+
+    @_close_event.setter
+    def _close_event(self, event: Any) -> None:
+        self._cause = self._cause or event
 
     def _create_tls(self, remote_source_cid: bytes | None) -> Any:
         bridge = super()._create_tls(remote_source_cid)
