@@ -73,7 +73,7 @@ def print_times(times: ReportTimes) -> None:
     """A table for people."""
     table(
         f"felix audit report, batches of {times.plan.batch_records:,}",
-        ["records#", "leaves#", "logs MB#", "seconds#", "records/s#", "CPU s#", "CPU µs a record#", "largest process MiB#", "all processes MiB#"],
+        ["records#", "leaves#", "logs MB#", "seconds#", "records/s#", "CPU s#", "CPU µs a record#", "largest process MiB#", "all processes MiB#", "logs made in s#"],
         [
             [
                 size.records,
@@ -85,6 +85,7 @@ def print_times(times: ReportTimes) -> None:
                 f"{size.cpu_seconds / size.records * 1e6:,.1f}",
                 size.process_bytes_max >> 20,
                 size.tree_bytes_max >> 20 or None,
+                size.made_s,
             ]
             for size in times.sizes
         ],

@@ -72,7 +72,9 @@ class Logs:
         def scoped(row: dict[str, Any]) -> dict[str, Any]:
             return row | {key: f"{name} {row[key]}" for key in _SCOPED if row[key]} | {"log": name}
 
-        self._rows += [scoped(leaf_row(leaf) | {"leaf_index": index}) for index, leaf in enumerate(leaves)]
+        for index, leaf in enumerate(leaves):
+            row = leaf_row(leaf)
+            self._rows.append(scoped({key: row[key] for key in _ASKED} | {"leaf_index": index}))
         self._terms += [
             tuple(scoped(dict(zip(_NAMES, row, strict=True))).values()) for row in documents.terms
         ]
