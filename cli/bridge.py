@@ -693,7 +693,7 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
 
     folder, config = folder_of(region)
     for each in expiring(folder, config, now_ms(), told):
-        if each["kind"].endswith("bridge"):
+        if each["type"].endswith("bridge"):
             note(f"{each['name']} {until_text(each['not_after_ms'], now_ms())}: {each['advice']}")
 
 

@@ -34,7 +34,7 @@ def identities_here(folder: RegionFolder) -> Iterator[Identity]:
 def expiring(
     folder: RegionFolder, config: RegionConfig, now_ms: int, told: Iterable[ExpiryState] = ()
 ) -> list[dict[str, Any]]:
-    """Certificates in the last third of their life, the nearest end first: name, kind, not_after_ms, stage and advice.
+    """Certificates in the last third of their life, the nearest end first: name, type, not_after_ms, stage and advice.
 
     `told`: what the broker says; a newer file counts more."""
     lives: dict[str, tuple[str, Life]] = {
@@ -77,7 +77,7 @@ def _advice(notice: Notice) -> str:
 def _row(notice: Notice) -> dict[str, Any]:
     return {
         "name": notice.name,
-        "kind": notice.kind,
+        "type": notice.kind,
         "not_after_ms": notice.life.not_after_ms,
         "stage": notice.stage.name.lower(),
         "advice": _advice(notice),

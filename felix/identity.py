@@ -463,7 +463,8 @@ def _check_time(certificate: x509.Certificate, now: datetime, spiffe_id: SpiffeI
         raise _refuse(
             f"The certificate {whose} in the chain of {spiffe_id} expired at {_iso(end)}.",
             Code.IDENTITY_EXPIRED,
-            hint="Renew the identity.",
+            hint=f"Have it issued anew: felix identity issue {spiffe_id.name} --kind {spiffe_id.kind} "
+            f"--region {spiffe_id.region}.",
         )
 
 
