@@ -158,12 +158,9 @@ def verify(
     else:
         for path, report in reports:
             _print_report(path, report)
-        good = sum(report.ok for _, report in reports)
-        logs_word = "1 log" if len(reports) == 1 else f"{len(reports)} logs"
-        out.print(
-            f"{logs_word}: "
-            + ("verified" if good == len(reports) else f"{len(reports) - good} not as it should be")
-        )
+        bad = sum(not report.ok for _, report in reports)
+        closing = f"{bad} of them {'does' if bad == 1 else 'do'} not verify" if bad else "verified"
+        out.print(f"{len(reports)} log{'s' if len(reports) > 1 else ''}: {closing}")
         if policy is None:
             hints = (cosignature_hint(report, trust, cosignatures) for _, report in reports)
             for hint in dict.fromkeys(filter(None, hints)):
@@ -174,7 +171,8 @@ def verify(
 
 def cosignature_hint(report: Report, trust: Trust, cosignatures_min: int) -> str:
     """What to do where a log that is otherwise whole has too few cosignatures; empty where that is not what it lacks."""
-    if report.ok or not report.root or len(report.cosigners) >= cosignatures_min:
+    lacks = report.root and len(report.cosigners) < cosignatures_min
+    if not lacks or any(step.findings for step in report.steps[1:]):
         return ""
     without = "--cosignatures 0 verifies on the word of the log's own region alone."
     region = Origin.parse(report.origin).region

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 
 import pytest
-from audit_log import EGRESS_ORIGIN, POLICY_SEEDS, egress_appends, key, region_bundle
+from audit_log import EGRESS_ORIGIN, POLICY_SEEDS, REGION_ORIGIN, egress_appends, key, region_bundle
 from crossing_logs import write_log
+from signed_grants import paper_leaf, signed_grant
 from typer.testing import CliRunner
 
 from cli.main import app
@@ -15,9 +17,11 @@ from keys.bundle import sign_bundle
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An egress log of us-east that nobody cosigned, and bundles of both regions."""
+    """Two logs of us-east that nobody cosigned, its bridge's and its own with a policy alone; and bundles of both regions."""
     folder = tmp_path_factory.mktemp("verify")
     write_log(folder / "log", EGRESS_ORIGIN, egress_appends(10))
+    signed = signed_grant()
+    write_log(folder / "own", REGION_ORIGIN, [[paper_leaf(signed.source_policy, signed)]])
     for region in ("us-east", "eu-west"):
         (folder / region).write_bytes(sign_bundle(region_bundle(region), key(POLICY_SEEDS[region])).encode())
     return folder
@@ -33,8 +37,8 @@ def verify(folder: Path, log: str, *regions: str, cosignatures: int = 1) -> tupl
 def test_a_region_alone_is_told_how_to_verify_without_a_cosignature_and_who_could_give_one(
     folder: Path,
 ) -> None:
-    code, said = verify(folder, "log", "us-east")
-    assert code == 5 and "1 log: 1 not as it should be" in said
+    code, said = verify(folder, "own", "us-east")
+    assert code == 5 and "1 log: 1 of them does not verify" in said
     assert "nobody but us-east is trusted here" in said and "--cosignatures 0 verifies" in said
     assert "another region by a bridge, or name an outside witness" in said
 
@@ -42,6 +46,16 @@ def test_a_region_alone_is_told_how_to_verify_without_a_cosignature_and_who_coul
 def test_a_log_that_is_not_cosigned_yet_says_when_it_will_be(folder: Path) -> None:
     code, said = verify(folder, "log", "us-east", "eu-west")
     assert code == 5 and "other regions cosign a log when" in said and "nobody but" not in said
+
+
+def test_a_log_that_was_changed_gets_no_advice_to_ask_for_less(folder: Path) -> None:
+    copytree(folder / "log", folder / "changed")
+    bundle = next((folder / "changed").glob("tile/entries/**/*.p/*"))
+    data = bytearray(bundle.read_bytes())
+    data[len(data) // 2] ^= 1
+    bundle.write_bytes(data)
+    code, said = verify(folder, "changed", "us-east", "eu-west")
+    assert code == 5 and "--cosignatures" not in said
 
 
 def test_a_log_that_verifies_gets_no_hint_and_one_closing_line(folder: Path) -> None:
