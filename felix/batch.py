@@ -212,6 +212,12 @@ class Record(NamedTuple):
     headers: Mapping[str, bytes]
     payload: bytes | memoryview
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from felix.notebook import html_of  # here: only a notebook asks
+
+        return html_of(self)
+
 
 class NewRecord(NamedTuple):
     """One record as a producer gives it. An empty key is no key."""

@@ -47,6 +47,12 @@ Correlated = Annotated[int, msgspec.Meta(ge=1, le=(1 << 32) - 1)]
 class Message(msgspec.Struct, frozen=True, tag_field="is", omit_defaults=True):
     """Base of all messages; the field `is` says which."""
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from felix.notebook import html_of  # here: only a notebook asks
+
+        return html_of(self)
+
 
 # -- handshake, on the control stream ------------------------------------------------------------------
 

@@ -138,6 +138,12 @@ class ReceivedBatch:
     def __len__(self) -> int:
         return self.next_offset - self.first_offset
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from felix.notebook import rows_html  # here: only a notebook asks
+
+        return rows_html(list(self.records()))
+
     def records(self) -> Iterator[Record]:
         """The records; payloads and keys are views, which keep the whole batch in memory while they live.
 

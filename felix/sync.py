@@ -11,16 +11,19 @@
             ...
 
 One thread with one event loop per client; any thread may call. A call blocks until it is done, and Ctrl-C ends the wait
-(what was already sent stays sent). Inside a running event loop use `felix.connect`; from there a blocking call is refused.
+(what was already sent stays sent). Inside a running event loop use `felix.connect`; from there a blocking call is refused,
+but for the loop that runs a notebook's cells: a cell blocks it anyway, as any cell does until it is done.
 Errors are those of `felix.client`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -35,6 +38,7 @@ from felix.identity import Identity
 from felix.messages import (
     Answer,
     Durability,
+    LinkState,
     RegionState,
     Request,
     Retention,
@@ -43,6 +47,7 @@ from felix.messages import (
     Throttled,
 )
 from felix.names import StreamName
+from felix.notebook import Rows
 from felix.profile import Profile
 from felix.publisher import (
     BATCH_BYTES_DEFAULT,
@@ -93,7 +98,7 @@ class _Background:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run it on the loop and wait. Raises what it raises."""
         try:
-            if threading.current_thread() is self._thread or _loop_runs_here():
+            if threading.current_thread() is self._thread or _loop_would_wait():
                 raise RequestError(
                     "felix.sync would block the event loop that runs in this thread.",
                     code=Code.STATE,
@@ -117,12 +122,20 @@ class _Background:
             self._thread.join(STOP_TIMEOUT_S)
 
 
-def _loop_runs_here() -> bool:
+def _loop_would_wait() -> bool:
+    """Whether a loop runs in this thread that is not one of ipykernel's own, on which a notebook's cells run."""
     try:
-        asyncio.get_running_loop()
+        running = asyncio.get_running_loop()
     except RuntimeError:
         return False
-    return True
+    application = sys.modules.get("ipykernel.kernelapp")
+    if application is None or not application.IPKernelApp.initialized():
+        return True
+    # A kernel's main shell has its loop; a subshell is a thread of ipykernel's with a loop of its own.
+    shells = (application.IPKernelApp.instance().kernel, threading.current_thread())
+    return not any(
+        getattr(getattr(shell, "io_loop", None), "asyncio_loop", None) is running for shell in shells
+    )
 
 
 def connect(
@@ -249,9 +262,13 @@ class SyncRegion:
     def delete_stream(self, name: str | StreamName, *, incarnation: bytes = b"") -> None:
         self._background.call(self._region.delete_stream(name, incarnation=incarnation))
 
-    def list_streams(self, prefix: str = "") -> list[StreamState]:
-        async def all_of_them() -> list[StreamState]:
-            return [state async for state in self._region.list_streams(prefix)]
+    def list_links(self) -> Rows[LinkState]:
+        """Links of bridges, as their agents last said."""
+        return Rows(self._background.call(self._region.list_links()))
+
+    def list_streams(self, prefix: str = "") -> Rows[StreamState]:
+        async def all_of_them() -> Rows[StreamState]:
+            return Rows([state async for state in self._region.list_streams(prefix)])
 
         return self._background.call(all_of_them())
 
@@ -524,9 +541,9 @@ class SyncStream:
             )
         )
 
-    def subscriptions(self) -> list[SubscriptionState]:
+    def subscriptions(self) -> Rows[SubscriptionState]:
         """The stream's durable subscriptions, without shards and consumers."""
-        return self._background.call(self._stream.subscriptions())
+        return Rows(self._background.call(self._stream.subscriptions()))
 
     def describe_subscription(self, name: str) -> SubscriptionState:
         return self._background.call(self._stream.describe_subscription(name))
@@ -689,6 +706,21 @@ class SyncSubscription:
                 return await self._inner.next_batch()
 
         return self._background.call(fetch())
+
+    def take(self, records: int, timeout_s: float | None = None) -> Rows[Record]:
+        """The next `records` records; fewer where the next batch did not come within `timeout_s` seconds (None: waits)."""
+        found: Rows[Record] = Rows()
+        while len(found) < records:
+            taken = [
+                subscription.own_record(record) for record in islice(self._records, records - len(found))
+            ]
+            found += taken
+            if not taken:
+                try:
+                    self._records = self.next_batch(timeout_s).records()
+                except TimeoutError:
+                    break
+        return found
 
     @property
     def positions(self) -> dict[int, int]:
