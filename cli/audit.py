@@ -140,12 +140,15 @@ def verify(
     policy: PolicyFile = None,
     remembered: RememberedNotes = None,
     region: RegionOption = "",
+    every: Annotated[
+        bool, typer.Option("--all", help="The logs of all regions of this machine, whatever is set.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Verify logs from their files alone: every leaf, the tree, signatures, continuity. Exit code 5 if not."""
     trust, notes = trusted(bundle, policy), remembered_notes(remembered)
     reports: list[tuple[Path, Report]] = []
-    for path in choose_logs(logs, region or preferred_region()):
+    for path in choose_logs(logs, "" if every else region or preferred_region()):
         require_log(path)
         reports.append((path, verify_one(path, trust, cosignatures, notes)))
     if json:

@@ -152,7 +152,7 @@ def bridge(
 def crossing_plan_of(
     engines: list[str] | None, records: int, batch: int, shards: int, repeats: int, quick: bool
 ) -> CrossingPlan:
-    """The plan that the options ask for. Raises RequestError(CONFIG_INVALID)."""
+    """The plan that the options ask for. Raises RequestError(INVALID)."""
     plan = QUICK_CROSSING if quick else CrossingPlan()
     _require_known("engine", engines or (), ENGINE_NAMES)
     return msgspec.structs.replace(
@@ -170,7 +170,7 @@ def _require_known(name: str, values: Sequence[str], known: Sequence[str]) -> No
         if value not in known:
             raise RequestError(
                 f"There is no {name} {value!r}.",
-                code=Code.CONFIG_INVALID,
+                code=Code.INVALID,
                 hint=f"One of {', '.join(known)}.",
             )
 
@@ -185,7 +185,7 @@ def plan_of(
     repeats: int,
     quick: bool,
 ) -> Plan:
-    """The plan that the options ask for. Raises RequestError(CONFIG_INVALID)."""
+    """The plan that the options ask for. Raises RequestError(INVALID)."""
     plan = QUICK if quick else Plan(kind=kind)
     chosen = msgspec.structs.replace(
         plan,
@@ -204,7 +204,7 @@ def plan_of(
             if size < PAYLOAD_BYTES_MIN or batch < 1 or (size + 8) * batch > BATCH_BYTES_MAX // 2:
                 raise RequestError(
                     f"{batch} records of {size} bytes cannot be measured.",
-                    code=Code.CONFIG_INVALID,
+                    code=Code.INVALID,
                     hint=f"A payload has {PAYLOAD_BYTES_MIN} bytes at least (they carry the accounting), "
                     f"a batch {BATCH_BYTES_MAX // 2} at most.",
                 )

@@ -90,7 +90,7 @@ def fanout_plan_of(
     repeats: int,
     quick: bool,
 ) -> FanoutPlan:
-    """The plan that the options ask for. Raises RequestError(CONFIG_INVALID)."""
+    """The plan that the options ask for. Raises RequestError(INVALID)."""
     plan = QUICK_FANOUT if quick else FanoutPlan()
     chosen = msgspec.structs.replace(
         plan,
@@ -104,14 +104,14 @@ def fanout_plan_of(
         if not 1 <= count <= SUBSCRIBERS_MAX:
             raise RequestError(
                 f"{count} subscribers cannot be measured.",
-                code=Code.CONFIG_INVALID,
+                code=Code.INVALID,
                 hint=f"From 1 to {SUBSCRIBERS_MAX}.",
             )
     for each in chosen.payload_bytes:
         if each < PAYLOAD_BYTES_MIN or (each + 8) * chunk > BATCH_BYTES_MAX // 2:
             raise RequestError(
                 f"{chunk} records of {each} bytes cannot be measured.",
-                code=Code.CONFIG_INVALID,
+                code=Code.INVALID,
                 hint=f"A payload has {PAYLOAD_BYTES_MIN} bytes at least (they carry the accounting), "
                 f"a chunk {BATCH_BYTES_MAX // 2} at most.",
             )
@@ -202,11 +202,11 @@ def cache(
 
 
 def known_systems(systems: Sequence[str] | None, known: Collection[str]) -> tuple[str, ...]:
-    """Raises RequestError(CONFIG_INVALID) where one is not known."""
+    """Raises RequestError(INVALID) where one is not known."""
     for name in systems or ():
         if name not in known:
             raise RequestError(
-                f"There is no system {name!r}.", code=Code.CONFIG_INVALID, hint=f"One of {', '.join(known)}."
+                f"There is no system {name!r}.", code=Code.INVALID, hint=f"One of {', '.join(known)}."
             )
     return tuple(systems or ())
 

@@ -109,7 +109,7 @@ def slow_consumer(
     if plan.backlog_bytes < BACKLOG_BYTES_MIN:
         raise RequestError(
             f"A backlog of {Size(plan.backlog_bytes)} shows nothing.",
-            code=Code.CONFIG_INVALID,
+            code=Code.INVALID,
             hint=f"At least {Size(BACKLOG_BYTES_MIN)}, ten times what a shard keeps in memory.",
         )
     report = _measured(lambda said: measure_slow_consumer(plan, folder, said))
@@ -124,7 +124,7 @@ def _known(engine: str) -> str:
     if engine not in ENGINE_NAMES:
         raise RequestError(
             f"There is no engine {engine!r}.",
-            code=Code.CONFIG_INVALID,
+            code=Code.INVALID,
             hint=f"One of {', '.join(ENGINE_NAMES)}.",
         )
     return engine

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Iterable
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -53,6 +55,7 @@ from policy.grant import (
     Attempt,
     DenyEntry,
     GrantBook,
+    GrantState,
     GrantView,
     Refusal,
     RefusalKind,
@@ -76,7 +79,7 @@ from region.folder import RegionFolder
 if TYPE_CHECKING:  # the agent and what samples a stream are loaded by the commands that run them
     from bridge.agent import Agent
     from bridge.config import BridgeConfig
-    from bridge.sample import Sample
+    from bridge.sample import Sample, SampledRecord
     from region.config import RegionConfig
 
 app = typer.Typer(no_args_is_help=True)
@@ -90,6 +93,10 @@ To = Annotated[str, typer.Option("--to", help="The destination region.")]
 GrantId = Annotated[str, typer.Argument(help="A grant's id, as `felix bridge list` shows it.")]
 Reason = Annotated[str, typer.Option(help="For the register and the audit log.")]
 
+EXAMPLES = 3
+"""Records named for each reason of a plan."""
+TOKEN_CHARACTERS_MIN = 200
+"""An id has 18; a token holds a signed document."""
 CREDIT_BYTES = 2 << 20
 """For a subscription that is only tried: enough for any batch."""
 
@@ -304,6 +311,20 @@ def _stand(action: StandingAction, grant: str, reason: str, region: str) -> None
     folder, config = folder_of(region)
     book = run(fetch_book(config.region, folder))
     view = book.get(grant, now_ms())
+    if view.state is GrantState.REVOKED:
+        raise RequestError(
+            f"{view.grant} is revoked{' already' if action is StandingAction.REVOKE else ', for good'}; nothing was signed.",
+            code=Code.GRANT_REVOKED,
+            hint=""
+            if action is StandingAction.REVOKE
+            else "What is to cross again needs a new grant: felix bridge allow.",
+        )
+    if action is StandingAction.RESUME and config.region not in view.paused_by:
+        paused = f"; {', '.join(view.paused_by)} paused it" if view.paused_by else ""
+        raise RequestError(
+            f"{view.grant} is {view.state.value}, and not paused by {config.region}{paused}.",
+            code=Code.CONFLICT,
+        )
     standing = Standing(
         grant=view.grant,
         action=action,
@@ -318,8 +339,17 @@ def _stand(action: StandingAction, grant: str, reason: str, region: str) -> None
 
 
 @app.command()
-def revoke(grant: GrantId, reason: Reason = "", region: RegionOption = "") -> None:
+def revoke(
+    grant: GrantId,
+    reason: Reason = "",
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask, where somebody sits at a terminal.")
+    ] = False,
+    region: RegionOption = "",
+) -> None:
     """End a grant for good; what crosses under it stops within seconds."""
+    if not yes and sys.stdin.isatty():
+        typer.confirm(f"Revoke {grant} for good?", abort=True, err=True)
     _stand(StandingAction.REVOKE, grant, reason, region)
 
 
@@ -455,9 +485,24 @@ def _view(view: GrantView) -> dict[str, Any]:
 
 
 @app.command()
-def show(grant: GrantId, region: RegionOption = "", json: JsonOption = False) -> None:
-    """Show one grant in full."""
+def show(
+    grant: Annotated[
+        str, typer.Argument(help="A grant's id, or the file or token of an offer, before it is accepted.")
+    ],
+    region: RegionOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Show one grant in full; of a file, what was signed there."""
     folder, config = folder_of(region)
+    if Path(grant).is_file() or len(grant) > TOKEN_CHARACTERS_MIN:
+        trusted = {name: bundle.policy_keys for name, bundle in known_bundles(folder).items()}
+        export = open_export(read_grant(grant), trusted)
+        if json:
+            print_json({**dict.fromkeys(("state", "import")), "grant": export.grant, "export": export,
+                        "paused_by": [], "approvals": []})  # fmt: skip
+        else:
+            show_terms(export)
+        return
     view = run(fetch_book(config.region, folder)).get(grant, now_ms())
     if json:
         print_json(_view(view))
@@ -516,7 +561,8 @@ def explain(
             )
         )
         out.print(
-            f"  policy: {'allows it' if decision.allowed else 'does not allow it'}, rule {decision.rule or 'none'}"
+            f"  policy: {'allows it' if decision.allowed else 'does not allow it'}"
+            + (f", rule {decision.rule}" if decision.rule else "")
         )
         for reason in reasons:
             out.print(f"    - {reason}")
@@ -600,8 +646,16 @@ def plan(
     if rest:
         table(
             "What stays",
-            ["shard#", "offset#", "outcome", "reason"],
-            [[record.shard, record.offset, record.outcome, record.reason] for record in rest],
+            ["records#", "outcome", "reason", "for example"],
+            [
+                [
+                    len(some),
+                    outcome,
+                    why,
+                    ", ".join(f"{each.shard}:{each.offset}" for each in some[:EXAMPLES]),
+                ]
+                for (outcome, why), some in _by_reason(rest).items()
+            ],
         )
     if not found.is_exact and found.records:
         note(
@@ -622,6 +676,13 @@ async def _plan_as_bridge(folder: RegionFolder, grant: str, count: int, stream: 
 
     path = agent_files(folder, _only_bridge(folder))[0]
     return await sample_as_bridge(load_agent_config(path), path.parent, grant, count, stream)
+
+
+def _by_reason(records: Iterable[SampledRecord]) -> dict[tuple[str, str], list[SampledRecord]]:
+    found: dict[tuple[str, str], list[SampledRecord]] = {}
+    for record in records:
+        found.setdefault((record.outcome, record.reason), []).append(record)
+    return found
 
 
 def plan_rows(found: Sample) -> dict[str, Any]:
@@ -659,6 +720,7 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
     table(
         f"Links of {choose_region(region)}",
         [
+            "grant",
             "stream",
             "shard#",
             "to",
@@ -666,13 +728,15 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
             "position#",
             "lag records#",
             "lag bytes#",
-            "lag s#",
-            "crossed#",
+            "last crossing s ago#",
+            "crossed since agent's start#",
             "withheld#",
+            "of them filtered#",
             "reason",
         ],
         [
             [
+                link.grant,
                 link.stream,
                 link.shard,
                 link.to_region,
@@ -683,6 +747,7 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
                 None if link.lag_ms < 0 else link.lag_ms / 1000,
                 link.crossed,
                 link.withheld,
+                link.filtered,
                 link.reason,
             ]
             for link in links

@@ -11,7 +11,7 @@ import typer
 
 import felix
 from cli.exits import EXIT_NOT_FOUND
-from cli.output import data_value, iso, out, print_json, table, write_data, write_json_line
+from cli.output import counted, data_value, iso, out, print_json, table, write_data, write_json_line
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, read_file, run
 from cli.stream import format_durability, parse_durability
 from felix.cache import Change, Entry
@@ -62,7 +62,7 @@ def create(
         print_json(state)
     else:
         out.print(
-            f"{state.stream} is created, {shards} shards of {Size.parse(size)}, {durability}, eviction {eviction}, "
+            f"{state.stream} is created, {counted(shards, 'shard')} of {Size.parse(size)}, {durability}, eviction {eviction}, "
             f"ttl {ttl or 'none'}"
         )
 
@@ -407,7 +407,7 @@ def stats(
         return
     table(
         name,
-        ["", "#"],
+        ["", ""],
         [
             [what.replace("_", " "), f"{value:.1%}" if what == "hit_ratio" else value]
             for what, value in rows.items()

@@ -53,6 +53,17 @@ COMMANDS: Final[dict[str, Entry]] = {
 }
 
 
+ALIASES: Final = {"ls": "list", "rm": "delete"}
+
+
+class Group(TyperGroup):
+    """A group of commands, some of which have a short name, too."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of this name, or of the one that it is short for."""
+        return super().get_command(ctx, cmd_name) or super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
+
+
 def load(name: str) -> Any:
     """The click command of an entry of `COMMANDS`; imports its module. Raises KeyError."""
     entry = COMMANDS[name]
@@ -61,7 +72,7 @@ def load(name: str) -> Any:
     if isinstance(found, typer.Typer):
         for each in found.registered_commands:
             each.cls = Command
-        host.add_typer(found, name=name, help=entry.help, no_args_is_help=True)
+        host.add_typer(found, name=name, cls=Group, help=entry.help, no_args_is_help=True)
     else:
         host.command(name, cls=Command)(found)
     return typer.main.get_group(host).commands[name]

@@ -79,6 +79,10 @@ def doctor(
     findings: list[Finding] = []
     for look in (_python, _packages, _clock, _java, _etcd, _disk, _sockets):
         findings += look()
+    if not known_regions():
+        findings.append(
+            Finding("regions", "note", f"none in {felix_home()}", "felix region init NAME --mesh MESH")
+        )
     for name in [region] if region else known_regions():
         findings += _guarded(f"region {name}", lambda name=name: _region(name))  # type: ignore[misc]
     if json:

@@ -17,6 +17,7 @@ EXIT_NOT_FOUND: Final = 7
 """Of caches: the key is not there, or not as it was expected."""
 EXIT_INTERRUPTED: Final = 130
 
+_WRONG_VALUES: Final = (Code.INVALID, Code.NAME_INVALID)
 _REFUSED: Final = (
     Code.RESIDENCY_DENIED,
     Code.FORBIDDEN,
@@ -32,6 +33,8 @@ def exit_code(error: FelixError) -> int:
         return own
     if error.code in _REFUSED:
         return EXIT_REFUSED
+    if error.code in _WRONG_VALUES:
+        return EXIT_USAGE
     match error.code // 100:
         case 4:
             return EXIT_UNAVAILABLE

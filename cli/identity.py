@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cli.output import iso, note, out, print_json, styled, table
+from cli.output import iso, lines, note, out, print_json, styled, table
 from cli.process import read_state
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, folder_of, now_ms, run
 from felix.errors import FelixError, RequestError
@@ -126,7 +126,7 @@ def list_(region: RegionOption = "", identity: IdentityOption = "", json: JsonOp
     table(
         f"Identities of {config.region}",
         ["identity", "holds until", "rights"],
-        [[r["identity"], r["until"], "\n".join(r["rights"])] for r in rows],  # type: ignore[arg-type]
+        [[r["identity"], r["until"], lines(r["rights"])] for r in rows],  # type: ignore[arg-type]
     )
 
 

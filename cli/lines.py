@@ -19,6 +19,7 @@ from typing import IO, Any, Final, NamedTuple, Self
 
 import msgspec
 
+from cli.exits import EXIT_FAILED
 from felix.batch import BATCH_BYTES_MAX, KEY_BYTES_MAX, NewRecord
 from felix.errors import RequestError
 from felix.publisher import with_message_id
@@ -43,6 +44,9 @@ Line = bytes | LongLine
 
 class InvalidLineError(RequestError):
     """A line that is no record, and why: the rest of a sentence, as in "has a field 'id' that is null"."""
+
+    exit_code = EXIT_FAILED
+    """The command was right; what it was given to publish is not."""
 
     def __init__(self, number: int, why: str, hint: str = "") -> None:
         super().__init__(f"Line {number} {why}.", hint=hint)

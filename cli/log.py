@@ -12,7 +12,7 @@ import typer
 from cli.exits import EXIT_DAMAGED
 from cli.output import err, iso, out, print_json, progress, styled, table
 from cli.setting import JsonOption, RegionOption, folder_of, read_file
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, UnavailableError
 from felix.names import StreamName
 from keys.keyring import Keyring, open_keyring
 from region.log.directory import (
@@ -64,7 +64,12 @@ def verify(
         raise RequestError(f"There is no folder {streams}.", code=Code.NOT_FOUND)
     with ExitStack() as held:
         if os.access(streams, os.W_OK):
-            held.enter_context(FolderLock(streams))
+            try:
+                held.enter_context(FolderLock(streams))
+            except RequestError as error:
+                raise UnavailableError(
+                    error.sentence, hint="Stop the broker, or verify a copy with --data."
+                ) from error
         shards = [
             (stored, number)
             for stored in stored_streams(streams)
@@ -228,7 +233,7 @@ def inspect(
 
     A file that a broker is writing to may end in the middle of an entry.
     """
-    if segment.suffix != SEGMENT_SUFFIX:
+    if segment.is_file() and segment.suffix != SEGMENT_SUFFIX:
         raise RequestError(f"{segment} is no segment file.", hint=f"Their names end in {SEGMENT_SUFFIX}.")
     data = read_file(segment, "The segment")
     header, _ = decode_segment_header(data)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cli.output import out, plain, print_json, table
+from cli.output import counted, out, plain, print_json, table
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
 from cli.stream import parse_durability, parse_retention
 from felix.errors import Code, RequestError
@@ -63,7 +63,7 @@ def describe(settings: NamespaceSettings) -> str:
     kept = [str(Duration(settings.retention_ms))] if settings.retention_ms else []
     kept += [str(Size(settings.retention_bytes))] if settings.retention_bytes else []
     return (
-        f"streams are made by their first use: {settings.shards} shards, {durability}, retention "
+        f"streams are made by their first use: {counted(settings.shards, 'shard')}, {durability}, retention "
         f"{', '.join(kept) or 'none'}, at most {settings.streams_max} of them"
     )
 

@@ -31,6 +31,7 @@ from rich.text import Text
 
 from cli.form import chosen
 from cli.kinds import DATA_FIELDS, kind_of, name_in
+from cli.tables import fitted
 from felix.errors import RequestError
 from felix.visible import visible, visible_json
 
@@ -287,15 +288,31 @@ class Printed:
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """A table for people; columns that end in `#` are numbers and stand to the right. A cell is plain text, or `Text`."""
-    made = Table(title=visible(title), title_justify="left", header_style="bold", pad_edge=False)
-    for column in columns:
-        made.add_column(
-            column.rstrip("#"), justify="right" if column.endswith("#") else "left", overflow="fold"
+    """A table for people, fitted to the terminal (cli.tables); columns that end in `#` are figures and stand to the right.
+
+    A cell is plain text, or `Text`. Where the columns have no names, a row is a name and a value.
+    """
+    if chosen.is_data:
+        return
+    cells = [[cell_text(cell) for cell in row] for row in rows]
+    width = None if chosen.form == "wide" else out.width
+    made = fitted(visible(title), columns, cells, width)
+    if width is None and isinstance(made, Table):
+        out.print(
+            made, width=sum(column.width or 0 for column in made.columns) + 3 * len(columns) - 1, crop=False
         )
-    for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(visible(format_cell(cell))) for cell in row))
-    out.print(made)
+    else:
+        out.print(made)
+
+
+def cell_text(cell: object) -> Text:
+    """What stands in a cell: a figure, or a text that is one line whatever is in it."""
+    return cell if isinstance(cell, Text) else Text(visible(format_cell(cell)))
+
+
+def lines(parts: Iterable[str]) -> Text:
+    """A cell of several lines, each a text of its own."""
+    return Text("\n".join(visible(part) for part in parts))
 
 
 def format_cell(value: object) -> str:
@@ -313,6 +330,11 @@ def format_cell(value: object) -> str:
     if isinstance(value, bytes):
         return value.hex()
     return str(value)
+
+
+def counted(number: int, what: str) -> str:
+    """`1 shard`, `2 shards`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def iso(time_ms: int) -> str:

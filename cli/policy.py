@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from cli.output import out, print_json, styled, table, write_data
+from cli.output import lines, out, print_json, styled, table, write_data
 from cli.setting import JsonOption, RegionOption, choose_region, connect, folder_of, read_file, run
 from felix.errors import Code, RequestError
 from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
 from keys.signing import load_signing_key
-from policy.residency import ResidencyPolicy, parse_policy, sign_policy
+from policy.residency import ExportRule, ImportRule, ResidencyPolicy, Where, parse_policy, sign_policy
 from policy.signed import SignedDocument
 
 app = typer.Typer(no_args_is_help=True)
@@ -115,15 +115,54 @@ def _show(policy: ResidencyPolicy, json: bool) -> None:
     table(
         "Classes of data",
         ["class", "streams"],
-        [[name, "\n".join(map(str, held.streams))] for name, held in file.classes.items()],
+        [[name, lines(map(str, held.streams))] for name, held in file.classes.items()],
     )
-    rows = [
-        [direction, rule.name, ", ".join(rule.classes), ", ".join(map(str, rule.bases))]
-        for direction, rules in (("export", file.exports), ("import", file.imports))
-        for rule in rules
+    for direction, rules in (("export", file.exports), ("import", file.imports)):
+        for rule in rules:
+            other = rule.to if isinstance(rule, ExportRule) else rule.from_
+            table(
+                f"Rule {rule.name}: {direction}",
+                ["", ""],
+                _rule_rows(rule, "to" if direction == "export" else "from", other),
+            )
+    for denied in file.deny:
+        rows: list[list[object]] = [
+            ["of", lines(map(str, denied.streams)) if denied.streams else ", ".join(denied.classes)],
+            ["to", _where(denied.to) if denied.to else "everywhere" if not denied.from_ else ""],
+            ["from", _where(denied.from_) if denied.from_ else "everywhere" if not denied.to else ""],
+            ["because", denied.because],
+        ]
+        table(f"Rule {denied.name}: deny", ["", ""], [row for row in rows if row[1]])
+
+
+def _rule_rows(rule: ExportRule | ImportRule, side: str, where: Where) -> list[list[object]]:
+    """All that a rule says, what it does not limit included."""
+    separate = ", none of them by who drew the terms up" if rule.separate else ""
+    allowed = [name for name in ("trace", "opaque", "wildcards", "onward") if getattr(rule, name)]
+    return [
+        ["of", ", ".join(rule.classes)],
+        ["only streams", lines(map(str, rule.streams)) if rule.streams else "all of these classes"],
+        [side, _where(where)],
+        ["bases", ", ".join(map(str, rule.bases))],
+        ["purposes", ", ".join(rule.purposes) or "any"],
+        [
+            "transforms",
+            lines(f"{each.do.value} {', '.join(each.fields)}" for each in rule.transforms)
+            if rule.transforms
+            else "none asked for",
+        ],
+        ["record keys", ", ".join(each.value for each in rule.keys)],
+        ["headers", ", ".join(rule.headers) or "none"],
+        ["also allowed", ", ".join(allowed) or "nothing"],
+        ["assessment", "must be named" if rule.assessment else "need not be named"],
+        ["lifetime", f"at most {rule.lifetime}"],
+        [
+            "approvals",
+            f"{rule.approvals}{' of ' if rule.approvers else ''}{', '.join(rule.approvers)}{separate}",
+        ],
     ]
-    rows += [
-        ["deny", rule.name, "\n".join(map(str, rule.streams)) or ", ".join(rule.classes), rule.because]
-        for rule in file.deny
-    ]
-    table("Rules", ["direction", "rule", "of", "bases, reason"], rows)
+
+
+def _where(where: Where) -> str:
+    named = [*where.regions, *(f"any region of {each}" for each in where.jurisdictions)]
+    return ", ".join(named) or "nowhere"

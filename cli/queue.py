@@ -14,9 +14,11 @@ from typing import IO, Annotated, Any
 
 import typer
 
+from cli.exits import EXIT_FAILED
 from cli.lines import LineParser, records_of_lines
 from cli.output import (
     Printed,
+    counted,
     data_value,
     iso,
     note,
@@ -90,7 +92,9 @@ def create(
     if json:
         print_json(state)
     else:
-        out.print(f"queue {state.stream} is created, {state.shards} shards, {format_durability(state)}")
+        out.print(
+            f"queue {state.stream} is created, {counted(state.shards, 'shard')}, {format_durability(state)}"
+        )
 
 
 @app.command()
@@ -205,7 +209,7 @@ def describe(
         return
     table(
         f"Queue {state.queue}",
-        ["", "#"],
+        ["", ""],
         [
             ["ready", state.ready],
             ["leased", state.leased],
@@ -391,6 +395,8 @@ async def _consume(
     sys.stdout.flush()
     if command or not as_json:
         note(f"{_counted(done, 'job', 'jobs')} done, {failed:,} given back, {lost:,} lost to other workers")
+    if failed and not done:
+        raise typer.Exit(EXIT_FAILED)
 
 
 def _run_command(command: str, job: Job) -> tuple[int, str]:

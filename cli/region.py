@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from cli.notify import Notifier
-from cli.output import iso, note, out, print_json, styled, table
+from cli.output import iso, lines, note, out, print_json, styled, table
 from cli.process import PidFile, read_state, start_detached, stop
 from cli.setting import (
     REGION_VARIABLE,
@@ -66,14 +66,16 @@ def init(
     folder = RegionFolder.of(name)
     taken = [load_config(RegionFolder.of(other).config) for other in known_regions()]
     address = (
-        Address.parse(listen)
+        parse_option(listen, "--listen")
         if listen
         else _free_address(7443, [config.listen for config in taken], socket.SOCK_DGRAM)
     )
     health_address = None
     if health != "none":
         used = [config.health for config in taken if config.health is not None]
-        health_address = Address.parse(health) if health else _free_address(8080, used, socket.SOCK_STREAM)
+        health_address = (
+            parse_option(health, "--health") if health else _free_address(8080, used, socket.SOCK_STREAM)
+        )
     if folder.root.is_dir() and any(folder.root.iterdir()):
         raise RequestError(
             f"There is a region {name} already: {folder.root} is not empty.",
@@ -146,6 +148,14 @@ def _guess_country(name: str) -> str:
         )
     note(f"country {guessed}, from the region's name; say another with --country")
     return guessed
+
+
+def parse_option(text: str, option: str) -> Address:
+    """An address that an option gives. Raises RequestError(INVALID): it is no file that is wrong."""
+    try:
+        return Address.parse(text)
+    except RequestError as error:
+        raise RequestError(f"{option}: {error.sentence}") from error
 
 
 def _free_address(port: int, taken: list[Address], kind: socket.SocketKind) -> Address:
@@ -355,14 +365,14 @@ def bundle(
         return
     table(
         f"Bundle of {held.region}",
-        ["field", "value"],
+        ["", ""],
         [
             ["file", str(folder.bundle)],
             ["mesh", held.mesh],
             ["country", held.country],
             ["jurisdiction", held.jurisdiction],
             ["issued", iso(held.issued_ms)],
-            ["audit logs and cosigners", "\n".join(key.name for key in held.audit_keys)],
+            ["audit logs and cosigners", lines(key.name for key in held.audit_keys)],
             ["fingerprint", held.fingerprint()],
         ],
     )

@@ -10,6 +10,7 @@ import typer
 import felix
 from cli.output import (
     Printed,
+    counted,
     data_value,
     iso,
     note,
@@ -93,7 +94,7 @@ def create(
         print_json(state)
     else:
         out.print(
-            f"{state.stream} is created, {shards} shards, {durability}, incarnation {state.incarnation.hex()}"
+            f"{state.stream} is created, {counted(shards, 'shard')}, {durability}, incarnation {state.incarnation.hex()}"
         )
 
 
@@ -406,6 +407,9 @@ async def _subscribe(
         ends: dict[int, int] = {}
         if until_end:
             state = await client.describe_stream(name)
+            unknown = [each for each in shards or () if not 0 <= each < state.shards]
+            if unknown:
+                raise RequestError(f"{name} has no shard {unknown[0]}: it has {state.shards}, from 0 on.")
             ends = {
                 s.shard: s.high_watermark
                 for s in state.state

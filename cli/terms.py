@@ -6,8 +6,9 @@ import sys
 from collections.abc import Iterable
 
 import typer
+from rich.text import Text
 
-from cli.output import err, iso, table
+from cli.output import err, iso, lines, table
 from felix.errors import RequestError
 from policy.approval import Tally
 from policy.grant import ExportGrant
@@ -15,7 +16,7 @@ from policy.quantity import Size
 from policy.terms import GrantTerms
 from policy.transform import FieldRule, TransformSpec
 
-Row = tuple[str, str]
+Row = tuple[str, str | Text]
 
 
 def terms_rows(terms: GrantTerms) -> list[Row]:
@@ -52,7 +53,7 @@ def _transform_rows(spec: TransformSpec) -> list[Row]:
         others = "payloads cross unread"
     return [
         ("format", spec.format.value),
-        ("fields", "\n".join([*(_field(rule) for rule in spec.fields), others])),
+        ("fields", lines([*(_field(rule) for rule in spec.fields), others])),
         ("filter", spec.filter or "none: every record crosses"),
         ("record key", spec.key.value),
         ("headers", ", ".join(spec.headers) or "none"),

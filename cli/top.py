@@ -6,12 +6,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import termios
 import time
-from collections.abc import Callable, Sequence
-from typing import Annotated, Final, Literal
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import mul
+from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 import typer
+from rich.cells import cell_len
 from rich.console import Group
 from rich.live import Live
 from rich.table import Table
@@ -27,6 +34,8 @@ from felix.visible import visible
 
 ROWS: Final = 15
 """Of each table, where nothing else is asked for: what fits a screen."""
+GAP: Final = 2
+"""Blanks between two columns."""
 INTERVAL_S_MIN: Final = 0.2
 """More often, the asking itself would be what is seen."""
 
@@ -241,110 +250,193 @@ _ORDERS: Final[dict[SortBy, Callable[[StreamFigures], tuple[float, str]]]] = {
 # -- drawing ---------------------------------------------------------------------------------------------
 
 
-def picture(found: Figures, rows: int = ROWS) -> Group:
-    """The figures as tables, at most `rows` of each."""
-    head = Text.assemble(
-        (f"{found.region} {found.broker}", "bold"),
-        f"   sessions {found.sessions:,} of {found.sessions_limit:,}   subscriptions {found.subscriptions:,}   "
-        f"in {size(found.in_bytes)}/s, {found.in_records:,.0f} records/s   "
-        f"out {size(found.out_bytes)}/s, {found.out_records:,.0f} records/s   on disk {size(found.stored_bytes)}",
+class _Section(NamedTuple):
+    """One table of the picture. `spare`: columns that go first where the screen is narrow, by place."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[Sequence[object]]
+    spare: Sequence[int]
+
+
+def picture(found: Figures, rows: int = ROWS, width: int | None = None, height: int | None = None) -> Group:
+    """The figures as tables, at most `rows` of each; on a screen, no wider and no higher than that is.
+
+    On a narrow screen whole columns are left out, and the title says so; no figure is cut. On a low one each table gets its
+    share of the rows.
+    """
+    head = _flowed(
+        [
+            (f"{found.region} {found.broker}", "bold"),
+            (f"sessions {found.sessions:,} of {found.sessions_limit:,}", ""),
+            (f"subscriptions {found.subscriptions:,}", ""),
+            (f"in {size(found.in_bytes)}/s, {found.in_records:,.0f} records/s", ""),
+            (f"out {size(found.out_bytes)}/s, {found.out_records:,.0f} records/s", ""),
+            (f"on disk {size(found.stored_bytes)}", ""),
+        ],
+        width,
     )
-    parts: list[Text | Table] = [head, _budgets(found.budgets)]
-    parts.append(
-        _table(
+    budgets = _flowed([("memory", ""), *map(_budget, found.budgets)], width)
+    sections = _sections(found)
+    shares = [rows] * len(sections)
+    if height is not None:
+        # A table has its title and its columns' names above its rows.
+        room = height - len(head.split("\n")) - len(budgets.split("\n")) - 2 * len(sections)
+        lines = [_columns(each, min(rows, len(each.rows)), width).lines for each in sections]
+        shares = _shares([min(rows, len(each.rows)) for each in sections], lines, room)
+    return Group(
+        head,
+        budgets,
+        *(_table(section, most, width) for section, most in zip(sections, shares, strict=True) if most),
+    )
+
+
+def _sections(found: Figures) -> list[_Section]:
+    """What there is to show; streams always, the others where there are any."""
+    sections = [
+        _Section(
             "Streams",
-            ("stream", "shards#", "in/s#", "records/s#", "out/s#", "records/s#", "readers#", "lag#", "on disk#", "stopped#"),
+            ("stream", "in/s#", "out/s#", "lag#", "records/s in#", "records/s out#", "on disk#", "readers#", "shards#", "stopped#"),
             [
                 (
-                    each.stream, each.shards, f"{size(each.in_bytes)}", round(each.in_records), f"{size(each.out_bytes)}",
-                    round(each.out_records), each.readers, each.lag_records, size(each.stored_bytes), each.stopped or "",
+                    each.stream, size(each.in_bytes), size(each.out_bytes), each.lag_records, round(each.in_records),
+                    round(each.out_records), size(each.stored_bytes), each.readers, each.shards, each.stopped or "",
                 )
                 for each in found.streams
             ],
-            rows,
+            (9, 8, 7, 6, 5, 4, 2),
+        ),
+        _Section(
+            "Readers, the furthest behind first",
+            ("name", "stream", "lag#", "out/s#", "waits for", "records/s#", "kind", "identity"),
+            [
+                (
+                    each.name, each.stream, each.lag_records, size(each.bytes), each.waits, round(each.records), each.kind,
+                    each.identity,
+                )
+                for each in found.readers
+            ],
+            (7, 6, 5, 3),
+        ),
+        _Section(
+            "Caches, the most asked first",
+            ("cache", "gets/s#", "hits#", "keys#", "in memory#", "of#", "evicted/s#", "expired/s#", "watches#"),
+            [
+                (
+                    each.cache, round(each.gets), "" if each.hit_ratio is None else f"{each.hit_ratio:.1%}", each.keys,
+                    size(each.size_bytes), size(each.bytes_limit), round(each.evicted), round(each.expired), each.watches,
+                )
+                for each in found.caches
+            ],
+            (8, 7, 6, 5, 4),
+        ),
+        _Section(
+            "Held back by a quota",
+            ("name", "of", "slowed s in all#", "refused in all#", "limit"),
+            [
+                (
+                    each.name, each.scope, max(each.throttled_ms.values(), default=0) / 1000, sum(each.refused.values()),
+                    ", ".join(each.throttled_ms) or ", ".join(each.refused),
+                )
+                for each in found.throttled
+            ],
+            (3, 1),
+        ),
+        _Section(
+            "Links",
+            ("grant", "stream", "state", "lag records#", "to", "lag ms#", "shard#", "reason"),
+            [
+                (
+                    each.grant, each.stream, each.state, each.lag_records if each.lag_records >= 0 else "?", each.to_region,
+                    each.lag_ms if each.lag_ms >= 0 else "?", each.shard, each.reason,
+                )
+                for each in found.links
+            ],
+            (6, 5, 7, 4, 1),
+        ),
+    ]  # fmt: skip
+    return [section for section in sections if section.rows or section.title == "Streams"]
+
+
+def _shares(wanted: Sequence[int], lines: Sequence[int], room: int) -> list[int]:
+    """Rows for each table, a row of it being so many lines, one after the other until the screen is full; one at least, so
+    that no table is forgotten."""
+    given = [min(1, each) for each in wanted]
+    room -= sum(map(mul, given, lines))
+    while True:
+        more = [at for at, each in enumerate(wanted) if given[at] < each and lines[at] <= room]
+        if not more:
+            return given
+        for at in more:
+            if lines[at] <= room:
+                given[at] += 1
+                room -= lines[at]
+
+
+def _budget(each: BudgetFigures) -> tuple[str, str]:
+    share = each.used_bytes / each.limit_bytes if each.limit_bytes else 0.0
+    style = "bold red" if share >= 0.9 else "yellow" if share >= 0.5 else ""
+    return f"{each.name} {size(each.used_bytes)} of {size(each.limit_bytes)}", style
+
+
+def _flowed(parts: Sequence[tuple[str, str]], width: int | None) -> Text:
+    """Parts beside each other, in as many lines as it takes; no part is broken."""
+    made, used = Text(), 0
+    for text, style in parts:
+        gap = "" if not used else "   "
+        if used and width is not None and used + len(gap) + len(text) > width:
+            gap, used = "\n", 0
+        made.append(gap)
+        made.append(visible(text), style)
+        used += len(gap.strip("\n")) + len(text)
+    return made
+
+
+class _Columns(NamedTuple):
+    """What of a table is shown: its columns, its rows as text, and how many lines a row may take."""
+
+    kept: list[int]
+    rows: list[list[str]]
+    lines: int
+
+
+def _columns(section: _Section, most: int, width: int | None) -> _Columns:
+    shown = [[visible(format_cell(cell)) for cell in row] for row in section.rows[:most]]
+    kept = list(range(len(section.columns)))
+
+    def needed() -> int:
+        columns = [[section.columns[at].rstrip("#"), *(row[at] for row in shown)] for at in kept]
+        return sum(max(map(cell_len, cells)) + GAP for cells in columns) - GAP
+
+    for place in section.spare:
+        if width is None or needed() <= width:
+            break
+        kept.remove(place)
+    return _Columns(kept, shown, 1 if width is None else -(-needed() // width))
+
+
+def _table(section: _Section, most: int, width: int | None) -> Table:
+    kept, shown, _ = _columns(section, most, width)
+    notes = [f"{most} of {len(section.rows)}"] if len(section.rows) > most else []
+    notes += ["more columns where it is wider"] if len(kept) < len(section.columns) else []
+    title = section.title + (f" ({'; '.join(notes)})" if notes else "")
+    made = Table(
+        title=title,
+        title_justify="left",
+        header_style="bold",
+        box=None,
+        padding=(0, GAP, 0, 0),
+        pad_edge=False,
+    )
+    for at in kept:
+        column = section.columns[at]
+        is_figure = column.endswith("#")
+        # Only names and sentences give way, on to the next line; figures never do.
+        made.add_column(
+            column.rstrip("#"), justify="right" if is_figure else "left", no_wrap=is_figure, overflow="fold"
         )
-    )  # fmt: skip
-    if found.readers:
-        parts.append(
-            _table(
-                "Readers, the furthest behind first",
-                ("kind", "name", "stream", "identity", "out/s#", "records/s#", "lag#", "waits for"),
-                [
-                    (
-                        each.kind, each.name, each.stream, each.identity, size(each.bytes), round(each.records),
-                        each.lag_records, each.waits,
-                    )
-                    for each in found.readers
-                ],
-                rows,
-            )
-        )  # fmt: skip
-    if found.caches:
-        parts.append(
-            _table(
-                "Caches, the most asked first",
-                ("cache", "keys#", "in memory#", "of#", "gets/s#", "hits#", "evicted/s#", "expired/s#", "watches#"),
-                [
-                    (
-                        each.cache, each.keys, size(each.size_bytes), size(each.bytes_limit), round(each.gets),
-                        "" if each.hit_ratio is None else f"{each.hit_ratio:.1%}", round(each.evicted),
-                        round(each.expired), each.watches,
-                    )
-                    for each in found.caches
-                ],
-                rows,
-            )
-        )  # fmt: skip
-    if found.throttled:
-        parts.append(
-            _table(
-                "Held back by a quota",
-                ("of", "name", "limit", "slowed s in all#", "refused in all#"),
-                [
-                    (
-                        each.scope, each.name, ", ".join(each.throttled_ms) or ", ".join(each.refused),
-                        max(each.throttled_ms.values(), default=0) / 1000, sum(each.refused.values()),
-                    )
-                    for each in found.throttled
-                ],
-                rows,
-            )
-        )  # fmt: skip
-    if found.links:
-        parts.append(
-            _table(
-                "Links",
-                ("grant", "stream", "shard#", "to", "state", "lag records#", "lag ms#", "reason"),
-                [
-                    (
-                        each.grant, each.stream, each.shard, each.to_region, each.state,
-                        each.lag_records if each.lag_records >= 0 else "?", each.lag_ms if each.lag_ms >= 0 else "?", each.reason,
-                    )
-                    for each in found.links
-                ],
-                rows,
-            )
-        )  # fmt: skip
-    return Group(*parts)
-
-
-def _budgets(budgets: Sequence[BudgetFigures]) -> Text:
-    line = Text("memory  ")
-    for each in budgets:
-        share = each.used_bytes / each.limit_bytes if each.limit_bytes else 0.0
-        style = "bold red" if share >= 0.9 else "yellow" if share >= 0.5 else ""
-        line.append(f"{each.name} {size(each.used_bytes)} of {size(each.limit_bytes)}", style=style)
-        line.append("   ")
-    return line
-
-
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], most: int) -> Table:
-    more = f" ({most} of {len(rows)})" if len(rows) > most else ""
-    made = Table(title=title + more, title_justify="left", header_style="bold", pad_edge=False)
-    for column in columns:
-        made.add_column(column.rstrip("#"), justify="right" if column.endswith("#") else "left", no_wrap=True)
-    for row in rows[:most]:
-        made.add_row(*(visible(format_cell(cell)) for cell in row))
+    for row in shown:
+        made.add_row(*(row[at] for at in kept))
     return made
 
 
@@ -373,7 +465,7 @@ def top(
     identity: IdentityOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Show what goes through a region's broker now: rates, lag, memory, quotas and links. Ctrl-C ends it."""
+    """Show what goes through a region's broker now: rates, lag, memory, quotas and links. `q` or Ctrl-C ends it."""
     prefix = str(StreamName.parse(stream)) if stream else f"{tenant}/" if tenant else ""
     if tenant and stream and not stream.startswith(f"{tenant}/"):
         raise RequestError(f"{stream} is no stream of the tenant {tenant}.")
@@ -416,10 +508,13 @@ async def _watch(
             if json:
                 print_json(found)
             else:
-                out.print(picture(found, rows))
+                out.print(picture(found, rows, out.width))
             return
         stop = stop_signals()
-        with Live(Text("looking …"), console=out, screen=out.is_terminal, auto_refresh=False) as live:
+        with (
+            _keys(stop),
+            Live(Text("looking …"), console=out, screen=out.is_terminal, auto_refresh=False) as live,
+        ):
             while True:
                 try:
                     async with asyncio.timeout(interval_s):
@@ -433,5 +528,29 @@ async def _watch(
                     live.update(Text(f"{error}  Looking again …", style="red"), refresh=True)
                     continue
                 found = figures(before, after, sort=sort, tenant=tenant)
-                live.update(picture(found, rows), refresh=True)
+                screen = (out.width, out.height) if out.is_terminal else (out.width, None)
+                live.update(picture(found, rows, *screen), refresh=True)
                 before = after
+
+
+@contextmanager
+def _keys(stop: asyncio.Event) -> Iterator[None]:
+    """Where somebody sits at a keyboard, `q` sets `stop`; the terminal is as before at the end."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    number = sys.stdin.fileno()
+    before = termios.tcgetattr(number)
+    loop = asyncio.get_running_loop()
+
+    def look() -> None:
+        if b"q" in os.read(number, 64).lower():
+            stop.set()
+
+    tty.setcbreak(number)
+    loop.add_reader(number, look)
+    try:
+        yield
+    finally:
+        loop.remove_reader(number)
+        termios.tcsetattr(number, termios.TCSADRAIN, before)

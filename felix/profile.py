@@ -217,12 +217,14 @@ def _load_identity(profile: Profile) -> Identity:
     base = profile.identity
     certificate, key = identity_files(base)
     if not certificate.is_file():
-        known = sorted(entry.stem for entry in certificate.parent.glob("*.pem"))
+        name = base.name.removesuffix(".pem")
+        known = sorted(entry.stem for entry in certificate.parent.glob("*.pem") if ".audit" not in entry.name)
+        kind = " --kind operator" if name == "operator" else ""
         raise RequestError(
-            f"There is no identity {base.name!r} of region {profile.region} in {certificate.parent}"
+            f"There is no identity {name!r} of region {profile.region} in {certificate.parent}"
             + (f"; there are {', '.join(known)}." if known else "."),
             code=Code.NOT_FOUND,
-            hint=f"Have one issued with `felix identity issue {base.name} --region {profile.region}`.",
+            hint=f"Have one issued with `felix identity issue {name}{kind} --region {profile.region}`.",
         )
     return load_identity(certificate, key)
 

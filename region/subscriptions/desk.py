@@ -344,7 +344,16 @@ class SubscriptionDesk:
         parse_subscription(request.name)
         self._broker.require(identity, Verb.SUBSCRIBE, name)
         stream = self._broker.use_stream(name)
-        made = await self._create(identity, stream, request.name, request.settings)
+        try:
+            made = await self._create(identity, stream, request.name, request.settings)
+        except RequestError as error:
+            if error.code is not Code.ALREADY_EXISTS:
+                raise
+            raise RequestError(
+                f"The subscription {request.name} of {name} already exists.",
+                code=Code.ALREADY_EXISTS,
+                hint="Describe it to see its settings, and alter what is to be another.",
+            ) from error
         return made.describe(await self._lag_ms(made))
 
     async def describe(self, identity: SpiffeId, request: DescribeSubscription) -> SubscriptionState:
