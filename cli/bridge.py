@@ -729,7 +729,7 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
             "lag records#",
             "lag bytes#",
             "last crossing s ago#",
-            "crossed since agent's start#",
+            "crossed since start#",
             "withheld#",
             "of them filtered#",
             "reason",

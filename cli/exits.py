@@ -33,7 +33,8 @@ def exit_code(error: FelixError) -> int:
         return own
     if error.code in _REFUSED:
         return EXIT_REFUSED
-    if error.code in _WRONG_VALUES:
+    # Of a setting that was given as an option, the broker says CONFIG_INVALID; of a file, this process does.
+    if error.code in _WRONG_VALUES or (error.code is Code.CONFIG_INVALID and error.told):
         return EXIT_USAGE
     match error.code // 100:
         case 4:

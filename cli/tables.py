@@ -71,9 +71,16 @@ def _lines(rows: Sequence[tuple[str, Text]], width: int | None) -> Text:
     room = max((cell_len(name) for name, _ in rows), default=0) + 2
     made = Text()
     for name, value in rows:
-        wrapped = _wrapped(
-            value, None if width is None else max(TEXT_COLUMNS_MIN, width - room - len(INDENT))
-        )
+        free = None if width is None else max(TEXT_COLUMNS_MIN, width - room - len(INDENT))
+        wrapped = _wrapped(value, free)
+        if free is not None and any(cell_len(line.plain) > free for line in wrapped):
+            # A word that does not fit beside its name stands below it, whole.
+            made.append(f"{INDENT}{name}\n", "bold")
+            for line in wrapped:
+                made.append(2 * INDENT)
+                made.append_text(line)
+                made.append("\n")
+            continue
         for number, line in enumerate(wrapped):
             label = f"{name:<{room}}" if not number else " " * room
             made.append(INDENT)

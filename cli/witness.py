@@ -43,7 +43,7 @@ def init(
     keys = init_witness(folder, name)
     out.print(f"{folder}: the witness {name}. Others verify its cosignatures with these keys:", markup=False)
     for key in keys:
-        out.print(key)
+        out.print(str(key))
     note(f"Next: felix witness add-log VKEY --dir {folder}, then: felix witness serve --dir {folder}")
 
 

@@ -69,7 +69,7 @@ def test_a_cache_from_create_to_drop(home: Home) -> None:
         json.loads(home.cache("alter", "--eviction", "lru", "--json").out)["views"]["cache"]["bytes_max"]
         == 2 << 20
     )
-    home.cache("alter", code=1)
+    home.cache("alter", code=2)
     home.cache("drop", "--yes")
     assert NAME not in home.felix("cache", "list").out
 
@@ -81,16 +81,16 @@ def test_what_is_not_there_or_not_as_expected_has_its_exit_code(home: Home) -> N
     home.cache("delete", "b", code=7)
     assert "nothing was put" in home.cache("cas", "a", "2", "--version", "0", code=7).err
     home.cache("put", "word", "x")
-    assert "The value 'x' is no number" in home.cache("incr", "word", code=1).err
+    assert "The value 'x' is no number" in home.cache("incr", "word", code=2).err
     home.cache("put", "word", "")
     assert home.cache("get", "word").out == ""
-    home.cache("put", "a", code=1)
-    home.cache("put", "a", "1", "--ttl", "soon", code=1)
-    home.cache("watch", "--resume", "nonsense", code=1)
+    home.cache("put", "a", code=2)
+    home.cache("put", "a", "1", "--ttl", "soon", code=2)
+    home.cache("watch", "--resume", "nonsense", code=2)
     home.felix("cache", "get", "acme/web/nothing", "a", code=3)
     home.felix("stream", "create", "acme/web/plain")
     assert "no cache" in home.felix("cache", "get", "acme/web/plain", "a", code=1).err
     assert "no cache" in home.felix("cache", "alter", "acme/web/plain", "--ttl", "1h", code=1).err
     assert "no cache" in home.felix("cache", "drop", "acme/web/plain", "--yes", code=1).err
-    home.felix("cache", "create", "acme/web/other", "--eviction", "sometimes", code=1)
+    home.felix("cache", "create", "acme/web/other", "--eviction", "sometimes", code=2)
     home.cache("drop", "--yes")

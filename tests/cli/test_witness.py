@@ -85,8 +85,8 @@ def test_a_witness_is_made_told_of_a_log_served_killed_and_served_again(tmp_path
     keys = [VerifierKey.parse(line) for line in said.split("\n") if line.startswith("witness.example/w1+")]
     assert len(keys) == 2
     felix(tmp_path, "witness", "init", "witness.example/w1", "--dir", str(folder), code=1)
-    felix(tmp_path, "witness", "add-log", "nonsense", "--dir", str(folder), code=1)
-    felix(tmp_path, "witness", "add-log", str(keys[0]), "--dir", str(folder), code=1)
+    felix(tmp_path, "witness", "add-log", "nonsense", "--dir", str(folder), code=2)
+    felix(tmp_path, "witness", "add-log", str(keys[0]), "--dir", str(folder), code=2)
     logs = tmp_path / "logs"
     logs.write_text(f"# anybody's\nlog {log.signer.key}\nquorum none\n")
     felix(tmp_path, "witness", "add-log", "--from", str(logs), "--dir", str(folder))

@@ -132,7 +132,8 @@ def test_a_revocation_stops_the_flow_mid_stream(mesh: CommandMesh, by: str) -> N
     assert "the project ended" in error.sentence
     assert mesh.leaf(mesh.own_log, Kind.DENY, stream, Code.GRANT_REVOKED).header.actor == BRIDGE_ID
     # It is final.
-    mesh.felix("bridge", "resume", grant, "--region", by)
+    assert "is revoked, for good" in mesh.felix("bridge", "resume", grant, "--region", by, code=3).err
+    assert "is revoked already" in mesh.felix("bridge", "revoke", grant, "--region", by, code=3).err
     assert refused(mesh, stream, grant).code is Code.GRANT_REVOKED
 
 
@@ -145,7 +146,8 @@ def test_a_pause_holds_the_flow_until_the_same_region_resumes_it(mesh: CommandMe
     error = refused(mesh, stream, grant)
     assert error.code is Code.PAUSED
     assert "eu-west paused the grant" in error.sentence
-    mesh.felix("bridge", "resume", grant, "--region", SOURCE)
+    said = mesh.felix("bridge", "resume", grant, "--region", SOURCE, code=1)
+    assert "not paused by us-east; eu-west paused it" in said.err
     assert refused(mesh, stream, grant).code is Code.PAUSED, "one region cannot take the other's pause back"
     mesh.felix("bridge", "resume", grant, "--region", DESTINATION)
     mesh.arrived(stream, 80)
