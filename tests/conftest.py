@@ -7,9 +7,17 @@ import os
 import pytest
 
 REQUIRE = "FELIX_REQUIRE_PARTS"
-"""Set by .ci/run, which installs the parts first: Java, etcd, chromium, systemd's tools, and every package of the `dev` extra."""
+"""Set by .ci/run, which installs the parts first: Java, etcd, chromium, systemd's and Prometheus' tools, and every package of the `dev` extra."""
 
-WANTED = ("could not import", "no chromium", "no etcd", "no etcdctl", "no Java", "no systemd-analyze")
+WANTED = (
+    "could not import",
+    "no chromium",
+    "no etcd",
+    "no etcdctl",
+    "no Java",
+    "no systemd-analyze",
+    "no promtool",
+)
 """How skips begin or what they contain that a full machine must not have."""
 
 _missing: list[str] = []

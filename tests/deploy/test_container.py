@@ -197,7 +197,7 @@ def state(tmp_path: Path) -> Iterator[dict[str, Path]]:
         (agent / "identities" / source.name).chmod(0o600)
     (agent / "bundle.json").write_bytes(us.bundle.read_bytes())
     (agent / "trusted" / "eu-west.json").write_bytes(eu.bundle.read_bytes())
-    text = (FOLDER / "us-to-eu" / "bridge.yaml").read_text().replace("127.0.0.1:8090", "127.0.0.1:0")
+    text = (FOLDER / "us-to-eu" / "bridge.yaml").read_text().replace("0.0.0.0:8090", "127.0.0.1:0")
     for name, port in ports.items():
         text = text.replace(f"{name}:7443", f"127.0.0.1:{port}")
     (agent / "bridge.yaml").write_text(text)
