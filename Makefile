@@ -13,10 +13,13 @@ RECORDS ?= all
 KILLS   ?= 100
 # How many times the quick number of random cases `make attack` tries.
 SCALE   ?= 20
+# How many random sequences of operations `make ordinary` plays, and from which seed on.
+SEQUENCES ?= 500
+SEED      ?= 1
 # Test processes side by side; a file's tests stay together, since they share brokers and Spark.
 WORKERS ?= 2
 
-.PHONY: demo test wheels attack lock soak check format bench clean help
+.PHONY: demo test wheels attack ordinary lock soak check format bench clean help
 
 help: ## show this list
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -60,6 +63,9 @@ wheels: $(STAMP) ## the packages felix-sdk and felix-mesh of this version, into 
 
 attack: $(STAMP) ## every attack on the evidence that is known, with SCALE times the quick number of cases (minutes)
 	@FELIX_ATTACK_SCALE=$(SCALE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 tests/attacks
+
+ordinary: $(STAMP) ## SEQUENCES random sequences of what operators do, from SEED on: every log verifies, every report reconciles (an hour)
+	@FELIX_ORDINARY_SEQUENCES=$(SEQUENCES) FELIX_ORDINARY_SEED=$(SEED) $(BIN)/python -m pytest -s --timeout 86400 tests/ordinary
 
 soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile peers by the thousand (minutes)
 	@FELIX_SOAK_KILLS=$(KILLS) FELIX_HOSTILE_CASES=5000 $(BIN)/python -m pytest -s --timeout 3600 tests/soak tests/region/test_kill.py \

@@ -88,6 +88,10 @@ class _Snapshot(msgspec.Struct):
     read; up to version 3, positions of two destination streams were one."""
 
 
+# Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
+_snapshot: Final = msgspec.msgpack.Decoder(_Snapshot)
+
+
 def _crossing(number: int, header: Header) -> Crossing:
     assert header.first_offset is not None and header.last_offset is not None
     return Crossing(
@@ -212,7 +216,7 @@ class Positions:
     def decode(cls, data: bytes) -> tuple[Positions, int, bytes]:
         """Positions, size and last leaf hash of a snapshot. Raises CorruptionError; the caller rebuilds instead."""
         try:
-            snapshot = msgspec.msgpack.decode(data, type=_Snapshot)
+            snapshot = _snapshot.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CorruptionError(f"The snapshot of positions does not decode: {error}.") from error
         positions = cls()

@@ -218,6 +218,8 @@ class Agent:
         self._comparing = asyncio.Lock()
         self._compared: dict[str, tuple[Link, Link]] = {}
         """The sessions with source and destination in which both regions' logs were compared with what the other cosigned."""
+        self._uncosigned: dict[str, str] = {}
+        """regions that refuse to cosign, and why: a bundle that was not given again"""
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -654,10 +656,14 @@ class Agent:
 
     def _notice(self) -> str:
         behind = [status for status in self.witnesses() if status.lag_ms >= WITNESS_LAG_MS]
-        return " ".join(
+        said = [
             f"The witness {status.witness} is {status.lag_ms // 1000} s behind: {status.sentence or 'it does not answer'}"
             for status in behind
-        )
+        ]
+        said += [
+            f"{region} does not cosign: {sentence}" for region, sentence in sorted(self._uncosigned.items())
+        ]
+        return " ".join(said)
 
     def witnesses(self) -> list[SubmissionStatus]:
         """How far each outside witness is."""
@@ -674,7 +680,10 @@ class Agent:
                 if source.is_up:
                     await self._cosign_region(shore, source)
                     await self._cosign_region(source, shore)
+                self._uncosigned.pop(region, None)
             except FelixError as error:
+                if not isinstance(error, UnavailableError):
+                    self._uncosigned[region] = f"{error.sentence} {error.hint}".strip()
                 self._say(f"cosigning with {region}", error)
                 if isinstance(error, CorruptionError):
                     log.error("cosigning with %s: %s", region, error)

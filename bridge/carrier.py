@@ -41,6 +41,7 @@ from audit.trail import Trail
 from bridge.budget import RateLimit, fits_budget
 from bridge.config import LimitsConfig
 from bridge.crossing import (
+    CROSSED_BEFORE,
     Route,
     SealedRange,
     compile_terms,
@@ -106,6 +107,8 @@ IDLE_S: Final = 0.25
 DENIED_FAMILIES: Final = (2, 3, 5, 6, 7)
 """Hundreds of codes that are refusals, and not outages."""
 SENTENCE_CHARS_MAX: Final = 2_000
+KEPT_SAID: Final = 1_000
+"""Records that stay in a row before a link that let some cross says so: a filter may well leave that many out."""
 
 _GAP_KINDS: Final = {
     GapReason.RETENTION: GapKind.RETENTION,
@@ -221,6 +224,12 @@ class Carrier:
         self._denials = Denials()
         self._ask_again = True
         self._high: dict[bytes, int] = {}
+        self._waiting_since_ms = 0
+        """when the source was first seen to have more than the destination; 0 while it has not"""
+        self._kept = 0
+        """records that stayed since one crossed"""
+        self._kept_for = ""
+        """why the newest of them did"""
         self.cut: CutState | None = None
         """What an operator is to decide about, while the link is truncated."""
         self._backoff = Backoff(LOST_AGAIN, shop.random)
@@ -272,6 +281,10 @@ class Carrier:
         while len(self._high) > 4:
             del self._high[next(iter(self._high))]
         figures = self.figures
+        if state.high_watermark <= figures.position:
+            self._waiting_since_ms = 0
+        elif not self._waiting_since_ms:
+            self._waiting_since_ms = self._shop.clock_ms()
         figures.high_watermark = state.high_watermark
         records = state.high_watermark - state.log_start
         behind = max(0, state.high_watermark - figures.position)
@@ -302,8 +315,11 @@ class Carrier:
         lag_ms = -1
         if known and not behind:
             lag_ms = 0
-        elif known and figures.answered_append_ms:
-            lag_ms = max(0, shop.clock_ms() - figures.answered_append_ms)
+        elif known:
+            # Of what waits, the oldest came after what was answered last, and no later than it was first seen to wait.
+            since_ms = max(figures.answered_append_ms, self._waiting_since_ms)
+            lag_ms = max(0, shop.clock_ms() - since_ms) if since_ms else -1
+        crossed, withheld, filtered = shop.ledger.sums(self.link_shard)
         return LinkState(
             grant=row.grant,
             stream=row.stream,
@@ -312,17 +328,29 @@ class Carrier:
             to_region=row.destination_region,
             bridge=str(shop.bridge),
             state=self.phase.value,
-            reason=" ".join(filter(None, (self.alarm, self.reason, shop.notice())))[:4000],
+            reason=" ".join(filter(None, (self.alarm, self.reason, self._stays(), shop.notice())))[:4000],
             position=passage.position if passage is not None else figures.position,
             high_watermark=figures.high_watermark,
             lag_records=behind if known else -1,
             lag_bytes=figures.lag_bytes if known else -1,
             lag_ms=lag_ms,
-            crossed=figures.crossed,
-            withheld=figures.withheld,
-            filtered=figures.filtered,
+            # By the egress log, so an agent that starts again goes on counting.
+            crossed=crossed,
+            withheld=withheld - filtered,
+            filtered=filtered,
             reported_ms=shop.clock_ms(),
             cut=self.cut if self.phase is LinkPhase.TRUNCATED else None,
+        )
+
+    def _stays(self) -> str:
+        """What is to be said where nothing crosses though the link is active."""
+        is_all = not self._shop.ledger.grant(self.row.grant).crossed_records
+        if not self._kept or not (is_all or self._kept >= KEPT_SAID):
+            return ""
+        what = "No record has crossed under this grant" if is_all else "No record crosses"
+        return (
+            f"{what}: the last {self._kept} stayed. {self._kept_for} See felix bridge plan {self.row.grant}; what stayed "
+            "crosses under a better grant with felix bridge resend."
         )
 
     # -- the actor -------------------------------------------------------------------------------------
@@ -942,6 +970,11 @@ class Carrier:
             if leaf.header.kind is Kind.WITHHELD:
                 figures.withheld += leaf.header.records
                 figures.filtered += leaf.header.records if leaf.header.reason == "filtered" else 0
+                if leaf.header.reason != CROSSED_BEFORE:
+                    self._kept += leaf.header.records
+                    self._kept_for = leaf.header.sentence
+        if sealed.records:
+            self._kept = 0
 
     def _gap(self, next_offset: int, kind: GapKind) -> None:
         """Offsets below `next_offset` are gone: a leaf, an alarm, and an empty envelope, so that nothing is papered over."""

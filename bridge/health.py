@@ -28,7 +28,11 @@ _GAUGES: Final = (
     ("high_watermark", "high_watermark", "The source's high watermark."),
     ("lag_records", "lag_records", "Records that are still to cross; -1: not known."),
     ("lag_bytes", "lag_bytes", "The same in bytes, by their share of the shard; -1: not known."),
-    ("lag_ms", "lag_ms", "Age of the newest record that crossed, where there is a lag; -1: not known."),
+    (
+        "lag_ms",
+        "lag_ms",
+        "How long the oldest record that waits has waited, at most; 0 where none does; -1: not known.",
+    ),
 )
 _WITNESS_GAUGES: Final = (
     ("leaves", "size", "Leaves of the egress log that an outside witness has cosigned."),

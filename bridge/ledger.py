@@ -44,6 +44,7 @@ class ShardAccount(msgspec.Struct):
     read: list[Span]
     """of the newest epochs, oldest first, how far batches were read; gaps come from no epoch, and move only `accounted_to`"""
     crossed: int = 0
+    """records with a receipt"""
     withheld: int = 0
     filtered: int = 0
     gaps: int = 0
@@ -80,6 +81,10 @@ class _Snapshot(msgspec.Struct):
     documents: list[bytes]
 
 
+# Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
+_snapshot: Final = msgspec.msgpack.Decoder(_Snapshot)
+
+
 class Ledger:
     """The accounts after the headers applied so far."""
 
@@ -100,6 +105,10 @@ class Ledger:
                 self._grant(header.grant_id).revoked = True
             case Kind.INTENT | Kind.WITHHELD | Kind.GAP if header.side is Side.EGRESS:
                 self._cover(header)
+            case Kind.ACK if header.side is Side.EGRESS:
+                account = self._shards.get(ShardKey(LinkShard.of(header), header.incarnation))
+                if account is not None:
+                    account.crossed += header.records
 
     def _grant(self, grant_id: str) -> GrantAccount:
         return self._grants.setdefault(grant_id, GrantAccount())
@@ -123,14 +132,13 @@ class Ledger:
         if header.kind is not Kind.GAP and header.source_batch_sha256 != NOTHING:
             account.has_read(Span(header.source_epoch, after))
         if header.kind is Kind.INTENT:
-            account.crossed += header.records
             grant = self._grant(header.grant_id)
             grant.crossed_records += header.records
             grant.crossed_bytes += header.listed_bytes
-        elif header.kind is Kind.WITHHELD:
+        elif header.kind is Kind.WITHHELD and header.reason != "crossed-before":
             account.withheld += header.records
             account.filtered += header.records if header.reason == "filtered" else 0
-        else:
+        elif header.kind is Kind.GAP:
             account.gaps += after - header.first_offset
 
     def grant(self, grant_id: str) -> GrantAccount:
@@ -140,6 +148,15 @@ class Ledger:
     def shard(self, link: LinkShard, incarnation: bytes) -> ShardAccount | None:
         """How far a shard is accounted for, None where no leaf of it stands here."""
         return self._shards.get(ShardKey(link, incarnation))
+
+    def sums(self, link: LinkShard) -> tuple[int, int, int]:
+        """Records with a receipt, withheld and filtered of a link's shard, under all its incarnations."""
+        found = self.incarnations(link).values()
+        return (
+            sum(each.crossed for each in found),
+            sum(each.withheld for each in found),
+            sum(each.filtered for each in found),
+        )
 
     def incarnations(self, link: LinkShard) -> dict[bytes, ShardAccount]:
         """Every incarnation of a link's shard that has leaves."""
@@ -156,7 +173,7 @@ class Ledger:
     def decode(cls, data: bytes) -> tuple[Ledger, int, bytes]:
         """Ledger, size and last leaf hash of a snapshot. Raises CorruptionError; the caller then reads the log anew."""
         try:
-            snapshot = msgspec.msgpack.decode(data, type=_Snapshot)
+            snapshot = _snapshot.decode(data)
         except msgspec.MsgspecError as error:
             raise CorruptionError(f"The snapshot of the ledger does not decode: {error}.") from error
         ledger = cls()

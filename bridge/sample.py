@@ -38,6 +38,7 @@ from felix.provenance import PATH_HEADER, parse_path
 from keys.envelope import DataKey
 from keys.handoff import HandoffScope, open_data_key
 from keys.link import SECRET_BYTES, LinkSecrets, LinkSecretScope, open_link_secrets
+from policy.absent import Absent, absent_fields
 from policy.grant import ExportGrant, RefusalKind, check_path, open_export
 from policy.signed import SignedDocument
 from policy.terms import GrantTerms
@@ -74,6 +75,8 @@ class Sample(NamedTuple):
     destination_stream: str
     records: tuple[SampledRecord, ...]
     is_exact: bool
+    absent: tuple[Absent, ...] = ()
+    """fields that the grant names and none of these records has"""
 
     def count(self, outcome: str) -> int:
         """How many records have this outcome."""
@@ -128,16 +131,18 @@ async def sample_as_reader(
     transform = compile_terms(terms, secrets)
     state = await client.describe_stream(name)
     found: list[SampledRecord] = []
+    payloads: list[bytes] = []
     for shard, first, left in _shares(state, count):
         subscription = client.stream(name).subscribe(start=first, shards=[shard])
         with suppress(TimeoutError):
             async with asyncio.timeout(SAMPLE_TIMEOUT_S):
                 async for record in subscription:
                     found += judge(shard, [record], grant_id, terms, transform)
+                    payloads.append(bytes(record.payload))
                     left -= 1
                     if not left:
                         break
-    return _sample(grant_id, name, terms, found, False)
+    return _sample(grant_id, name, terms, found, payloads, False)
 
 
 async def sample_as_bridge(
@@ -186,11 +191,12 @@ async def sample_as_bridge(
             return keys[key_id]
 
         found: list[SampledRecord] = []
+        payloads: list[bytes] = []
         for shard, first, left in _shares(state, count):
-            found += await _read_shard(
-                connection, name, grant_id, state, shard, first, left, data_key, terms, transform
-            )
-        return _sample(grant_id, name, terms, found, True)
+            records = await _read_shard(connection, name, grant_id, state, shard, first, left, data_key)
+            found += judge(shard, records, grant_id, terms, transform)
+            payloads += [bytes(record.payload) for record in records]
+        return _sample(grant_id, name, terms, found, payloads, True)
     finally:
         await connection.close()
 
@@ -204,9 +210,7 @@ async def _read_shard(
     first: int,
     count: int,
     data_key: DataKeyOf,
-    terms: GrantTerms,
-    transform: Transform,
-) -> list[SampledRecord]:
+) -> list[Record]:
     link = connection.link
     if link is None:
         raise ProtocolError("The session with the source was lost.", code=Code.DISCONNECTED)
@@ -221,7 +225,7 @@ async def _read_shard(
         credit_bytes=_CREDIT_BYTES,
         arrived=arrived,
     )
-    found: list[SampledRecord] = []
+    found: list[Record] = []
     last = first + count
     try:
         async with asyncio.timeout(SAMPLE_TIMEOUT_S):
@@ -234,8 +238,7 @@ async def _read_shard(
                     opened = open_sealed(item.body, await data_key(decode_header(item.body).key_id))
                     feed.consumed(item.frame_bytes)
                     records: Sequence[Record] = opened.records or ()
-                    wanted = [record for record in records if first <= record.offset < last]
-                    found += judge(shard, wanted, grant_id, terms, transform)
+                    found += [record for record in records if first <= record.offset < last]
                     if opened.header.next_offset >= last:
                         break
                 elif item.next_offset >= last:
@@ -287,7 +290,13 @@ def _shares(state: StreamState, count: int) -> list[tuple[int, int, int]]:
 
 
 def _sample(
-    grant_id: str, stream: str, terms: GrantTerms, records: list[SampledRecord], is_exact: bool
+    grant_id: str,
+    stream: str,
+    terms: GrantTerms,
+    records: list[SampledRecord],
+    payloads: list[bytes],
+    is_exact: bool,
 ) -> Sample:
     destination = str(terms.destination_of(StreamName.parse(stream)))
-    return Sample(grant_id, stream, terms.to_region, destination, tuple(records), is_exact)
+    absent = absent_fields(terms.transform, payloads)
+    return Sample(grant_id, stream, terms.to_region, destination, tuple(records), is_exact, absent)

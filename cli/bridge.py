@@ -43,7 +43,7 @@ from cli.setting import (
     stop_signals,
 )
 from cli.terms import confirm, short_tallies, show_terms, tally_rows, terms_rows
-from felix.errors import Code, RequestError
+from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
 from felix.files import PUBLIC, replace_file
 from felix.messages import ExpiryState, Start, Subscribe
@@ -97,6 +97,8 @@ EXAMPLES = 3
 """Records named for each reason of a plan."""
 TOKEN_CHARACTERS_MIN = 200
 """An id has 18; a token holds a signed document."""
+LOOKED_AT = 50
+"""Newest records that `allow` looks at, for fields that none of them has."""
 CREDIT_BYTES = 2 << 20
 """For a subscription that is only tried: enough for any batch."""
 
@@ -189,6 +191,8 @@ def allow(
     )
     if wildcard:
         note(f"{name} is a pattern: every stream that fits it, now or later, is granted and reported as such")
+    else:
+        _look(config.region, terms)
     policy = run(fetch_policy(config.region))
     document = sign_export(terms, policy, load_signing_key(folder.policy_key).private_key, now)
     run(put_document(config.region, "export", document, identity))
@@ -215,6 +219,20 @@ def allow(
         )
         out.print(f"  felix bridge approve {export.grant} --as NAME --region {config.region}")
     out.print(f"Nothing crosses until {to} accepts it:  felix bridge accept {path} --region {to}")
+
+
+def _look(region: str, terms: GrantTerms) -> None:
+    """Say which fields of the terms no recent record of the stream has. A stream that cannot be read is no hindrance."""
+    try:
+        found = run(_plan_as_reader(region, "", terms, LOOKED_AT, ""))
+    except FelixError as error:
+        note(f"no records of {terms.stream} were looked at: {error.sentence}")
+        return
+    for absent in found.absent:
+        note(f"{absent}.")
+    if found.records and not found.count("crosses"):
+        first = found.records[0]
+        note(f"none of the newest {len(found.records)} records would cross: {first.outcome}. {first.reason}")
 
 
 @app.command()
@@ -629,6 +647,8 @@ def plan(
         f"{found.stream} to {found.destination_region}, as {found.destination_stream}: of {len(found.records)} records "
         f"{found.count('crosses')} would cross, {found.count('withheld')} be withheld, {found.count('filtered')} be filtered"
     )
+    for absent in found.absent:
+        note(f"{absent}.")
     fields: dict[tuple[str, str], tuple[int, str, str]] = {}
     for record in found.records:
         for each in record.fields:
@@ -693,6 +713,7 @@ def plan_rows(found: Sample) -> dict[str, Any]:
         "destination_region": found.destination_region,
         "destination_stream": found.destination_stream,
         "exact": found.is_exact,
+        "absent": [each._asdict() for each in found.absent],
         "records": [
             {
                 "shard": record.shard,
@@ -728,10 +749,10 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
             "position#",
             "lag records#",
             "lag bytes#",
-            "last crossing s ago#",
-            "crossed since start#",
+            "lag s#",
+            "crossed#",
             "withheld#",
-            "of them filtered#",
+            "filtered#",
             "reason",
         ],
         [

@@ -302,7 +302,7 @@ async def _follow(bar: Progress, task: TaskID, figures: Figures, began: float) -
     async with connect(SOURCE) as client:
         while True:
             links = await client.list_links()
-            done = sum(link.crossed + link.withheld for link in links)
+            done = sum(link.crossed + link.withheld + link.filtered for link in links)
             bar.update(task, completed=done)
             if done != moved:
                 moved, since = done, time.monotonic()

@@ -520,7 +520,9 @@ class LinkState(Message, frozen=True, tag="link"):
     lag_bytes: int = -1
     lag_ms: int = -1
     crossed: int = 0
+    """since the link has its log, under all grants into this stream; as are the next two"""
     withheld: int = 0
+    """for a reason; what the filter left out is counted apart"""
     filtered: int = 0
     reported_ms: int = 0
     cut: CutState | None = None

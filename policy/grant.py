@@ -880,7 +880,7 @@ class GrantBook:
             "Make one with `felix bridge allow`, and have the destination accept it.",
         )
 
-    def check_grant(self, grant: str, bridge: SpiffeId, now: int) -> Refusal | None:
+    def check_grant(self, grant: str, bridge: SpiffeId | None, now: int) -> Refusal | None:
         """Why nothing at all crosses under a grant, whichever stream it is; None where some stream may.
 
         Denials of streams and policies are not asked. For a pattern that no stream fits yet.

@@ -31,6 +31,10 @@ class _Snapshot(msgspec.Struct):
     documents: list[bytes]
 
 
+# Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
+_snapshot: Final = msgspec.msgpack.Decoder(_Snapshot)
+
+
 class DocumentLog:
     """One per broker. `open` and `save` block."""
 
@@ -95,7 +99,7 @@ def _read(trail: Trail, documents: set[bytes], start: int, size: int) -> None:
 
 def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[set[bytes], int]:
     try:
-        held = msgspec.msgpack.decode(path.read_bytes(), type=_Snapshot)
+        held = _snapshot.decode(path.read_bytes())
         if 0 < held.size <= size and TileHashes(trail.files, size)(0, held.size - 1) == held.last_leaf_hash:
             return set(held.documents), held.size
     except (OSError, msgspec.MsgspecError):

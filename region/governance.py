@@ -131,6 +131,10 @@ _STORED: Final[dict[str, tuple[DocumentKind, DocumentSide]]] = {
     "deny": ("denies", "state"),
 }
 """Where the catalog keeps each kind."""
+_OF_NO_GRANT: Final = frozenset(
+    (RefusalKind.DENIED, RefusalKind.FORGED, RefusalKind.OUTDATED, RefusalKind.LEFT_OUT)
+)
+"""Refusals that hold whichever grant is named."""
 _DONE: Final = {
     StandingAction.PAUSE: "paused",
     StandingAction.RESUME: "resumed",
@@ -561,7 +565,12 @@ class Governance:
                     code=Code.GRANT_MISMATCH,
                     hint="Use the grant that holds now.",
                 )
-            result = other
+            # What became of another grant is no reason why nothing crosses under this one.
+            own = self._book.check_grant(grant_id, attempt.bridge, now)
+            if own is not None and own.kind is not RefusalKind.NO_GRANT:
+                result = own
+            elif other.kind in _OF_NO_GRANT:
+                result = other
         raise result.error()
 
     def _require_current(self) -> None:

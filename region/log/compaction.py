@@ -70,10 +70,14 @@ def encode_compaction(state: CompactionState) -> bytes:
     return msgspec.msgpack.encode(state)
 
 
+# Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
+_compaction: Final = msgspec.msgpack.Decoder(CompactionState)
+
+
 def decode_compaction(payload: bytes) -> CompactionState | None:
     """The state, or None where the payload is not one."""
     try:
-        return msgspec.msgpack.decode(payload, type=CompactionState)
+        return _compaction.decode(payload)
     except msgspec.MsgspecError:
         return None
 

@@ -77,10 +77,15 @@ def encode_offload(state: OffloadState) -> bytes:
     return msgspec.msgpack.encode(state)
 
 
+# Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
+_offload: Final = msgspec.msgpack.Decoder(OffloadState)
+_manifest: Final = msgspec.json.Decoder(Manifest)
+
+
 def decode_offload(payload: bytes) -> OffloadState:
     """Raises CorruptionError."""
     try:
-        state = msgspec.msgpack.decode(payload, type=OffloadState)
+        state = _offload.decode(payload)
     except msgspec.MsgspecError as error:
         raise CorruptionError(f"The list of offloaded segments does not decode: {error}.") from error
     for one in state.segments:
@@ -96,7 +101,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(data: bytes, url: str) -> Manifest:
     """Raises CorruptionError that names the object."""
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = _manifest.decode(data)
         if manifest.version != 1:
             raise CorruptionError(f"it has version {manifest.version}, and 1 is known")
         decode_segment_header(manifest.segment.header)

@@ -70,6 +70,10 @@ class _Snapshot(msgspec.Struct, array_like=True):
     producers: list[tuple[int, list[Remembered]]]
 
 
+# Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
+_snapshot: Final = msgspec.msgpack.Decoder(_Snapshot)
+
+
 class ProducerTable:
     """The producers of one shard."""
 
@@ -173,7 +177,7 @@ class ProducerTable:
 def decode_snapshot(data: bytes) -> tuple[ProducerTable, int]:
     """The table of a snapshot, and the offset up to which it knows the log. Raises CorruptionError."""
     try:
-        snapshot = msgspec.msgpack.decode(data, type=_Snapshot)
+        snapshot = _snapshot.decode(data)
     except msgspec.DecodeError as error:
         raise CorruptionError(f"The snapshot of producers does not decode: {error}.") from error
     table = ProducerTable(settled=snapshot.offset)

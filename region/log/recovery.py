@@ -243,10 +243,14 @@ def _load_epochs(files: Files, folder: Path) -> EpochHistory | None:
     return None if payload is None else decode_epochs(payload)
 
 
+# Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
+_epochs: Final = msgspec.json.Decoder(list[EpochStart])
+
+
 def decode_epochs(payload: bytes) -> EpochHistory | None:
     """The history, or None where the payload is not one."""
     try:
-        return EpochHistory(msgspec.json.decode(payload, type=list[EpochStart]))
+        return EpochHistory(_epochs.decode(payload))
     except msgspec.DecodeError:
         return None
 

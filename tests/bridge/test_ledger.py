@@ -11,9 +11,10 @@ from bridge.ledger import Ledger
 def test_it_accounts_for_what_crossed_what_stayed_and_what_is_gone() -> None:
     link, ledger = Link(), Ledger()
     assert ledger.shard(link.key, INCARNATION) is None
+    first = link.intent(10, withhold=(2, 3))
     leaves = [
         link.grant(),
-        *link.intent(10, withhold=(2, 3)),
+        *first,
         link.gap(5),
         *link.intent(3, withhold=(0, 1, 2)),
     ]
@@ -21,6 +22,8 @@ def test_it_accounts_for_what_crossed_what_stayed_and_what_is_gone() -> None:
         ledger.apply(leaf.header)
     account = ledger.shard(link.key, INCARNATION)
     assert account is not None
+    assert account.crossed == 0, "without a receipt"
+    ledger.apply(link.ack(first).header)
     assert (account.accounted_to, account.crossed, account.withheld, account.gaps) == (18, 8, 5, 5)
     assert ledger.grant(link.grant_id).granted
     assert not ledger.grant(link.grant_id).revoked

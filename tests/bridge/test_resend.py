@@ -60,7 +60,9 @@ async def test_what_a_filter_and_a_wrong_field_kept_crosses_once_under_new_terms
     await mesh.publish(flights(0, 6), batch=6)
     async with mesh.agent() as agent:
         first = await mesh.grant(transform=wrong)
-        await link(agent, first, 6)
+        held = await link(agent, first, 6)
+        assert (held.crossed, held.withheld, held.filtered) == (0, 2, 4)
+        assert "No record has crossed under this grant: the last 6 stayed" in held.reason
         assert await mesh.arrived() == 0, "no record has that field, or the filter keeps it"
         await mesh.stand("us-east", first, StandingAction.REVOKE)
         second = await mesh.grant(transform=half)
@@ -76,7 +78,10 @@ async def test_what_a_filter_and_a_wrong_field_kept_crosses_once_under_new_terms
         await mesh.publish(flights(12, 3), batch=3)
         await link(agent, third, 15)
     async with mesh.agent() as agent:
-        await link(agent, third, 15)
+        held = await link(agent, third, 15)
+        assert (held.crossed, held.withheld, held.filtered, held.lag_ms) == (14, 2, 8, 0), (
+            "as before the restart"
+        )
         await mesh.publish(flights(15, 1))
         await link(agent, third, 16)
     arrived = mesh.numbers(await mesh.read("eu-west", 15))

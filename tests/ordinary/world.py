@@ -1,0 +1,661 @@
+"""Three regions and the bridges between them, driven by random sequences of what operators do. Real brokers and agents
+in this process, over loopback; real files.
+
+A sequence is drawn from a seed: the same seed draws the same operations. What the brokers and agents do meanwhile is theirs,
+so a sequence played again may interleave otherwise. Whatever a region refuses is an answer, not a failure: what counts is
+that the logs verify and agree when the sequence is over (`World.findings`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+import msgspec
+from region_home import running
+
+import felix
+from audit.leaf import ENTRY_BYTES, Kind, Leaf, Side, decode_leaf
+from audit.origin import egress_origin, region_origin
+from audit.position import LinkShard
+from audit.tile import read_entries
+from audit.tile_disk import Folder
+from audit.trust import Trust
+from audit.verify import verify_log
+from bridge.agent import Agent
+from bridge.config import BridgeConfig, DestinationConfig
+from felix.address import Address
+from felix.client import RegionClient
+from felix.errors import FelixError
+from felix.identity import load_identity
+from felix.messages import PutDocument
+from felix.profile import Profile
+from keys.bundle import RegionBundle, decode_bundle
+from keys.signing import load_signing_key
+from policy.approval import Document, sign_approval
+from policy.grant import (
+    DenyEntry,
+    ExportGrant,
+    Standing,
+    StandingAction,
+    open_export,
+    sign_deny,
+    sign_export,
+    sign_import,
+    sign_standing,
+)
+from policy.residency import ResidencyPolicy, parse_policy, sign_policy
+from policy.signed import SignedDocument
+from policy.terms import Basis, GrantTerms
+from policy.transform import build_spec
+from policy.truncation import Truncation
+from region.config import load_config
+from region.folder import RegionFolder
+from region.founding import found_region, issue_identity, trust_region
+from region.node import Node, now_ms
+
+STREAMS: Final = ("acme/ops/departures", "acme/ops/departures", "acme/ops/departures", "acme/ops/crew")
+"""Few, so that operations meet; one may stand here several times."""
+COPIES: Final = ("", "", "acme/ops/copy")
+"""Under which name a granted stream arrives; empty: its own."""
+STEPS: Final = 30
+SETTLE_S: Final = 5.0
+"""How long a sequence waits, at most, for its links to stand still."""
+QUIET_S: Final = 0.3
+
+_POLICY: Final = """
+version: 1
+name: {region}
+revision: 1
+region: {region}
+regions:
+{regions}
+classes:
+  operational: {{description: Flights., streams: [acme/ops/*]}}
+exports:
+  - name: out
+    classes: [operational]
+    to: {{regions: [{others}]}}
+    bases: [scc]
+    keys: [pseudonymize, keep]
+    lifetime: 90d
+    approvals: 1
+    onward: true
+imports:
+  - name: in
+    classes: [operational]
+    from: {{regions: [{others}]}}
+    bases: [scc]
+    keys: [pseudonymize, keep]
+    lifetime: 90d
+    onward: true
+    approvals: 0
+"""
+
+
+@dataclass
+class Granted:
+    """A grant that somebody made, and how far its paperwork got."""
+
+    body: ExportGrant
+    export: SignedDocument
+    accepted: bool = False
+    approved: bool = False
+    revoked: bool = False
+    paused: set[str] = field(default_factory=set)
+
+    @property
+    def terms(self) -> GrantTerms:
+        return self.body.terms
+
+
+class World:
+    """One mesh of three regions. `number` makes its names its own, so that one report can show many."""
+
+    def __init__(self, home: Path, number: int) -> None:
+        self.home, self.number = home, number
+        self.regions = (f"us-{number}", f"eu-{number}", f"ap-{number}")
+        self.random = Random(number)
+        self.history: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.grants: list[Granted] = []
+        self.denied: list[tuple[str, str]] = []
+        self.nodes: dict[str, Node] = {}
+        self.agents: dict[str, Agent] = {}
+        self.published = 0
+        self._clients: dict[str, RegionClient] = {}
+        self._ports: dict[str, int] = {}
+        self._stack: dict[str, Any] = {}
+        self._sequence = 0
+        self._backups: dict[str, Path] = {}
+
+    # -- regions ---------------------------------------------------------------------------------------
+
+    def folder(self, region: str) -> RegionFolder:
+        return RegionFolder.of(region, self.home)
+
+    def bundle(self, region: str) -> RegionBundle:
+        return decode_bundle(self.folder(region).bundle.read_bytes()).bundle
+
+    @property
+    def sources(self) -> tuple[str, str]:
+        return self.regions[0], self.regions[1]
+
+    def others(self, region: str) -> list[str]:
+        return [other for other in self.regions if other != region]
+
+    def _found(self) -> None:
+        countries = (("US", "US"), ("IE", "EU"), ("IN", "IN"))
+        for region, (country, jurisdiction) in zip(self.regions, countries, strict=True):
+            folder = self.folder(region)
+            found_region(
+                folder, region=region, mesh="acme", country=country, jurisdiction=jurisdiction, entity=f"Acme {country}",
+                listen=Address("127.0.0.1", 0), health=None, now_ms=now_ms(),
+            )  # fmt: skip
+            config = load_config(folder.config)
+            issue_identity(folder, config, "approver", "dpo", now_ms())
+            if region in self.sources:
+                issue_identity(folder, config, "bridge", "carrier", now_ms())
+        self._exchange_bundles()
+
+    def _exchange_bundles(self) -> None:
+        for region in self.regions:
+            for other in self.others(region):
+                trust_region(self.folder(region), decode_bundle(self.folder(other).bundle.read_bytes()))
+
+    def policy(self, region: str) -> ResidencyPolicy:
+        countries = "\n".join(
+            f"  {name}: {{country: {at}, jurisdiction: {of}}}"
+            for name, at, of in zip(self.regions, ("US", "IE", "IN"), ("US", "EU", "IN"), strict=True)
+        )
+        text = _POLICY.format(region=region, regions=countries, others=", ".join(self.others(region)))
+        return parse_policy(text, region)
+
+    async def start(self, region: str) -> None:
+        changes = {"listen": Address("127.0.0.1", self._ports[region])} if region in self._ports else {}
+        context = running(self.folder(region), **changes)
+        node = self.nodes[region] = await context.__aenter__()
+        self._stack[region] = context
+        self._ports[region] = node.address.port
+
+    async def stop(self, region: str) -> None:
+        client = self._clients.pop(region, None)
+        if client is not None:
+            await client.close()
+        context = self._stack.pop(region, None)
+        if context is not None:
+            await context.__aexit__(None, None, None)
+
+    async def start_agent(self, region: str) -> None:
+        config = BridgeConfig(
+            name="carrier", source=region, mesh="acme", source_addresses=(f"127.0.0.1:{self._ports[region]}",),
+            destinations=tuple(
+                DestinationConfig(region=other, addresses=(f"127.0.0.1:{self._ports[other]}",))
+                for other in self.others(region)
+            ),
+        )  # fmt: skip
+        agent = self.agents[region] = Agent(config, self.folder(region).root)
+        await agent.start()
+
+    async def stop_agent(self, region: str) -> None:
+        agent = self.agents.pop(region, None)
+        if agent is not None:
+            await agent.stop()
+
+    async def client(self, region: str) -> RegionClient:
+        """An operator's session that stands as long as the broker does."""
+        held = self._clients.get(region)
+        if held is None:
+            profile = Profile(
+                region=region, mesh="acme", addresses=(f"127.0.0.1:{self._ports[region]}",),
+                authority=self.bundle(region).root_pem.encode(),
+                identity=load_identity(self.folder(region).identity("operator")), server_name=f"{region}.acme",
+            )  # fmt: skip
+            held = self._clients[region] = felix.connect(profile=profile)
+            await held.__aenter__()
+        return held
+
+    async def put(self, region: str, kind: str, document: Document) -> None:
+        client = await self.client(region)
+        await client.request(PutDocument(kind, document.encode_file()))
+
+    def key(self, region: str) -> Any:
+        return load_signing_key(self.folder(region).policy_key).private_key
+
+    def next_sequence(self) -> int:
+        self._sequence += 1
+        return self._sequence
+
+    # -- a whole sequence ------------------------------------------------------------------------------
+
+    async def play(self, steps: int = STEPS) -> list[str]:
+        """Found the mesh, take so many steps, let it settle, stop it. Returns what does not hold about the logs."""
+        try:
+            await asyncio.to_thread(self._found)
+            for region in self.regions:
+                await self.start(region)
+                await self.put(region, "policy", sign_policy(self.policy(region), self.key(region)))
+            for region in self.sources:
+                client = await self.client(region)
+                bridge = f"spiffe://{region}.acme/bridge/carrier"
+                await client.put_rights(
+                    bridge, [f"bridge-read {stream}" for stream in sorted({*STREAMS, *filter(None, COPIES)})]
+                )
+                await self.start_agent(region)
+            await self.create()
+            for _ in range(steps):
+                await self.step()
+            await self.settle(SETTLE_S)
+        finally:
+            for region in self.sources:
+                await self.stop_agent(region)
+            for region in self.regions:
+                await self.stop(region)
+        return await asyncio.to_thread(self.findings)
+
+    async def step(self) -> None:
+        """One operation that applies now; a region's refusal is noted."""
+        names, weights = zip(*OPERATIONS.items(), strict=True)
+        while True:
+            (name,) = self.random.choices(names, weights)
+            try:
+                said = await getattr(self, name)()
+            except FelixError as error:
+                said = f"refused: {error.sentence}"
+            if said is None:
+                continue
+            self.counts[name] += 1
+            self.history.append(f"{name}: {said}")
+            return
+
+    async def settle(self, most_s: float = 1.5) -> str:
+        """Wait until links that can run have caught up; no longer than `most_s`."""
+        loop = asyncio.get_running_loop()
+        end, quiet_since, before = loop.time() + most_s, loop.time(), None
+        while loop.time() < end:
+            now = [
+                (link.grant, link.stream, link.shard, link.state, link.position, link.lag_records)
+                for agent in self.agents.values()
+                for link in agent.links()
+            ]
+            if now != before:
+                before, quiet_since = now, loop.time()
+            moving = any(state in ("opening", "active") and lag for *_, state, _, lag in now)
+            if not moving and loop.time() - quiet_since >= QUIET_S:
+                break
+            await asyncio.sleep(0.05)
+        return f"{len(self.history)} operations so far"
+
+    # -- operations: each returns what it did, or None where there is nothing to do it to ----------------
+
+    def _pick_grant(self, condition: Callable[[Granted], bool]) -> Granted | None:
+        fitting = [grant for grant in self.grants if condition(grant)]
+        return self.random.choice(fitting) if fitting else None
+
+    async def create(self) -> str | None:
+        region, stream = self.random.choice(self.sources), self.random.choice(STREAMS)
+        await (await self.client(region)).create_stream(stream, shards=self.random.choice((1, 1, 2)))
+        return f"{stream} in {region}"
+
+    async def delete(self) -> str | None:
+        """A source stream or one that arrived; what is granted again is made again, by its next record or `create`."""
+        region = self.random.choice(self.regions)
+        client = await self.client(region)
+        held = [each.stream async for each in client.list_streams() if each.stream.startswith("acme/ops/")]
+        if not held:
+            return None
+        stream = self.random.choice(sorted(held))
+        await client.delete_stream(stream)
+        return f"{stream} in {region}"
+
+    async def publish(self) -> str | None:
+        region = self.random.choice(self.sources)
+        client = await self.client(region)
+        held = [each.stream async for each in client.list_streams() if each.stream in STREAMS]
+        if not held:
+            return None
+        stream, count = self.random.choice(sorted(held)), self.random.randint(1, 40)
+        publisher = client.stream(stream)
+        records = []
+        for _ in range(count):
+            self.published += 1
+            record = {"flight": self.published, "carrier": self.random.choice(("UA", "DL")), "tailnum": "N1"}
+            if self.random.random() < 0.1:
+                del record["tailnum"]
+            records.append(json.dumps(record).encode())
+        batch = self.random.choice((3, 40))
+        for at in range(0, count, batch):
+            await asyncio.gather(
+                *(publisher.publish(record, key=record[:12]) for record in records[at : at + batch])
+            )
+        return f"{count} records to {stream} in {region}"
+
+    async def allow(self) -> str | None:
+        source = self.random.choice(self.sources)
+        target, stream = self.random.choice(self.others(source)), self.random.choice(STREAMS)
+        return await self._allow(source, target, stream, self.random.choice(COPIES))
+
+    async def _allow(self, source: str, target: str, stream: str, arrives: str, **more: Any) -> str:
+        now = now_ms()
+        lasts_ms = self.random.choice((3_600_000,) * 5 + (3_000,))
+        terms = GrantTerms(**{
+            "stream": stream, "from_region": source, "to_region": target, "destination_stream": arrives,
+            "bridge": f"spiffe://{source}.acme/bridge/carrier", "purpose": f"analytics {len(self.grants)}", "basis": Basis.SCC,
+            "reference": "SCC-2026-014", "exporter": "Acme US", "importer": "Acme", "owner": "operations",
+            "drawn_up_by": f"spiffe://{source}.acme/operator/operator", "not_before": now - 1_000,
+            "expires": now + lasts_ms,
+            "transform": build_spec(
+                pseudonymize=self.random.choice(([], ["tailnum"], ["tailnum"], ["tailnumber"])),
+                filter_=self.random.choice(("", "", 'carrier == "UA"')),
+            ),
+            "onward": self.random.random() < 0.5,
+            **more,
+        })  # fmt: skip
+        export = sign_export(terms, self.policy(source), self.key(source), now)
+        await self.put(source, "export", export)
+        body = open_export(export, {source: self.bundle(source).policy_keys})
+        grant = Granted(body, export)
+        self.grants.append(grant)
+        said = f"{body.grant}: {stream} from {source} to {target} as {arrives or stream}, for {lasts_ms} ms"
+        if self.random.random() < 0.8:
+            said += f"; {await self._accept(grant)}; {await self._approve(grant)}"
+        return said
+
+    async def accept(self) -> str | None:
+        grant = self._pick_grant(lambda grant: not grant.accepted)
+        return None if grant is None else await self._accept(grant)
+
+    async def _accept(self, grant: Granted) -> str:
+        to, source = grant.terms.to_region, grant.terms.from_region
+        trusted = {source: self.bundle(source).policy_keys}
+        by = f"spiffe://{to}.acme/operator/operator"
+        accepted = sign_import(grant.export, self.policy(to), self.key(to), trusted, by, now_ms())
+        await self.put(to, "export", grant.export)
+        await self.put(to, "import", accepted)
+        grant.accepted = True
+        return f"accepted in {to}"
+
+    async def approve(self) -> str | None:
+        grant = self._pick_grant(lambda grant: not grant.approved)
+        return None if grant is None else await self._approve(grant)
+
+    async def _approve(self, grant: Granted) -> str:
+        region = grant.terms.from_region
+        who = load_identity(self.folder(region).identity("dpo"))
+        await self.put(region, "approval", sign_approval(bytes.fromhex(grant.body.terms_hash), who, now_ms()))
+        grant.approved = True
+        return f"{grant.body.grant} approved in {region}"
+
+    async def renew(self) -> str | None:
+        """The same stream under the same name there, again: after the old one ended, or beside it."""
+        grant = self._pick_grant(lambda grant: grant.accepted)
+        if grant is None:
+            return None
+        terms = grant.terms
+        return await self._allow(terms.from_region, terms.to_region, terms.stream, terms.destination_stream)
+
+    async def _stand(
+        self, grant: Granted, action: StandingAction, region: str, truncation: Truncation | msgspec.UnsetType = msgspec.UNSET
+    ) -> str:  # fmt: skip
+        standing = Standing(
+            grant=grant.body.grant, action=action, region=region, sequence=self.next_sequence(), at=now_ms(),
+            by=f"operator of {region}", reason="a sequence", truncation=truncation,
+        )  # fmt: skip
+        await self.put(region, "standing", sign_standing(standing, self.key(region)))
+        return f"{grant.body.grant} by {region}"
+
+    def _end(self, grant: Granted) -> str:
+        return self.random.choice((grant.terms.from_region, grant.terms.to_region))
+
+    async def pause(self) -> str | None:
+        grant = self._pick_grant(lambda grant: grant.accepted)
+        if grant is None:
+            return None
+        region = self._end(grant)
+        grant.paused.add(region)
+        return await self._stand(grant, StandingAction.PAUSE, region)
+
+    async def resume(self) -> str | None:
+        grant = self._pick_grant(lambda grant: bool(grant.paused))
+        if grant is None:
+            return None
+        return await self._stand(grant, StandingAction.RESUME, grant.paused.pop())
+
+    async def revoke(self) -> str | None:
+        grant = self._pick_grant(lambda grant: grant.accepted and not grant.revoked)
+        if grant is None:
+            return None
+        grant.revoked = True
+        return await self._stand(grant, StandingAction.REVOKE, self._end(grant))
+
+    async def accept_truncation(self) -> str | None:
+        """What `felix bridge resume GRANT --accept-truncation` signs, for a link that stands still for it."""
+        for region, agent in sorted(self.agents.items()):
+            for link in agent.links():
+                grant = self._pick_grant(lambda grant, wanted=link.grant: grant.body.grant == wanted)  # type: ignore[misc]
+                if link.cut is None or grant is None:
+                    continue
+                cut = Truncation(
+                    stream=link.stream, shard=link.shard, incarnation=link.cut.incarnation.hex(), epoch=link.cut.epoch,
+                    offset=link.cut.offset,
+                )  # fmt: skip
+                return await self._stand(grant, StandingAction.ACCEPT_TRUNCATION, region, cut)
+        return None
+
+    async def resend(self) -> str | None:
+        """What `felix bridge resend GRANT --from OFFSET` signs."""
+        grant = self._pick_grant(lambda grant: grant.accepted and not grant.revoked)
+        if grant is None:
+            return None
+        region, stream = grant.terms.from_region, grant.terms.stream
+        state = await (await self.client(region)).describe_stream(stream)
+        shard = self.random.randrange(state.shards)
+        book = self.nodes[region].services.governance.book
+        live = book.live_incarnation(grant.body.grant, stream, shard, state.incarnation)
+        first = self.random.choice((0, 0, self.random.randint(0, max(0, state.state[shard].high_watermark))))
+        back = Truncation(
+            stream=stream, shard=shard, incarnation=live.incarnation.hex(), epoch=0, offset=max(first, state.state[shard].log_start),
+        )  # fmt: skip
+        return f"from {first}: {await self._stand(grant, StandingAction.RESEND, region, back)}"
+
+    async def deny(self) -> str | None:
+        region, stream = self.random.choice(self.regions), self.random.choice(STREAMS)
+        self.denied.append((region, stream))
+        return await self._deny(region, stream, lifted=False)
+
+    async def lift(self) -> str | None:
+        if not self.denied:
+            return None
+        return await self._deny(*self.denied.pop(self.random.randrange(len(self.denied))), lifted=True)
+
+    async def _deny(self, region: str, stream: str, *, lifted: bool) -> str:
+        entry = DenyEntry(
+            streams=stream, peer="*", region=region, sequence=self.next_sequence(), at=now_ms(),
+            by=f"operator of {region}", lifted=lifted,
+        )  # fmt: skip
+        await self.put(region, "deny", sign_deny(entry, self.key(region)))
+        return f"{stream} by {region}"
+
+    async def restart_broker(self) -> str | None:
+        region = self.random.choice(self.regions)
+        await self.stop(region)
+        await self.start(region)
+        return region
+
+    async def restart_agent(self) -> str | None:
+        region = self.random.choice(self.sources)
+        await self.stop_agent(region)
+        await self.start_agent(region)
+        return region
+
+    async def back_up(self) -> str | None:
+        """A cold copy of a broker's streams."""
+        region = self.random.choice(self.regions)
+        kept = self.home / f"backup-{region}"
+        await self.stop(region)
+        await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
+        await asyncio.to_thread(shutil.copytree, self.folder(region).root / "data" / "streams", kept)
+        await self.start(region)
+        self._backups[region] = kept
+        return region
+
+    async def put_back(self) -> str | None:
+        """What stands on a broker's disk of the streams that are in its backup is what stood there then."""
+        if not self._backups:
+            return None
+        region, kept = self.random.choice(sorted(self._backups.items()))
+        streams = self.folder(region).root / "data" / "streams"
+        await self.stop(region)
+        restored = []
+        for old in sorted(kept.iterdir()):
+            # A stream that was deleted since stays deleted: its folder is named by its incarnation.
+            if old.is_dir() and (streams / old.name).exists():
+                await asyncio.to_thread(shutil.rmtree, streams / old.name)
+                await asyncio.to_thread(shutil.copytree, old, streams / old.name)
+                restored.append(old.name)
+        await self.start(region)
+        return f"{len(restored)} streams of {region}"
+
+    async def put_agent_back(self) -> str | None:
+        """An agent's egress log is put back to an older copy: it must not go on. Then the newest copy is found."""
+        region = self.random.choice(self.sources)
+        log = self.folder(region).root / "bridges" / "carrier" / "egress"
+        older, newest = self.home / f"older-{region}", self.home / f"newest-{region}"
+        await self.stop_agent(region)
+        if not older.exists():
+            await asyncio.to_thread(shutil.copytree, log, older)
+            await self.start_agent(region)
+            return f"kept {region}'s"
+        await asyncio.to_thread(shutil.copytree, log, newest)
+        await asyncio.to_thread(shutil.rmtree, log)
+        await asyncio.to_thread(shutil.copytree, older, log)
+        await self.start_agent(region)
+        await asyncio.sleep(1.0)
+        await self.stop_agent(region)
+        await asyncio.to_thread(shutil.rmtree, log)
+        await asyncio.to_thread(shutil.move, newest, log)
+        await self.start_agent(region)
+        return f"put {region}'s back, and the newest again"
+
+    async def renew_identity(self) -> str | None:
+        region = self.random.choice(self.sources)
+        folder = self.folder(region)
+        await self.stop_agent(region)
+        await asyncio.to_thread(
+            issue_identity, folder, load_config(folder.config), "bridge", "carrier", now_ms()
+        )
+        if self.random.random() < 0.8:
+            self._exchange_bundles()
+        await self.start_agent(region)
+        return region
+
+    # -- what the logs say -----------------------------------------------------------------------------
+
+    @property
+    def trust(self) -> Trust:
+        return Trust.of(self.bundle(region) for region in self.regions)
+
+    def logs(self) -> dict[str, Path]:
+        """Every log that was written, by its origin."""
+        found = {
+            region_origin(region, "acme"): self.folder(region).root / "data" / "audit"
+            for region in self.regions
+        }
+        for region in self.sources:
+            found[egress_origin(region, "acme", "carrier")] = (
+                self.folder(region).root / "bridges" / "carrier" / "egress"
+            )
+        return {origin: path for origin, path in found.items() if (path / "checkpoint").exists()}
+
+    def findings(self) -> list[str]:
+        """What verification finds in each log, and what does not agree between them; empty where all is well."""
+        found = []
+        logs = self.logs()
+        for origin, path in logs.items():
+            report = verify_log(Folder(path), self.trust, origin=origin, cosignatures_min=0)
+            found += [
+                f"{origin}: step {each.step}, leaf {each.leaf}: {each.sentence}" for each in report.findings
+            ]
+        leaves = [leaf for path in logs.values() for leaf in read_leaves(path)]
+        return found + disagreements(leaves)
+
+
+OPERATIONS: Final[dict[str, float]] = {
+    "create": 2, "delete": 1.5, "publish": 9, "settle": 5, "allow": 4, "accept": 1, "approve": 1, "renew": 2, "pause": 1,
+    "resume": 1.5, "revoke": 1, "resend": 2, "accept_truncation": 4, "deny": 0.7, "lift": 1.5, "restart_broker": 1, "restart_agent": 1,
+    "back_up": 1, "put_back": 2.5, "put_agent_back": 0.5, "renew_identity": 0.5,
+}  # fmt: skip
+"""What may be done in a step, and how often beside the others; one that finds nothing to do is drawn again."""
+
+
+def read_leaves(path: Path) -> list[Leaf]:
+    """The leaves that a log's checkpoint covers."""
+    files = Folder(path)
+    note = files.read("checkpoint")
+    size = int(note.split(b"\n", 2)[1]) if note else 0
+    return [decode_leaf(data) for _, data in read_entries(files, 0, size, size)]
+
+
+def disagreements(leaves: list[Leaf]) -> list[str]:
+    """Envelope by envelope: what was announced and acknowledged arrived, entry by entry; nothing else did, and no record
+    twice. An envelope that was announced and not acknowledged may have arrived or not."""
+    sides: dict[Kind | str, dict[tuple[LinkShard, bytes, bytes], bytes]] = {
+        "intent": {},
+        "receipt": {},
+        "arrival": {},
+    }
+    found = []
+    for leaf in leaves:
+        header = leaf.header
+        key = (LinkShard.of(header), header.incarnation, header.envelope_sha256)
+        if header.kind is Kind.INTENT:
+            where = "intent"
+        elif header.kind is Kind.ACK:
+            where = "receipt" if header.side is Side.EGRESS else "arrival"
+        else:
+            continue
+        if key in sides[where] and header.parts == 1:
+            found.append(f"{where} of {key} stands in a log twice")
+        sides[where][key] = sides[where].get(key, b"") + leaf.entries
+    for key, entries in sides["arrival"].items():
+        if sides["intent"].get(key) != entries:
+            found.append(f"what arrived under {key} is not what was announced")
+    found += [
+        f"the receipt for {key} has no arrival" for key in sides["receipt"] if key not in sides["arrival"]
+    ]
+    offsets: Counter[tuple[LinkShard, bytes, bytes]] = Counter(
+        (link, incarnation, entries[at : at + 8])
+        for (link, incarnation, _), entries in sides["arrival"].items()
+        for at in range(0, len(entries), ENTRY_BYTES)
+    )
+    return found + [f"{key} arrived {count} times" for key, count in offsets.items() if count > 1]
+
+
+@asynccontextmanager
+async def played(home: Path, number: int) -> AsyncIterator[tuple[World, list[str]]]:
+    """A sequence from its seed, and what it left that does not hold."""
+    world = World(home, number)
+    yield world, await world.play()
+
+
+async def play_all(
+    seeds: list[int], home: Path, at_once: int, tell: Callable[[World, list[str]], Awaitable[None]]
+) -> None:
+    """Play sequences side by side; `tell` hears of each as it ends."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(seed: int) -> None:
+        async with gate, played(home / str(seed), seed) as (world, found):
+            await tell(world, found)
+
+    async with asyncio.TaskGroup() as group:
+        for seed in seeds:
+            group.create_task(one(seed))
