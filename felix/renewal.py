@@ -185,7 +185,7 @@ class IdentityKeeper:
         """A session ends with its certificate. Well before that, the next one is made, with the new certificate."""
         latest_ms = replaced.not_after_ms - (replaced.not_after_ms - replaced.not_before_ms) // 10
         await self._until(latest_ms)
-        if self._connection.identity is replaced:
+        if self._connection.identity == replaced:
             self._connection.begin_anew("its certificate was renewed")
 
     def _tell(self, identity: Identity, error: FelixError | OSError) -> None:

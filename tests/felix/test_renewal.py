@@ -1,0 +1,87 @@
+"""A client that stays open for many lives of its certificate, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from client.conftest import until
+
+import felix.renewal
+from felix.connection import RegionConnection
+from felix.errors import Code, RequestError
+from felix.identity import Identity, parse_identity
+from felix.names import SpiffeId
+from felix.profile import Profile
+from felix.renewal import IdentityKeeper
+from keys.authority import create_authority
+
+NOW = 1_800_000_000_000
+DAY = 86_400_000
+AUTHORITY = create_authority("us-east", "acme", NOW - DAY)
+WHO = SpiffeId("us-east", "acme", "client", "orders")
+
+
+class Connection:
+    """What the keeper needs of a connection: each session reads the identity anew, as from a file."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.profile = Profile(
+            region="us-east",
+            mesh="acme",
+            addresses=("127.0.0.1:1",),
+            authority=AUTHORITY.anchor().root_pem,
+            identity=identity,
+        )
+        self.identity = identity
+        self.sessions = 1
+
+    def begin_anew(self, why: str) -> None:
+        held = cast(Identity, self.profile.identity)
+        self.identity = parse_identity(held.chain_pem + held.key_pem())
+        self.sessions += 1
+
+
+async def test_each_life_is_renewed_at_two_thirds_and_its_session_made_anew_before_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = NOW
+    refused = False
+    renewals = 0
+
+    async def renew(connection: Any, held: Identity, root: bytes, now_ms: int, **how: Any) -> Identity:
+        nonlocal renewals
+        if refused:
+            raise RequestError("Not today.", code=Code.FORBIDDEN)
+        renewals += 1
+        return AUTHORITY.issue_identity(WHO, now_ms)
+
+    monkeypatch.setattr(felix.renewal, "request_renewal", renew)
+    monkeypatch.setattr(felix.renewal, "WAIT_S_MAX", 0.005)
+    monkeypatch.setattr(felix.renewal, "AGAIN_S_MAX", 0.005)
+    monkeypatch.setattr(felix.renewal, "AGAIN_S_MIN", 0.005)
+    connection = Connection(AUTHORITY.issue_identity(WHO, now))
+    keeper = IdentityKeeper(cast(RegionConnection, connection), clock_ms=lambda: now)
+    keeper.start()
+    try:
+        # A certificate of 30 days is renewed after 20; the session of the one before it ends 27 days after that one began.
+        for life, early in ((1, 19), (2, 12), (3, 12)):
+            now += early * DAY
+            await asyncio.sleep(0.02)
+            assert (renewals, connection.sessions) == (life - 1, life)
+            now += 2 * DAY
+            await until(lambda life=life: renewals == life)
+            assert connection.sessions == life
+            now += 7 * DAY
+            await until(lambda life=life: connection.sessions == life + 1)
+        refused = True
+        now += 14 * DAY
+        await until(lambda: "could not be renewed" in caplog.text)
+        now += 7 * DAY
+        await until(lambda: caplog.text.count("could not be renewed") == 2)
+        assert "expires in 2d" in caplog.text
+        refused = False
+        await until(lambda: renewals == 4)
+    finally:
+        await keeper.close()
