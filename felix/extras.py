@@ -14,10 +14,8 @@ MESH: Final = "felix-mesh"
 
 def install_command(package: str, extra: str) -> str:
     """`pip install 'aioquic<2,>=1.3'`; where the package itself is not installed (a tree on the path), what to install in words."""
-    from importlib.metadata import (
-        PackageNotFoundError,
-        requires,
-    )  # here: it loads slowly, and only errors need it
+    # Imported here: it loads slowly, and only errors need it.
+    from importlib.metadata import PackageNotFoundError, requires
 
     try:
         wanted = [text.split(";") for text in requires(package) or ()]

@@ -344,7 +344,7 @@ def engine_named(name: str | None = None) -> Engine:
             raise RequestError(
                 f"The QUIC engine {chosen!r} is not installed.",
                 code=Code.CONFIG_INVALID,
-                hint=install_command(SDK, "portable") if chosen == "aioquic" else f"pip install {chosen}",
+                hint=install_command(SDK, "portable") if chosen == "aioquic" else "pip install 'qh3>=2.1,<3'",
             ) from error
         return engine
     source = "asked for" if name else f"named by {ENGINE_VARIABLE}"
