@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command_from_info, get_command_name
+from typer.models import CommandInfo
 
 from cli.command import Command
 
@@ -68,14 +70,52 @@ def load(name: str) -> Any:
     """The click command of an entry of `COMMANDS`; imports its module. Raises KeyError."""
     entry = COMMANDS[name]
     found = getattr(import_module(entry.module), entry.name)
-    host = typer.Typer(add_completion=False, rich_markup_mode=None)
     if isinstance(found, typer.Typer):
-        for each in found.registered_commands:
-            each.cls = Command
-        host.add_typer(found, name=name, cls=Group, help=entry.help, no_args_is_help=True)
-    else:
-        host.command(name, cls=Command)(found)
-    return typer.main.get_group(host).commands[name]
+        return Group(
+            name=name,
+            commands=_Subcommands(found.registered_commands),  # type: ignore[arg-type]
+            help=entry.help,
+            no_args_is_help=True,
+            rich_markup_mode=None,
+        )
+    return _make(CommandInfo(name=name, callback=found))
+
+
+def _make(info: CommandInfo) -> Any:
+    """The click command of one function: its annotations are read now, which takes milliseconds for each."""
+    info.cls = Command
+    return get_command_from_info(info, pretty_exceptions_short=False, rich_markup_mode=None)
+
+
+class _Subcommands(MutableMapping[str, Any]):
+    """The commands of a group by name, each made of its function when it is looked up."""
+
+    def __init__(self, registered: Sequence[CommandInfo]) -> None:
+        self._registered: dict[str, CommandInfo] = {}
+        for info in registered:
+            assert info.callback is not None
+            self._registered[info.name or get_command_name(info.callback.__name__)] = info
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made[name] = _make(self._registered[name])
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._registered
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._registered)
+
+    def __len__(self) -> int:
+        return len(self._registered)
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._registered[name]
 
 
 class _Commands(MutableMapping[str, Any]):

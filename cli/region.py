@@ -68,13 +68,13 @@ def init(
     address = (
         parse_option(listen, "--listen")
         if listen
-        else _free_address(7443, [config.listen for config in taken], socket.SOCK_DGRAM)
+        else free_address(7443, [config.listen for config in taken], socket.SOCK_DGRAM)
     )
     health_address = None
     if health != "none":
         used = [config.health for config in taken if config.health is not None]
         health_address = (
-            parse_option(health, "--health") if health else _free_address(8080, used, socket.SOCK_STREAM)
+            parse_option(health, "--health") if health else free_address(8080, used, socket.SOCK_STREAM)
         )
     if folder.root.is_dir() and any(folder.root.iterdir()):
         raise RequestError(
@@ -158,7 +158,7 @@ def parse_option(text: str, option: str) -> Address:
         raise RequestError(f"{option}: {error.sentence}") from error
 
 
-def _free_address(port: int, taken: list[Address], kind: socket.SocketKind) -> Address:
+def free_address(port: int, taken: list[Address], kind: socket.SocketKind) -> Address:
     """The first port from this one on that no region has and nobody listens at now."""
     ports = {address.port for address in taken}
     while port in ports or not _is_free(port, kind):

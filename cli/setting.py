@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
+import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from region.config import RegionConfig
 
 REGION_VARIABLE: Final = "FELIX_REGION"
+READER_LOOK_S: Final = 0.25
+"""How long a command outlives the reader of its output at most; a look costs a system call."""
 DEFAULT_FILE: Final = "default-region"
 """In the home folder: the name that `felix use` keeps."""
 
@@ -143,3 +148,35 @@ def read_file(path: Path, what: str) -> bytes:
         raise RequestError(
             f"{what} {path} cannot be read: {error.strerror or error}.", code=Code.NOT_FOUND
         ) from error
+
+
+@asynccontextmanager
+async def reader_watched() -> AsyncIterator[None]:
+    """Around work that prints what comes: BrokenPipeError once nobody reads standard output, also while nothing comes."""
+    work = asyncio.current_task()
+    assert work is not None
+    try:
+        poller = select.poll()
+        poller.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):
+        yield  # standard output is no file here
+        return
+    left = False
+
+    async def watch() -> None:
+        nonlocal left
+        # With no events asked for, the kernel tells of errors and ends alone.
+        while not poller.poll(0):  # noqa: ASYNC110 - the kernel is asked, no event of ours
+            await asyncio.sleep(READER_LOOK_S)
+        left = True
+        work.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if left:
+            raise BrokenPipeError from None
+        raise
+    finally:
+        watching.cancel()

@@ -23,7 +23,7 @@ from cli.output import (
     write_json_line,
 )
 from cli.publish import publish
-from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
+from cli.setting import IdentityOption, JsonOption, RegionOption, connect, reader_watched, run
 from felix.batch import Record
 from felix.errors import RequestError
 from felix.messages import StreamState
@@ -418,7 +418,7 @@ async def _subscribe(
             if not ends:
                 return
         subscription = client.stream(name).subscribe(start, shards=shards, on_gap=_say_gap)
-        async with subscription:
+        async with reader_watched(), subscription:
             with printed.told():
                 async for batch in subscription.batches():
                     for record in batch.records():

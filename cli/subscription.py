@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cli.output import Printed, iso, note, out, print_json, styled, table
-from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
+from cli.setting import IdentityOption, JsonOption, RegionOption, connect, reader_watched, run
 from cli.stream import parse_start, write_record
 from felix.batch import Record
 from felix.errors import RequestError
@@ -332,9 +332,10 @@ async def _consume(
     settings = SubscriptionSettings(start) if start else None
     async with connect(region, identity) as client:
         orders = client.stream(stream)
-        async with orders.consumer(
-            name, settings=settings, on_gap=lambda gap: note(f"gap: {gap}")
-        ) as consumer:
+        async with (
+            reader_watched(),
+            orders.consumer(name, settings=settings, on_gap=lambda gap: note(f"gap: {gap}")) as consumer,
+        ):
             while not count or printed.records < count:
                 try:
                     async with asyncio.timeout(idle_s):

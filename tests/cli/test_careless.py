@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
 import re
 import shlex
 import signal
@@ -11,15 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import typer.main
-from e2e.command_mesh import Said, command, environment, felix_command, free_port, until
+from e2e.command_mesh import ROOT, Said, command, environment, felix_command, free_port, until
 
 from cli.main import app, main
 from cli.process import read_state
+from cli.region import free_address
+from felix.address import Address
 from felix.batch import BATCH_BYTES_MAX
 
 REGION = "us-east"
@@ -81,8 +86,8 @@ CASES: list[tuple[str, int, str]] = [
     ("stream describe nothing", 2, "tenant/namespace/name"),
     ("stream describe ACME/ops/x", 2, "ACME/ops/x"),
     ("stream create acme/ops/careless", 1, "exists"),
-    ("stream create acme/ops/x --shards 0", 1, "shard"),
-    ("stream create acme/ops/x --shards 257", 1, "shard"),
+    ("stream create acme/ops/x --shards 0", 2, "shard"),
+    ("stream create acme/ops/x --shards 257", 2, "shard"),
     ("stream create acme/ops/x --shards many", 2, "shards"),
     ("stream create acme/ops/x --durability strong", 2, "'strong' is not a durability"),
     ("stream create acme/ops/x --durability interval:soon", 2, "soon"),
@@ -313,7 +318,7 @@ def records(home: Home) -> int:
 
 def test_a_record_that_is_too_large_is_refused_and_nothing_at_all_is_no_mistake(home: Home) -> None:
     said = home.felix("stream", "publish", STREAM, code=1, stdin=b"x" * (BATCH_BYTES_MAX + 1) + b"\n")
-    assert "allowed in this session" in said.err and "batch-too-large" in said.err
+    assert "1,048,576 are allowed" in said.err
     is_sentence(said)
     assert home.felix("stream", "publish", STREAM, "--json").json()["records"] == 0
 
@@ -331,6 +336,83 @@ def test_ctrl_c_ends_a_subscription_and_a_broker_quietly(home: Home, tmp_path: P
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
     assert "Traceback" not in log.read_text()
+
+
+# -- pipes and terminals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [f"stream subscribe {STREAM} --from earliest", "stream list -o json"])
+def test_a_reader_that_leaves_first_is_no_failure(home: Home, words: str) -> None:
+    """A shell with pipefail, as scripts have it: `head` takes what it wants, and nobody complains."""
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f'"$@" {words} | head -n 1', "-", *command()],
+        capture_output=True, env=environment(home.path), cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, b"") and done.stdout.count(b"\n") == 1
+
+
+def test_output_that_cannot_be_written_is_said(home: Home) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command("stream", "list"), stdout=full, stderr=subprocess.PIPE, env=environment(home.path), cwd=ROOT, check=False
+        )  # fmt: skip
+    assert (
+        done.returncode == 1 and b"No space left on device" in done.stderr and b"Traceback" not in done.stderr
+    )
+
+
+def test_nothing_spins_where_there_is_no_terminal(home: Home) -> None:
+    said = home.felix("stream", "publish", STREAM, stdin=b"one\n")
+    assert said.err == ""
+
+
+def test_top_ends_with_q(home: Home) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            command("top", "--interval", "0.2"), stdin=theirs, stdout=theirs, stderr=theirs,
+            env=environment(home.path, TERM="xterm", COLUMNS="80", LINES="24"), cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        seen = b""
+        while b"Streams" not in seen:
+            seen += os.read(ours, 1 << 16)
+        os.write(ours, b"q")
+        with suppress(OSError):  # a terminal that nobody has open any more
+            while os.read(ours, 1 << 16):
+                pass
+        assert process.wait(timeout=60) == 0
+    finally:
+        os.close(ours)
+
+
+# -- addresses ------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_was_edited_is_found_and_one_bad_region_hides_no_other(tmp_path: Path) -> None:
+    init = ("--mesh", "acme", "--health", "none", "--country", "US")
+    felix_command(tmp_path, "region", "init", "us-a", *init, "--listen", f"127.0.0.1:{free_port()}")
+    felix_command(tmp_path, "region", "init", "us-b", *init, "--listen", f"127.0.0.1:{free_port()}")
+    config, moved = tmp_path / "us-a" / "region.yaml", f"127.0.0.1:{free_port()}"
+    config.write_text(re.sub(r"127\.0\.0\.1:\d+", moved, config.read_text(), count=1))
+    (tmp_path / "us-b" / "region.yaml").write_text("colour: blue\n")
+    felix_command(tmp_path, "use", "us-a")
+    felix_command(tmp_path, "region", "up", "--detach")
+    try:
+        felix_command(tmp_path, "stream", "list")
+        good, bad = felix_command(tmp_path, "region", "status", "--all", "--json").json()["items"]
+        assert (good["state"], good["address"], good["problem"]) == ("up", moved, "")
+        assert "region.yaml" in bad["problem"]
+    finally:
+        felix_command(tmp_path, "region", "down")
+
+
+def test_a_port_in_use_is_not_given_to_a_new_region() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        assert free_address(port, [], socket.SOCK_DGRAM).port > port
+        assert free_address(port + 1, [Address("127.0.0.1", port + 1)], socket.SOCK_DGRAM).port > port + 1
 
 
 # -- Java, Spark ----------------------------------------------------------------------------------------
