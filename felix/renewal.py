@@ -113,7 +113,7 @@ class IdentityKeeper:
         self._connection = connection
         self._clock_ms = clock_ms
         self._task: asyncio.Task[None] | None = None
-        self._renewing = False
+        self._renewing = self._closing = False
         self._told: tuple[int, Stage] | None = None
 
     def start(self) -> None:
@@ -124,6 +124,7 @@ class IdentityKeeper:
         """Wait a moment for a renewal that is under way, then end."""
         if self._task is None:
             return
+        self._closing = True
         if self._renewing:
             await asyncio.wait([self._task], timeout=CLOSE_S)
         self._task.cancel()
@@ -132,19 +133,23 @@ class IdentityKeeper:
 
     async def _keep(self) -> None:
         identity = self._connection.identity
-        while identity is not None:
+        while identity is not None and not self._closing:
             await self._until(identity.renewal_due_ms)
             self._renewing = True
             held = identity
             try:
                 identity = await self._renew(held)
             except (FelixError, OSError) as error:
-                self._renewing = False
                 self._tell(held, error)
+                if self._closing:
+                    return
+                self._renewing = False
                 left_s = (held.not_after_ms - self._clock_ms()) / 1000
                 await asyncio.sleep(min(max(left_s / 20, AGAIN_S_MIN), AGAIN_S_MAX))
                 identity = self._connection.identity
                 continue
+            if self._closing:
+                return
             self._renewing = False
             await self._begin_anew(held)
 

@@ -85,3 +85,29 @@ async def test_each_life_is_renewed_at_two_thirds_and_its_session_made_anew_befo
         await until(lambda: renewals == 4)
     finally:
         await keeper.close()
+
+
+async def test_a_client_that_closes_waits_for_a_renewal_that_it_began_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def renew(connection: Any, held: Identity, root: bytes, now_ms: int, **how: Any) -> Identity:
+        asked.set()
+        await answer.wait()
+        return AUTHORITY.issue_identity(WHO, now_ms)
+
+    monkeypatch.setattr(felix.renewal, "request_renewal", renew)
+    # Whoever waited for more than the renewal would wait for ever.
+    monkeypatch.setattr(felix.renewal, "CLOSE_S", 3_600.0)
+    old = AUTHORITY.issue_identity(WHO, NOW)
+    connection = Connection(old)
+    keeper = IdentityKeeper(cast(RegionConnection, connection), clock_ms=lambda: NOW + 21 * DAY)
+    keeper.start()
+    await asked.wait()
+    closing = asyncio.create_task(keeper.close())
+    await asyncio.sleep(0)
+    answer.set()
+    async with asyncio.timeout(30):
+        await closing
+    assert connection.profile.identity != old
