@@ -345,7 +345,7 @@ class Carrier:
     def _stays(self) -> str:
         """What is to be said where nothing crosses though the link is active."""
         is_all = not self._shop.ledger.grant(self.row.grant).crossed_records
-        if not self._kept or not (is_all or self._kept >= KEPT_SAID):
+        if self.phase is not LinkPhase.ACTIVE or not self._kept or not (is_all or self._kept >= KEPT_SAID):
             return ""
         what = "No record has crossed under this grant" if is_all else "No record crosses"
         return (

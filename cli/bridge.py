@@ -229,7 +229,7 @@ def _look(region: str, terms: GrantTerms) -> None:
         note(f"no records of {terms.stream} were looked at: {error.sentence}")
         return
     for absent in found.absent:
-        note(f"{absent}.")
+        note(str(absent))
     if found.records and not found.count("crosses"):
         first = found.records[0]
         note(f"none of the newest {len(found.records)} records would cross: {first.outcome}. {first.reason}")
@@ -648,7 +648,7 @@ def plan(
         f"{found.count('crosses')} would cross, {found.count('withheld')} be withheld, {found.count('filtered')} be filtered"
     )
     for absent in found.absent:
-        note(f"{absent}.")
+        note(str(absent))
     fields: dict[tuple[str, str], tuple[int, str, str]] = {}
     for record in found.records:
         for each in record.fields:

@@ -28,8 +28,8 @@ class Absent(NamedTuple):
     like: str
 
     def __str__(self) -> str:
-        hint = f"; did you mean {self.like}?" if self.like else ""
-        return f"No record of the sample has the field {self.field}{hint}"
+        hint = f" Did you mean {self.like}?" if self.like else ""
+        return f"No record of the sample has the field {self.field}.{hint}"
 
 
 def absent_fields(spec: TransformSpec, payloads: Iterable[bytes]) -> tuple[Absent, ...]:

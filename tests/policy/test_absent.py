@@ -37,4 +37,4 @@ def test_where_nothing_can_be_read_nothing_is_said() -> None:
     spec = build_spec(drop=["Name"])
     assert absent_fields(spec, []) == absent_fields(spec, [b"\xff", b"[1]"]) == ()
     (one,) = absent_fields(build_spec(drop=["Nmae"]), RECORDS)
-    assert str(one) == "No record of the sample has the field Nmae; did you mean Name?"
+    assert str(one) == "No record of the sample has the field Nmae. Did you mean Name?"
