@@ -14,6 +14,7 @@ from felix.errors import FelixError, RequestError
 from felix.identity import load_identity
 from felix.names import SpiffeId
 from keys.authority import load_authority, save_issuing
+from keys.bundle import decode_bundle
 from policy.access import parse_rights
 from policy.quantity import Duration
 from region.founding import issue_identity
@@ -66,6 +67,8 @@ def issue(
     if kind == "bridge":
         out.print("The bundle names this bridge's audit log now: regions that trust this one need it again.")
         out.print(f"  {folder.bundle}")
+        bundle = decode_bundle(folder.bundle.read_bytes()).bundle
+        out.print(f"  fingerprint {bundle.fingerprint()}, the same as before")
 
 
 async def _put_rights(region: str, identity: str, rights: list[str]) -> None:

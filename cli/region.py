@@ -33,10 +33,11 @@ from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
 from felix.messages import Done, PutDocument, RegionState
 from felix.profile import load_profile
-from keys.bundle import SignedBundle, check_update, decode_bundle
+from keys.bundle import RegionBundle, SignedBundle, changes_beyond_fingerprint, check_update, decode_bundle
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
+    from region.config import RegionConfig
     from region.node import Node
 
 app = typer.Typer(no_args_is_help=True)
@@ -98,6 +99,10 @@ def init(
     out.print(f"  listens at    {address} (UDP), health {health_address or 'none'}")
     out.print(f"  country       {signed.bundle.country}, jurisdiction {signed.bundle.jurisdiction}")
     out.print(f"  fingerprint   {signed.bundle.fingerprint()}")
+    out.print(
+        f"A mesh's name does not change later, and regions exchange within one mesh: agree on {mesh!r} with whoever you will "
+        "exchange data with, and read them the fingerprint."
+    )
     out.print(f"Next: felix region up {name}")
     out.print(
         f"Who approves grants has an identity for it: felix identity issue NAME --kind approver --region {name}"
@@ -351,14 +356,22 @@ def bundle(
     fingerprint: Annotated[
         bool, typer.Option("--fingerprint", help="Only the fingerprint, to tell another region's operator.")
     ] = False,
+    whole: Annotated[
+        bool,
+        typer.Option("--whole", help="With --fingerprint: that of the whole bundle, bridges' logs with it."),
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Show what other regions need to know of this one; give them the file bundle.json."""
     folder, _ = folder_of(region)
     signed = decode_bundle(read_file(folder.bundle, "The bundle"))
     held = signed.bundle
+    if whole and not fingerprint:
+        raise RequestError(
+            "--whole says which --fingerprint.", hint="felix region bundle --fingerprint --whole"
+        )
     if fingerprint:
-        out.print(held.fingerprint())
+        out.print(held.whole_fingerprint() if whole else held.fingerprint())
         return
     if json:
         print_json(held, fingerprint=held.fingerprint(), signature=signed.signature, file=folder.bundle)
@@ -392,8 +405,9 @@ def add_log_keys_(region: RegionOption = "") -> None:
     if signed is None:
         out.print(f"Every log of {config.region}, and its witness, has an ML-DSA-44 key already.")
         return
-    fingerprint = signed.bundle.fingerprint()
-    out.print(f"{folder.bundle} names the new keys, fingerprint {fingerprint}")
+    # Of the whole bundle: bridges' logs, too, have one more key now.
+    fingerprint = signed.bundle.whole_fingerprint()
+    out.print(f"{folder.bundle} names the new keys; the whole bundle's fingerprint is {fingerprint}")
     out.print(
         f"They sign from the next start of the broker of {config.region} and of its bridges' agents on."
     )
@@ -467,6 +481,7 @@ def trust(
         raise RequestError(
             f"{bundle_file} is the bundle of {config.region} itself.", hint="Give the other one's."
         )
+    _same_mesh(config, other)
     _compare(folder, signed, fingerprint)
     # Pinned first: the broker takes what was compared, whatever it trusted before.
     trust_region(folder, signed)
@@ -475,20 +490,46 @@ def trust(
     out.print(f"{config.region} trusts {other.region}, fingerprint {other.fingerprint()}")
 
 
+def _same_mesh(config: RegionConfig, other: RegionBundle) -> None:
+    """Raises RequestError(WRONG_REGION) for a region of another mesh, with what the two can do."""
+    if other.mesh != config.mesh:
+        raise RequestError(
+            f"{other.region} belongs to mesh {other.mesh!r}, {config.region} to {config.mesh!r}; regions trust each other "
+            "within one mesh.",
+            code=Code.WRONG_REGION,
+            hint="Agree on one name. It stands in every identity and does not change: whoever has least to lose moves the "
+            f"region's folder away and founds it anew, as in felix region init {config.region} --mesh {other.mesh}.",
+        )
+
+
 def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str) -> None:
-    """Raises unless people compared the bundle's fingerprint, or it is a successor that needs no comparing."""
-    new, found = signed.bundle, signed.bundle.fingerprint()
-    if fingerprint:
-        if fingerprint.replace(" ", "").lower() != found.replace(" ", ""):
-            raise RequestError(
-                f"The bundle's fingerprint is {found}, not the one given.",
-                hint="Do not trust it. Get the bundle again from that region's operator.",
-            )
-        return
+    """Raises unless people compared the bundle's fingerprint, or it is a successor that needs no comparing.
+
+    The fingerprint says nothing of bridges' logs. Where one that is trusted has another key now, the whole bundle's is compared.
+    """
+    new = signed.bundle
     path = folder.trusted / f"{new.region}.json"
+    held = decode_bundle(read_file(path, "The trusted bundle")).bundle if path.exists() else None
+    beyond = changes_beyond_fingerprint(held, new) if held is not None else []
+    found, option = new.fingerprint(), "--fingerprint"
+    if beyond:
+        found, option = new.whole_fingerprint(), "--fingerprint --whole"
+    given = fingerprint.replace(" ", "").lower()
+    if given:
+        # Whoever compared the whole bundle compared what founds the region, too.
+        if given in (found.replace(" ", ""), new.whole_fingerprint().replace(" ", "")):
+            return
+        if given == new.fingerprint().replace(" ", ""):
+            raise RequestError(
+                f"The fingerprint is that of {new.region}, but the new bundle has {', '.join(beyond)}.",
+                hint=f"Ask that region's operator. If it is so, compare the whole bundle: felix region bundle {option}.",
+            )
+        raise RequestError(
+            f"The bundle's fingerprint is {found}, not the one given.",
+            hint="Do not trust it. Get the bundle again from that region's operator.",
+        )
     changed = ""
-    if path.exists():
-        held = decode_bundle(read_file(path, "The trusted bundle")).bundle
+    if held is not None:
         try:
             if held != new:
                 check_update(held, signed)
@@ -499,7 +540,7 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str) -> No
         raise RequestError(
             f"Nobody compared the fingerprint of {new.region}'s bundle.{changed}",
             hint="Ask that region's operator for it by another way than the file came (`felix region bundle "
-            "--fingerprint` there), and give it with --fingerprint.",
+            f"{option}` there), and give it with --fingerprint.",
         )
     if changed:
         note(changed.strip())

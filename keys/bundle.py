@@ -3,7 +3,8 @@
 The file is JSON; bytes are base64. The signature is Ed25519, for the purpose `region-bundle`, over the body as JSON
 with sorted names and no white space, so a file may be laid out as one likes. It is made by one of the policy keys that
 the body itself names: it shows that the bundle was not changed since, not whose it is. Whose it is, people see by the
-fingerprint (SHA-256 of the same bytes), which they compare over another way than the file came.
+fingerprint, which they compare over another way than the file came. It is over what founds the region, and so stays the
+same when a bridge joins with its log (`RegionBundle.fingerprint`).
 
 Invariants of a decoded `SignedBundle`, each checked again at decoding:
 1. the shape holds: names, sizes and numbers as typed here, no field too many;
@@ -37,6 +38,8 @@ KEYS_MAX: Final = 16
 AUDIT_KEYS_MAX: Final = 32
 """Half of them ML-DSA-44 keys, of 1.8 kB in base64 each: the region's log and witness, and the logs of 14 bridges."""
 _PURPOSE: Final = "region-bundle"
+_FOUNDING: Final = b"felix region founding\n"
+"""Stands before what the fingerprint is over, so that it is the digest of nothing else."""
 
 PublicKeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 PublicKeys = Annotated[tuple[PublicKeyBytes, ...], msgspec.Meta(min_length=1, max_length=KEYS_MAX)]
@@ -89,13 +92,34 @@ class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         return HybridPublicKey(self.import_key)
 
     def signed_bytes(self) -> bytes:
-        """What the signature and the fingerprint are over."""
+        """What the signature is over."""
         return msgspec.json.encode(self, order="sorted")
 
+    def bridge_logs(self) -> tuple[AuditKey, ...]:
+        """The keys of bridges' egress logs: what the fingerprint leaves out."""
+        bridges = f"{trust_domain(self.region, self.mesh)}/bridge/"
+        return tuple(key for key in self.audit_keys if key.role == "log" and key.name.startswith(bridges))
+
     def fingerprint(self) -> str:
-        """SHA-256 in 16 groups of four hexadecimal digits, for people to read to each other."""
-        digest = hashlib.sha256(self.signed_bytes()).hexdigest()
-        return " ".join(digest[at : at + 4] for at in range(0, 64, 4))
+        """What people read to each other: SHA-256 of what founds the region, in 16 groups of four hexadecimal digits.
+
+        That is all but the logs of bridges and the time of issue: name, mesh, country, root certificate, policy, receipt and
+        import keys, the region's own log and its witness. Whatever of it changes, people compare again.
+        """
+        bridges = set(self.bridge_logs())
+        own = tuple(key for key in self.audit_keys if key not in bridges)
+        founding = msgspec.structs.replace(self, issued_ms=0, audit_keys=own)
+        return _grouped(_FOUNDING + founding.signed_bytes())
+
+    def whole_fingerprint(self) -> str:
+        """The same over the whole bundle, which changes with every bridge. It is compared where the key of a log that is
+        trusted was replaced or taken away, which `fingerprint` cannot vouch for."""
+        return _grouped(self.signed_bytes())
+
+
+def _grouped(data: bytes) -> str:
+    digest = hashlib.sha256(data).hexdigest()
+    return " ".join(digest[at : at + 4] for at in range(0, 64, 4))
 
 
 class SignedBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,10 +202,19 @@ def changes_of(trusted: RegionBundle, new: RegionBundle) -> list[str]:
     New logs are nothing of it: under a new name, a key speaks for no log that was there before.
     """
     found = [words for name, words in _FIXED if getattr(new, name) != getattr(trusted, name)]
-    before, after = set(trusted.audit_keys), set(new.audit_keys)
-    names = {key.name for key in trusted.audit_keys}
-    found += [f"no key {key.name} any more, or another one" for key in trusted.audit_keys if key not in after]
-    for key in new.audit_keys:
+    return found + _key_changes(trusted.audit_keys, new.audit_keys)
+
+
+def changes_beyond_fingerprint(trusted: RegionBundle, new: RegionBundle) -> list[str]:
+    """Those of `changes_of` that a compared `fingerprint` says nothing of: other keys of bridges' logs, or fewer."""
+    return _key_changes(trusted.bridge_logs(), new.bridge_logs())
+
+
+def _key_changes(trusted: tuple[AuditKey, ...], new: tuple[AuditKey, ...]) -> list[str]:
+    before, after = set(trusted), set(new)
+    names = {key.name for key in trusted}
+    found = [f"no key {key.name} any more, or another one" for key in trusted if key not in after]
+    for key in new:
         if key not in before and key.name in names:
             found.append(f"one more key {key.name}")
         elif key not in before and key.role != "log":

@@ -18,6 +18,7 @@ from keys.bundle import (
     BUNDLE_BYTES_MAX,
     AuditKey,
     RegionBundle,
+    changes_beyond_fingerprint,
     changes_of,
     check_update,
     decode_bundle,
@@ -86,12 +87,18 @@ def test_another_layout_of_the_file_is_the_same_bundle() -> None:
     assert decode_bundle(shuffled.encode()) == signed
 
 
-def test_the_fingerprint_is_for_people_and_changes_with_anything() -> None:
+def test_the_fingerprint_is_for_people_and_stays_while_bridges_come() -> None:
     fingerprint = bundle().fingerprint()
     assert len(fingerprint.split()) == 16
     assert fingerprint == sign_bundle(bundle(), POLICY).bundle.fingerprint()
-    assert bundle(issued_ms=NOW + 1).fingerprint() != fingerprint
-    assert bundle(import_key=HybridKeyPair.generate().public.encoded).fingerprint() != fingerprint
+    bridge = AuditKey("eu-west.acme/bridge/eu-to-us", "log", OTHER)
+    later = bundle(issued_ms=NOW + 1, audit_keys=(LOG, bridge))
+    assert later.fingerprint() == fingerprint
+    assert later.whole_fingerprint() != bundle().whole_fingerprint()
+    assert changes_beyond_fingerprint(bundle(), later) == []
+    for after in ((LOG,), (LOG, AuditKey(bridge.name, "log", LOG.public)), (LOG, bridge, QUANTUM_BRIDGE)):
+        assert bundle(audit_keys=after).fingerprint() == fingerprint
+        assert changes_beyond_fingerprint(later, bundle(audit_keys=after))
 
 
 def test_any_changed_byte_of_the_file_is_refused_or_means_the_same() -> None:
@@ -159,6 +166,9 @@ def test_a_bundle_signed_by_a_key_that_it_does_not_name_is_refused() -> None:
 
 LOG = AuditKey("eu-west.acme/ingress", "log", SigningKey.from_seed(b"a" * 32).verify_key.public)
 OTHER = SigningKey.from_seed(b"o" * 32).verify_key.public
+QUANTUM_BRIDGE = AuditKey(
+    "eu-west.acme/bridge/eu-to-us", "log", MlDsaKey.from_seed(b"q" * 32).public, "ml-dsa-44"
+)
 
 
 def test_an_update_signed_by_a_trusted_key_may_name_logs_of_new_bridges() -> None:
@@ -188,6 +198,9 @@ def test_an_update_that_changes_who_may_speak_is_refused(changes: dict[str, obje
     with pytest.raises(TamperError, match=says) as caught:
         check_update(bundle(), sign_bundle(bundle(issued_ms=NOW + 1, **changes), POLICY))
     assert "--fingerprint" in caught.value.hint
+    assert bundle(**changes).fingerprint() != bundle().fingerprint(), (
+        "whatever is refused shows in the fingerprint"
+    )
 
 
 def test_an_update_that_is_old_foreign_or_by_a_stranger_is_refused() -> None:

@@ -88,6 +88,11 @@ def test_another_region_takes_the_new_keys_by_their_fingerprint_alone(home: Path
         answer = CliRunner().invoke(app, refused)
         assert isinstance(answer.exception, RequestError)
         assert decode_bundle(trusted.read_bytes()).bundle == held
+    # Of a region's founding, the fingerprint says nothing of bridges' logs, which have one more key, too.
     answer = CliRunner().invoke(app, [*words, "--fingerprint", new.bundle.fingerprint()])
+    assert isinstance(answer.exception, RequestError)
+    assert "one more key us-east.acme/bridge/" in str(answer.exception)
+    assert "--whole" in answer.exception.hint
+    answer = CliRunner().invoke(app, [*words, "--fingerprint", new.bundle.whole_fingerprint()])
     assert answer.exit_code == 0, answer.output
     assert decode_bundle(trusted.read_bytes()).bundle == new.bundle
