@@ -51,6 +51,9 @@ async def test_damage_is_named_with_its_place(tmp_path: Path, monkeypatch: pytes
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     answer = CliRunner().invoke(app, ["log", "inspect", str(tmp_path / "some.txt")])
+    assert "cannot be read" in str(answer.exception)
+    (tmp_path / "some.txt").write_text("no segment")
+    answer = CliRunner().invoke(app, ["log", "inspect", str(tmp_path / "some.txt")])
     assert answer.exit_code != 0
     assert "no segment file" in str(answer.exception)
 
