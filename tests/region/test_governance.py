@@ -92,11 +92,11 @@ async def test_a_revocation_that_is_deleted_from_the_store_stays(mesh: Mesh, res
 
 
 async def test_what_became_of_another_grant_is_no_reason_under_this_one(mesh: Mesh) -> None:
-    ended = await mesh.grant()
+    ended = await granted(mesh)
     await mesh.stand("us-east", ended, StandingAction.REVOKE)
     assert "revoked" in str(refusal(mesh, ended))
     said = str(refusal(mesh, "g-" + "a" * 16))
-    assert ended not in said and "No grant" in said
+    assert ended not in said and "no grant" in said
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
