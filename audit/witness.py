@@ -114,6 +114,11 @@ class Witness:
             raise RequestError(f"The log {key.name} is known under another key.", code=Code.CONFLICT)
         self._logs[key.name] = (*held, key)
 
+    @property
+    def origins(self) -> list[str]:
+        """The logs that are cosigned here, sorted."""
+        return sorted(self._logs)
+
     def last(self, origin: str) -> Checkpoint | None:
         """The last checkpoint cosigned for this log: the one that the next proof has to start from."""
         note = self._last_note(origin)

@@ -46,6 +46,7 @@ COMMANDS: Final[dict[str, Entry]] = {
     "bench": Entry("cli.bench", "app", "Measure."),
     "use": Entry("cli.use", "use", "Keep a default region for commands that name none."),
     "top": Entry("cli.top", "top", "Show what goes through a region's broker now."),
+    "mesh": Entry("cli.mesh", "mesh", "Draw the mesh: regions, grants, links and their states."),
     "doctor": Entry("cli.doctor", "doctor", "Look at what Felix needs on this machine."),
     "demo": Entry("cli.demo", "demo", "Two regions, one bridge, one report."),
     "completion": Entry(

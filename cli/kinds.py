@@ -34,6 +34,7 @@ KINDS: Final = {
     "log inspect": "Segment",
     "log restore": "Restoration",
     "log verify": "ShardVerdict",
+    "mesh": "Mesh",
     "namespace list": "Namespace",
     "namespace show": "Namespace",
     "policy check": "Policy",

@@ -46,6 +46,7 @@ from felix.messages import (
     DeleteQuota,
     DeleteStream,
     DeleteSubscription,
+    DescribeMesh,
     DescribeRegion,
     DescribeStream,
     DescribeSubscription,
@@ -63,6 +64,7 @@ from felix.messages import (
     ListRights,
     ListStreams,
     ListSubscriptions,
+    MeshPage,
     NamespacePage,
     PutNamespace,
     PutQuota,
@@ -601,6 +603,20 @@ class RegionClient:
             found += page.links
             if not page.more or not page.links:
                 return found
+
+    async def describe_mesh(self) -> MeshPage:
+        """The mesh as the region knows it: regions, grants, denials and audit logs, all in one. Takes the right to observe."""
+        found = MeshPage()
+        for what in ("regions", "grants", "denials", "logs"):
+            count = 0
+            while True:
+                page = await self._typed(DescribeMesh(what, count, PAGE_MAX), MeshPage)
+                more: list[Any] = getattr(page, what)
+                getattr(found, what).extend(more)
+                count += len(more)
+                if not page.more or not more:
+                    break
+        return found
 
     async def request(self, request: Request, *, timeout_s: float | None = None) -> Answer:
         """Any request of the protocol (felix.messages) and its answer.

@@ -35,9 +35,11 @@ from felix.identity import NONCE_BYTES, Binding, Identity, Proof, prove
 from felix.messages import (
     Answer,
     Challenge,
+    DescribeMesh,
     DescribeRegion,
     DescribeStream,
     DescribeSubscription,
+    DescribeTraffic,
     GetCheckpoint,
     GetDataKey,
     Goodbye,
@@ -100,7 +102,7 @@ GOODBYE_PAUSE_MS_MAX: Final = 60_000
 CORRELATION_MAX: Final = (1 << 32) - 1
 
 _SAFE: Final = (
-    DescribeStream, ListStreams, ListRights, ListDocuments, ListKeys, DescribeRegion, ListLinks, GetDataKey,
+    DescribeStream, ListStreams, ListRights, ListDocuments, ListKeys, DescribeRegion, DescribeTraffic, DescribeMesh, ListLinks, GetDataKey,
     WitnessedSize, GetCheckpoint, PutRights, ReportLinks, ListQuotas, PutQuota, DescribeSubscription, ListSubscriptions,
     RenewIdentity,
 )  # fmt: skip

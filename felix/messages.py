@@ -494,6 +494,74 @@ class TrafficPage(Message, frozen=True, tag="traffic_page"):
     more: bool = False
 
 
+class DescribeMesh(Message, frozen=True, tag="describe_mesh"):
+    """The mesh as this region knows it: of `what` (regions, grants, denials or logs)."""
+
+    what: Name
+    skip: Natural = 0
+    limit: Page = 100
+
+
+class KnownRegion(Message, frozen=True, tag="known_region"):
+    """This region, or one whose bundle it trusts; what stands here is what that region signed of itself."""
+
+    region: Name
+    mesh: Name
+    country: Name = ""
+    jurisdiction: Name = ""
+
+
+class GrantSummary(Message, frozen=True, tag="grant_summary"):
+    """One grant in this region's book. `state` is offered, active, paused, revoked or expired; `reason` says what an offered one
+    waits for, and who paused a paused one."""
+
+    grant: Name
+    stream: Name
+    from_region: Name
+    to_region: Name
+    state: Name
+    destination_stream: Name = ""
+    reason: Text = ""
+    expires_ms: int = 0
+
+
+class Denial(Message, frozen=True, tag="denial"):
+    """A deny entry that stands: `region` says that `streams` do not cross to `peer` or from it; `*` is every region."""
+
+    streams: Name
+    region: Name
+    peer: Name
+    reason: Text = ""
+    at_ms: int = 0
+
+
+class Cosigner(Message, frozen=True, tag="cosigner"):
+    """A witness whose cosignature was verified, and when it says that it cosigned; 0 where that is not kept."""
+
+    name: Name
+    time_ms: int = 0
+
+
+class AuditLog(Message, frozen=True, tag="audit_log"):
+    """An audit log: this region's `own`, at its last checkpoint, or one that it cosigns, as far as it has. `cosigned_size`: leaves of
+    the newest checkpoint of it that is cosigned, by `cosigners`."""
+
+    origin: Name
+    own: bool
+    size: int
+    root: bytes
+    cosigned_size: int = 0
+    cosigners: list[Cosigner] = []
+
+
+class MeshPage(Message, frozen=True, tag="mesh_page"):
+    regions: list[KnownRegion] = []
+    grants: list[GrantSummary] = []
+    denials: list[Denial] = []
+    logs: list[AuditLog] = []
+    more: bool = False
+
+
 class CutState(Message, frozen=True, tag="cut"):
     """What an operator accepts with `felix bridge resume --accept-truncation`: the incarnation that ends, and the epoch and
     source offset that the link goes on from."""
@@ -867,14 +935,14 @@ class Done(Message, frozen=True, tag="done"):
 
 Request = (
     CreateStream | AlterStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
-    | DescribeTraffic | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | RenewIdentity | DescribeRegion
+    | DescribeTraffic | DescribeMesh | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | RenewIdentity | DescribeRegion
     | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | GetStreamStatement | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
     | CreateSubscription | AlterSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
     | OpenCache | WatchCache | OpenQueue
     | OpenTransactions | PutNamespace | DeleteNamespace | ListNamespaces
 )  # fmt: skip
 Answer = (
-    StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | TrafficPage | DocumentPage | KeyPage | IdentityRenewed | RegionState
+    StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | TrafficPage | MeshPage | DocumentPage | KeyPage | IdentityRenewed | RegionState
     | CacheOpened | QueueOpened
     | LinkPage | DataKeySealed | LinkSecretSealed | StreamStated | IngestOpened | Witnessed | CheckpointAnswer | Done
     | SubscriptionState | SubscriptionPage | ConsumerOpened | TransactionsOpened | NamespacePage

@@ -38,6 +38,8 @@ class Verb(StrEnum):
     """Create, delete and describe streams."""
     BRIDGE_READ = "bridge-read"
     """Read sealed batches as a bridge agent; a grant is needed besides."""
+    OBSERVE = "observe"
+    """See what goes on, as `felix mesh` and `felix console` show it: names, figures, links, grants and checkpoints; no record, no key."""
     OPERATE = "operate"
     """Grants, policy, rights, keys and the region's own state."""
 

@@ -20,11 +20,12 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.expiry import ExpiryWatch, Life
 from felix.identity import Binding, Peer, Proof, TrustBundle, verify_peer
 from felix.messages import CacheTraffic, ReaderTraffic
-from felix.names import RESERVED_TENANT, SpiffeId, StreamName
+from felix.names import RESERVED_TENANT, NamePattern, SpiffeId, StreamName
 from felix.quota import QuotaLimits, Scope
 from felix.settings import NO_VIEWS, NamespaceSettings, Offload, Views
 from felix.transport.port import TransportLimits
 from policy.access import Rights, Verb, not_found_or_forbidden
+from policy.pattern import covers
 from region.budget import Budgets
 from region.config import RegionConfig
 from region.metadata.catalog import Catalog
@@ -258,6 +259,30 @@ class Broker:
             f"{identity} may not {what}.",
             code=Code.FORBIDDEN,
             hint="This takes an operator's identity of this region.",
+        )
+
+    def require_observer(self, identity: SpiffeId, what: str) -> None:
+        """Raises RequestError(FORBIDDEN) for anyone but an operator, or an identity of this region with some right to observe."""
+        if identity.region == self.region and any(
+            right.verb is Verb.OBSERVE for right in self._rights.of(identity)
+        ):
+            return
+        if not self.is_operator(identity):
+            raise RequestError(
+                f"{identity} may not {what}.",
+                code=Code.FORBIDDEN,
+                hint="This takes the right to observe, or an operator's identity of this region.",
+            )
+
+    def observes(self, identity: SpiffeId, streams: str) -> bool:
+        """True where the identity may see what goes on with these streams, a name or a pattern: all to an operator, else what one of
+        its rights to observe covers as a whole."""
+        if self.is_operator(identity):
+            return True
+        wanted = NamePattern(streams)
+        return identity.region == self.region and any(
+            right.verb is Verb.OBSERVE and covers(right.pattern, wanted)
+            for right in self._rights.of(identity)
         )
 
     # -- streams ---------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from audit.crossed import OffsetSet, ShardName, crossed_before
@@ -500,6 +501,11 @@ class Governance:
         if bundle is None:
             raise RequestError(f"The region {region} is not trusted here.", code=Code.NOT_FOUND)
         return RegionTrust(bundle)
+
+    @property
+    def bundles(self) -> Mapping[str, RegionBundle]:
+        """This region's bundle and those it trusts, by region."""
+        return MappingProxyType(self._bundles)
 
     @property
     def book(self) -> GrantBook:

@@ -28,6 +28,7 @@ from felix.messages import (
     DeleteQuota,
     DeleteStream,
     DeleteSubscription,
+    DescribeMesh,
     DescribeRegion,
     DescribeStream,
     DescribeSubscription,
@@ -50,6 +51,7 @@ from felix.messages import (
     ListRights,
     ListStreams,
     ListSubscriptions,
+    MeshPage,
     NamespacePage,
     PutCosignature,
     PutDocument,
@@ -80,6 +82,7 @@ from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
 from felix.settings import NO_VIEWS, Retries, Views, altered
 from policy.access import Verb, parse_rights
+from region import overview
 from region.broker import Broker, auto_config
 from region.export import ExportDesk
 from region.governance import COURIER_KINDS, Governance
@@ -466,7 +469,7 @@ class Requests:
 
     async def describe_region(self, identity: SpiffeId, request: DescribeRegion) -> RegionState:
         broker = self._broker
-        broker.require_operator(identity, "describe the region")
+        broker.require_observer(identity, "describe the region")
         origin, size = self._governance.audit_state()
         gauges = broker.gauges() | self._governance.witnessing.gauges()
         return RegionState(
@@ -479,7 +482,7 @@ class Requests:
 
     async def describe_traffic(self, identity: SpiffeId, request: DescribeTraffic) -> TrafficPage:
         broker = self._broker
-        broker.require_operator(identity, "see the region's traffic")
+        broker.require_observer(identity, "see the region's traffic")
         found: list[StreamTraffic] | list[ReaderTraffic] | list[CacheTraffic]
         if request.what == "streams":
             found = [stream.traffic() for stream in sorted(broker.streams, key=lambda each: each.name)]
@@ -489,7 +492,11 @@ class Requests:
             found = sorted(broker.caches(), key=lambda each: each.stream)
         else:
             raise RequestError(f"Traffic is of streams, readers or caches, not of {request.what[:40]!r}.")
-        chosen = [each for each in found if each.stream.startswith(request.prefix)]
+        chosen = [
+            each
+            for each in found
+            if each.stream.startswith(request.prefix) and broker.observes(identity, each.stream)
+        ]
         page = _fitting(chosen[request.skip : request.skip + request.limit])
         return TrafficPage(
             broker.clock_ms(),
@@ -499,13 +506,43 @@ class Requests:
             len(chosen) > request.skip + len(page),
         )
 
+    async def describe_mesh(self, identity: SpiffeId, request: DescribeMesh) -> MeshPage:
+        broker, governance = self._broker, self._governance
+        broker.require_observer(identity, "see the mesh")
+        first, last = request.skip, request.skip + request.limit
+        if request.what == "regions":
+            regions = [bundle for _, bundle in sorted(governance.bundles.items())]
+            page = _fitting(map(overview.known_region, regions[first:last]))
+            return MeshPage(regions=page, more=len(regions) > first + len(page))
+        if request.what == "grants":
+            summaries = map(overview.grant_summary, governance.book.list(broker.clock_ms()))
+            grants = [each for each in summaries if broker.observes(identity, each.stream)]
+            held = _fitting(grants[first:last])
+            return MeshPage(grants=held, more=len(grants) > first + len(held))
+        if request.what == "denials":
+            denials = [each for each in governance.book.denies() if broker.observes(identity, each.streams)]
+            standing = _fitting(map(overview.denial, denials[first:last]))
+            return MeshPage(denials=standing, more=len(denials) > first + len(standing))
+        if request.what != "logs":
+            raise RequestError(
+                f"A mesh has regions, grants, denials and logs, not {request.what[:40]!r}.",
+            )
+        witness = governance.witnessing.witness
+        origins = witness.origins
+        own = [] if first else [overview.own_log(governance.trail)]
+        cosigned = await asyncio.to_thread(
+            overview.cosigned_logs, witness, origins[max(0, first - 1) : last - 1]
+        )
+        logs = _fitting([*own, *cosigned])
+        return MeshPage(logs=logs, more=1 + len(origins) > first + len(logs))
+
     async def report_links(self, identity: SpiffeId, request: ReportLinks) -> Done:
         self._export.report(identity, request.links)
         return Done()
 
     async def list_links(self, identity: SpiffeId, request: ListLinks) -> LinkPage:
-        self._broker.require_operator(identity, "list links")
-        links = self._export.links()
+        self._broker.require_observer(identity, "list links")
+        links = [link for link in self._export.links() if self._broker.observes(identity, link.stream)]
         page = _fitting(links[request.skip : request.skip + request.limit])
         return LinkPage(page, len(links) > request.skip + len(page))
 
@@ -602,6 +639,7 @@ _HANDLERS: dict[type, Handler] = {
     RotateKeys: Requests.rotate_keys,
     DescribeRegion: Requests.describe_region,
     DescribeTraffic: Requests.describe_traffic,
+    DescribeMesh: Requests.describe_mesh,
     ReportLinks: Requests.report_links,
     ListLinks: Requests.list_links,
     GetDataKey: Requests.get_data_key,

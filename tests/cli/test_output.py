@@ -74,6 +74,7 @@ SCENARIO: Sequence[str] = (
     "region status",
     "region bundle",
     "top --interval 0.2",
+    "mesh",
     "audit show",
     "audit verify --cosignatures 0",
     "use us-east",

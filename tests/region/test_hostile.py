@@ -73,14 +73,14 @@ REQUESTS = [
     "describe_region", "report_links", "list_links", "get_data_key", "get_link_secret", "get_stream_statement", "open_ingest", "cosign",
     "witnessed_size", "get_checkpoint", "put_cosignature", "open_cache", "watch_cache", "open_queue",
     "create_subscription", "describe_subscription", "list_subscriptions", "seek_subscription", "delete_subscription",
-    "open_consumer", "renew_identity",
+    "open_consumer", "renew_identity", "describe_mesh",
 ]  # fmt: skip
 FIELDS = [
     "stream", "shards", "durability", "retention", "ring_bytes", "incarnation", "prefix", "after", "limit", "acks",
     "start", "credit_bytes", "grant", "subscription", "identity", "rights", "kind", "body", "level", "links", "key",
     "public_key", "from_region", "shard", "epoch", "transfer_key", "signature", "checkpoint", "proof", "origin",
     "from_size", "cosigned", "coalesce", "offsets",
-    "name", "settings", "consumer", "csr",
+    "name", "settings", "consumer", "csr", "what", "skip",
 ]  # fmt: skip
 NAMES = st.sampled_from(
     [CREW, "acme/ops/*", "a/b", "../../etc", "acme/ops/" + "x" * 80, "acme/ops/\U0001f600" * 30]
