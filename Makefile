@@ -19,7 +19,7 @@ SEED      ?= 1
 # Test processes side by side; a file's tests stay together, since they share brokers and Spark.
 WORKERS ?= 2
 
-.PHONY: demo test wheels attack ordinary lock soak check format bench clean help
+.PHONY: demo runbooks test wheels attack ordinary lock soak check format bench clean help
 
 help: ## show this list
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -70,6 +70,9 @@ ordinary: $(STAMP) ## SEQUENCES random sequences of what operators do, from SEED
 soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile peers by the thousand (minutes)
 	@FELIX_SOAK_KILLS=$(KILLS) FELIX_HOSTILE_CASES=5000 $(BIN)/python -m pytest -s --timeout 3600 tests/soak tests/region/test_kill.py \
 	  tests/region/test_hostile.py
+
+runbooks: $(STAMP) ## the commands of docs/runbooks, each page against a mesh that was broken so (minutes)
+	@FELIX_RUNBOOKS=1 $(BIN)/python -m pytest --timeout 1800 tests/docs/test_runbooks.py
 
 check: $(STAMP) ## format, lint, types, imports
 	@$(BIN)/ruff format --check --quiet . && $(BIN)/ruff check --quiet .
