@@ -9,7 +9,7 @@ Rules, for each link shard (which names its destination stream) and stream incar
 - egress: a GAP of a truncation accounts for nothing: it says of offsets that were accounted for that one end lost them;
 - egress: an ACK answers exactly one INTENT batch: same envelope, same range, same number of records; and its receipt, where it
   says so, is for the very records that the INTENT lists.
-- ingress: source offsets only grow; no record is appended twice.
+- ingress: source offsets only grow, whichever bridge brings them; no record is appended twice.
 - both, version 1: an INTENT or ingress ACK names a grant whose GRANT leaf stands earlier in the same log, with the same
   hash of terms, for its stream, bridge and regions, inside its window and not after its REVOKE. From version 2 on the
   signed documents decide: audit.agreement.
@@ -173,8 +173,8 @@ class Continuity:
 
     # Offsets
 
-    def _shard(self, header: Header) -> _Shard | str:
-        key = (LinkShard.of(header), header.incarnation)
+    def _shard(self, header: Header, link: LinkShard | None = None) -> _Shard | str:
+        key = (link or LinkShard.of(header), header.incarnation)
         shard = self._shards.get(key)
         if shard is None:
             if len(self._shards) >= LINK_SHARDS_MAX:
@@ -285,7 +285,8 @@ class Continuity:
         return mistakes
 
     def _grow(self, header: Header) -> list[str]:
-        shard = self._shard(header)
+        # At the destination a shard has one place, whichever bridge brings it.
+        shard = self._shard(header, LinkShard.of(header)._replace(bridge=""))
         if isinstance(shard, str):
             return [shard]
         first, last = header.first_offset, header.last_offset

@@ -195,6 +195,14 @@ class Positions:
         state = self._states.get(key)
         return None if state is None else state.ack
 
+    def arrived_below(self, key: LinkShard, incarnation: bytes) -> int:
+        """Below which source offset records of this shard arrived under this incarnation, whichever bridge brought them."""
+        acks = (state.ack for other, state in self._states.items() if other[1:] == key[1:])
+        return max(
+            (ack.last_offset + 1 for ack in acks if ack is not None and ack.incarnation == incarnation),
+            default=0,
+        )
+
     def unanswered(self, key: LinkShard) -> tuple[Crossing, ...]:
         """INTENTs without an ACK, oldest first: what a bridge sends again when it starts."""
         state = self._states.get(key)

@@ -320,6 +320,11 @@ class Trail:
         with self._lock:
             return self._positions.last_ack(key)
 
+    def arrived_below(self, key: LinkShard, incarnation: bytes) -> int:
+        """`Positions.arrived_below` of what is durable."""
+        with self._lock:
+            return self._positions.arrived_below(key, incarnation)
+
     def unanswered(self, key: LinkShard) -> tuple[Crossing, ...]:
         """Durable INTENTs without an ACK, oldest first."""
         with self._lock:

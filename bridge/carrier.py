@@ -634,7 +634,7 @@ class Carrier:
         had = channel.opened.logged
         if last is not None and last.incarnation == source.live.incarnation:
             had = max(had, last.last_offset + 1)
-        if account is None or had <= at:
+        if had <= at:
             return
         row = self.row
         said = (
@@ -645,13 +645,14 @@ class Carrier:
         raise self._truncated(said, source.live.incarnation, account, cut, source)
 
     def _truncated(
-        self, said: str, incarnation: bytes, account: ShardAccount, cut: Cut, source: SourceShard
+        self, said: str, incarnation: bytes, account: ShardAccount | None, cut: Cut, source: SourceShard
     ) -> CorruptionError:
-        """The link stops until an operator decides: alarm, GAP leaf (once), and the error that ends the session."""
-        shop, row, last = self._shop, self.row, account.accounted_to - 1
+        """The link stops until an operator decides: alarm, GAP leaf (once), and the error that ends the session. Without an
+        account another bridge carried before, and this one's log has nothing to say of it."""
+        shop, row = self._shop, self.row
         self.alarm = said
         self.cut = CutState(source.live.incarnation, cut.epoch, cut.offset)
-        if (cut.offset, last) not in account.truncated:
+        if account is not None and (cut.offset, last := account.accounted_to - 1) not in account.truncated:
             log.error("link %s %s/%d: %s", row.grant, row.stream, row.shard, said)
             self.figures.gaps += last + 1 - cut.offset
             template = msgspec.structs.replace(

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from audit.leaf import EncodedLeaf, read_header
+from audit.leaf import EncodedLeaf, Header, Kind, Side, read_header
 from audit.tile import read_entries
 from audit.trail import Trail
 from felix.errors import CorruptionError
@@ -46,11 +46,25 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     log_size: int
     leaves: list[bytes]
 
+    def encoded(self) -> list[EncodedLeaf]:
+        """The leaves. Raises CorruptionError."""
+        headers = [read_header(data) for data in self.leaves]
+        if not headers or None in headers:
+            raise CorruptionError("The note of a range that arrived holds a leaf that cannot be read.")
+        return [
+            EncodedLeaf(header, data) for header, data in zip(headers, self.leaves, strict=True) if header
+        ]
+
     def has_landed(self, shard: ShardLog) -> bool:
-        """Whether the link's record, which is written with the records, names this very append."""
+        """Whether the link's record, which is written with the records, names this append."""
         data = shard.annotations.get(self.slot)
         record = None if data is None else LinkRecord.decode(data)
-        return record is not None and record.position.find(self.landed.source_base) == self.landed
+        return (
+            record is not None
+            # After an accepted truncation, or a resend, offsets come again.
+            and record.live == self.encoded()[0].header.incarnation
+            and record.position.find(self.landed.source_base) == self.landed
+        )
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -59,7 +73,8 @@ _decoder: Final = msgspec.msgpack.Decoder(Arrival)
 
 def encode_arrival(slot: int, landed: Landed, trail: Trail, leaves: Sequence[EncodedLeaf]) -> bytes:
     """The note of a range that is about to be appended."""
-    return _encoder.encode(Arrival(slot, landed, trail.status().size, [leaf.data for leaf in leaves]))
+    # What is accepted and not durable may be gone after a crash, and its indexes be given anew.
+    return _encoder.encode(Arrival(slot, landed, trail.status().durable, [leaf.data for leaf in leaves]))
 
 
 def decode_arrival(data: bytes) -> Arrival:
@@ -122,12 +137,7 @@ async def settle(shard: ShardLog, trail: Trail, charge: Callable[[str, int], Non
     landed = [each for each in found.values() if each.has_landed(shard)]
     missing = await asyncio.to_thread(_missing, trail, landed) if landed else []
     for arrival in missing:
-        leaves = []
-        for data in arrival.leaves:
-            header = read_header(data)
-            if header is None:
-                raise CorruptionError("The note of a range that arrived holds a leaf that cannot be read.")
-            leaves.append(EncodedLeaf(header, data))
+        leaves = arrival.encoded()
         charge(leaves[0].header.grant_id, sum(leaf.header.record_bytes for leaf in leaves))
         await trail.append(leaves)
         log.warning(
@@ -139,9 +149,27 @@ async def settle(shard: ShardLog, trail: Trail, charge: Callable[[str, int], Non
 
 
 def _missing(trail: Trail, arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Those whose leaves the log does not have. Blocks."""
+    """Those whose leaves the log does not have. Blocks.
+
+    A range is known by its place, not by its leaves' bytes: of one that was refused and sent again, one note may be gone."""
     size = note_size(trail.publish())
     start = min(each.log_size for each in arrivals)
-    wanted = {each.leaves[0] for each in arrivals}
-    there = wanted.intersection(bytes(leaf) for _, leaf in read_entries(trail.files, start, size, size))
-    return [each for each in arrivals if each.leaves[0] not in there]
+    headers = (read_header(leaf) for _, leaf in read_entries(trail.files, start, size, size))
+    there = {
+        _place(header)
+        for header in headers
+        if header is not None and (header.kind, header.side) == (Kind.ACK, Side.INGRESS)
+    }
+    return [each for each in arrivals if _place(each.encoded()[0].header) not in there]
+
+
+def _place(header: Header) -> tuple[object, ...]:
+    """Of a range's first leaf: no other range of the log has it."""
+    return (
+        header.source_region,
+        header.stream,
+        header.shard,
+        header.destination_stream,
+        header.incarnation,
+        header.first_offset,
+    )

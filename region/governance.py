@@ -1095,10 +1095,10 @@ class Governance:
 
     # -- witnessing ------------------------------------------------------------------------------------
 
-    async def find_ack(self, scope: TransferScope, source_offset: int) -> FoundAck:
-        """The ingress ACK leaf that begins at this source offset. Raises RequestError(NOT_FOUND)."""
+    async def find_ack(self, scope: TransferScope, source_offset: int) -> FoundAck | None:
+        """The ingress ACK leaf that begins at this source offset, whichever bridge brought it under whichever grant."""
 
-        def find() -> FoundAck:
+        def find() -> FoundAck | None:
             size = note_size(self.trail.publish())
             for index, leaf, _ in find_leaves(
                 self.trail.files,
@@ -1117,10 +1117,7 @@ class Governance:
                     and leaf.header.first_offset == source_offset
                 ):
                     return FoundAck(index, leaf.header.envelope_sha256)
-            raise RequestError(
-                f"The ingress log has no leaf for source offset {source_offset} of {scope}.",
-                code=Code.NOT_FOUND,
-            )
+            return None
 
         return await asyncio.to_thread(find)
 

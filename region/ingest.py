@@ -425,8 +425,7 @@ class IngestStream:
 
     def _logged_below(self, scope: TransferScope) -> int:
         """Below which source offset the ingress log says that records arrived under this incarnation."""
-        last = self._desk.governance.trail.last_ack(_link_shard(scope))
-        return last.last_offset + 1 if last is not None and last.incarnation == scope.incarnation else 0
+        return self._desk.governance.trail.arrived_below(_link_shard(scope), scope.incarnation)
 
     def _told(self, opened: IngestOpened) -> IngestOpened:
         """With what crossed before a resend, from the oldest range on that may be sent again."""
@@ -841,16 +840,8 @@ class IngestStream:
             self._fail(error)
 
     def _logged_before(self, way: _Way) -> None:
-        """The range landed before: its leaf may be durable, or missing after a crash."""
-        scope, trail = self._key.scope, self._desk.governance.trail
-        last = trail.last_ack(_link_shard(scope))
-        is_logged = (
-            last is not None
-            and last.incarnation == scope.incarnation
-            and last.last_offset >= way.header.last_offset
-        )
-        work = self._answer_again(way) if is_logged else self._log_again(way)
-        task = asyncio.ensure_future(self._again(way, work))
+        """The range landed before, and nothing of this shard is on its way to the log."""
+        task = asyncio.ensure_future(self._again(way, self._answer_again(way)))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -867,12 +858,16 @@ class IngestStream:
     async def _answer_again(self, way: _Way) -> None:
         """Find the leaf's index in the ingress log and sign the same receipt again."""
         found = await self._desk.governance.find_ack(self._key.scope, way.header.base_offset)
-        if found.envelope_sha256 != way.digest:
+        if found is None:
+            await self._log_again(way)
+        elif found.envelope_sha256 != way.digest:
             raise self._another(way)
-        self._answer(way, self._receipt(way, found.leaf))
+        else:
+            self._answer(way, self._receipt(way, found.leaf))
 
     async def _log_again(self, way: _Way) -> None:
-        """A crash came between append and leaf: the leaf is made now, if these are the records that landed."""
+        """A crash came between append and leaf in a version that kept no notes: the leaf is made now, if these are the records
+        that landed."""
         landed, batch = way.landed, way.batch
         if batch is not None and landed.base_offset >= self._shard.log_start_offset:
             entries = await self._shard.read(landed.base_offset, 1)

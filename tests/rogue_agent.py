@@ -154,7 +154,7 @@ class RogueAgent:
         self.mesh, self.peer = mesh, peer
         scope = TransferScope(
             "us-east", "eu-west", StreamName.parse(stream), incarnation, StreamName.parse(destination or stream), 0,
-            epoch, grant, terms_hash, mesh.bridge_id,
+            epoch, grant, terms_hash, peer.identity.spiffe_id,
         )  # fmt: skip
         self.key = TransferKey(new_key_id("us-east", KeyKind.TRANSFER, b"r" * 11), scope, b"k" * 32)
         self.stream = -1
@@ -264,10 +264,15 @@ async def granted(mesh: Mesh, **changes: object) -> tuple[str, bytes]:
 
 @asynccontextmanager
 async def rogue_agent(
-    mesh: Mesh, grant: tuple[str, bytes], *, engine: str | None = None, **options: object
+    mesh: Mesh,
+    grant: tuple[str, bytes],
+    *,
+    bridge: str = BRIDGE,
+    engine: str | None = None,
+    **options: object,
 ) -> AsyncIterator[RogueAgent]:
-    """A session with the bridge's identity at the destination."""
-    identity = load_identity(mesh.us.identity(BRIDGE))
+    """A session with a bridge's identity at the destination."""
+    identity = load_identity(mesh.us.identity(bridge))
     address = mesh.nodes["eu-west"].address
     async with raw_peer(mesh.eu, address, identity=identity, engine=engine, region="eu-west") as peer:
         yield RogueAgent(mesh, peer, *grant, **options)  # type: ignore[arg-type]

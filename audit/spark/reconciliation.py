@@ -100,6 +100,8 @@ SHARD_KEY: Final = (
     "shard",
 )
 _SHARD: Final = ", ".join(SHARD_KEY)
+_ARRIVING: Final = ", ".join(name for name in SHARD_KEY if name != "bridge")
+"""At the destination a shard has one place, whichever bridge brings it."""
 _ENVELOPE: Final = f"{_SHARD}, envelope_sha256"
 
 
@@ -321,7 +323,7 @@ def _covered(leaves: DataFrame) -> DataFrame:
 
 def coverage_findings(leaves: DataFrame) -> DataFrame:
     """Step 3, by place: holes that no GAP leaf declares, offsets announced twice, arrivals twice."""
-    before = f"""OVER (PARTITION BY {_SHARD} ORDER BY first_offset, last_offset, leaf_index
+    before = f"""OVER (PARTITION BY {_ARRIVING} ORDER BY first_offset, last_offset, leaf_index
                        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)"""
     tail = "CAST(NULL AS BIGINT) AS ingress_leaf, envelope_sha256"
     return leaves.sparkSession.sql(

@@ -60,9 +60,11 @@ def decode_notes(data: bytes) -> list[Note]:
     while 0 <= at <= len(data) - _RECORD.size:
         _, length, number, checksum = _RECORD.unpack_from(data, at)
         end = at + _RECORD.size + length
-        state = xxhash.xxh3_64(data[at : at + _CHECKSUM_AT])
-        state.update(data[at + _RECORD.size : end])
-        whole = end <= len(data) and state.intdigest() == checksum
+        whole = end <= len(data)
+        if whole:
+            state = xxhash.xxh3_64(data[at : at + _CHECKSUM_AT])
+            state.update(data[at + _RECORD.size : end])
+            whole = state.intdigest() == checksum
         if whole:
             found.append(Note(number, data[at + _RECORD.size : end]))
         at = data.find(_MAGIC, end if whole else at + 1)

@@ -349,6 +349,7 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
             "attacks/test_rogue_agent.py",
             "attacks/test_f07_canaries.py",
             "attacks/test_destination_killed.py",
+            "attacks/test_two_bridges.py",
         ),
     ),
     ("else", "source"): Cell(

@@ -220,6 +220,14 @@ def test_the_ingress_side_appends_each_record_once() -> None:
     assert any("no GRANT" in sentence for sentence in mistakes(leaves))
 
 
+def test_the_ingress_side_appends_each_record_once_whichever_bridge_brings_it() -> None:
+    leaves = Link().delivery(Link().intent())
+    other = [with_header(leaf, bridge="spiffe://us-east.acme/bridge/other") for leaf in leaves]
+    continuity = Continuity()
+    assert continuity.apply(leaves[0]) == []
+    assert any("appended before" in sentence for sentence in continuity.apply(other[0]))
+
+
 def test_an_intent_in_an_ingress_log_is_named() -> None:
     link = Link()
     assert mistakes([with_header(link.intent()[0], side=Side.INGRESS)]) == [

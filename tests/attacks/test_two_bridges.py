@@ -1,0 +1,106 @@
+"""A second bridge of the source, with a grant of its own into the same stream: what the first one brought has its leaf, and crosses once.
+
+A link's place at the destination is that of its stream, whoever carries it. So is what the ingress log says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from bridge_mesh import BRIDGE, STREAM, Mesh, flight, now_ms, two_regions, until
+from rogue_agent import Wild, granted, rogue_agent
+
+from audit.leaf import Kind
+from felix.errors import Code, CorruptionError, RequestError
+from felix.messages import LinkState
+from region.config import load_config
+from region.founding import issue_identity
+
+OTHER = "us-to-eu-2"
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with two_regions(tmp_path) as mesh:
+        issue_identity(mesh.us, load_config(mesh.us.config), "bridge", OTHER, now_ms())
+        yield mesh
+
+
+async def two_grants(mesh: Mesh, stream: str) -> list[tuple[str, bytes]]:
+    return [
+        await granted(mesh, stream=stream, bridge=f"spiffe://us-east.acme/bridge/{name}")
+        for name in (BRIDGE, OTHER)
+    ]
+
+
+async def test_a_second_bridge_gets_no_second_leaf_for_what_the_first_one_brought(mesh: Mesh) -> None:
+    """It knows the records, which its grant lets it read, and sends the newest range again under its own grant."""
+    stream = "acme/ops/two-leaves"
+    one, two = await two_grants(mesh, stream)
+    sent = [Wild(b'{"n":%d}' % at) for at in range(3)]
+    async with rogue_agent(mesh, one, stream=stream) as agent:
+        await agent.open()
+        await agent.cross(sent)
+        agent.send_nothing(3, 5)
+        await agent.receipt()
+    async with rogue_agent(mesh, two, bridge=OTHER, stream=stream) as agent:
+        for base, again in ((0, sent), (3, [])):
+            assert (await agent.open()).position == 6
+            if again:
+                agent.send(again, base=base)
+            else:
+                agent.send_nothing(base, 5)
+            with pytest.raises(RequestError) as caught:
+                await agent.receipt()
+            assert caught.value.code is Code.POSITION_GAP
+    await mesh.stop("eu-west")
+    acks = [leaf.header for leaf in mesh.leaves(mesh.ingress_folder, Kind.ACK)]
+    assert [(ack.grant_id, ack.records) for ack in acks] == [(one[0], 3), (one[0], 0)]
+    assert mesh.verify_ingress().ok
+
+
+async def test_a_second_bridge_does_not_bring_again_what_a_deleted_stream_had(mesh: Mesh) -> None:
+    """The destination deletes its stream; the link stops for whoever carries it, until an operator decides."""
+    stream = "acme/ops/deleted"
+    one, two = await two_grants(mesh, stream)
+    sent = [Wild(b'{"n":%d}' % at) for at in range(3)]
+    async with rogue_agent(mesh, one, stream=stream) as agent:
+        await agent.open()
+        await agent.cross(sent)
+    async with mesh.operator("eu-west") as client:
+        await client.delete_stream(stream)
+    async with rogue_agent(mesh, two, bridge=OTHER, stream=stream) as agent:
+        opened = await agent.open()
+        assert (opened.position, opened.logged) == (0, 3)
+        agent.send(sent)
+        with pytest.raises(CorruptionError) as caught:
+            await agent.receipt()
+        assert caught.value.code is Code.TRUNCATED
+    await mesh.stop("eu-west")
+    assert mesh.verify_ingress().ok
+
+
+async def test_an_agent_that_never_carried_stops_where_the_destination_lost_what_another_brought(
+    mesh: Mesh,
+) -> None:
+    """An honest agent takes over: it says where the link stands, so that an operator can decide."""
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(3)])
+    stream = (await mesh.describe("us-east")).incarnation
+    grant = await granted(mesh, bridge=f"spiffe://us-east.acme/bridge/{OTHER}")
+    async with rogue_agent(mesh, grant, bridge=OTHER, incarnation=stream) as agent:
+        await agent.open()
+        await agent.cross([Wild(b'{"n":%d}' % at) for at in range(3)])
+    async with mesh.operator("eu-west") as client:
+        await client.delete_stream(STREAM)
+    await mesh.grant()
+    async with mesh.agent() as agent:
+
+        def stopped() -> LinkState | None:
+            return next((each for each in agent.links() if each.state == "truncated"), None)
+
+        found = await until(stopped, "the stop")
+        assert found.cut is not None and found.cut.offset == 0
+    assert await mesh.arrived() == 0

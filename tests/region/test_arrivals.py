@@ -1,0 +1,104 @@
+"""The notes of ranges after a crash: what landed gets its leaves, once, however often a start is tried."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from audit_log import INGRESS_ORIGIN, STREAM, Link, log_signer
+
+from audit.leaf import Kind, Leaf, encode_for_log, read_header
+from audit.tile import read_entries
+from audit.trail import Trail, TrailStatus
+from region.arrivals import encode_arrival, settle
+from region.link_slot import Landed, LinkRecord, Position, link_slot
+from region.log.ahead import Note
+from region.witnessing import note_size
+
+SLOT = link_slot("us-east", STREAM, 0)
+
+
+class Shard:
+    """What `settle` asks of a shard: its notes, and the link's record."""
+
+    identity = SimpleNamespace(stream=STREAM, shard=0)
+
+    def __init__(self, landed: Landed, live: bytes, *notes: bytes) -> None:
+        record = LinkRecord("us-east", STREAM, live, live, 0, 1, 9, Position(9, (landed,)))
+        self.annotations = {SLOT: record.encode()}
+        self.notes = [Note(number, data) for number, data in enumerate(notes)]
+        self.fails = 0
+
+    async def read_notes(self) -> list[Note]:
+        return self.notes
+
+    async def clear_notes(self) -> None:
+        if self.fails:
+            self.fails -= 1
+            raise OSError("no")
+        self.notes = []
+
+
+@pytest.fixture
+async def trail(tmp_path: Path) -> AsyncIterator[Trail]:
+    trail = Trail.open(tmp_path, log_signer(INGRESS_ORIGIN))
+    yield trail
+    await asyncio.to_thread(trail.close)
+
+
+def delivery(link: Link, records: int = 3) -> tuple[Landed, list[Leaf]]:
+    first, base = link.offset, link.destination_offset
+    return Landed(first, base, records), link.delivery(link.intent(records))
+
+
+def note(landed: Landed, leaves: list[Leaf], *, durable: int = 0, accepted: int = 0) -> bytes:
+    status = TrailStatus(accepted, durable, 0, 0, 0, "")
+    trail: Any = SimpleNamespace(status=lambda: status)
+    return encode_arrival(SLOT, landed, trail, [encode_for_log(leaf) for leaf in leaves])
+
+
+async def settled(shard: Shard, trail: Trail) -> int:
+    held: Any = shard
+    return await settle(held, trail, lambda grant, size: None)
+
+
+def arrived(trail: Trail) -> list[int | None]:
+    size = note_size(trail.publish())
+    headers = [read_header(data) for _, data in read_entries(trail.files, 0, size, size)]
+    return [header.first_offset for header in headers if header is not None and header.kind is Kind.ACK]
+
+
+async def test_a_start_that_is_tried_again_writes_no_second_leaf(trail: Trail) -> None:
+    """Leaves before it were accepted by the log, and gone with the crash: their indexes are given anew."""
+    landed, leaves = delivery(Link())
+    shard = Shard(landed, leaves[0].header.incarnation, note(landed, leaves, accepted=5))
+    shard.fails = 2
+    for _ in range(2):
+        with pytest.raises(OSError, match="no"):
+            await settled(shard, trail)
+    assert await settled(shard, trail) == 0
+    assert arrived(trail) == [0]
+
+
+async def test_a_note_of_another_incarnation_did_not_land(trail: Trail) -> None:
+    """After a resend a range without records may have the place that one had before it; the crash came before it landed."""
+    landed, leaves = delivery(Link())
+    header = msgspec.structs.replace(leaves[0].header, incarnation=b"2" * 16)
+    again = note(landed, [Leaf(header, leaves[0].entries)])
+    assert await settled(Shard(landed, leaves[0].header.incarnation, again), trail) == 0
+    assert arrived(trail) == []
+
+
+async def test_a_note_that_was_refused_is_none_of_what_landed_in_its_place(trail: Trail) -> None:
+    """The disk was full; the range came again in another envelope, and only the note of the first one was left by the crash."""
+    landed, leaves = delivery(Link())
+    header = msgspec.structs.replace(leaves[0].header, envelope_sha256=b"e" * 32)
+    refused = note(landed, [Leaf(header, leaves[0].entries)])
+    await trail.append(leaves)
+    assert await settled(Shard(landed, header.incarnation, refused), trail) == 0
+    assert arrived(trail) == [0]
