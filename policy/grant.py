@@ -534,6 +534,10 @@ class _Entry:
         for held in self.imports.values():
             yield from held
 
+    def newest_half(self) -> ImportGrant | None:
+        """What is shown where there is no export: the acceptance that was signed last."""
+        return max(self.halves(), key=_signed, default=None)
+
 
 class GrantView(NamedTuple):
     """One grant for a list: its state at the time asked for."""
@@ -950,7 +954,7 @@ class GrantBook:
             return step, Refusal(kind, sentence, hint, name)
 
         if export is None:
-            half = next(entry.halves(), None)
+            half = entry.newest_half()
             by, source = (half.to_region, half.from_region) if half is not None else ("Nobody", "its source")
             return refuse(
                 _Step.DOCUMENTS,
@@ -1131,7 +1135,7 @@ class GrantBook:
     def _view(self, entry: _Entry, now: int) -> GrantView:
         name, export = entry.grant, entry.export
         if export is None:
-            accepted = next(entry.halves(), None)
+            accepted = entry.newest_half()
         else:
             accepted = _agreeing(export, entry.imports.get(export.terms.to_region, []))
         state = GrantState.OFFERED
@@ -1229,10 +1233,10 @@ def _places(entry: _Entry) -> list[tuple[NamePattern, tuple[str, str]]]:
     return [(NamePattern(stream), (source, to)) for stream, source, to in dict.fromkeys(named)]
 
 
-def _last_word(accepted: Accepted) -> tuple[int, str, int, int]:
+def _last_word(accepted: Accepted) -> tuple[int, str, bool, int, int]:
     """Of two of one instant and region always the same one."""
     cut = accepted.truncation
-    return accepted.at, accepted.region, cut.epoch, cut.offset
+    return accepted.at, accepted.region, accepted.is_resend, cut.epoch, cut.offset
 
 
 def _ends(terms: GrantTerms) -> tuple[str, str]:

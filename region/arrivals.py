@@ -24,7 +24,7 @@ import msgspec
 from audit.leaf import EncodedLeaf, Header, Kind, Side, read_header
 from audit.tile import read_entries
 from audit.trail import Trail
-from felix.errors import CorruptionError
+from felix.errors import Code, CorruptionError, UnavailableError
 from region.link_slot import Landed, LinkRecord
 from region.log.shard import ShardLog
 from region.witnessing import note_size
@@ -33,6 +33,9 @@ log = logging.getLogger("felix.region.arrivals")
 
 RETRY_S: Final = 0.25
 """How soon the ingress log is asked again that did not take leaves."""
+
+WAITING_BYTES_MAX: Final = 64 << 20
+"""Leaves that wait for a log that does not take them: an envelope of 200 kB may have 4.4 MB of them, and windows count envelopes."""
 
 Logged = Callable[[int, Exception | None], None]
 """Called with the index of the first leaf, or with why it is not in the log yet: then once more later."""
@@ -97,10 +100,21 @@ class LeafQueue:
         self._trail = trail
         self._waiting: deque[_Waiting] = deque()
         self._timer: asyncio.TimerHandle | None = None
+        self._waiting_bytes = 0
+
+    def check_room(self) -> None:
+        """Before a range is appended. Raises UnavailableError where too many leaves wait already."""
+        if self._waiting_bytes >= WAITING_BYTES_MAX:
+            raise UnavailableError(
+                f"{self._waiting_bytes} bytes of leaves wait for the audit log; {WAITING_BYTES_MAX} may.",
+                code=Code.LIMIT_MEMORY,
+                retry_after_ms=1000,
+            )
 
     def put(self, leaves: list[EncodedLeaf], logged: Logged) -> None:
         """Have these appended, now or as soon as the log takes them; `logged` is called on the loop."""
         self._waiting.append(_Waiting(leaves, logged))
+        self._waiting_bytes += _size(leaves)
         if self._timer is None:
             self._drain()
 
@@ -115,12 +129,17 @@ class LeafQueue:
                 logged(-1, error)
                 return
             self._waiting.popleft()
+            self._waiting_bytes -= _size(leaves)
 
     def close(self) -> None:
         """The broker stops; what waits is left to the next start."""
         self._waiting.clear()
         if self._timer is not None:
             self._timer.cancel()
+
+
+def _size(leaves: Sequence[EncodedLeaf]) -> int:
+    return sum(len(leaf.data) for leaf in leaves)
 
 
 async def settle(shard: ShardLog, trail: Trail, charge: Callable[[str, int], None]) -> int:

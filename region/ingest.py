@@ -120,11 +120,16 @@ class IngestDesk:
         self._landings: dict[tuple[StreamName, int, int], _Landing] = {}
         self._meters: dict[str, GrantMeter] = {}
         self.leaves = LeafQueue(governance.trail)
+        self._streams_open = asyncio.Event()
 
     async def settle(self, hosted: HostedStream) -> None:
         """Before a stream is served: what landed in it has its leaves. Raises what keeps the ingress log from taking them."""
         for shard in hosted.serving:
             await settle(shard, self.governance.trail, lambda grant, size: self.meter(grant).take(size))
+
+    def streams_opened(self) -> None:
+        """Every stream that the broker found at its start is open, or cannot be."""
+        self._streams_open.set()
 
     def close(self) -> None:
         """The broker stops."""
@@ -159,8 +164,10 @@ class IngestDesk:
     async def drained(self, grant_id: str) -> None:
         """Wait until nothing that was taken under this grant is on its way to the disk or the log any more.
 
-        The caller has seen to it that nothing new is taken. Each range ends: answered, or lost with its stream.
+        The caller has seen to it that nothing new is taken. Each range ends: answered, or lost with its stream; at a start, what
+        a crash left of it in the streams has its leaves first.
         """
+        await self._streams_open.wait()
         for landing in list(self._landings.values()):
             if landing.grant_id == grant_id:
                 await landing.settled.wait()
@@ -680,6 +687,7 @@ class IngestStream:
             )
         if again is None:
             self._check_budget(found.size_bytes)
+            self._desk.leaves.check_room()
         leaf = msgspec.structs.replace(leaf, time_ms=self._desk.broker.clock_ms())
         leaves = [encode_part(leaf, part, landed.first_offset) for part in found.parts]
         # Producers are numbered by the region that they publish in: an agent must not fence one here.

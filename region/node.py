@@ -294,6 +294,7 @@ class Node:
             except FelixError as error:
                 # One stream that does not fit must not keep the others from being served.
                 log.error("stream %s cannot be opened: %s", record.name, error)
+        ingest.streams_opened()
 
         await subscriptions.start()
         self._stack.push_async_callback(subscriptions.close)

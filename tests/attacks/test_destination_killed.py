@@ -20,10 +20,15 @@ from rogue_agent import RogueAgent, Wild, granted, rogue_agent
 
 from audit.leaf import CommitmentKey, Committer, Entry, Kind, iter_entries
 from audit.trail import Trail
+from felix.errors import Code
 from felix.names import StreamName
 from keys.link import commitment_secret
+from policy.grant import Standing, StandingAction, sign_standing
 from region.log.ahead import AHEAD_NAMES
 from region.log.shard import ShardLog
+from region.metadata.catalog import Catalog
+from region.metadata.embedded import EmbeddedStore
+from region.node import now_ms
 
 
 @pytest.fixture
@@ -225,12 +230,54 @@ async def test_with_many_ranges_on_their_way_each_has_its_leaf_once(mesh: Mesh) 
     assert mesh.verify_ingress().ok
 
 
+async def test_a_revocation_that_came_meanwhile_stands_behind_what_a_crash_had_kept_from_the_log(
+    mesh: Mesh,
+) -> None:
+    """The grant was revoked in the store while the broker was down: the range had landed before, and both logs verify."""
+    stream = "acme/ops/revoked"
+    grant, sent = await granted(mesh, stream=stream), numbered(0, 3)
+    async with rogue_agent(mesh, grant, stream=stream) as agent:
+        await agent.open()
+        await agent.cross([sent[0]])
+        shard, kill = shard_of(mesh, stream), Kill(mesh)
+        assert shard._disk is not None
+        with kill.after(shard._disk, "sync"):
+            agent.send([sent[1], sent[2]])
+            await until(kill.taken.is_set, "the kill")
+        body = Standing(
+            grant=grant[0], action=StandingAction.REVOKE, region="eu-west", sequence=1, at=now_ms(), by="a"
+        )
+        document = sign_standing(body, mesh.key("eu-west")).encode_file()
+        store = await EmbeddedStore.open(kill.copy / "data" / "metadata.db")
+        await Catalog(store, "eu-west").put_document("revocations", "state", f"{grant[0]}.r", document)
+        await store.close()
+        await kill.restart()
+    trail = trail_of(mesh)
+    await until(lambda: trail.status().durable == trail.status().size, "the leaves")
+
+    def kinds() -> list[str]:
+        trail.publish()
+        return [
+            leaf.header.kind.name
+            for leaf in mesh.leaves(mesh.ingress_folder, Kind.ACK, Kind.REVOKE)
+            if leaf.header.grant_id == grant[0]
+        ]
+
+    await until(lambda: "REVOKE" in kinds(), "the revocation's leaf")
+    assert kinds() == ["ACK", "ACK", "REVOKE"]
+    await mesh.stop("eu-west")
+    report = mesh.verify_ingress()
+    assert report.ok, report.findings
+
+
 async def test_a_log_that_takes_no_leaf_is_asked_until_it_does_and_nobody_reads_meanwhile(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent leaves at once; what it brought stays unread, and so does what the region's own people publish behind it."""
-    stream = "acme/ops/refusing"
+    """The agent leaves at once; what it brought stays unread, and so does what the region's own people publish behind it. Of another
+    stream nothing is taken while too many leaves wait."""
+    stream, behind = "acme/ops/refusing", "acme/ops/behind"
     grant, sent = await granted(mesh, stream=stream), numbered(0, 3)
+    grant_behind = await granted(mesh, stream=behind)
     trail = trail_of(mesh)
 
     def full(*_: object) -> int:
@@ -244,5 +291,11 @@ async def test_a_log_that_takes_no_leaf_is_asked_until_it_does_and_nobody_reads_
             agent.send([sent[1], sent[2]])
             await until(lambda: shard_of(mesh, stream)._durable_end == 3, "the append")
         assert shard_of(mesh, stream).high_watermark == 1
+        patch.setattr("region.arrivals.WAITING_BYTES_MAX", 1)
+        async with rogue_agent(mesh, grant_behind, stream=behind) as agent_behind:
+            await agent_behind.open()
+            error = await agent_behind.refused([sent[0]])
+        assert error.code is Code.LIMIT_MEMORY
+        assert shard_of(mesh, behind).log_end_offset == 0
     await until(lambda: shard_of(mesh, stream).high_watermark == 3, "the leaf")
     assert await accounted(mesh, stream, sent, agent) == 3

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from approvers import approvals, roots
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -20,13 +21,14 @@ from policy.grant import (
     GrantBook,
     Standing,
     StandingAction,
+    open_import,
     sign_deny,
     sign_export,
     sign_import,
     sign_standing,
 )
 from policy.residency import parse_policy
-from policy.signed import raw_public_key
+from policy.signed import Purpose, canonical, raw_public_key, sign
 from policy.terms import grant_id
 from policy.truncation import Truncation
 
@@ -46,6 +48,7 @@ ATTEMPTS = [
     Attempt(StreamName.parse(stream), "us-east", "eu-west") for stream in (STREAM, "acme/ops/arrivals")
 ]
 GRANTS = 12
+BRIDGE = "spiffe://us-east.acme/bridge/other"
 
 
 def documents_of(number: int) -> tuple[str, list[Document]]:
@@ -170,3 +173,29 @@ def test_of_many_documents_only_those_of_the_changed_grant_are_looked_at(
         ],
     )
     assert len(looked) == 1
+
+
+def test_words_of_one_instant_count_alike_in_any_order() -> None:
+    """A broker reads its documents in another order than the agent, and both must name one incarnation."""
+    grant, (export, accepted, *_) = documents_of(1)
+    cut = Truncation(stream=STREAM, shard=0, incarnation="ab" * 16, epoch=0, offset=10)
+    words = [
+        sign_standing(
+            Standing(
+                grant=grant, action=action, region="us-east", sequence=1, at=NOW, by="a", truncation=cut
+            ),
+            US,
+        )
+        for action in (StandingAction.RESEND, StandingAction.ACCEPT_TRUNCATION)
+    ]
+    ways = (words, words[::-1])
+    books = [GrantBook([export, *way], TRUSTED, roots()) for way in ways]
+    one, other = (book.live_incarnation(grant, STREAM, 0, bytes.fromhex("ab" * 16)) for book in books)
+    assert one == other
+    body = open_import(accepted, TRUSTED)
+    halves = [sign(Purpose.IMPORT, "eu-west", canonical(body), EU)]
+    halves.append(
+        sign(Purpose.IMPORT, "eu-west", canonical(msgspec.structs.replace(body, bridge=BRIDGE)), EU)
+    )
+    one_list, other_list = (GrantBook(way, TRUSTED, roots()).list(NOW) for way in (halves, halves[::-1]))
+    assert one_list == other_list

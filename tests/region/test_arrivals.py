@@ -11,11 +11,13 @@ from typing import Any
 import msgspec
 import pytest
 from audit_log import INGRESS_ORIGIN, STREAM, Link, log_signer
+from bridge_mesh import until
 
 from audit.leaf import Kind, Leaf, encode_for_log, read_header
 from audit.tile import read_entries
 from audit.trail import Trail, TrailStatus
-from region.arrivals import encode_arrival, settle
+from felix.errors import Code, UnavailableError
+from region.arrivals import LeafQueue, encode_arrival, settle
 from region.link_slot import Landed, LinkRecord, Position, link_slot
 from region.log.ahead import Note
 from region.witnessing import note_size
@@ -102,3 +104,27 @@ async def test_a_note_that_was_refused_is_none_of_what_landed_in_its_place(trail
     await trail.append(leaves)
     assert await settled(Shard(landed, header.incarnation, refused), trail) == 0
     assert arrived(trail) == [0]
+
+
+async def test_leaves_that_wait_are_bounded_and_all_come_in_the_end(
+    trail: Trail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Link()
+    ranges = [[encode_for_log(leaf) for leaf in delivery(link)[1]] for _ in range(3)]
+    held = sum(len(leaf.data) for leaves in ranges for leaf in leaves)
+    monkeypatch.setattr("region.arrivals.WAITING_BYTES_MAX", held)
+    queue, said = LeafQueue(trail), list[int]()
+
+    def full(*_: object) -> int:
+        raise OSError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trail, "append_nowait", full)
+        for leaves in ranges:
+            queue.check_room()
+            queue.put(leaves, lambda index, error: said.append(index))
+        with pytest.raises(UnavailableError) as caught:
+            queue.check_room()
+        assert caught.value.code is Code.LIMIT_MEMORY
+    await until(lambda: said == [-1, 0, 1, 2], "the leaves")
+    queue.check_room()
