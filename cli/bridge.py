@@ -5,12 +5,20 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from cli.agent import (
+    AgentFiles,
+    agent_files,
+    agent_rows,
+    choose_agent,
+    init,
+    start_agent,
+    write_agent_config,
+)
 from cli.approval import approve, submit
 from cli.exits import EXIT_REFUSED
 from cli.grants import (
@@ -26,8 +34,9 @@ from cli.grants import (
 )
 from cli.notify import Notifier
 from cli.output import iso, note, out, print_json, styled, table
+from cli.peer import entity_of
 from cli.policy import fetch_policy
-from cli.process import PidFile, start_detached, stop
+from cli.process import PidFile, stop
 from cli.resend import resend
 from cli.setting import (
     IdentityOption,
@@ -45,10 +54,8 @@ from cli.setting import (
 from cli.terms import confirm, short_tallies, show_terms, tally_rows, terms_rows
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
-from felix.files import PUBLIC, replace_file
 from felix.messages import ExpiryState, Start, Subscribe
 from felix.names import NamePattern, SpiffeId, StreamName
-from felix.profile import load_profile
 from keys.signing import load_signing_key
 from policy.access import Verb
 from policy.grant import (
@@ -84,6 +91,7 @@ if TYPE_CHECKING:  # the agent and what samples a stream are loaded by the comma
 
 app = typer.Typer(no_args_is_help=True)
 app.command("approve")(approve)
+app.command("init")(init)
 app.command("resend")(resend)
 app.command("submit")(submit)
 
@@ -154,20 +162,22 @@ def allow(
     """Grant that a stream may leave this region: the export grant, signed with the region's policy key."""
     folder, config = folder_of(region)
     now = now_ms()
+    carrier = _bridge_of(folder, config, to, bridge)
+    parties = _parties(folder, config, to, exporter, importer)
     terms = GrantTerms(
         stream=name,
         destination_stream=destination,
         from_region=config.region,
         to_region=to,
-        bridge=str(SpiffeId(config.region, config.mesh, "bridge", bridge or default_bridge(config, to))),
+        bridge=str(carrier),
         purpose=purpose,
         basis=basis,
         mechanism=mechanism,
         reference=reference,
         transfer_assessment=assessment,
         categories=tuple(category or ()),
-        exporter=exporter or config.entity or f"{config.mesh} {config.region}",
-        importer=importer or f"{config.mesh} {to}",
+        exporter=parties.exporter,
+        importer=parties.importer,
         owner=owner or f"operator of {config.region}",
         drawn_up_by=operator_id(config.region, identity),
         not_before=parse_moment(not_before, now) if not_before else now,
@@ -219,6 +229,44 @@ def allow(
         )
         out.print(f"  felix bridge approve {export.grant} --as NAME --region {config.region}")
     out.print(f"Nothing crosses until {to} accepts it:  felix bridge accept {path} --region {to}")
+
+
+class Parties(NamedTuple):
+    """The legal entities of a grant, as both regions sign them."""
+
+    exporter: str
+    importer: str
+
+
+def _parties(folder: RegionFolder, config: RegionConfig, to: str, exporter: str, importer: str) -> Parties:
+    """Who sends and who receives: as given, else as the regions say themselves. Raises RequestError where nobody said."""
+    exporter = exporter or config.entity
+    importer = importer or entity_of(folder, to)
+    if not exporter:
+        raise RequestError(
+            f"Which entity runs {config.region} is not known: {folder.config} names none.",
+            hint="Say its legal name there (entity: …), or with --exporter.",
+        )
+    if not importer:
+        raise RequestError(
+            f"Which entity runs {to} is not known: it has not said so in an offer.",
+            hint="Say its legal name with --importer, or take an offer that names it: felix region trust FILE.",
+        )
+    return Parties(exporter, importer)
+
+
+def _bridge_of(folder: RegionFolder, config: RegionConfig, to: str, given: str) -> SpiffeId:
+    """The bridge identity of a grant, with a notice where none of that name was ever issued."""
+    name = given or default_bridge(config, to)
+    identity = SpiffeId(config.region, config.mesh, "bridge", name)
+    logs = own_bundle(folder).bridge_logs()
+    if not any(key.name.endswith(f"/bridge/{name}") for key in logs):
+        there = ", ".join(dict.fromkeys(key.name.rpartition("/")[2] for key in logs)) or "none"
+        note(
+            f"{config.region} has no bridge {name} yet, and the grant is for no other; there is {there}. "
+            f"Make it: felix bridge init --to {to} --name {name}"
+        )
+    return identity
 
 
 def _look(region: str, terms: GrantTerms) -> None:
@@ -694,7 +742,7 @@ async def _plan_as_bridge(folder: RegionFolder, grant: str, count: int, stream: 
     from bridge.config import load_config as load_agent_config
     from bridge.sample import sample_as_bridge
 
-    path = agent_files(folder, _only_bridge(folder))[0]
+    path = choose_agent("", folder.root.name).config
     return await sample_as_bridge(load_agent_config(path), path.parent, grant, count, stream)
 
 
@@ -775,6 +823,10 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
         ],
     )
 
+    agents = agent_rows(choose_region(region))
+    if agents:
+        table("Agents on this machine", ["bridge", "state", "leads to", "configuration"], agents)
+
     from cli.expiry import expiring
 
     folder, config = folder_of(region)
@@ -791,53 +843,14 @@ async def _links(region: str) -> tuple[list[Any], list[ExpiryState]]:
 # -- the agent -----------------------------------------------------------------------------------------
 
 BridgeName = Annotated[
-    str, typer.Argument(help="The bridge's name; `<region>-to-<destination>` if left out.")
+    str, typer.Argument(help="The bridge's name; that of the only one on this machine if left out.")
 ]
-
-
-def agent_files(folder: RegionFolder, name: str) -> tuple[Path, Path, Path]:
-    """Configuration, pid file and log of an agent that runs from a region's folder."""
-    state = folder.bridge(name)
-    return state / "bridge.yaml", state / "agent.pid", state / "agent.log"
-
-
-def write_agent_config(
-    folder: RegionFolder, config: RegionConfig, name: str, destinations: list[str]
-) -> Path:
-    """A `bridge.yaml` for this machine: addresses from the regions' profiles. Raises RequestError."""
-    path, _, _ = agent_files(folder, name)
-    lines = [
-        "# One bridge agent. Every key: docs/bridges.md.",
-        f"name: {name}",
-        f"mesh: {config.mesh}",
-        f"source: {config.region}",
-        f"source_addresses: {dumps(list(load_profile(config.region).addresses))}",
-        "home: ../..",
-        f"egress: bridges/{name}/egress",
-        "health: 127.0.0.1:0",
-        "destinations:",
-    ]
-    for region in destinations:
-        lines += [f"  - region: {region}", f"    addresses: {dumps(list(load_profile(region).addresses))}"]
-    replace_file(path, ("\n".join(lines) + "\n").encode(), PUBLIC)
-    return path
-
-
-def start(folder: RegionFolder, name: str, *destinations: str) -> dict[str, Any]:
-    """Start an agent apart from this terminal, its configuration written anew where destinations are named."""
-    from region.config import load_config
-
-    config = load_config(folder.config)
-    path, pid_file, log_file = agent_files(folder, name)
-    if destinations:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_agent_config(folder, config, name, list(destinations))
-    return start_detached(
-        ["--log-level", "info", "bridge", "up", "--config", str(path)],
-        pid_file,
-        log_file,
-        f"The bridge {name}",
-    )
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", help="The bridge.yaml of an agent that is deployed apart from a region's folder."
+    ),
+]
 
 
 @app.command()
@@ -845,61 +858,48 @@ def up(
     name: BridgeName = "",
     to: Annotated[
         list[str] | None,
-        typer.Option("--to", help="A destination whose profile is on this machine; may be repeated."),
-    ] = None,
-    config_file: Annotated[
-        Path | None,
         typer.Option(
-            "--config", help="A bridge.yaml, where the agent is deployed apart from a region's folder."
+            "--to", help="A destination whose offer was trusted, or that is on this machine; may be repeated."
         ),
     ] = None,
+    config_file: ConfigFile = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Run apart from this terminal.")] = False,
     region: RegionOption = "",
 ) -> None:
     """Run a bridge agent: it carries what both regions granted, and nothing else."""
     from bridge.config import load_config as load_agent_config
 
-    if config_file is None:
+    if config_file is not None:
+        if to:
+            raise RequestError("--to and --config both say where the agent leads.", hint="Leave one away.")
+        files = AgentFiles.beside(config_file)
+    elif to:
         folder, config = folder_of(region)
-        name = name or (default_bridge(config, to[0]) if to else _only_bridge(folder))
-        path, _, log_file = agent_files(folder, name)
-        if to or not path.exists():
-            if not to:
-                raise RequestError(
-                    f"The bridge {name} has no configuration yet.", hint="Say where it leads: --to eu-west."
-                )
-            if not folder.identity(name).exists():
-                raise RequestError(
-                    f"There is no identity for the bridge {name}.",
-                    code=Code.NOT_FOUND,
-                    hint=f"Issue it: felix identity issue {name} --kind bridge --region {config.region}",
-                )
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_agent_config(folder, config, name, to)
-        if detach:
-            state = start(folder, name)
-            out.print(f"bridge {name} runs, process {state['pid']}, log {log_file}")
-            return
-        config_file = path
-    elif detach:
-        raise RequestError("--detach needs an agent in a region's folder.", hint="Leave --config away.")
+        name = name or default_bridge(config, to[0])
+        if not folder.identity(name).exists():
+            raise RequestError(
+                f"There is no bridge {name} in {config.region} yet.",
+                code=Code.NOT_FOUND,
+                hint="Make its identity and configuration: felix bridge init "
+                f"{' '.join(f'--to {each}' for each in to)} --name {name} --region {config.region}",
+            )
+        write_agent_config(folder, config, name, to)
+        files = agent_files(folder, name)
+    else:
+        files = choose_agent(name, region)
+    if detach:
+        called = load_agent_config(files.config).name
+        state = start_agent(files, called)
+        out.print(f"bridge {called} runs, process {state['pid']}, log {files.log}")
+        return
+    config_file = files.config
     logging.getLogger("felix").setLevel(logging.INFO)
     agent_config = load_agent_config(config_file)
-    pid = PidFile(config_file.parent / "agent.pid", f"The bridge {agent_config.name}")
+    pid = PidFile(files.pid, f"The bridge {agent_config.name}")
     try:
         run(_run_agent(agent_config, config_file, pid))
     finally:
         pid.close()
-
-
-def _only_bridge(folder: RegionFolder) -> str:
-    found = sorted(path.parent.name for path in folder.bridges.glob("*/bridge.yaml"))
-    if len(found) != 1:
-        raise RequestError(
-            f"There are {len(found)} bridges in {folder.bridges}.",
-            hint="Name one, or say where it leads: --to eu-west.",
-        )
-    return found[0]
 
 
 async def _run_agent(config: BridgeConfig, path: Path, pid: PidFile) -> None:
@@ -935,32 +935,24 @@ def _status_line(agent: Agent) -> str:
 
 
 @app.command()
-def down(name: BridgeName = "", region: RegionOption = "") -> None:
+def down(name: BridgeName = "", config_file: ConfigFile = None, region: RegionOption = "") -> None:
     """Stop a bridge agent; what is on its way arrives, and the last checkpoint is cosigned."""
-    folder, _ = folder_of(region)
-    name = name or _only_bridge(folder)
-    pid = stop(agent_files(folder, name)[1], f"The bridge {name}")
-    out.print(f"bridge {name} stopped (process {pid})")
+    files = AgentFiles.beside(config_file) if config_file is not None else choose_agent(name, region)
+    pid = stop(files.pid, f"The bridge {files.name}")
+    out.print(f"bridge {files.name} stopped (process {pid})")
 
 
 @app.command()
 def ready(
     name: BridgeName = "",
-    config_file: Annotated[
-        Path | None, typer.Option("--config", help="The bridge.yaml of an agent that is deployed apart.")
-    ] = None,
+    config_file: ConfigFile = None,
     region: RegionOption = "",
 ) -> None:
     """Say whether a bridge agent on this machine does its work; exit code 4, with the reason, if not. For health checks."""
     from cli.ready import check_ready
 
-    if config_file is None:
-        folder, _ = folder_of(region)
-        name = name or _only_bridge(folder)
-        pid_file = agent_files(folder, name)[1]
-    else:
-        name, pid_file = name or config_file.parent.name, config_file.parent / "agent.pid"
-    check_ready(pid_file, f"The bridge {name}")
+    files = AgentFiles.beside(config_file) if config_file is not None else choose_agent(name, region)
+    check_ready(files.pid, f"The bridge {files.name}")
 
 
 async def attempt(region: str, bridge: str, stream: str, grant: str) -> None:

@@ -26,6 +26,7 @@ from audit.tile import CHECKPOINT_PATH, read_entries
 from audit.tile_disk import Folder
 from audit.verify import Report as Verification
 from cli import bridge as bridge_command
+from cli.agent import start as start_agent_of
 from cli.audit import trusted, verify_one
 from cli.exits import EXIT_UNRECONCILED
 from cli.flights import FLIGHTS, departures, flights_file, rosters
@@ -188,7 +189,7 @@ def _set_up(home: Path) -> str:
             f"{region}: broker process {state['pid']} at {state['address']}, metrics at http://{state['health']}/metrics"
         )
     grant = run(_govern(source, destination))
-    bridge_command.start(source, BRIDGE, DESTINATION)
+    start_agent_of(source, BRIDGE, DESTINATION)
     note(f"bridge {BRIDGE}: agent process runs, with an identity of its own")
     return grant
 

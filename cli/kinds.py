@@ -53,6 +53,7 @@ KINDS: Final = {
     "quota set": "Quota",
     "quota show": "Quota",
     "region bundle": "Bundle",
+    "region offer": "Offer",
     "region status": "Region",
     "stream alter": "Stream",
     "stream create": "Stream",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -28,19 +27,21 @@ from cli.setting import (
     run,
     stop_signals,
 )
+from cli.trust import offer, trust
 from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
-from felix.messages import Done, PutDocument, RegionState
+from felix.messages import RegionState
 from felix.profile import load_profile
-from keys.bundle import RegionBundle, SignedBundle, changes_beyond_fingerprint, check_update, decode_bundle
+from keys.bundle import decode_bundle
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
-    from region.config import RegionConfig
     from region.node import Node
 
 app = typer.Typer(no_args_is_help=True)
+app.command("offer")(offer)
+app.command("trust")(trust)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
 LOCAL: Final = "127.0.0.1"
@@ -100,8 +101,7 @@ def init(
     out.print(f"  country       {signed.bundle.country}, jurisdiction {signed.bundle.jurisdiction}")
     out.print(f"  fingerprint   {signed.bundle.fingerprint()}")
     out.print(
-        f"A mesh's name does not change later, and regions exchange within one mesh: agree on {mesh!r} with whoever you will "
-        "exchange data with, and read them the fingerprint."
+        f"Regions exchange within one mesh, and its name stays: agree on {mesh!r} with the others' operators."
     )
     out.print(f"Next: felix region up {name}")
     out.print(
@@ -457,100 +457,3 @@ def certify(
     out.print(styled(f"{config.region}.{config.mesh} is certified by {issuer} until {end:%Y-%m-%d}"))
     if read_state(folder.broker_pid) is not None:
         note("the broker shows it from its next start on")
-
-
-@app.command()
-def trust(
-    bundle_file: Annotated[Path, typer.Argument(help="The other region's bundle.json.")],
-    region: RegionOption = "",
-    fingerprint: Annotated[
-        str, typer.Option(help="The fingerprint its operator told you; refused if it differs.")
-    ] = "",
-) -> None:
-    """Trust another region: its bridges may knock, its grants can be verified, its audit logs cosigned.
-
-    What is trusted is the bundle with the fingerprint that you compared. A newer one that only names logs of new
-    bridges needs no comparing; whatever else changes does.
-    """
-    from region.founding import trust_region
-
-    folder, config = folder_of(region)
-    signed = decode_bundle(read_file(bundle_file, "The bundle"))
-    other = signed.bundle
-    if other.region == config.region:
-        raise RequestError(
-            f"{bundle_file} is the bundle of {config.region} itself.", hint="Give the other one's."
-        )
-    _same_mesh(config, other)
-    _compare(folder, signed, fingerprint)
-    # Pinned first: the broker takes what was compared, whatever it trusted before.
-    trust_region(folder, signed)
-    if read_state(folder.broker_pid) is not None:
-        out.print(run(_put_bundle(config.region, signed.encode())))
-    out.print(f"{config.region} trusts {other.region}, fingerprint {other.fingerprint()}")
-
-
-def _same_mesh(config: RegionConfig, other: RegionBundle) -> None:
-    """Raises RequestError(WRONG_REGION) for a region of another mesh, with what the two can do."""
-    if other.mesh != config.mesh:
-        raise RequestError(
-            f"{other.region} belongs to mesh {other.mesh!r}, {config.region} to {config.mesh!r}; regions trust each other "
-            "within one mesh.",
-            code=Code.WRONG_REGION,
-            hint="Agree on one name. It stands in every identity and does not change: whoever has least to lose moves the "
-            f"region's folder away and founds it anew, as in felix region init {config.region} --mesh {other.mesh}.",
-        )
-
-
-def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str) -> None:
-    """Raises unless people compared the bundle's fingerprint, or it is a successor that needs no comparing.
-
-    The fingerprint says nothing of bridges' logs. Where one that is trusted has another key now, the whole bundle's is compared.
-    """
-    new = signed.bundle
-    path = folder.trusted / f"{new.region}.json"
-    held = decode_bundle(read_file(path, "The trusted bundle")).bundle if path.exists() else None
-    beyond = changes_beyond_fingerprint(held, new) if held is not None else []
-    found, option = new.fingerprint(), "--fingerprint"
-    if beyond:
-        found, option = new.whole_fingerprint(), "--fingerprint --whole"
-    given = fingerprint.replace(" ", "").lower()
-    if given:
-        # Whoever compared the whole bundle compared what founds the region, too.
-        if given in (found.replace(" ", ""), new.whole_fingerprint().replace(" ", "")):
-            return
-        if given == new.fingerprint().replace(" ", ""):
-            raise RequestError(
-                f"The fingerprint is that of {new.region}, but the new bundle has {', '.join(beyond)}.",
-                hint=f"Ask that region's operator. If it is so, compare the whole bundle: felix region bundle {option}.",
-            )
-        raise RequestError(
-            f"The bundle's fingerprint is {found}, not the one given.",
-            hint="Do not trust it. Get the bundle again from that region's operator.",
-        )
-    changed = ""
-    if held is not None:
-        try:
-            if held != new:
-                check_update(held, signed)
-            return
-        except FelixError as error:
-            changed = f" {error.sentence}"
-    if not sys.stdin.isatty():
-        raise RequestError(
-            f"Nobody compared the fingerprint of {new.region}'s bundle.{changed}",
-            hint="Ask that region's operator for it by another way than the file came (`felix region bundle "
-            f"{option}` there), and give it with --fingerprint.",
-        )
-    if changed:
-        note(changed.strip())
-    out.print(f"The bundle of {new.region} has the fingerprint\n  {found}")
-    if not typer.confirm(f"Does the operator of {new.region} read you the same?", err=True):
-        raise RequestError(f"{new.region} is not trusted.", hint="Get the bundle again from its operator.")
-
-
-async def _put_bundle(region: str, body: bytes) -> str:
-    async with connect(region) as client:
-        answer = await client.request(PutDocument("bundle", body))
-        assert isinstance(answer, Done)
-        return answer.note

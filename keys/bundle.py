@@ -156,6 +156,12 @@ def decode_bundle(data: bytes) -> SignedBundle:
         raise RequestError(
             f"This is not a region's bundle: {error}.", hint="Have that region export its bundle again."
         ) from error
+    check_bundle(signed)
+    return signed
+
+
+def check_bundle(signed: SignedBundle) -> None:
+    """Invariants 2 and 3 of a bundle that has its shape. Raises RequestError, TamperError."""
     bundle = signed.bundle
     # 2. its parts
     domain = trust_domain(bundle.region, bundle.mesh)
@@ -181,7 +187,6 @@ def decode_bundle(data: bytes) -> SignedBundle:
             f"The bundle of {bundle.region} is not signed by one of its own policy keys: it was changed.",
             hint="Get it again from that region, and compare its fingerprint.",
         )
-    return signed
 
 
 _FIXED: Final = (

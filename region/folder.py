@@ -9,6 +9,7 @@
     keys/              key file and root keys of the data                region init; broker
     identities/        certificate chain and key, one file an identity   region init, identity issue
     trusted/           bundles of other regions                          region trust
+    offers/            offers of other regions                           region trust
     data/              streams, metadata, audit logs                     broker
     run/               process id and log of a detached broker           region up
 """
@@ -113,6 +114,10 @@ class RegionFolder:
     @property
     def trusted(self) -> Path:
         return self.root / "trusted"
+
+    def offer(self, region: str) -> Path:
+        """What another region said of itself: where it is reached, which entity runs it."""
+        return self.root / "offers" / f"{region}.json"
 
     @property
     def run(self) -> Path:

@@ -131,7 +131,7 @@ def found_region(
         region=region,
         mesh=mesh,
         country=country,
-        entity=json.dumps(entity or f"{mesh} {region}"),
+        entity=json.dumps(entity),
         listen=json.dumps(str(listen)),
         health=json.dumps(str(health)) if health else "null",
         operator=OPERATOR,

@@ -140,7 +140,9 @@ class Mesh:
 
     def found(self) -> None:
         for region in ("us-east", "eu-west"):
-            self.run(f"felix region init {region} --mesh acme --listen 127.0.0.1:{free_port()} --health none")
+            self.run(
+                f"felix region init {region} --mesh acme --entity 'Acme {region}' --listen 127.0.0.1:{free_port()} --health none"
+            )
         self.run(f"felix identity issue {BRIDGE} --kind bridge --region us-east")
         for region, other in (("us-east", "eu-west"), ("eu-west", "us-east")):
             told = self.run(f"felix region bundle --region {other} --fingerprint").strip()

@@ -188,7 +188,19 @@ class CommandMesh:
         for region in (SOURCE, DESTINATION):
             ports[region] = free_port()
             listen = f"127.0.0.1:{ports[region]}"
-            self.felix("region", "init", region, "--mesh", MESH, "--listen", listen, "--health", "none")
+            self.felix(
+                "region",
+                "init",
+                region,
+                "--mesh",
+                MESH,
+                "--entity",
+                f"Acme {region}",
+                "--listen",
+                listen,
+                "--health",
+                "none",
+            )
         self.felix("identity", "issue", BRIDGE, "--kind", "bridge", "--region", SOURCE)
         for region in (SOURCE, DESTINATION):
             self.felix("identity", "issue", APPROVER, "--kind", "approver", "--region", region)

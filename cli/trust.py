@@ -1,0 +1,253 @@
+"""`felix region offer` and `felix region trust`: what two organisations send each other, and how they tell it is theirs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+from rich.text import Text
+
+from cli.output import iso, lines, note, out, print_json, table
+from cli.process import read_state
+from cli.setting import JsonOption, RegionOption, connect, folder_of, now_ms, read_file, run
+from felix.errors import Code, FelixError, RequestError
+from felix.files import PUBLIC, replace_file
+from felix.messages import Done, PutDocument
+from keys.bundle import RegionBundle, SignedBundle, changes_beyond_fingerprint, check_update, decode_bundle
+from keys.offer import SignedOffer, decode_offer, is_offer
+from region.folder import RegionFolder
+from region.offers import is_of_this_machine, keep_offer, kept_offer, make_offer
+
+if TYPE_CHECKING:
+    from region.config import RegionConfig
+
+
+def offer(
+    address: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="host:port where others reach its brokers; may be repeated. Else where it listens."
+        ),
+    ] = None,
+    contact: Annotated[str, typer.Option(help="Whom to ask, as in 'Data Office, +1 206 555 0100'.")] = "",
+    output: Annotated[Path | None, typer.Option("--out", help="Where to write it.")] = None,
+    region: RegionOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Write one signed file with all that another organisation needs: bundle, addresses, entity, contact.
+
+    Send it by any way; nothing in it is secret. Read the fingerprint to their operator by another one.
+    """
+    folder, config = folder_of(region)
+    signed = make_offer(folder, config, address or (), contact, now_ms())
+    made, bundle = signed.offer, signed.offer.bundle.bundle
+    path = output or Path(f"{config.region}.offer")
+    replace_file(path, signed.encode(), PUBLIC)
+    if json:
+        print_json(
+            {
+                "region": config.region, "mesh": config.mesh, "entity": made.entity, "contact": made.contact,
+                "addresses": made.addresses, "issued_ms": made.issued_ms, "fingerprint": bundle.fingerprint(), "file": path,
+            }
+        )  # fmt: skip
+        return
+    out.print(f"The offer of {config.region} is in {path}")
+    table("", ["", ""], _told(signed.offer.bundle, signed))
+    if all(is_of_this_machine(each) for each in made.parsed_addresses()):
+        note(f"{made.addresses[0]} is reached from this machine alone; say another with --address host:port.")
+    if not made.entity:
+        note(
+            f"no entity is named in {folder.config}: who grants to {config.region} has to know its legal name."
+        )
+    out.print(
+        f"They take it with: felix region trust {path.name}, and compare the fingerprint that you read them."
+    )
+
+
+def trust(
+    file: Annotated[Path, typer.Argument(help="The other region's offer, or its bundle.json.")],
+    region: RegionOption = "",
+    fingerprint: Annotated[
+        str, typer.Option(help="The fingerprint its operator told you; refused if it differs.")
+    ] = "",
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Do not ask whether to trust what was compared.")
+    ] = False,
+) -> None:
+    """Trust another region: its bridges may knock, its grants can be verified, its audit logs cosigned.
+
+    What is trusted is the bundle with the fingerprint that you compared. A newer one that only names logs of new
+    bridges needs no comparing; whatever else changes does. An offer says besides where the region is reached and which
+    entity runs it: bridges and grants take that from it.
+    """
+    from region.founding import trust_region
+
+    folder, config = folder_of(region)
+    received = _read(file)
+    other = received.bundle.bundle
+    if other.region == config.region:
+        raise RequestError(f"{file} is of {config.region} itself.", hint="Give the other region's.")
+    _same_mesh(config, other)
+    table(f"{file.name} says", ["", ""], _told(received.bundle, received.offer))
+    _not_older(folder, received)
+    asked = _compare(folder, received.bundle, fingerprint)
+    if not yes and not asked:
+        _ask(folder, received, bool(fingerprint))
+    # Pinned first: the broker takes what was compared, whatever it trusted before.
+    trust_region(folder, received.bundle)
+    if received.offer is not None:
+        keep_offer(folder, received.offer)
+    if read_state(folder.broker_pid) is not None:
+        out.print(run(_put_bundle(config.region, received.bundle.encode())))
+    out.print(f"{config.region} trusts {other.region}, fingerprint {other.fingerprint()}")
+
+
+class Received(NamedTuple):
+    """What another region's operator sent. `offer`: None where it was a bundle alone."""
+
+    bundle: SignedBundle
+    offer: SignedOffer | None
+
+
+def _read(path: Path) -> Received:
+    data = read_file(path, "The offer")
+    if is_offer(data):
+        offer = decode_offer(data)
+        return Received(offer.offer.bundle, offer)
+    return Received(decode_bundle(data), None)
+
+
+def _told(signed: SignedBundle, offer: SignedOffer | None) -> list[list[str | Text]]:
+    """What a bundle and an offer say, as rows for people."""
+    bundle = signed.bundle
+    rows: list[list[str | Text]] = [
+        ["region", f"{bundle.region} of mesh {bundle.mesh}"],
+        ["country", f"{bundle.country}, jurisdiction {bundle.jurisdiction}"],
+    ]
+    if offer is not None:
+        rows += [
+            ["entity", offer.offer.entity or "not named"],
+            ["contact", offer.offer.contact or "not named"],
+            ["reached at", lines(offer.offer.addresses)],
+        ]
+    bridges = dict.fromkeys(key.name.rpartition("/")[2] for key in bundle.bridge_logs())
+    return [
+        *rows,
+        ["bridges", lines(bridges) if bridges else "none yet"],
+        ["issued", iso(offer.offer.issued_ms if offer is not None else bundle.issued_ms)],
+        ["fingerprint", bundle.fingerprint()],
+    ]
+
+
+def _same_mesh(config: RegionConfig, other: RegionBundle) -> None:
+    """Raises RequestError(WRONG_REGION) for a region of another mesh, with what the two can do."""
+    if other.mesh != config.mesh:
+        raise RequestError(
+            f"{other.region} belongs to mesh {other.mesh!r}, {config.region} to {config.mesh!r}; regions trust each other "
+            "within one mesh.",
+            code=Code.WRONG_REGION,
+            hint="Agree on one name. It stands in every identity and does not change: whoever has least to lose moves the "
+            f"region's folder away and founds it anew, as in felix region init {config.region} --mesh {other.mesh}.",
+        )
+
+
+def _not_older(folder: RegionFolder, received: Received) -> None:
+    """Raises RequestError(CONFLICT) for an offer that was overtaken by one that is kept: its addresses are those of before."""
+    new = received.offer
+    kept = kept_offer(folder, received.bundle.bundle.region)
+    if (
+        new is not None
+        and kept is not None
+        and new.is_by(kept.bundle.bundle)
+        and new.offer.issued_ms < kept.issued_ms
+    ):
+        raise RequestError(
+            f"This offer is of {iso(new.offer.issued_ms)}; a newer one, of {iso(kept.issued_ms)}, is kept.",
+            code=Code.CONFLICT,
+            hint="Have that region's operator make another one: felix region offer.",
+        )
+
+
+def _ask(folder: RegionFolder, received: Received, is_compared: bool) -> None:
+    """Ask where there is something to agree to besides the fingerprint. Raises RequestError where the answer is no.
+
+    Without a terminal, a fingerprint that was given is the answer. An update that came without one is taken, too, unless it
+    names another entity or contact than before: these go into grants and registers.
+    """
+    bundle, new = received.bundle.bundle, received.offer
+    kept = kept_offer(folder, bundle.region)
+    changed = (
+        new is not None
+        and kept is not None
+        and (new.offer.entity, new.offer.contact) != (kept.entity, kept.contact)
+    )
+    if kept is not None and changed:
+        note(
+            f"until now its entity was {kept.entity or 'not named'}, its contact {kept.contact or 'not named'}."
+        )
+    if sys.stdin.isatty():
+        if not typer.confirm(f"Trust {bundle.region} as it stands above?", err=True):
+            raise RequestError(f"{bundle.region} is not trusted; nothing was changed.")
+    elif changed and not is_compared:
+        raise RequestError(
+            f"The offer of {bundle.region} names another entity or contact than before, and there is no terminal to ask at.",
+            hint="Read what it says, then call it with --yes.",
+        )
+
+
+def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str) -> bool:
+    """Whether a person was asked. Raises unless people compared the bundle's fingerprint, or it is a successor that needs no
+    comparing.
+
+    The fingerprint says nothing of bridges' logs. Where one that is trusted has another key now, the whole bundle's is compared.
+    """
+    new = signed.bundle
+    path = folder.trusted / f"{new.region}.json"
+    held = decode_bundle(read_file(path, "The trusted bundle")).bundle if path.exists() else None
+    beyond = changes_beyond_fingerprint(held, new) if held is not None else []
+    found, option = new.fingerprint(), "--fingerprint"
+    if beyond:
+        found, option = new.whole_fingerprint(), "--fingerprint --whole"
+    given = fingerprint.replace(" ", "").lower()
+    if given:
+        # Whoever compared the whole bundle compared what founds the region, too.
+        if given in (found.replace(" ", ""), new.whole_fingerprint().replace(" ", "")):
+            return False
+        if given == new.fingerprint().replace(" ", ""):
+            raise RequestError(
+                f"The fingerprint is that of {new.region}, but the new bundle has {', '.join(beyond)}.",
+                hint=f"Ask that region's operator. If it is so, compare the whole bundle: felix region bundle {option}.",
+            )
+        raise RequestError(
+            f"The bundle's fingerprint is {found}, not the one given.",
+            hint="Do not trust it. Get the bundle again from that region's operator.",
+        )
+    changed = ""
+    if held is not None:
+        try:
+            if held != new:
+                check_update(held, signed)
+            return False
+        except FelixError as error:
+            changed = f" {error.sentence}"
+    if not sys.stdin.isatty():
+        raise RequestError(
+            f"Nobody compared the fingerprint of {new.region}'s bundle.{changed}",
+            hint="Ask that region's operator for it by another way than the file came (`felix region bundle "
+            f"{option}` there), and give it with --fingerprint.",
+        )
+    if changed:
+        note(changed.strip())
+    out.print(f"The bundle of {new.region} has the fingerprint\n  {found}")
+    if not typer.confirm(f"Does the operator of {new.region} read you the same?", err=True):
+        raise RequestError(f"{new.region} is not trusted.", hint="Get the bundle again from its operator.")
+    return True
+
+
+async def _put_bundle(region: str, body: bytes) -> str:
+    async with connect(region) as client:
+        answer = await client.request(PutDocument("bundle", body))
+        assert isinstance(answer, Done)
+        return answer.note

@@ -1,0 +1,138 @@
+"""What one organisation's region takes from another's: offers, their updates, the agent's configuration made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from region_home import make_region
+from typer.testing import CliRunner, Result
+
+from bridge.config import BridgeConfig, DestinationConfig, load_config
+from cli.agent import config_text
+from cli.bridge import app as bridge_app
+from cli.region import app as region_app
+from felix.address import Address
+from felix.errors import Code, FelixError
+from keys.bundle import decode_bundle
+from region.config import RegionConfig
+from region.config import load_config as load_region
+from region.founding import issue_identity, write_profile
+from region.node import now_ms
+from region.offers import keep_offer, kept_offer, make_offer
+
+
+class Sides:
+    """Two homes that share nothing but files."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path, self._patch = path, monkeypatch
+        self.us = make_region(path / "a", "us-east")
+        self.eu = make_region(path / "b", "eu-west")
+        write_profile(self.us, "us-east", "acme", Address("127.0.0.1", 7443))
+        monkeypatch.setenv("FELIX_HOME", str(path / "a"))
+        monkeypatch.delenv("FELIX_REGION", raising=False)
+        monkeypatch.chdir(path)
+
+    def offer(self, name: str, entity: str = "", contact: str = "", at_ms: int = 0) -> str:
+        """An offer of eu-west in a file; its fingerprint."""
+        config = load_region(self.eu.config)
+        if entity:
+            text = self.eu.config.read_text().replace(config.entity, entity)
+            self.eu.config.write_text(text)
+        signed = make_offer(
+            self.eu, load_region(self.eu.config), ["eu.example.org:7444"], contact, at_ms or now_ms()
+        )
+        (self.path / name).write_bytes(signed.encode())
+        return signed.offer.bundle.bundle.fingerprint()
+
+
+@pytest.fixture
+def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sides:
+    return Sides(tmp_path, monkeypatch)
+
+
+def region(*words: str) -> Result:
+    return CliRunner().invoke(region_app, list(words))
+
+
+def refused(result: Result) -> FelixError:
+    assert isinstance(result.exception, FelixError), result.output
+    return result.exception
+
+
+def test_an_offer_is_compared_once_and_its_updates_are_taken_as_far_as_they_may(sides: Sides) -> None:
+    fingerprint = sides.offer("first")
+    assert "Nobody compared" in refused(region("trust", "first")).sentence
+    assert "Nobody compared" in refused(region("trust", "first", "--yes")).sentence
+    assert kept_offer(sides.us, "eu-west") is None
+    said = region("trust", "first", "--fingerprint", fingerprint)
+    assert said.exit_code == 0 and "Acme IE" in said.output, said.output
+    # A bridge later, the fingerprint that was noted is still the one, and none is needed.
+    issue_identity(sides.eu, load_region(sides.eu.config), "bridge", "eu-to-us", now_ms())
+    assert sides.offer("second") == fingerprint
+    for words in (["second"], ["second", "--fingerprint", fingerprint]):
+        assert region("trust", *words).exit_code == 0
+    kept = kept_offer(sides.us, "eu-west")
+    assert kept is not None and kept.addresses == ("eu.example.org:7444",)
+    # What is older is refused, what names another entity needs a person.
+    assert refused(region("trust", "first", "--fingerprint", fingerprint)).code in (
+        Code.CONFLICT,
+        Code.INVALID,
+    )
+    sides.offer("third", entity="Initech")
+    assert "another entity" in refused(region("trust", "third")).sentence
+    assert region("trust", "third", "--yes").exit_code == 0
+    kept = kept_offer(sides.us, "eu-west")
+    assert kept is not None and kept.entity == "Initech"
+
+
+def test_an_offer_under_a_key_that_is_not_trusted_any_more_says_nothing(sides: Sides) -> None:
+    fingerprint = sides.offer("theirs")
+    assert region("trust", "theirs", "--fingerprint", fingerprint).exit_code == 0
+    other = make_region(sides.path / "c", "eu-west")
+    forged = make_offer(other, load_region(other.config), ["evil.example:1"], "", now_ms())
+    keep_offer(sides.us, forged)
+    assert kept_offer(sides.us, "eu-west") is None
+
+
+def test_a_region_of_another_mesh_is_refused_before_it_is_trusted(sides: Sides) -> None:
+    other = make_region(sides.path / "c", "ap-south", mesh="globex")
+    (sides.path / "other").write_bytes(other.bundle.read_bytes())
+    bundle = decode_bundle(other.bundle.read_bytes()).bundle
+    error = refused(region("trust", "other", "--fingerprint", bundle.fingerprint()))
+    assert error.code is Code.WRONG_REGION
+    assert "Agree on one name" in error.hint
+    assert not (sides.us.trusted / "ap-south.json").exists()
+
+
+def test_a_bridge_is_made_of_what_the_offer_says(sides: Sides) -> None:
+    def bridge(*words: str) -> Result:
+        return CliRunner().invoke(bridge_app, list(words))
+
+    unknown = refused(bridge("init", "--to", "eu-west"))
+    assert "does not know eu-west" in unknown.sentence and "region offer" in unknown.hint
+    assert not sides.us.identity("us-east-to-eu-west").exists()
+    region("trust", "offer", "--fingerprint", sides.offer("offer"))
+    before = decode_bundle(sides.us.bundle.read_bytes()).bundle
+    said = bridge("init", "--to", "eu-west")
+    assert said.exit_code == 0, said.output
+    after = decode_bundle(sides.us.bundle.read_bytes()).bundle
+    assert before.fingerprint() == after.fingerprint() in said.output
+    path = sides.us.bridge("us-east-to-eu-west") / "bridge.yaml"
+    config = load_config(path)
+    assert config.destinations == (DestinationConfig(region="eu-west", addresses=("eu.example.org:7444",)),)
+    assert refused(bridge("init", "--to", "eu-west")).code is Code.ALREADY_EXISTS
+    path.write_text(path.read_text().replace('# engine: ""', "engine: qh3"))
+    error = refused(bridge("up", "--to", "eu-west"))
+    assert "was edited" in error.sentence
+    assert "felix bridge init --to eu-west" in refused(bridge("up", "other", "--to", "eu-west")).hint
+    assert "us-east-to-eu-west of us-east" in refused(bridge("down", "other")).sentence
+
+
+def test_every_key_of_the_configuration_is_explained_in_the_file() -> None:
+    config = RegionConfig(region="us-east", mesh="acme", country="US")
+    text = config_text(config, "carrier", ["127.0.0.1:1"], {"eu-west": ("127.0.0.1:2",)})
+    named = {line.lstrip("# -").split(":")[0] for line in text.splitlines() if ":" in line}
+    for part in (BridgeConfig, DestinationConfig):
+        assert set(part.__struct_fields__) <= named
