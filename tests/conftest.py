@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("felix", deadline=None, print_blob=True)
+settings.load_profile("felix")
 
 REQUIRE = "FELIX_REQUIRE_PARTS"
 """Set by .ci/run, which installs the parts first: Java, etcd, chromium, systemd's and Prometheus' tools, and every package of the `dev` extra."""

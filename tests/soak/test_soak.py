@@ -24,13 +24,21 @@ PARTS: dict[str, Callable[[Path], Part]] = {
     "transactions": TransactionPart,
     "pipelines": PipelinePart,
 }
-KILLS = 4
+KILLS = 6
 SOAK_KILLS = int(os.environ.get("FELIX_SOAK_KILLS", "100"))
 
 
 @pytest.mark.fault
+async def test_a_few_kills_over_everything_at_once(tmp_path: Path) -> None:
+    figures = await soak(tmp_path, KILLS, [make(tmp_path) for make in PARTS.values()])
+    assert figures["kills"]["broker"] and figures["kills"]["workers"]
+
+
+@pytest.mark.fault
+@pytest.mark.slow
+@pytest.mark.skipif("FELIX_SOAK_KILLS" not in os.environ, reason="make soak runs this")
 @pytest.mark.parametrize("name", PARTS)
-async def test_a_few_kills(name: str, tmp_path: Path) -> None:
+async def test_a_few_kills_of_one_part(name: str, tmp_path: Path) -> None:
     figures = await soak(tmp_path, KILLS, [PARTS[name](tmp_path)])
     assert figures["kills"]["broker"] and figures["kills"]["workers"]
 
