@@ -61,6 +61,7 @@ from felix.messages import (
 from felix.names import NamePattern, SpiffeId, StreamName, trust_domain
 from felix.profile import Profile
 from felix.renewal import request_renewal, store_renewed
+from felix.tasks import end_tasks
 from felix.transport.port import Engine
 from keys.bundle import RegionBundle, decode_bundle
 from keys.hybrid import HybridKeyPair, load_key_pair
@@ -283,12 +284,7 @@ class Agent:
 
     async def stop(self) -> None:
         """Finish what is on the way, have the last checkpoint cosigned, close. Safe to call twice."""
-        tasks = [*self._tasks, *self._reading.values()]
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(*self._tasks, *self._reading.values())
         self._tasks.clear()
         if hasattr(self, "_courier"):
             await self._courier.close()
@@ -297,10 +293,7 @@ class Agent:
         running = [task for _, task in self._carriers.values()]
         if running:
             await asyncio.wait(running, timeout=CLOSE_S)
-        for task in running:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(*running)
         self._carriers.clear()
         trail = self.shop.trail if hasattr(self, "shop") else None
         if trail is not None:

@@ -20,6 +20,7 @@ from typing import Final
 from felix.connection import RegionConnection
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.messages import DocumentPage, ListDocuments, PutDocument
+from felix.tasks import end_tasks
 from policy.approval import Approval, Document, parse_document
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, ImportGrant, Standing
 from policy.signed import Purpose, SignatureError, decode_body
@@ -156,10 +157,7 @@ class Courier:
 
     async def close(self) -> None:
         """Stop bringing; what is on its way may or may not arrive."""
-        tasks = list(self._ways.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._ways.values())
 
     async def _journey(
         self, wanted: list[tuple[str, str, bytes]], from_region: str, to: RegionConnection

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Final
@@ -19,6 +18,7 @@ from felix.connection import Link, RegionConnection
 from felix.errors import Code, FelixError, UnavailableError
 from felix.identity import Identity
 from felix.profile import Profile
+from felix.tasks import end_tasks
 from felix.transport.port import Engine
 from keys.bundle import RegionBundle
 
@@ -78,9 +78,7 @@ class Shore:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
         if self._connection is not None:
             await self._connection.close()
 

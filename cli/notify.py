@@ -14,11 +14,11 @@ import logging
 import os
 import socket
 from collections.abc import Callable, MutableMapping
-from contextlib import suppress
 from enum import Enum
 from types import TracebackType
 from typing import Final, Self
 
+from felix.tasks import end_tasks
 from felix.visible import visible
 
 log = logging.getLogger("felix.notify")
@@ -92,9 +92,7 @@ class Notifier:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._beats is not None:
-            self._beats.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._beats
+            await end_tasks(self._beats)
         if self._socket is not None:
             self._socket.close()
 

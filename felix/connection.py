@@ -77,6 +77,7 @@ from felix.session import (
     Refused,
     grant_frame,
 )
+from felix.tasks import end_tasks
 from felix.transport.port import (
     ClientTls,
     Connection,
@@ -726,9 +727,7 @@ class RegionConnection:
             )
         )
         if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
         link = self._link
         if link is not None:
             link.close()

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -36,6 +35,7 @@ from felix.identity import (
 )
 from felix.messages import IdentityRenewed, RenewIdentity
 from felix.profile import identity_files, load_credentials
+from felix.tasks import end_tasks
 
 _log: Final = logging.getLogger("felix.identity")
 
@@ -127,9 +127,7 @@ class IdentityKeeper:
         self._closing = True
         if self._renewing:
             await asyncio.wait([self._task], timeout=CLOSE_S)
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await end_tasks(self._task)
 
     async def _keep(self) -> None:
         identity = self._connection.identity

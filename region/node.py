@@ -38,6 +38,7 @@ from felix.messages import (
     WatchCache,
 )
 from felix.names import SpiffeId, StreamName
+from felix.tasks import end_tasks
 from felix.transport.port import Listener, ServerTls, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle
@@ -412,11 +413,7 @@ class Node:
         self._tasks.append(asyncio.ensure_future(work))
 
     async def _stop_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(*self._tasks)
 
     async def _measure(self) -> None:
         while True:

@@ -34,6 +34,7 @@ import xxhash
 from felix.batch import BATCH_BYTES_MAX, FLAG_SEALED, Batch, decode_batch
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
+from felix.tasks import end_tasks
 from keys.envelope import SEAL_BYTES
 from policy.access import Verb
 from region.broker import Broker
@@ -204,9 +205,7 @@ class Coordinator:
             task.cancel()
         await asyncio.gather(*self._deciding, return_exceptions=True)
         if self._applier is not None:
-            self._applier.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._applier
+            await end_tasks(self._applier)
         for future in self._commits.values():
             if not future.done():
                 future.set_exception(_closing())
