@@ -24,11 +24,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from audit.crossed import OffsetSet, ShardName, crossed_before
+from audit.crossed import OffsetSet, ShardName
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.proof import find_leaves
 from audit.signed_leaf import signed_leaf
-from audit.tile import read_entries
 from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
 from audit.witness import Witness
@@ -63,6 +62,7 @@ from policy.signed import Purpose, SignedDocument, decode_body, verify
 from policy.terms import GrantTerms
 from policy.truncation import Live
 from region.broker import Broker
+from region.crossed_reader import CrossedReader
 from region.document_log import DocumentLog
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
@@ -273,6 +273,7 @@ class Governance:
         self._remember(remembered)
         self._denials: dict[SpiffeId, _Denials] = {}
         self._region_denials: dict[str, _Denials] = {}
+        self._crossed = CrossedReader(trail)
         self._superseded = Pace(SUPERSEDED_PER_S, SUPERSEDED_MAX, DENIED_PEERS_MAX, time.monotonic)
         self._signed_again = Pace(SIGNED_AGAIN_PER_S, SIGNED_AGAIN_MAX, HALVES_MAX, time.monotonic)
         self.witnessing = Witnessing(witness, trail, own.region)
@@ -842,6 +843,7 @@ class Governance:
         for task in list(self._logging.values()):
             task.cancel()
         await asyncio.gather(*self._logging.values(), return_exceptions=True)
+        await self._crossed.close()
         await self.logged.close()
 
     async def _put_approval(self, actor: SpiffeId, approval: Approval) -> str:
@@ -1122,15 +1124,8 @@ class Governance:
         return await asyncio.to_thread(find)
 
     async def crossed_before(self, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
-        """What the ingress log says that arrived of a shard before the newest of `lives` began. Reads the whole log, on
-        another thread."""
-
-        def find() -> OffsetSet:
-            size = note_size(self.trail.publish())
-            found = read_entries(self.trail.files, 0, size, size)
-            return crossed_before((data for _, data in found), name, lives)
-
-        return await asyncio.to_thread(find)
+        """What the ingress log says that arrived of a shard before the newest of `lives` began. Reads the whole log."""
+        return await self._crossed.read(name, lives)
 
     def audit_state(self) -> tuple[str, int]:
         """The audit log's origin and durable size in leaves."""
