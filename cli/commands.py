@@ -47,6 +47,7 @@ COMMANDS: Final[dict[str, Entry]] = {
     "use": Entry("cli.use", "use", "Keep a default region for commands that name none."),
     "top": Entry("cli.top", "top", "Show what goes through a region's broker now."),
     "mesh": Entry("cli.mesh", "mesh", "Draw the mesh: regions, grants, links and their states."),
+    "console": Entry("cli.console", "console", "Serve a page that shows the mesh as it is now."),
     "doctor": Entry("cli.doctor", "doctor", "Look at what Felix needs on this machine."),
     "demo": Entry("cli.demo", "demo", "Two regions, one bridge, one report."),
     "completion": Entry(
