@@ -18,7 +18,7 @@ from cli.grants import default_bridge
 from cli.output import iso, note, out
 from cli.peer import addresses_of
 from cli.process import read_state, start_detached
-from cli.setting import RegionOption, folder_of, known_regions, now_ms, preferred_region
+from cli.setting import RegionOption, choose_region, folder_of, known_regions, now_ms, preferred_region
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, replace_file
 from felix.profile import load_profile, parse_address
@@ -119,13 +119,15 @@ def agents_here(region: str = "") -> list[AgentFiles]:
 
 
 def choose_agent(name: str, region: str) -> AgentFiles:
-    """The agent that a command is about: by its name, in whichever region of this home; else the only one.
+    """The agent that a command is about: by its name, in whichever region of this home; else the only one, of the region that
+    the user set for all commands if there is such.
 
     Raises RequestError(NOT_FOUND, INVALID) with the agents that there are.
     """
-    every = agents_here(folder_of(region)[0].root.name if region else "")
+    scope = region or ("" if name else preferred_region())
+    every = agents_here(choose_region(scope) if scope else "")
     found = [each for each in every if not name or each.name == name]
-    if len(found) > 1 and not region:
+    if len(found) > 1 and not scope:
         found = [each for each in found if each.region == preferred_region()] or found
     if len(found) == 1:
         return found[0]
@@ -137,7 +139,7 @@ def choose_agent(name: str, region: str) -> AgentFiles:
         )
     called = f"bridge {name}" if name else "bridge"
     raise RequestError(
-        f"No {called} is configured{f' in {region}' if region else ' on this machine'}; there is {there}.",
+        f"No {called} is configured{f' in {scope}' if scope else ' on this machine'}; there is {there}.",
         code=Code.NOT_FOUND,
         hint="Make one: felix bridge init --to REGION. One that is configured elsewhere is named by --config FILE.",
     )
