@@ -13,7 +13,7 @@ import typer
 from cli.console_server import HOST, ConsoleServer, Page
 from cli.console_view import encode_view, view_of
 from cli.mesh_map import Survey, survey
-from cli.output import note
+from cli.output import err, note
 from cli.setting import IdentityOption, choose_region, connect, known_regions, now_ms, run, stop_signals
 from felix.errors import Code, FelixError, RequestError
 
@@ -39,7 +39,12 @@ async def _serve(regions: Sequence[str], identity: str, port: int) -> None:
     ended = stop_signals()
     await _require_one(regions, identity)
     page = Page.of((files("cli") / "console.html").read_text(encoding="utf-8"))
-    server = ConsoleServer(page, lambda: note(f"Opened. For another viewer: {server.url}"))
+
+    def show_link(says: str) -> None:
+        note(says)
+        err.print(server.url, soft_wrap=True)  # a link that is broken into lines cannot be opened
+
+    server = ConsoleServer(page, lambda: show_link("Opened. For another viewer:"))
     try:
         await server.start(port)
     except OSError as error:
@@ -48,8 +53,7 @@ async def _serve(regions: Sequence[str], identity: str, port: int) -> None:
             code=Code.CONFIG_INVALID,
             hint="Name another port with --port, or none.",
         ) from error
-    note(f"The console shows {', '.join(regions)}. Open it with this link, which works once: {server.url}")
-    note("End it with Ctrl-C.")
+    show_link(f"The console shows {', '.join(regions)}; end it with Ctrl-C. This link opens it, once:")
     watch = Watch(server, regions, identity)
     working = [asyncio.ensure_future(watch.look(name)) for name in regions]
     working.append(asyncio.ensure_future(watch.tell()))

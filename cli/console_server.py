@@ -153,9 +153,9 @@ class ConsoleServer:
         self._connections.add(task)
         try:
             async with asyncio.timeout(REQUEST_S):
-                head = await self._read(reader, writer)
-            if head is not None:
-                await self._stream(head, reader, writer)
+                looks_on = await self._answer(reader, writer)
+            if looks_on:
+                await self._stream(reader, writer)
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
         except Exception:
@@ -164,8 +164,8 @@ class ConsoleServer:
             self._connections.discard(task)
             writer.close()
 
-    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Head | None:
-        """Answer one request; the head of one that is to get events, else None."""
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answer one request; True where it is to get events, which is not done here."""
         try:
             head = await _read_head(reader)
             self._check_place(head)
@@ -173,20 +173,20 @@ class ConsoleServer:
                 await self._send(writer, 200, self._page.body, "text/html; charset=utf-8")
             elif (head.method, head.path) == ("POST", "/session"):
                 key = self._exchange(head)
-                await self._send(writer, 200, msgspec.json.encode({"key": key}), "application/json")
                 self._opened()
+                await self._send(writer, 200, msgspec.json.encode({"key": key}), "application/json")
             elif (head.method, head.path) == ("GET", "/events"):
                 self._check_key(head)
                 if len(self._viewers) >= VIEWERS_MAX:
                     raise _Refused(503, f"{VIEWERS_MAX} viewers look on already.")
-                return head
+                return True
             elif head.path in ("/", "/session", "/events"):
                 raise _Refused(405, "This is not how it is asked for.")
             else:
                 raise _Refused(404, "There is nothing here.")
         except _Refused as refused:
             await self._send(writer, refused.status, f"{refused}\n".encode(), "text/plain; charset=utf-8")
-        return None
+        return False
 
     async def _send(self, writer: asyncio.StreamWriter, status: int, body: bytes, kind: str) -> None:
         writer.write(self._headers(status, kind, f"Content-Length: {len(body)}\r\n") + body)
@@ -225,7 +225,7 @@ class ConsoleServer:
         if not sum([hmac.compare_digest(given, key.encode()) for key in self._keys]):
             raise _Refused(401, "This key is not known here: the console was started anew.")
 
-    async def _stream(self, head: _Head, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         viewer = _Viewer(writer)
         writer.transport.set_write_buffer_limits(high=UNSENT_BYTES_MAX)
         writer.write(self._headers(200, "text/event-stream; charset=utf-8"))

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -127,13 +128,17 @@ class Chromium:
         return made["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Until the expression is true in the page."""
-        script = f"""new Promise((done, fail) => {{
-            const until = Date.now() + {WAIT_S * 1000};
-            const look = () => ({condition}) ? done(true) : Date.now() > until ? fail(new Error("not within {WAIT_S} s")) : setTimeout(look, 20);
-            look();
-        }})"""
-        self.run(script)
+        """Until the expression is true in the page, also in one that is just being loaded."""
+        until = time.monotonic() + WAIT_S
+        while not self._holds(condition):
+            assert time.monotonic() < until, f"not within {WAIT_S} s: {condition}"
+            time.sleep(0.02)
+
+    def _holds(self, condition: str) -> bool:
+        try:
+            return bool(self.run(f"Boolean({condition})"))
+        except RuntimeError:
+            return False  # the page before it went away, or what is asked for is not there yet
 
     def press(self, key: str) -> None:
         """A key of the keyboard: a character, or Tab, Enter, Escape."""

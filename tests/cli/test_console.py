@@ -234,7 +234,7 @@ def look(server: ConsoleServer, folder: Path) -> None:
         browser.wait("document.querySelector('#crossings td')")
         browser.run("sessionStorage.clear()")
         browser.reload()
-        browser.wait("!document.getElementById('notice').hidden")
+        browser.wait("document.getElementById('notice').hidden === false")
         assert "works once" in browser.run("document.getElementById('notice').textContent")
         assert not browser.said, browser.said
     finally:
