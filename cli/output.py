@@ -52,12 +52,12 @@ class SafeConsole(Console):
         super().__init__(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich prints, strings as plain text; a line is never broken on standard output, so that it can be copied."""
+        """As rich prints, strings as plain text; a line is broken on a terminal's standard error alone, so that it can be copied."""
         if chosen.is_data and not self.stderr:
             chosen.sentences += [str(each) for each in objects if isinstance(each, str | Text)]
             return
         shown = [Text(visible(each)) if isinstance(each, str) else each for each in objects]
-        if not self.stderr and all(isinstance(each, Text) for each in shown):
+        if not (self.stderr and self.is_terminal) and all(isinstance(each, Text) for each in shown):
             options.setdefault("soft_wrap", True)
         super().print(*shown, **options)
 

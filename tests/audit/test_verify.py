@@ -275,18 +275,18 @@ def test_a_log_that_breaks_the_rules_between_leaves_is_found_though_every_hash_h
     ack = link.ack(first)
     forged = Leaf(msgspec.structs.replace(ack.header, receipt=receipt_for(link.ack(second).header, second)))
     bare = Leaf(msgspec.structs.replace(ack.header, receipt=b""))
-    cases: dict[str, tuple[list[Leaf], int]] = {
-        "a missing batch": ([*grant, *first, *link.intent()], 7),
-        "an intent twice": ([*grant, *first, *first], 7),
-        "an ack of nothing": ([*grant, ack], 7),
-        "no grant": (first, 7),
-        "another batch's receipt": ([*grant, *first, forged], 8),
-        "no receipt": ([*grant, *first, bare], 8),
+    cases: dict[str, tuple[list[Leaf], set[int]]] = {
+        "a missing batch": ([*grant, *first, *link.intent()], {7}),
+        "an intent twice": ([*grant, *first, *first], {7}),
+        "an ack of nothing": ([*grant, ack], {7}),
+        "no grant": (first, {7}),
+        "another batch's receipt": ([*grant, *first, forged], {7, 8}),
+        "no receipt": ([*grant, *first, bare], {8}),
     }
-    for at, (leaves, step) in enumerate(cases.values()):
+    for at, (leaves, steps) in enumerate(cases.values()):
         write(tmp_path / str(at), [leaves])
         report = verify(Folder(tmp_path / str(at)), cosignatures_min=0)
-        assert steps_of(report) == {step}, report.findings
+        assert steps_of(report) == steps, report.findings
         assert report.findings[0].leaf is not None
 
 

@@ -205,7 +205,7 @@ def test_json_has_every_figure_with_its_spread(
     assert set(result["records_per_second"]) == {"median", "low", "high", "values"}
     assert set(result["lone"]) == {"p50_us", "p90_us", "p99_us", "p999_us", "samples"}
     document["kind"] = document.pop("type")
-    read = msgspec.convert(document, type=Report)
+    read = msgspec.convert(document, type=Report, strict=False)
     assert msgspec.json.encode(read) == msgspec.json.encode(reports["deliver"])
 
 
