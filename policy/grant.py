@@ -37,7 +37,7 @@ Pure: no clock, no disk. Brokers on both sides, the agent and the commands ask; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Annotated, Final, Literal, NamedTuple, Self
@@ -796,6 +796,15 @@ class GrantBook:
                 accepted[found.truncation.incarnation] = found
         return accepted
 
+    def cut_under(self, grants: Collection[str]) -> set[str]:
+        """The grants under which a truncation or a resend was accepted that counts for one of these, too: whoever crosses under
+        these needs their documents to know what lives now."""
+        found: set[str] = set()
+        for (stream, _), accepted in self._truncations.items():
+            wanted = {self._ends_of(grant, stream) for grant in grants if self._covers(grant, stream)} - {()}
+            found.update(named for named, _ in accepted if self._ends_of(named, stream) in wanted)
+        return found
+
     def incarnations(self, grant: str, stream: str, shard: int, incarnation: bytes) -> tuple[Live, ...]:
         """What a shard crossed under, from its stream's own incarnation to the one that lives now: another begins wherever a
         truncation was accepted."""
@@ -805,8 +814,13 @@ class GrantBook:
         """What a shard crosses under now."""
         return self.incarnations(grant, stream, shard, incarnation)[-1]
 
+    def _covers(self, grant: str, stream: str) -> bool:
+        entry = self._entries.get(grant)
+        export = None if entry is None else entry.export
+        return export is not None and NamePattern(export.terms.stream).matches(StreamName.parse(stream))
+
     def _ends_of(self, grant: str, stream: str) -> tuple[str, ...]:
-        """The regions that the grant is between, and the stream that `stream` arrives as."""
+        """The regions that the grant is between, and the stream that `stream` arrives as; empty for a grant that is not known."""
         entry = self._entries.get(grant)
         if entry is None or entry.export is None:
             return ()

@@ -1063,7 +1063,8 @@ class Governance:
         return True
 
     def documents(self, identity: SpiffeId, kind: str) -> dict[str, bytes]:
-        """Documents of one kind by id. A bridge sees those of its own grants and their regions, an operator all."""
+        """Documents of one kind by id. A bridge sees those of its own grants and their regions, and what cut its streams; an
+        operator all."""
         own_policy = kind == "policy" and identity.region == self._own.region
         if identity.kind != "bridge" or not (kind in COURIER_KINDS or own_policy):
             self.broker.require_operator(identity, f"list {kind} documents")
@@ -1091,6 +1092,9 @@ class Governance:
                 if half is not None and half.bridge == str(identity):
                     own.add(view.grant)
                     regions |= {half.from_region, half.to_region}
+        if kind in ("export", "standing"):
+            # What its streams cross under now may rest on what was accepted under another bridge's grant.
+            own |= self._book.cut_under(own)
         if kind in ("export", "import", "approval", "standing"):
             return {name: data for name, data in found.items() if name.split(".")[0] in own}
         return {name: data for name, data in found.items() if _denies_between(data, regions)}

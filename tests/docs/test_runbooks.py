@@ -168,13 +168,18 @@ class Mesh:
         return found
 
     def publish(self, count: int) -> None:
-        """Publish, and wait until the destination has it all, whatever link carries it."""
+        """Publish, and wait until the bridge of now has carried it all to the destination."""
         path = self.place / "flights.jsonl"
         path.write_text("".join(f'{{"flight": {self.published + n}}}\n' for n in range(count)))
         self.run(f"felix stream publish {STREAM} --file {path} --region us-east")
         self.published += count
         limit = time.monotonic() + WAIT_S
-        while not any(link["state"] == "active" and link["lag_records"] == 0 for link in self.links()):
+        while not any(
+            link["state"] == "active"
+            and link["lag_records"] == 0
+            and link["bridge"].endswith(f"/{self.bridge}")
+            for link in self.links()
+        ):
             assert time.monotonic() < limit, json.dumps(self.links(), indent=1)
             time.sleep(0.1)
 

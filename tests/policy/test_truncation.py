@@ -76,6 +76,21 @@ def test_a_stream_crosses_under_its_own_incarnation_until_a_truncation_is_accept
     assert book.live_incarnation(GRANT, STREAM, 0, bytes(16)) == (bytes(16), None), "the stream made anew"
 
 
+def test_who_crosses_under_a_later_grant_learns_of_what_was_accepted_under_an_earlier_one() -> None:
+    later = terms(not_before=DAY, bridge="spiffe://us-east.acme/bridge/another")
+    others = {
+        "elsewhere": terms(not_before=DAY, to_region="ap-south"),
+        "under another name": terms(not_before=DAY, destination_stream="acme/ops/departures2"),
+    }
+    book = GrantBook([EXPORT, *map(exported, (later, *others.values()))], TRUSTED)
+    assert book.cut_under({grant_id(later.hash())}) == set(), "nothing was accepted yet"
+    book = book.including([signed(accepted(OWN, 5, 100))])
+    assert book.cut_under({GRANT}) == book.cut_under({grant_id(later.hash())}) == {GRANT}
+    for name, other in others.items():
+        assert book.cut_under({grant_id(other.hash())}) == set(), name
+    assert book.cut_under({"g-unknown"}) == book.cut_under(()) == set()
+
+
 def test_the_chain_is_the_same_whatever_order_documents_come_in() -> None:
     first = accepted(OWN, 5, 100)
     second = accepted(derived(first), 8, 200, "eu-west")
