@@ -17,8 +17,9 @@ from typing import Final, NamedTuple
 from audit.leaf import Header, Kind, Leaf, Side, decode_leaf, iter_entries, read_header
 from policy.truncation import Live
 
-CHUNK: Final = 1 << 16
-"""Offsets of one chunk: 8 kB where some of them crossed."""
+CHUNK: Final = 1 << 12
+"""Offsets of one chunk: 512 bytes where some of them crossed, so that no record, wherever it says that it lies, takes more than
+eight times what its entry in the log does."""
 DERIVED_MAX: Final = 1 << 16
 """Derived incarnations that are remembered of one log."""
 CROSSED_AHEAD: Final = 1 << 18
@@ -27,6 +28,7 @@ the largest batches."""
 CROSSED_BEHIND_MAX: Final = 3 << 19
 """And of how many behind: 24 of the largest batches. Both together are 224 KiB, and a control frame takes 256."""
 _FULL: Final = (1 << CHUNK) - 1
+_CHUNK_BYTES: Final = CHUNK // 8
 
 
 class OffsetSet:
@@ -42,18 +44,17 @@ class OffsetSet:
     def add(self, first: int, mask: int) -> None:
         """Put the offsets of `mask` in, whose lowest bit is `first`."""
         self.next = max(self.next, first + mask.bit_length())
-        for chunk, at, part in _parts(first, mask):
-            held = self._chunks.get(chunk, 0) | part << at
-            # One object for all full chunks.
-            self._chunks[chunk] = _FULL if held == _FULL else held
+        for chunk, part in _parts(first, mask):
+            if part:
+                held = self._chunks.get(chunk, 0) | part
+                # One object for all full chunks.
+                self._chunks[chunk] = _FULL if held == _FULL else held
 
     def common(self, first: int, mask: int) -> int:
         """Those of `mask` that are in the set, as a mask."""
-        found, done = 0, 0
-        for chunk, at, part in _parts(first, mask):
-            found |= (self._chunks.get(chunk, 0) >> at & part) << done
-            done += CHUNK - at
-        return found
+        found = (self._chunks.get(chunk, 0) & part for chunk, part in _parts(first, mask))
+        data = b"".join(part.to_bytes(_CHUNK_BYTES, "little") for part in found)
+        return int.from_bytes(data, "little") >> first % CHUNK
 
     def page(self, first: int, count: int) -> bytes:
         """A bit for each of `count` offsets from `first` on, the lowest bit of the first byte first."""
@@ -72,14 +73,13 @@ class OffsetSet:
                 self.add(first, held & (1 << below - first) - 1)
 
 
-def _parts(first: int, mask: int) -> Iterator[tuple[int, int, int]]:
-    """Chunk, first bit in it, and the mask's bits there."""
-    while mask:
-        chunk, at = divmod(first, CHUNK)
-        room = CHUNK - at
-        yield chunk, at, mask & (1 << room) - 1
-        mask >>= room
-        first += room
+def _parts(first: int, mask: int) -> Iterator[tuple[int, int]]:
+    """Each chunk that the mask reaches into, and the mask's bits there, from the chunk's first offset on."""
+    chunk, at = divmod(first, CHUNK)
+    # As bytes: a shift for every chunk would copy a long mask as often.
+    data = (mask << at).to_bytes(mask.bit_length() + at + 7 >> 3, "little")
+    for start in range(0, len(data), _CHUNK_BYTES):
+        yield chunk + start // _CHUNK_BYTES, int.from_bytes(data[start : start + _CHUNK_BYTES], "little")
 
 
 class ShardName(NamedTuple):
@@ -135,16 +135,17 @@ class Crossed:
             for first, mask in self._announced.pop(envelope, ()):
                 own.add(first, mask)
             return 0
-        first, mask = _mask(leaf)
-        twice = 0
-        for held, below in self._earlier(name, header.incarnation):
-            asked = mask if below is None else mask & (1 << max(0, below - first)) - 1
-            twice |= held.common(first, asked)
-        if header.kind is Kind.INTENT:
-            self._announced.setdefault(envelope, []).append((first, mask))
-        else:
-            self._sets.setdefault(envelope[:2], OffsetSet()).add(first, mask)
-        return twice.bit_count()
+        earlier, twice = list(self._earlier(name, header.incarnation)), 0
+        for first, mask in _masks(leaf):
+            found = 0
+            for held, below in earlier:
+                found |= held.common(first, mask if below is None else _cut(mask, below - first))
+            twice += found.bit_count()
+            if header.kind is Kind.INTENT:
+                self._announced.setdefault(envelope, []).append((first, mask))
+            else:
+                self._sets.setdefault(envelope[:2], OffsetSet()).add(first, mask)
+        return twice
 
     def before(self, name: ShardName, incarnation: bytes) -> OffsetSet:
         """What crossed before this incarnation began, and is the same at the source still."""
@@ -186,15 +187,27 @@ def crossed_before(leaves: Iterable[memoryview], name: ShardName, lives: Sequenc
     return crossed.before(name, lives[-1].incarnation)
 
 
-def _mask(leaf: Leaf) -> tuple[int, int]:
-    """The first offset of a crossing's range, and a bit for each record that it lists."""
+def _cut(mask: int, bits: int) -> int:
+    """The lowest `bits` of a mask. A document may name any offset: no number is made that is longer than the mask."""
+    return mask if bits >= mask.bit_length() else mask & (1 << max(0, bits)) - 1
+
+
+def _masks(leaf: Leaf) -> list[tuple[int, int]]:
+    """A bit for each record that a crossing lists, in masks with the first offset of each.
+
+    A leaf may say any range, and few records in it: a mask is no longer than what is listed close together.
+    """
     header = leaf.header
     first, last = header.first_offset, header.last_offset
     assert first is not None and last is not None
     if header.records == last - first + 1:
-        return first, (1 << header.records) - 1
-    bits = bytearray((last - first >> 3) + 1)
+        return [(first, (1 << header.records) - 1)]
+    found: list[tuple[int, bytearray]] = []
     for entry in iter_entries(leaf):
-        at = entry.offset - first
+        if not found or entry.offset - found[-1][0] >= CHUNK:
+            found.append((entry.offset, bytearray()))
+        base, bits = found[-1]
+        at = entry.offset - base
+        bits.extend(bytes(max(0, (at >> 3) + 1 - len(bits))))
         bits[at >> 3] |= 1 << (at & 7)
-    return first, int.from_bytes(bits, "little")
+    return [(base, int.from_bytes(bits, "little")) for base, bits in found]

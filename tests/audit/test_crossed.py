@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from audit.crossed import CHUNK, Crossed, OffsetSet, ShardName
-from audit.leaf import Leaf
+from audit.leaf import ENTRY_BYTES, Leaf, decode_leaf, encode_leaf
+from felix.batch import OFFSET_MAX
 
 OLD, CUT, AGAIN = b"old" + bytes(13), b"cut" + bytes(13), b"again" + bytes(11)
 
@@ -77,3 +78,24 @@ def test_what_lies_behind_an_accepted_truncation_is_other_records() -> None:
     assert sum(crossed.take(leaf) for leaf in under(CUT, link.delivery(link.intent(2)))) == 0
     link.offset = 0
     assert sum(crossed.take(leaf) for leaf in under(AGAIN, link.delivery(link.intent(6)))) == 4
+
+
+def test_a_range_that_says_more_than_it_lists_takes_no_more_memory() -> None:
+    """An envelope may cover 2^32 offsets and a leaf 2^63, with two records in them: no mask is made of all of it."""
+    offsets = (7, 8, 1 << 20, OFFSET_MAX - 1)
+    link, crossed = Link(), Crossed()
+    (leaf,) = link.delivery(link.intent(len(offsets)))
+    entries = b"".join(
+        offset.to_bytes(8, "big") + leaf.entries[at * ENTRY_BYTES + 8 : (at + 1) * ENTRY_BYTES]
+        for at, offset in enumerate(offsets)
+    )
+    header = msgspec.structs.replace(leaf.header, first_offset=offsets[0], last_offset=offsets[-1])
+    wide = decode_leaf(encode_leaf(Leaf(header, entries)))
+    assert crossed.take(under(OLD, [wide])[0]) == 0
+    crossed.derive(AGAIN, OLD, None)
+    before = crossed.before(ShardName.of(header), AGAIN)
+    assert [offset in before for offset in (*offsets, 6, 9, offsets[-1] - 1)] == [True] * 4 + [False] * 3
+    assert crossed.take(under(AGAIN, [wide])[0]) == len(offsets)
+    # Nor of an offset that a truncation's document names.
+    crossed.derive(CUT, OLD, OFFSET_MAX)
+    assert crossed.take(under(CUT, [wide])[0]) == len(offsets)
