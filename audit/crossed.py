@@ -187,6 +187,21 @@ def crossed_before(leaves: Iterable[memoryview], name: ShardName, lives: Sequenc
     return crossed.before(name, lives[-1].incarnation)
 
 
+def arrived_below(leaves: Iterable[memoryview], name: ShardName, incarnation: bytes) -> int:
+    """Below which source offset an ingress log's leaves say that a shard arrived under this incarnation; 0 where they say nothing."""
+    below = 0
+    for data in leaves:
+        header = read_header(data)
+        if (
+            header is not None
+            and (header.kind, header.side, header.incarnation) == (Kind.ACK, Side.INGRESS, incarnation)
+            and ShardName.of(header) == name
+        ):
+            assert header.last_offset is not None
+            below = max(below, header.last_offset + 1)
+    return below
+
+
 def _cut(mask: int, bits: int) -> int:
     """The lowest `bits` of a mask. A document may name any offset: no number is made that is longer than the mask."""
     return mask if bits >= mask.bit_length() else mask & (1 << max(0, bits)) - 1

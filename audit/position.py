@@ -195,8 +195,16 @@ class Positions:
         state = self._states.get(key)
         return None if state is None else state.ack
 
+    def newest_incarnation(self, key: LinkShard) -> bytes:
+        """Under which incarnation the newest range of this shard arrived, whichever bridge brought it; empty where none did."""
+        acks = (state.ack for other, state in self._states.items() if other[1:] == key[1:])
+        newest = max((ack for ack in acks if ack is not None), key=lambda ack: ack.number, default=None)
+        return b"" if newest is None else newest.incarnation
+
     def arrived_below(self, key: LinkShard, incarnation: bytes) -> int:
-        """Below which source offset records of this shard arrived under this incarnation, whichever bridge brought them."""
+        """Below which source offset records of this shard arrived under this incarnation, whichever bridge brought them.
+
+        Each bridge's newest range is remembered: it says all of the `newest_incarnation`, and less of those before it."""
         acks = (state.ack for other, state in self._states.items() if other[1:] == key[1:])
         return max(
             (ack.last_offset + 1 for ack in acks if ack is not None and ack.incarnation == incarnation),

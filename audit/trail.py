@@ -325,6 +325,11 @@ class Trail:
         with self._lock:
             return self._positions.arrived_below(key, incarnation)
 
+    def newest_incarnation(self, key: LinkShard) -> bytes:
+        """`Positions.newest_incarnation` of what is durable."""
+        with self._lock:
+            return self._positions.newest_incarnation(key)
+
     def unanswered(self, key: LinkShard) -> tuple[Crossing, ...]:
         """Durable INTENTs without an ACK, oldest first."""
         with self._lock:

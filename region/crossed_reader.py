@@ -1,4 +1,5 @@
-"""What crossed before a resend, read from the ingress log: one read at a time, and one for all who ask the same.
+"""What crossed before a resend or arrived under an earlier incarnation, read from the ingress log: one read at a time, and one for
+all who ask the same.
 
 A read goes over the whole log on another thread, and nothing ends it before its end. A bridge that opens a link again and again,
 and waits for no answer, so costs one thread and not all of them. Callers: region.governance.
@@ -7,40 +8,50 @@ and waits for no answer, so costs one thread and not all of them. Callers: regio
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeVar
 
-from audit.crossed import OffsetSet, ShardName, crossed_before
+from audit.crossed import OffsetSet, ShardName, arrived_below, crossed_before
 from audit.tile import read_entries
 from audit.trail import Trail
 from policy.truncation import Live
 from region.witnessing import note_size
 
+Found = TypeVar("Found")
+
 
 class CrossedReader:
-    """Reads one ingress log."""
+    """Reads one ingress log. Cancelling a wait does not end the read."""
 
     def __init__(self, trail: Trail) -> None:
         self._trail = trail
         self._turn = asyncio.Lock()
-        self._reading: dict[tuple[ShardName, tuple[Live, ...]], asyncio.Task[OffsetSet]] = {}
+        self._reading: dict[Hashable, asyncio.Task[Any]] = {}
 
     async def read(self, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
-        """What arrived of a shard before the newest of `lives` began. Cancelling the wait does not end the read."""
-        key = (name, tuple(lives))
-        task = self._reading.get(key)
+        """What arrived of a shard before the newest of `lives` began."""
+        return await self._shared((name, tuple(lives)), lambda leaves: crossed_before(leaves, name, lives))
+
+    async def arrived_below(self, name: ShardName, incarnation: bytes) -> int:
+        """Below which source offset a shard arrived under this incarnation."""
+        return await self._shared(
+            (name, incarnation), lambda leaves: arrived_below(leaves, name, incarnation)
+        )
+
+    async def _shared(self, key: Hashable, find: Callable[[Iterable[memoryview]], Found]) -> Found:
+        task: asyncio.Task[Found] | None = self._reading.get(key)
         if task is None:
-            task = self._reading[key] = asyncio.ensure_future(self._read(*key))
+            task = self._reading[key] = asyncio.ensure_future(self._read(find))
             task.add_done_callback(lambda _: self._reading.pop(key, None))
         return await asyncio.shield(task)
 
-    async def _read(self, name: ShardName, lives: tuple[Live, ...]) -> OffsetSet:
-        def find() -> OffsetSet:
+    async def _read(self, find: Callable[[Iterable[memoryview]], Found]) -> Found:
+        def run() -> Found:
             size = note_size(self._trail.publish())
-            found = read_entries(self._trail.files, 0, size, size)
-            return crossed_before((data for _, data in found), name, lives)
+            return find(data for _, data in read_entries(self._trail.files, 0, size, size))
 
         async with self._turn:
-            return await asyncio.to_thread(find)
+            return await asyncio.to_thread(run)
 
     async def close(self) -> None:
         """Begin no more reads."""

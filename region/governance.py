@@ -1131,6 +1131,10 @@ class Governance:
         """What the ingress log says that arrived of a shard before the newest of `lives` began. Reads the whole log."""
         return await self._crossed.read(name, lives)
 
+    async def arrived_below(self, name: ShardName, incarnation: bytes) -> int:
+        """Below which source offset the ingress log says that a shard arrived under this incarnation. Reads the whole log."""
+        return await self._crossed.arrived_below(name, incarnation)
+
     def audit_state(self) -> tuple[str, int]:
         """The audit log's origin and durable size in leaves."""
         return self.trail.key.name, self.trail.status().durable

@@ -247,6 +247,14 @@ def _link_shard(scope: TransferScope) -> LinkShard:
     )
 
 
+def _shard_name(scope: TransferScope) -> ShardName:
+    """The shard as leaves name it, whoever carries it."""
+    link = _link_shard(scope)
+    return ShardName(
+        link.source_region, link.destination_region, link.stream, link.shard, link.destination_stream
+    )
+
+
 def _without_producer(batch: Batch) -> Batch:
     return batch.with_header(batch.header._replace(producer_id=0, producer_epoch=0, base_sequence=0))
 
@@ -391,6 +399,7 @@ class IngestStream:
         self._landing.grant_id = self._grant_id
         try:
             self._before = await self._crossed_before(scope, statement)
+            self._logged_to = await self._logged_below(scope)
             self._record = self._recorded(request, statement)
         except UnavailableError as error:
             self._fail(error, correlation)
@@ -405,7 +414,6 @@ class IngestStream:
         self._meter = desk.meter(request.grant)
         self._is_open = True
         session.widen()
-        self._logged_to = self._logged_below(scope)
         opened = self._told(
             IngestOpened(
                 str(terms.destination),
@@ -424,15 +432,15 @@ class IngestStream:
         )
         if not any(live.accepted is not None and live.accepted.is_resend for live in lives):
             return OffsetSet()
-        link = _link_shard(scope)
-        name = ShardName(
-            link.source_region, link.destination_region, link.stream, link.shard, link.destination_stream
-        )
-        return await self._desk.governance.crossed_before(name, lives)
+        return await self._desk.governance.crossed_before(_shard_name(scope), lives)
 
-    def _logged_below(self, scope: TransferScope) -> int:
+    async def _logged_below(self, scope: TransferScope) -> int:
         """Below which source offset the ingress log says that records arrived under this incarnation."""
-        return self._desk.governance.trail.arrived_below(_link_shard(scope), scope.incarnation)
+        governance, link = self._desk.governance, _link_shard(scope)
+        if governance.trail.newest_incarnation(link) in (b"", scope.incarnation):
+            return governance.trail.arrived_below(link, scope.incarnation)
+        # Another incarnation came last. This one may be new, or a source's older stream that was put back, or stated anew.
+        return await governance.arrived_below(_shard_name(scope), scope.incarnation)
 
     def _told(self, opened: IngestOpened) -> IngestOpened:
         """With what crossed before a resend, from the oldest range on that may be sent again."""

@@ -82,6 +82,33 @@ async def test_a_second_bridge_does_not_bring_again_what_a_deleted_stream_had(me
     assert mesh.verify_ingress().ok
 
 
+@pytest.mark.parametrize("last", [BRIDGE, OTHER])
+async def test_a_source_that_states_an_older_incarnation_again_brings_nothing_twice(
+    mesh: Mesh, last: str
+) -> None:
+    """A stream, one made anew under its name, and the first one again: put back from a copy, or stated by a source that lies."""
+    stream = f"acme/ops/again-{last}"
+    one, two = await two_grants(mesh, stream)
+    older, newer = b"a" * 16, b"b" * 16
+    sent = [Wild(b'{"n":%d}' % at) for at in range(3)]
+    for incarnation in (older, newer):
+        async with rogue_agent(mesh, one, stream=stream, incarnation=incarnation) as agent:
+            opened = await agent.open(statement=mesh.statement(stream=stream, incarnation=incarnation))
+            assert (opened.position, opened.logged) == (0, 0)
+            await agent.cross(sent)
+    grant = one if last == BRIDGE else two
+    async with rogue_agent(mesh, grant, bridge=last, stream=stream, incarnation=older) as agent:
+        opened = await agent.open(statement=mesh.statement(stream=stream, incarnation=older))
+        assert (opened.position, opened.logged) == (0, 3)
+        agent.send(sent)
+        with pytest.raises(CorruptionError) as caught:
+            await agent.receipt()
+        assert caught.value.code is Code.TRUNCATED
+    await mesh.stop("eu-west")
+    report = mesh.verify_ingress()
+    assert report.ok, report.findings
+
+
 async def test_an_agent_that_never_carried_stops_where_the_destination_lost_what_another_brought(
     mesh: Mesh,
 ) -> None:
