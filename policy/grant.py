@@ -799,9 +799,23 @@ class GrantBook:
     def cut_under(self, grants: Collection[str]) -> set[str]:
         """The grants under which a truncation or a resend was accepted that counts for one of these, too: whoever crosses under
         these needs their documents to know what lives now."""
+        exact: dict[str, set[tuple[str, ...]]] = {}
+        wild: dict[tuple[str, tuple[str, str]], NamePattern] = {}
+        for grant in grants:
+            entry = self._entries.get(grant)
+            if entry is None or entry.export is None:
+                continue
+            terms = entry.export.terms
+            if terms.wildcard:
+                wild[terms.stream, _ends(terms)] = NamePattern(terms.stream)
+            else:
+                exact.setdefault(terms.stream, set()).add(self._ends_of(grant, terms.stream))
         found: set[str] = set()
         for (stream, _), accepted in self._truncations.items():
-            wanted = {self._ends_of(grant, stream) for grant in grants if self._covers(grant, stream)} - {()}
+            name = StreamName.parse(stream)
+            wanted = exact.get(stream, set()) | {
+                (*ends, stream) for (_, ends), pattern in wild.items() if pattern.matches(name)
+            }
             found.update(named for named, _ in accepted if self._ends_of(named, stream) in wanted)
         return found
 
@@ -813,11 +827,6 @@ class GrantBook:
     def live_incarnation(self, grant: str, stream: str, shard: int, incarnation: bytes) -> Live:
         """What a shard crosses under now."""
         return self.incarnations(grant, stream, shard, incarnation)[-1]
-
-    def _covers(self, grant: str, stream: str) -> bool:
-        entry = self._entries.get(grant)
-        export = None if entry is None else entry.export
-        return export is not None and NamePattern(export.terms.stream).matches(StreamName.parse(stream))
 
     def _ends_of(self, grant: str, stream: str) -> tuple[str, ...]:
         """The regions that the grant is between, and the stream that `stream` arrives as; empty for a grant that is not known."""

@@ -22,6 +22,7 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 
 from felix.context import bind
+from felix.names import StreamName
 from policy.terms import Number
 
 TRUNCATIONS_MAX: Final = 64
@@ -42,6 +43,10 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     incarnation: Incarnation
     epoch: Number
     offset: Number
+
+    def __post_init__(self) -> None:
+        # Any region signs what it likes, and whoever asks for documents has every truncation looked at.
+        StreamName.parse(self.stream)
 
 
 class Accepted(NamedTuple):

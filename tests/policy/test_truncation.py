@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from departures import DAY, terms
@@ -88,6 +89,11 @@ def test_who_crosses_under_a_later_grant_learns_of_what_was_accepted_under_an_ea
     assert book.cut_under({GRANT}) == book.cut_under({grant_id(later.hash())}) == {GRANT}
     for name, other in others.items():
         assert book.cut_under({grant_id(other.hash())}) == set(), name
+    whole = terms(not_before=DAY, stream="acme/ops/*", wildcard=True)
+    kept = terms(not_before=DAY, destination_stream=STREAM)
+    under_kept = msgspec.structs.replace(accepted(OWN, 5, 100), grant=grant_id(kept.hash()))
+    wide = GrantBook([*map(exported, (whole, kept)), signed(under_kept)], TRUSTED)
+    assert wide.cut_under({grant_id(whole.hash())}) == {grant_id(kept.hash())}, "a pattern"
     assert book.cut_under({"g-unknown"}) == book.cut_under(()) == set()
 
 
@@ -111,6 +117,17 @@ def test_a_document_of_a_region_that_did_not_sign_it_counts_for_nothing() -> Non
     book = GrantBook([EXPORT, document], TRUSTED)
     assert book.problems
     assert book.live_incarnation(GRANT, STREAM, 0, OWN) == (OWN, None)
+
+
+def test_a_truncation_of_no_stream_keeps_nobody_from_the_documents() -> None:
+    """A region may sign any text. One that is no stream's name is not believed, whatever grant it speaks of, known or not."""
+    for grant in (GRANT, f"g-{16 * 'a'}"):
+        body = msgspec.json.decode(canonical(accepted(OWN, 5, 100)))
+        body["grant"], body["truncation"]["stream"] = grant, "no stream"
+        document = sign(Purpose.STANDING, "us-east", canonical(body), KEYS["us-east"])
+        book = GrantBook([EXPORT, document, signed(accepted(OWN, 5, 100))], TRUSTED)
+        assert [problem.document for problem in book.problems] == [document]
+        assert book.cut_under({GRANT}) == {GRANT}
 
 
 def test_only_an_acceptance_names_a_truncation_and_it_neither_pauses_nor_resumes() -> None:
