@@ -573,10 +573,11 @@ async def test_deleting_a_stream_deletes_its_objects_and_nothing_else_does(
     with failing(monkeypatch):
         await directory.delete_stream(name, incarnation)
         await asyncio.to_thread(directory.retry_deletions)
+        # The deletion also goes on in a thread of its own; closing waits for it.
+        await directory.close()
     doomed, left = deleted_in(tmp_path)
     assert left == [OFFLOADED_NAME], "local records are gone"
     assert store.list_names(base) == objects
-    await directory.close()
     directory = LogDirectory(tmp_path, IDENTITY.region)
     await asyncio.to_thread(directory.retry_deletions)
     await directory.close()
