@@ -117,7 +117,7 @@ def crossed(mesh: CommandMesh) -> Iterator[Crossed]:
 
     def caught_up() -> bool:
         links = mesh.links(GRANTED)
-        done = sum(link.crossed + link.withheld for link in links)
+        done = sum(link.crossed + link.withheld + link.filtered for link in links)
         return len(links) == 2 and done == RECORDS and not any(link.lag_records for link in links)
 
     until(caught_up, "everything on the other side")
