@@ -221,7 +221,7 @@ def test_a_full_disk_and_a_reader_who_leaves_lose_nothing_that_was_acknowledged(
         ]
         for process in ended:
             _, err = process.communicate(timeout=60)
-            assert process.returncode == 1
+            assert process.returncode == 1, err
             assert b"Standard output cannot be written: No space left on device. 0 records" in err
             assert b"Traceback" not in err and b"Exception ignored" not in err
     state = json.loads(felix_command("queue", "describe", jobs, "--json"))
