@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from felix.errors import Code, FelixError
+from felix.errors import Code, FelixError, RequestError
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -24,6 +24,12 @@ _REFUSED: Final = (
     Code.NOT_FOUND_OR_FORBIDDEN,
     Code.WRONG_REGION,
 )
+
+
+class UnwritableError(RequestError):
+    """What a command writes, on standard output or into a file, cannot be written: the disk is full, say."""
+
+    exit_code: Final = EXIT_FAILED
 
 
 def exit_code(error: FelixError) -> int:

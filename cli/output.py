@@ -29,10 +29,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from cli.exits import UnwritableError
 from cli.form import chosen
 from cli.kinds import DATA_FIELDS, kind_of, name_in
 from cli.tables import fitted
-from felix.errors import RequestError
 from felix.visible import visible, visible_json
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class Printed:
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Around writing: where it fails, RequestError says how far it came. A reader who has left stays a BrokenPipeError."""
+        """Around writing: where it fails, UnwritableError says how far it came. A reader who has left stays a BrokenPipeError."""
         try:
             yield
         except BrokenPipeError:
@@ -280,7 +280,7 @@ class Printed:
             places = ", ".join(
                 f"shard {shard} through offset {at}" for shard, at in sorted(self._through.items())
             )
-            raise RequestError(
+            raise UnwritableError(
                 f"Standard output cannot be written: {error.strerror or error}. {self.records:,} records were printed"
                 f"{f' ({places})' if places else ''}.",
                 hint=self._hint,

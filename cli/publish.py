@@ -24,6 +24,7 @@ import msgspec
 import typer
 
 import felix
+from cli.exits import UnwritableError
 from cli.lines import (
     InputReader,
     InvalidLineError,
@@ -90,7 +91,7 @@ class SkippedLines:
     """The file of `--skip-invalid`: one JSON object for each line that was left out, with its number, reason and text."""
 
     def __init__(self, path: Path) -> None:
-        """Raises RequestError where it cannot be written."""
+        """Raises UnwritableError where it cannot be written."""
         self._path = path
         try:
             self._file: IO[bytes] = path.open("ab", buffering=0)
@@ -106,7 +107,7 @@ class SkippedLines:
         self._file.close()
 
     def write(self, invalid: InvalidLineError, line: Line) -> None:
-        """Raises RequestError where it cannot be written: then the line is not skipped."""
+        """Raises UnwritableError where it cannot be written: then the line is not skipped."""
         row: dict[str, Any] = {"line": invalid.number, "reason": invalid.why}
         data = line.head if isinstance(line, LongLine) else line
         try:
@@ -122,8 +123,8 @@ class SkippedLines:
         except OSError as error:
             raise self._refused(error) from error
 
-    def _refused(self, error: OSError) -> RequestError:
-        return RequestError(
+    def _refused(self, error: OSError) -> UnwritableError:
+        return UnwritableError(
             f"{self._path}, for lines that are left out, cannot be written: {error.strerror or error}.",
             hint="Give --skip-invalid another file.",
         )
