@@ -34,6 +34,7 @@ from audit.spark.document import Cosigner, Missing, Report, Totals, VerifiedLog,
 from audit.spark.table import Table, Type, encode_csv, from_rows
 from audit.trail import Trail, TrailSettings
 from cli import output
+from cli.top import _Section
 from cli.top import _table as top_table
 from felix.visible import VisibleFormatter, visible_json
 
@@ -163,7 +164,7 @@ def test_whatever_the_command_line_prints_is_plain_text(
         output.note(text)
         output.out.print(output.styled((text, "bold"), text))
         output.table(text, [text, "plain#"], [[text, 1], [text, None]])
-        output.out.print(top_table(text, ["a", "b#"], [[text, 1]], 5))
+        output.out.print(top_table(_Section(text, ["a", "b#"], [[text, 1]], ()), 5, None))
         output.print_json({text: text})
         output.write_json_line([text])
         with output.progress() as bar:

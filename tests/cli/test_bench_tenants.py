@@ -64,7 +64,7 @@ def test_memory_beyond_a_limit_and_lost_records_are_said(capsys: pytest.CaptureF
     ],
 )
 def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
-    said = CliRunner().invoke(app, words)
+    said = CliRunner().invoke(app, ["bench", *words])
     assert isinstance(said.exception, RequestError)
 
 
