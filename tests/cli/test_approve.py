@@ -122,7 +122,7 @@ async def test_nothing_is_signed_without_a_yes_by_a_stranger_or_over_what_was_ed
     mesh: Mesh, desk: Desk
 ) -> None:
     out = desk.place / "none.approval"
-    refused = await desk.approve("--out", str(out), code=1)
+    refused = await desk.approve("--out", str(out), code=2)
     assert "no terminal to ask at" in refused.err and desk.body.terms_hash in refused.out
     operator = desk.place / "operator.pem"
     shutil.copy(mesh.us.identity("operator"), operator)
@@ -136,6 +136,6 @@ async def test_nothing_is_signed_without_a_yes_by_a_stranger_or_over_what_was_ed
     replace_file(other, json.dumps(edited).encode(), PUBLIC)
     assert "edited" in (await desk.approve("--out", str(out), "--yes", grant=str(other), code=3)).err
     assert "there is no region on this machine" in (
-        await desk.approve("--out", str(out), "--yes", grant=desk.body.grant, code=1)
+        await desk.approve("--out", str(out), "--yes", grant=desk.body.grant, code=2)
     ).err  # fmt: skip
     assert not out.exists()
