@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -25,6 +27,15 @@ WANTED = (
 """How skips begin or what they contain that a full machine must not have."""
 
 _missing: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def felix_log_level() -> Iterator[None]:
+    """Commands that a test calls in this process set how much is logged; the next test starts as if there had been none."""
+    logger = logging.getLogger("felix")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.hookimpl(hookwrapper=True)
