@@ -26,7 +26,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from audit.leaf import GapKind, Header, Kind, Leaf, Side, iter_entries
-from audit.position import LINK_SHARDS_MAX, LinkShard
+from audit.position import LINK_SHARDS_MAX, LinkShard, ShardName
 from audit.receipt import read_unverified
 from felix.errors import RequestError, TamperError
 from felix.names import NamePattern, StreamName
@@ -286,7 +286,7 @@ class Continuity:
 
     def _grow(self, header: Header) -> list[str]:
         # At the destination a shard has one place, whichever bridge brings it.
-        shard = self._shard(header, LinkShard.of(header)._replace(bridge=""))
+        shard = self._shard(header, LinkShard("", *ShardName.of(header)))
         if isinstance(shard, str):
             return [shard]
         first, last = header.first_offset, header.last_offset

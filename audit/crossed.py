@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from audit.leaf import Header, Kind, Leaf, Side, decode_leaf, iter_entries, read_header
+from audit.leaf import Kind, Leaf, Side, decode_leaf, iter_entries, read_header
+from audit.position import ShardName
 from policy.truncation import Live
 
 CHUNK: Final = 1 << 12
@@ -80,27 +81,6 @@ def _parts(first: int, mask: int) -> Iterator[tuple[int, int]]:
     data = (mask << at).to_bytes(mask.bit_length() + at + 7 >> 3, "little")
     for start in range(0, len(data), _CHUNK_BYTES):
         yield chunk + start // _CHUNK_BYTES, int.from_bytes(data[start : start + _CHUNK_BYTES], "little")
-
-
-class ShardName(NamedTuple):
-    """A shard on its way into one stream of one region, whoever carries it."""
-
-    source_region: str
-    destination_region: str
-    stream: str
-    shard: int
-    destination_stream: str
-
-    @classmethod
-    def of(cls, header: Header) -> ShardName:
-        """The one that a leaf is about."""
-        return cls(
-            header.source_region,
-            header.destination_region,
-            header.stream,
-            header.shard,
-            header.destination_stream,
-        )
 
 
 class _Origin(NamedTuple):

@@ -8,6 +8,7 @@ Callers: audit.trail (applies), bridge and region (ask through it).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
 import msgspec
@@ -25,10 +26,31 @@ UNREADABLE_MAX: Final = 1_000
 """Leaves that cannot be read, remembered by index; none is ever written by this version."""
 
 
-class LinkShard(NamedTuple):
-    """One shard of one stream on its way over one bridge to one stream of one region.
+class ShardName(NamedTuple):
+    """A shard on its way into one stream of one region, whoever carries it.
 
     Two grants may let one stream cross under two names: each destination stream has every record once."""
+
+    source_region: str
+    destination_region: str
+    stream: str
+    shard: int
+    destination_stream: str
+
+    @classmethod
+    def of(cls, header: Header) -> ShardName:
+        """The one that a leaf is about."""
+        return cls(
+            header.source_region,
+            header.destination_region,
+            header.stream,
+            header.shard,
+            header.destination_stream,
+        )
+
+
+class LinkShard(NamedTuple):
+    """One shard of one stream on its way over one bridge to one stream of one region."""
 
     bridge: str
     source_region: str
@@ -40,14 +62,12 @@ class LinkShard(NamedTuple):
     @classmethod
     def of(cls, header: Header) -> LinkShard:
         """The link shard that a leaf is about."""
-        return cls(
-            header.bridge,
-            header.source_region,
-            header.destination_region,
-            header.stream,
-            header.shard,
-            header.destination_stream,
-        )
+        return cls(header.bridge, *ShardName.of(header))
+
+    @property
+    def shard_name(self) -> ShardName:
+        """The shard without its bridge."""
+        return ShardName(*self[1:])
 
 
 class Crossing(NamedTuple):
@@ -128,6 +148,8 @@ class Positions:
 
     def __init__(self) -> None:
         self._states: dict[LinkShard, _State] = {}
+        self._of_shard: dict[ShardName, list[_State]] = {}
+        """the same states, of every bridge that carries a shard"""
         self.unreadable: list[int] = []
         """leaves that cannot be read, ascending; the first UNREADABLE_MAX of them"""
         self._crossed_bytes: dict[str, int] = {}
@@ -149,7 +171,8 @@ class Positions:
         key = LinkShard.of(header)
         state = self._states.get(key)
         if state is None:
-            state = self._states[key] = _State(key, unanswered=[])
+            state = _State(key, unanswered=[])
+            self._keep(state)
         if header.kind is Kind.INTENT:
             if header.part and state.intent is not None and state.unanswered:
                 state.intent = state.unanswered[-1] = _joined(state.intent, header)
@@ -164,6 +187,10 @@ class Positions:
                 state.unanswered = [
                     intent for intent in state.unanswered if intent.envelope_sha256 != header.envelope_sha256
                 ]
+
+    def _keep(self, state: _State) -> None:
+        self._states[state.key] = state
+        self._of_shard.setdefault(state.key.shard_name, []).append(state)
 
     def refuses(self, headers: list[Header]) -> str:
         """Why one append of these leaves, all of one link shard, would pass a limit; empty where it would not."""
@@ -195,21 +222,22 @@ class Positions:
         state = self._states.get(key)
         return None if state is None else state.ack
 
-    def newest_incarnation(self, key: LinkShard) -> bytes:
+    def newest_incarnation(self, shard: ShardName) -> bytes:
         """Under which incarnation the newest range of this shard arrived, whichever bridge brought it; empty where none did."""
-        acks = (state.ack for other, state in self._states.items() if other[1:] == key[1:])
-        newest = max((ack for ack in acks if ack is not None), key=lambda ack: ack.number, default=None)
+        newest = max(self._arrived(shard), key=lambda ack: ack.number, default=None)
         return b"" if newest is None else newest.incarnation
 
-    def arrived_below(self, key: LinkShard, incarnation: bytes) -> int:
+    def arrived_below(self, shard: ShardName, incarnation: bytes) -> int:
         """Below which source offset records of this shard arrived under this incarnation, whichever bridge brought them.
 
         Each bridge's newest range is remembered: it says all of the `newest_incarnation`, and less of those before it."""
-        acks = (state.ack for other, state in self._states.items() if other[1:] == key[1:])
         return max(
-            (ack.last_offset + 1 for ack in acks if ack is not None and ack.incarnation == incarnation),
-            default=0,
+            (ack.last_offset + 1 for ack in self._arrived(shard) if ack.incarnation == incarnation), default=0
         )
+
+    def _arrived(self, shard: ShardName) -> Iterator[Crossing]:
+        """The newest range that each bridge brought of a shard."""
+        return (state.ack for state in self._of_shard.get(shard, ()) if state.ack is not None)
 
     def unanswered(self, key: LinkShard) -> tuple[Crossing, ...]:
         """INTENTs without an ACK, oldest first: what a bridge sends again when it starts."""
@@ -236,7 +264,8 @@ class Positions:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CorruptionError(f"The snapshot of positions does not decode: {error}.") from error
         positions = cls()
-        positions._states = {state.key: state for state in snapshot.states}
+        for state in snapshot.states:
+            positions._keep(state)
         positions.unreadable = snapshot.unreadable
         positions._crossed_bytes = snapshot.crossed_bytes
         return positions, snapshot.size, snapshot.last_leaf_hash

@@ -30,19 +30,19 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, NamedTuple
 
-from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint, note_size, open_checkpoint
 from audit.errors import VERIFY_HINT, AuditUnavailableError, RolledBackError
 from audit.leaf import EncodedLeaf, Header, Leaf, encode_for_log, read_header
 from audit.merkle import EMPTY_ROOT, TILE_HEIGHT, TILE_WIDTH, Tree, leaf_hash, root_from_nodes
 from audit.merkle import consistency_proof as prove_consistency
 from audit.note import Note, NoteSigner, VerifierKey, encode_note
-from audit.position import Crossing, LinkShard, Positions
+from audit.position import Crossing, LinkShard, Positions, ShardName
 from audit.range_index import INDEX_PATH, ROW_BYTES, bundle_rows, bundles_indexed, cut_index
 from audit.tile import (
     CHECKPOINT_PATH,
@@ -320,15 +320,15 @@ class Trail:
         with self._lock:
             return self._positions.last_ack(key)
 
-    def arrived_below(self, key: LinkShard, incarnation: bytes) -> int:
+    def arrived_below(self, shard: ShardName, incarnation: bytes) -> int:
         """`Positions.arrived_below` of what is durable."""
         with self._lock:
-            return self._positions.arrived_below(key, incarnation)
+            return self._positions.arrived_below(shard, incarnation)
 
-    def newest_incarnation(self, key: LinkShard) -> bytes:
+    def newest_incarnation(self, shard: ShardName) -> bytes:
         """`Positions.newest_incarnation` of what is durable."""
         with self._lock:
-            return self._positions.newest_incarnation(key)
+            return self._positions.newest_incarnation(shard)
 
     def unanswered(self, key: LinkShard) -> tuple[Crossing, ...]:
         """Durable INTENTs without an ACK, oldest first."""
@@ -386,6 +386,11 @@ class Trail:
                         f"The audit log {self.key.name} made no checkpoint in {timeout_s} s."
                     )
             return encode_note(self._current.note)
+
+    def leaves(self, start: int = 0) -> Iterator[tuple[int, memoryview]]:
+        """Every leaf from index `start` on that is durable at the first step, with its index. Blocks, as `publish` does."""
+        size = note_size(self.publish())
+        yield from read_entries(self.files, start, size, size)
 
     def expect_cosigners(self, number: int) -> None:
         """How many cosigners a checkpoint is shown to before the next one follows it (see `offer`)."""

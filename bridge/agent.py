@@ -21,6 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Final, NamedTuple
 
+from audit.checkpoint import note_size
 from audit.errors import RolledBackError
 from audit.note import Algorithm, NoteSigner
 from audit.origin import egress_origin, region_origin
@@ -32,7 +33,7 @@ from bridge.carrier import Carrier, Figures, Workshop
 from bridge.config import BridgeConfig, BridgePaths, paths_of
 from bridge.courier import KINDS, Courier, list_documents, parse_documents
 from bridge.documents import POLICY, EgressDocuments
-from bridge.egress_disk import note_size, open_egress, save_ledger
+from bridge.egress_disk import open_egress, save_ledger
 from bridge.failpoint import Failpoints
 from bridge.health import AgentCollector
 from bridge.link import LinkPhase

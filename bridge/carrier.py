@@ -30,13 +30,12 @@ from typing import Final, NamedTuple
 import msgspec
 from opentelemetry.trace import Span
 
-from audit.crossed import CROSSED_AHEAD, OffsetSet, ShardName, crossed_before
+from audit.crossed import CROSSED_AHEAD, OffsetSet, crossed_before
 from audit.errors import AuditUnavailableError
 from audit.leaf import GapKind, Header, Kind, Leaf, Side
 from audit.position import LinkShard
 from audit.receipt import differences, open_receipt
 from audit.stream_statement import Cut, StreamStatement, cut_of, open_statement
-from audit.tile import read_entries
 from audit.trail import Trail
 from bridge.budget import RateLimit, fits_budget
 from bridge.config import LimitsConfig
@@ -54,7 +53,6 @@ from bridge.crossing import (
     seal_ranges,
     sort_records,
 )
-from bridge.egress_disk import note_size
 from bridge.failpoint import Failpoints
 from bridge.ledger import Ledger, ShardAccount
 from bridge.link import Announced, Denials, LinkEvent, LinkPhase, OnTheWay, Passage, Todo, advance
@@ -588,14 +586,10 @@ class Carrier:
         lives = source.lives
         if not any(each.accepted is not None and each.accepted.is_resend for each in lives):
             return
-        link = self.link_shard
-        name = ShardName(
-            link.source_region, link.destination_region, link.stream, link.shard, link.destination_stream
-        )
+        name = self.link_shard.shard_name
 
         def find() -> OffsetSet:
-            size = note_size(trail.publish())
-            return crossed_before((data for _, data in read_entries(trail.files, 0, size, size)), name, lives)
+            return crossed_before((data for _, data in trail.leaves()), name, lives)
 
         self._own_before = await asyncio.to_thread(find)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from audit.checkpoint import note_size
 from audit.leaf import read_header
 from audit.note import NoteSigner, VerifierKey
 from audit.tile import TileHashes, read_entries
@@ -69,8 +70,3 @@ def save_ledger(trail: Trail, *, at_once: bool = False) -> int:
         )
         return size
     return at
-
-
-def note_size(note: bytes) -> int:
-    """The size in a checkpoint's second line; of this log's own, whose signature was checked when it was made."""
-    return int(note.split(b"\n", 2)[1])

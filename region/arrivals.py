@@ -22,12 +22,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from audit.leaf import EncodedLeaf, Header, Kind, Side, read_header
-from audit.tile import read_entries
 from audit.trail import Trail
 from felix.errors import Code, CorruptionError, UnavailableError
 from region.link_slot import Landed, LinkRecord
 from region.log.shard import ShardLog
-from region.witnessing import note_size
 
 log = logging.getLogger("felix.region.arrivals")
 
@@ -171,9 +169,8 @@ def _missing(trail: Trail, arrivals: Sequence[Arrival]) -> list[Arrival]:
     """Those whose leaves the log does not have. Blocks.
 
     A range is known by its place, not by its leaves' bytes: of one that was refused and sent again, one note may be gone."""
-    size = note_size(trail.publish())
     start = min(each.log_size for each in arrivals)
-    headers = (read_header(leaf) for _, leaf in read_entries(trail.files, start, size, size))
+    headers = (read_header(leaf) for _, leaf in trail.leaves(start))
     there = {
         _place(header)
         for header in headers

@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-from audit.crossed import OffsetSet, ShardName, arrived_below, crossed_before
-from audit.tile import read_entries
+from audit.crossed import OffsetSet, arrived_below, crossed_before
+from audit.position import ShardName
 from audit.trail import Trail
+from felix.tasks import end_tasks
 from policy.truncation import Live
-from region.witnessing import note_size
 
 Found = TypeVar("Found")
 
@@ -47,15 +47,11 @@ class CrossedReader:
 
     async def _read(self, find: Callable[[Iterable[memoryview]], Found]) -> Found:
         def run() -> Found:
-            size = note_size(self._trail.publish())
-            return find(data for _, data in read_entries(self._trail.files, 0, size, size))
+            return find(data for _, data in self._trail.leaves())
 
         async with self._turn:
             return await asyncio.to_thread(run)
 
     async def close(self) -> None:
         """Begin no more reads."""
-        tasks = list(self._reading.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*self._reading.values())

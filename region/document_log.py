@@ -14,12 +14,12 @@ from typing import Final
 
 import msgspec
 
+from audit.checkpoint import note_size
 from audit.document_disk import keep_document
 from audit.leaf import Leaf, read_header
 from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
 from felix.files import replace_file
-from region.witnessing import note_size
 
 SNAPSHOT_LEAVES: Final = 8_192
 """A start reads at most about so many leaves, and those of the minute before."""

@@ -24,8 +24,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from audit.crossed import OffsetSet, ShardName
+from audit.checkpoint import note_size
+from audit.crossed import OffsetSet
 from audit.leaf import Header, Kind, Leaf, Side
+from audit.position import ShardName
 from audit.proof import find_leaves
 from audit.signed_leaf import signed_leaf
 from audit.trail import Trail
@@ -70,7 +72,7 @@ from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
 from region.pace import Pace
 from region.remembered import Memory, Newest, Remembered, forbids, place_of
-from region.witnessing import Witnessing, note_size
+from region.witnessing import Witnessing
 
 log = logging.getLogger("felix.region.governance")
 

@@ -40,7 +40,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from audit.crossed import CROSSED_AHEAD, CROSSED_BEHIND_MAX, OffsetSet, ShardName
+from audit.crossed import CROSSED_AHEAD, CROSSED_BEHIND_MAX, OffsetSet
 from audit.leaf import CommitmentKey, Committer, EncodedLeaf, Header, Kind, Side, encode_part
 from audit.position import LinkShard
 from audit.receipt import Receipt, sign_receipt
@@ -247,14 +247,6 @@ def _link_shard(scope: TransferScope) -> LinkShard:
     )
 
 
-def _shard_name(scope: TransferScope) -> ShardName:
-    """The shard as leaves name it, whoever carries it."""
-    link = _link_shard(scope)
-    return ShardName(
-        link.source_region, link.destination_region, link.stream, link.shard, link.destination_stream
-    )
-
-
 def _without_producer(batch: Batch) -> Batch:
     return batch.with_header(batch.header._replace(producer_id=0, producer_epoch=0, base_sequence=0))
 
@@ -432,15 +424,15 @@ class IngestStream:
         )
         if not any(live.accepted is not None and live.accepted.is_resend for live in lives):
             return OffsetSet()
-        return await self._desk.governance.crossed_before(_shard_name(scope), lives)
+        return await self._desk.governance.crossed_before(_link_shard(scope).shard_name, lives)
 
     async def _logged_below(self, scope: TransferScope) -> int:
         """Below which source offset the ingress log says that records arrived under this incarnation."""
-        governance, link = self._desk.governance, _link_shard(scope)
-        if governance.trail.newest_incarnation(link) in (b"", scope.incarnation):
-            return governance.trail.arrived_below(link, scope.incarnation)
+        governance, shard = self._desk.governance, _link_shard(scope).shard_name
+        if governance.trail.newest_incarnation(shard) in (b"", scope.incarnation):
+            return governance.trail.arrived_below(shard, scope.incarnation)
         # Another incarnation came last. This one may be new, or a source's older stream that was put back, or stated anew.
-        return await governance.arrived_below(_shard_name(scope), scope.incarnation)
+        return await governance.arrived_below(shard, scope.incarnation)
 
     def _told(self, opened: IngestOpened) -> IngestOpened:
         """With what crossed before a resend, from the oldest range on that may be sent again."""

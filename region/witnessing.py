@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from typing import Final
 
+from audit.checkpoint import note_size
 from audit.submission import Submissions
 from audit.trail import Trail
 from audit.witness import Witness
@@ -107,8 +108,3 @@ class Witnessing:
             raise UnavailableError(
                 f"{self._region} was asked to {what} too often.", code=Code.LIMIT_RATE, retry_after_ms=wait_ms
             )
-
-
-def note_size(note: bytes) -> int:
-    """The size in a checkpoint note's second line, without verifying it."""
-    return int(note.split(b"\n", 2)[1])

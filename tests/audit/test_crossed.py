@@ -7,8 +7,9 @@ from audit_log import Link
 from hypothesis import given
 from hypothesis import strategies as st
 
-from audit.crossed import CHUNK, Crossed, OffsetSet, ShardName
+from audit.crossed import CHUNK, Crossed, OffsetSet
 from audit.leaf import ENTRY_BYTES, Leaf, decode_leaf, encode_leaf
+from audit.position import ShardName
 from felix.batch import OFFSET_MAX
 
 OLD, CUT, AGAIN = b"old" + bytes(13), b"cut" + bytes(13), b"again" + bytes(11)

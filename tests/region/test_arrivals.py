@@ -13,6 +13,7 @@ import pytest
 from audit_log import INGRESS_ORIGIN, STREAM, Link, log_signer
 from bridge_mesh import until
 
+from audit.checkpoint import note_size
 from audit.leaf import Kind, Leaf, encode_for_log, read_header
 from audit.tile import read_entries
 from audit.trail import Trail, TrailStatus
@@ -20,7 +21,6 @@ from felix.errors import Code, UnavailableError
 from region.arrivals import LeafQueue, encode_arrival, settle
 from region.link_slot import Landed, LinkRecord, Position, link_slot
 from region.log.ahead import Note
-from region.witnessing import note_size
 
 SLOT = link_slot("us-east", STREAM, 0)
 

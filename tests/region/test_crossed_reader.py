@@ -11,7 +11,8 @@ import pytest
 from audit_log import INGRESS_ORIGIN, STREAM, log_signer
 from bridge_mesh import until
 
-from audit.crossed import OffsetSet, ShardName
+from audit.crossed import OffsetSet
+from audit.position import ShardName
 from audit.trail import Trail
 from policy.truncation import Live
 from region.crossed_reader import CrossedReader
