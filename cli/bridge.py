@@ -31,6 +31,7 @@ from cli.grants import (
     parse_moment,
     put_document,
     read_grant,
+    stand,
 )
 from cli.notify import Notifier
 from cli.output import iso, note, out, print_json, styled, table
@@ -66,14 +67,12 @@ from policy.grant import (
     GrantView,
     Refusal,
     RefusalKind,
-    Standing,
     StandingAction,
     open_export,
     open_import,
     sign_deny,
     sign_export,
     sign_import,
-    sign_standing,
 )
 from policy.quantity import Rate, Size
 from policy.residency import Decision, Question, ResidencyPolicy, decide, decide_grant
@@ -391,17 +390,7 @@ def _stand(action: StandingAction, grant: str, reason: str, region: str) -> None
             f"{view.grant} is {view.state.value}, and not paused by {config.region}{paused}.",
             code=Code.CONFLICT,
         )
-    standing = Standing(
-        grant=view.grant,
-        action=action,
-        region=config.region,
-        sequence=book.next_sequence(view.grant, config.region),
-        at=now_ms(),
-        by=f"operator of {config.region}",
-        reason=reason,
-    )
-    document = sign_standing(standing, load_signing_key(folder.policy_key).private_key)
-    out.print(run(put_document(config.region, "standing", document)))
+    out.print(stand(folder, config, book, view.grant, action, reason))
 
 
 @app.command()
@@ -464,25 +453,15 @@ def _accept_truncation(grant: str, reason: str, region: str, *, yes: bool) -> No
         out.print(f"{link.stream} shard {link.shard}: {link.reason}")
         out.print(f"It would go on at source offset {link.cut.offset}, epoch {link.cut.epoch}.")
     confirm("Accept that, on the record of both regions?", yes)
-    key = load_signing_key(folder.policy_key).private_key
     for link in links:
-        standing = Standing(
-            grant=view.grant,
-            action=StandingAction.ACCEPT_TRUNCATION,
-            region=config.region,
-            sequence=book.next_sequence(view.grant, config.region),
-            at=now_ms(),
-            by=f"operator of {config.region}",
-            reason=reason,
-            truncation=Truncation(
-                stream=link.stream,
-                shard=link.shard,
-                incarnation=link.cut.incarnation.hex(),
-                epoch=link.cut.epoch,
-                offset=link.cut.offset,
-            ),
+        cut = Truncation(
+            stream=link.stream,
+            shard=link.shard,
+            incarnation=link.cut.incarnation.hex(),
+            epoch=link.cut.epoch,
+            offset=link.cut.offset,
         )
-        out.print(run(put_document(config.region, "standing", sign_standing(standing, key))))
+        out.print(stand(folder, config, book, view.grant, StandingAction.ACCEPT_TRUNCATION, reason, cut))
 
 
 # -- list, show, explain -------------------------------------------------------------------------------

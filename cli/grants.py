@@ -6,16 +6,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.setting import connect
+import msgspec
+
+from cli.setting import connect, now_ms, run
 from felix.errors import Code, RequestError
 from felix.identity import TrustBundle
 from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
 from felix.profile import load_credentials, load_profile
 from keys.bundle import RegionBundle, decode_bundle
+from keys.signing import load_signing_key
 from policy.approval import Document, parse_document
-from policy.grant import GrantBook
+from policy.grant import GrantBook, Standing, StandingAction, sign_standing
 from policy.quantity import Duration
 from policy.signed import SignedDocument
+from policy.truncation import Truncation
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:
@@ -58,6 +62,30 @@ async def put_document(region: str, kind: str, document: Document, identity: str
         answer = await client.request(PutDocument(kind, document.encode_file()))
         assert isinstance(answer, Done)
         return answer.note
+
+
+def stand(
+    folder: RegionFolder,
+    config: RegionConfig,
+    book: GrantBook,
+    grant: str,
+    action: StandingAction,
+    reason: str,
+    truncation: Truncation | msgspec.UnsetType = msgspec.UNSET,
+) -> str:
+    """Sign a change of what holds of a grant with the region's policy key, and hand it to its broker; the broker's sentence."""
+    standing = Standing(
+        grant=grant,
+        action=action,
+        region=config.region,
+        sequence=book.next_sequence(grant, config.region),
+        at=now_ms(),
+        by=f"operator of {config.region}",
+        reason=reason,
+        truncation=truncation,
+    )
+    document = sign_standing(standing, load_signing_key(folder.policy_key).private_key)
+    return run(put_document(config.region, "standing", document))
 
 
 async def add_right(region: str, identity: str, right: str) -> None:

@@ -8,15 +8,14 @@ from typing import Annotated, Final
 
 import typer
 
-from cli.grants import fetch_book, put_document
+from cli.grants import fetch_book, stand
 from cli.output import out
 from cli.setting import RegionOption, connect, folder_of, now_ms, run
 from cli.terms import confirm
 from felix.errors import Code, RequestError
 from felix.messages import StreamState
 from felix.names import StreamName
-from keys.signing import load_signing_key
-from policy.grant import GrantState, GrantView, Standing, StandingAction, sign_standing
+from policy.grant import GrantState, GrantView, StandingAction
 from policy.truncation import TRUNCATIONS_MAX, Truncation
 
 FIND_S: Final = 10.0
@@ -72,19 +71,8 @@ def resend(
     if not back:
         raise RequestError("There is nothing to send again.", code=Code.NOT_FOUND)
     confirm(f"Let what stayed cross under {view.grant}, on the record of both regions?", yes)
-    key = load_signing_key(folder.policy_key).private_key
     for each in back:
-        standing = Standing(
-            grant=view.grant,
-            action=StandingAction.RESEND,
-            region=config.region,
-            sequence=book.next_sequence(view.grant, config.region),
-            at=now_ms(),
-            by=f"operator of {config.region}",
-            reason=reason,
-            truncation=each,
-        )
-        out.print(run(put_document(config.region, "standing", sign_standing(standing, key))))
+        out.print(stand(folder, config, book, view.grant, StandingAction.RESEND, reason, each))
 
 
 def _stream(view: GrantView, region: str, stream: str) -> str:
