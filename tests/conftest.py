@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -36,6 +37,21 @@ def felix_log_level() -> Iterator[None]:
     before = logger.level
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[Any]:
+    """The process's Spark session: it can have no second one, and starting it takes seconds."""
+    pytest.importorskip("pyspark")
+    from audit.spark.java import JavaError, find_java
+    from audit.spark.session import open_session
+
+    try:
+        find_java()
+    except JavaError as error:
+        pytest.skip(f"no Java that Spark can use: {error}")
+    with open_session("local[2]", small=True) as session:
+        yield session
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from attacks.claims import CELLS, NAMES, PARTIES, STATEMENTS, Verdict
@@ -24,28 +23,6 @@ Tally = Callable[[str, int], None]
 def attack_scale() -> int:
     """How many times the quick number of random cases are tried."""
     return max(1, int(os.environ.get(SCALE, "1")))
-
-
-@pytest.fixture(scope="session")
-def spark() -> Iterator[Any]:
-    """The process's Spark session."""
-    pytest.importorskip("pyspark")
-    from audit.spark.java import JavaError, find_java
-    from audit.spark.session import open_session
-
-    try:
-        find_java()
-    except JavaError as error:
-        pytest.skip(f"no Java that Spark can use: {error}")
-    from pyspark.sql import SparkSession
-
-    # A process has one session; tests of other files may have opened it.
-    active = SparkSession.getActiveSession()
-    if active is not None:
-        yield active
-        return
-    with open_session("local[2]", small=True) as session:
-        yield session
 
 
 @pytest.fixture

@@ -10,26 +10,12 @@ import pytest
 from crossing_logs import Made, five_days, trust, write_world
 from spark_region import SparkRegion, spark_region
 
-from audit.spark.java import JavaError, find_java
 from audit.spark.report import run_report
 
 
 @pytest.fixture(scope="session")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return write_world(tmp_path_factory.mktemp("five-days"), five_days())
-
-
-@pytest.fixture(scope="session")
-def spark() -> Iterator[Any]:
-    pytest.importorskip("pyspark")
-    from audit.spark.session import open_session
-
-    try:
-        find_java()
-    except JavaError as error:
-        pytest.skip(f"no Java that Spark can use: {error}")
-    with open_session("local[2]", small=True) as session:
-        yield session
 
 
 @pytest.fixture(scope="session")
