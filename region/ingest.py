@@ -390,9 +390,10 @@ class IngestStream:
         await self._landing.settled.wait()
         self._landing.grant_id = self._grant_id
         try:
+            # First what may refuse it: the other two may read the whole log, which no statement that is too old is to cost.
+            self._record = self._recorded(request, statement)
             self._before = await self._crossed_before(scope, statement)
             self._logged_to = await self._logged_below(scope)
-            self._record = self._recorded(request, statement)
         except UnavailableError as error:
             self._fail(error, correlation)
             return
