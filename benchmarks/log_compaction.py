@@ -21,9 +21,9 @@ from felix.settings import Compaction
 from keys.envelope import BatchSealer, DataKey, open_batch
 from keys.key_id import RANDOM_BYTES, KeyKind, new_key_id
 from region.log.disk import SegmentLimits
+from region.log.maintenance import COMPACTION_SHARE
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
-from region.log.upkeep import COMPACTION_SHARE
 
 IDENTITY = ShardIdentity("us-east", "bench/log/compact", bytes(16), 0)
 RECORDS_PER_BATCH = 64

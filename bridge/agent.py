@@ -1,7 +1,7 @@
 """The agent: one process, one identity, one egress log; it keeps links running as the signed documents say.
 
 Every second it reads the documents of its grants in each region, carries to one what the other signed, plans, and tells
-its carriers; it reports its links to its own region; every few seconds it has checkpoints cosigned both ways.
+its workers; it reports its links to its own region; every few seconds it has checkpoints cosigned both ways.
 
 Invariants: an agent without an open egress log carries nothing, and of several agents of one identity only the one that
 holds the log's lock does; a document is brought nowhere, and nothing crosses under it, before its leaf is durable in that log;
@@ -29,16 +29,16 @@ from audit.quorum import Quorum
 from audit.submission import Submissions, SubmissionStatus
 from audit.trail import TrailStatus
 from audit.trust import Trust
-from bridge.carrier import Carrier, Figures, Workshop
 from bridge.config import BridgeConfig, BridgePaths, paths_of
-from bridge.courier import KINDS, Courier, list_documents, parse_documents
+from bridge.document_sync import KINDS, DocumentSync, list_documents, parse_documents
 from bridge.documents import POLICY, EgressDocuments
 from bridge.egress_disk import open_egress, save_ledger
+from bridge.endpoint import RegionEndpoint
 from bridge.failpoint import Failpoints
 from bridge.health import AgentCollector
 from bridge.link import LinkPhase
+from bridge.link_worker import Figures, LinkContext, LinkWorker
 from bridge.plan import PlannedLink, plan_links
-from bridge.shore import Shore
 from bridge.tracing import CrossingTracing
 from felix.connection import Link
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
@@ -198,19 +198,19 @@ class Agent:
         self.paths = paths_of(config, base)
         self.health: HealthServer | None = None
         self.rows: tuple[PlannedLink, ...] = ()
-        self.shop: Workshop
+        self.shop: LinkContext
         self._engine = engine
         self._clock_ms = clock_ms
         self._random = random or Random()  # noqa: S311 - spreads retries; nothing secret is drawn
         self._files: AgentFiles
-        self._shores: dict[str, Shore] = {}
-        self._carriers: dict[tuple[str, str, int], tuple[Carrier, asyncio.Task[None]]] = {}
+        self._endpoints: dict[str, RegionEndpoint] = {}
+        self._workers: dict[tuple[str, str, int], tuple[LinkWorker, asyncio.Task[None]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._documents: dict[str, dict[str, dict[str, bytes]]] = {}
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._book = GrantBook()
         self._book_of: object = None
-        self._courier: Courier
+        self._document_sync: DocumentSync
         self._soon = asyncio.Event()
         self._submissions: Submissions | None = None
         self._quorum: Quorum | None = None
@@ -231,10 +231,10 @@ class Agent:
         self._files = files = await asyncio.to_thread(load_files, config, self.paths)
         if config.require_quorum is not None:
             self._quorum = await asyncio.to_thread(load_quorum, config, self.base)
-        source = self._shore(config.source, config.source_addresses, config.source_server_name)
+        source = self._endpoint(config.source, config.source_addresses, config.source_server_name)
         for each in config.destinations:
-            self._shore(each.region, each.addresses, each.server_name)
-        self.shop = Workshop(
+            self._endpoint(each.region, each.addresses, each.server_name)
+        self.shop = LinkContext(
             bridge=files.identity.spiffe_id,
             identity=files.identity,
             handoff=files.handoff,
@@ -250,7 +250,9 @@ class Agent:
             tracing=CrossingTracing() if config.tracing.exporter != "none" else None,
         )
         self._egress_documents = EgressDocuments(self.shop)
-        self._courier = Courier(self._clock_ms, self._egress_documents.is_logged, self._documents_brought)
+        self._document_sync = DocumentSync(
+            self._clock_ms, self._egress_documents.is_logged, self._documents_brought
+        )
         if config.health is not None:
             collector = AgentCollector(
                 self._figures,
@@ -261,8 +263,8 @@ class Agent:
                 lambda: (self._files.identity.not_after_ms - self._clock_ms()) / 1000,
             )
             self.health = HealthServer(config.health.host, config.health.port, collector, self.not_ready)
-        for shore in self._shores.values():
-            shore.start()
+        for endpoint in self._endpoints.values():
+            endpoint.start()
         for work in (
             self._open_log(),
             self._plan_loop(),
@@ -273,12 +275,12 @@ class Agent:
         ):
             self._spawn(work)
 
-    def _shore(self, region: str, addresses: tuple[str, ...], server_name: str) -> Shore:
+    def _endpoint(self, region: str, addresses: tuple[str, ...], server_name: str) -> RegionEndpoint:
         files = self._files
         bundle = files.bundles[region]
         profile = region_profile(bundle, addresses, server_name, files.identity, self.config.engine)
-        shore = self._shores[region] = Shore(profile, bundle, self._engine, self._random)
-        return shore
+        endpoint = self._endpoints[region] = RegionEndpoint(profile, bundle, self._engine, self._random)
+        return endpoint
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(work))
@@ -287,15 +289,15 @@ class Agent:
         """Finish what is on the way, have the last checkpoint cosigned, close. Safe to call twice."""
         await end_tasks(*self._tasks, *self._reading.values())
         self._tasks.clear()
-        if hasattr(self, "_courier"):
-            await self._courier.close()
-        for carrier, _ in self._carriers.values():
-            carrier.leave()
-        running = [task for _, task in self._carriers.values()]
+        if hasattr(self, "_document_sync"):
+            await self._document_sync.close()
+        for worker, _ in self._workers.values():
+            worker.leave()
+        running = [task for _, task in self._workers.values()]
         if running:
             await asyncio.wait(running, timeout=CLOSE_S)
         await end_tasks(*running)
-        self._carriers.clear()
+        self._workers.clear()
         trail = self.shop.trail if hasattr(self, "shop") else None
         if trail is not None:
             with suppress(TimeoutError):
@@ -306,8 +308,8 @@ class Agent:
                 await asyncio.to_thread(self._submissions.stop)
             await asyncio.to_thread(trail.close)
             await asyncio.to_thread(save_ledger, trail, at_once=True)
-        for shore in self._shores.values():
-            await shore.close()
+        for endpoint in self._endpoints.values():
+            await endpoint.close()
         if self.health is not None:
             await asyncio.to_thread(self.health.close)
             self.health = None
@@ -316,11 +318,11 @@ class Agent:
 
     def links(self) -> list[LinkState]:
         """Every planned link as it stands, by grant, stream and shard."""
-        return [carrier.report() for _, (carrier, _) in sorted(self._carriers.items())]
+        return [worker.report() for _, (worker, _) in sorted(self._workers.items())]
 
     def figures(self, grant: str, stream: str, shard: int) -> Figures:
         """What one link counted. Raises RequestError(NOT_FOUND)."""
-        found = self._carriers.get((grant, stream, shard))
+        found = self._workers.get((grant, stream, shard))
         if found is None:
             raise RequestError(f"There is no link {grant} {stream}/{shard}.", code=Code.NOT_FOUND)
         return found[0].figures
@@ -333,16 +335,16 @@ class Agent:
         failure = shop.trail.status().failure or self._held()
         if failure:
             return failure
-        for shore in self._shores.values():
-            if not shore.is_up:
-                return shore.reason
-        for carrier, _ in list(self._carriers.values()):
-            if carrier.phase in (LinkPhase.DENIED, LinkPhase.GAP, LinkPhase.TRUNCATED):
-                return f"{carrier.row.grant}: {carrier.reason}"
+        for endpoint in self._endpoints.values():
+            if not endpoint.is_up:
+                return endpoint.reason
+        for worker, _ in list(self._workers.values()):
+            if worker.phase in (LinkPhase.DENIED, LinkPhase.GAP, LinkPhase.TRUNCATED):
+                return f"{worker.row.grant}: {worker.reason}"
         return ""
 
     def _figures(self) -> list[tuple[LinkState, Figures]]:
-        return [(carrier.report(), carrier.figures) for carrier, _ in list(self._carriers.values())]
+        return [(worker.report(), worker.figures) for worker, _ in list(self._workers.values())]
 
     def _trail_status(self) -> TrailStatus | None:
         trail = self.shop.trail
@@ -352,7 +354,7 @@ class Agent:
         return None if self._quorum is None else self._quorum.lag_ms(monotonic_ms())
 
     def _sessions(self) -> dict[str, bool]:
-        return {region: shore.is_up for region, shore in self._shores.items()}
+        return {region: endpoint.is_up for region, endpoint in self._endpoints.items()}
 
     # -- the egress log --------------------------------------------------------------------------------
 
@@ -389,27 +391,27 @@ class Agent:
                 log.warning("%s", shop.trail_reason)
             await asyncio.sleep(TRAIL_AGAIN_S)
 
-    async def _check_history(self, shore: Shore) -> None:
+    async def _check_history(self, endpoint: RegionEndpoint) -> None:
         """Raises CorruptionError(ROLLED_BACK) where the region cosigned more than this log has."""
         trail = self.shop.open_trail()
-        answer = await shore.connection().request(WitnessedSize(trail.key.name))
+        answer = await endpoint.connection().request(WitnessedSize(trail.key.name))
         durable = trail.status().durable
         if isinstance(answer, Witnessed) and answer.size > durable:
             raise CorruptionError(
-                f"{shore.region} cosigned {answer.size} leaves of the egress log, which has {durable}: it was rolled "
+                f"{endpoint.region} cosigned {answer.size} leaves of the egress log, which has {durable}: it was rolled "
                 "back.",
                 code=Code.ROLLED_BACK,
                 hint="Restore the log's newest copy; nothing crosses until then.",
             )
         source = self.shop.source
         async with self._comparing:
-            sessions = (source.link(), shore.link())
-            if self._compared.get(shore.region) != sessions:
-                await self._check_region_log(shore, source)
-                await self._check_region_log(source, shore)
-                self._compared[shore.region] = sessions
+            sessions = (source.link(), endpoint.link())
+            if self._compared.get(endpoint.region) != sessions:
+                await self._check_region_log(endpoint, source)
+                await self._check_region_log(source, endpoint)
+                self._compared[endpoint.region] = sessions
 
-    async def _check_region_log(self, of: Shore, witness: Shore) -> None:
+    async def _check_region_log(self, of: RegionEndpoint, witness: RegionEndpoint) -> None:
         """Raises RolledBackError where `witness` cosigned more of a region's own log than that region has."""
         known = await witness.connection().request(WitnessedSize(region_origin(of.region, self.config.mesh)))
         if not isinstance(known, Witnessed) or not known.size:
@@ -429,7 +431,7 @@ class Agent:
         await self._egress_documents.log(self._is_busy)
         self._egress_documents.require_logged(row.grant)
         self._send_documents(row.destination_region)
-        if self._courier.is_between(self.config.source, row.destination_region):
+        if self._document_sync.is_between(self.config.source, row.destination_region):
             raise UnavailableError(
                 f"Documents of {self.config.source} and {row.destination_region} are on their way between them.",
                 retry_after_ms=100,
@@ -437,7 +439,7 @@ class Agent:
 
     def _is_busy(self, grant: str) -> bool:
         """Whether a link under this grant is in session, or its way is not at its end yet."""
-        return any(carrier.in_session for carrier, _ in self._carriers.values() if carrier.row.grant == grant)
+        return any(worker.in_session for worker, _ in self._workers.values() if worker.row.grant == grant)
 
     # -- documents, plan, links ------------------------------------------------------------------------
 
@@ -476,20 +478,20 @@ class Agent:
     async def _read_documents(self) -> None:
         """From every region that answers; from the others what they said last. None of them keeps another from being heard."""
         asked = [
-            (region, shore)
-            for region, shore in self._shores.items()
-            if shore.is_up and region not in self._reading
+            (region, endpoint)
+            for region, endpoint in self._endpoints.items()
+            if endpoint.is_up and region not in self._reading
         ]
-        for region, shore in asked:
-            self._reading[region] = asyncio.ensure_future(self._read_region(region, shore))
+        for region, endpoint in asked:
+            self._reading[region] = asyncio.ensure_future(self._read_region(region, endpoint))
         if asked:
             # Whoever has not answered in an earlier round is not waited for again.
             await asyncio.wait({self._reading[region] for region, _ in asked}, timeout=READ_S)
 
-    async def _read_region(self, region: str, shore: Shore) -> None:
-        kinds = (*KINDS, POLICY) if shore is self.shop.source else KINDS
+    async def _read_region(self, region: str, endpoint: RegionEndpoint) -> None:
+        kinds = (*KINDS, POLICY) if endpoint is self.shop.source else KINDS
         try:
-            self._documents[region] = await list_documents(shore.connection(), kinds)
+            self._documents[region] = await list_documents(endpoint.connection(), kinds)
         except FelixError as error:
             self._say(f"documents of {region}", error)
         except Exception:
@@ -504,18 +506,18 @@ class Agent:
         except (FelixError, OSError) as error:
             # What is not in the log is brought nowhere; what forbids counts for the links all the same.
             self._say("documents", error)
-        for region in self._shores:
+        for region in self._endpoints:
             self._send_documents(region)
 
     def _send_documents(self, region: str) -> None:
         """To a destination what the source signed, and back."""
-        source, shore = self.shop.source, self._shores.get(region)
+        source, endpoint = self.shop.source, self._endpoints.get(region)
         here, there = self._documents.get(source.region), self._documents.get(region)
-        if shore is None or shore is source or here is None or there is None:
+        if endpoint is None or endpoint is source or here is None or there is None:
             return
-        for giver, taker, signer, to in ((here, there, source, shore), (there, here, shore, source)):
+        for giver, taker, signer, to in ((here, there, source, endpoint), (there, here, endpoint, source)):
             if to.is_up:
-                self._courier.send(giver, taker, signer.region, to.connection())
+                self._document_sync.send(giver, taker, signer.region, to.connection())
 
     def _documents_brought(self, taken: int) -> None:
         self.shop.failpoints.at("documents-brought")
@@ -528,8 +530,8 @@ class Agent:
             documents: list[Document] = []
             for held in self._documents.values():
                 documents += parse_documents({kind: held.get(kind, {}) for kind in KINDS})
-            trusted = {region: shore.bundle.policy_keys for region, shore in self._shores.items()}
-            anchors = TrustBundle(shore.bundle.anchor() for shore in self._shores.values())
+            trusted = {region: endpoint.bundle.policy_keys for region, endpoint in self._endpoints.items()}
+            anchors = TrustBundle(endpoint.bundle.anchor() for endpoint in self._endpoints.values())
             self._book = GrantBook(documents, trusted, anchors)
             self._egress_documents.take(self._documents, trusted, anchors, self._book)
             for problem in self._book.problems:
@@ -540,7 +542,7 @@ class Agent:
             }
 
     async def _plan(self) -> None:
-        """Tell the carriers what the book says."""
+        """Tell the workers what the book says."""
         streams = await self._streams()
         destinations = [each.region for each in self.config.destinations]
         self.rows = plan_links(
@@ -583,27 +585,27 @@ class Agent:
 
     def _tell(self, streams: dict[str, StreamState]) -> None:
         wanted = {(row.grant, row.stream, row.shard): row for row in self.rows}
-        for key, (carrier, task) in list(self._carriers.items()):
+        for key, (worker, task) in list(self._workers.items()):
             if key not in wanted:
                 # Its stream or its grant is not there any more.
-                carrier.leave()
-            if carrier.is_leaving and task.done():
-                del self._carriers[key]
+                worker.leave()
+            if worker.is_leaving and task.done():
+                del self._workers[key]
         for key, row in wanted.items():
-            held = self._carriers.get(key)
+            held = self._workers.get(key)
             if held is None:
-                carrier = Carrier(self.shop, self._shores.get(row.destination_region), row)
-                task = asyncio.get_running_loop().create_task(carrier.run(), name=f"link-{key[0]}-{key[2]}")
-                self._carriers[key] = (carrier, task)
+                worker = LinkWorker(self.shop, self._endpoints.get(row.destination_region), row)
+                task = asyncio.get_running_loop().create_task(worker.run(), name=f"link-{key[0]}-{key[2]}")
+                self._workers[key] = (worker, task)
             elif held[0].is_leaving:
                 # Back again while it ends: a new one takes over in the next round.
                 continue
             else:
-                carrier = held[0]
-                carrier.take_plan(row)
+                worker = held[0]
+                worker.take_plan(row)
             state = streams.get(row.stream)
             if state is not None and 0 <= row.shard < len(state.state):
-                carrier.take_shard(state, state.state[row.shard])
+                worker.take_shard(state, state.state[row.shard])
 
     # -- reporting, cosigning, renewal -----------------------------------------------------------------
 
@@ -641,8 +643,8 @@ class Agent:
                 self._quorum.update(monotonic_ms(), trail.cosigned(), trail.status().durable)
             if bool(self._held()) is not bool(before):
                 log.warning("%s", self._held() or "A quorum of witnesses has cosigned; links go on.")
-                for carrier, _ in list(self._carriers.values()):
-                    carrier.wake()
+                for worker, _ in list(self._workers.values()):
+                    worker.wake()
             await asyncio.sleep(QUORUM_S)
 
     def _held(self) -> str:
@@ -666,14 +668,14 @@ class Agent:
     async def _cosign_all(self, *, final: bool = False) -> None:
         """The egress log by every destination; each region's own log by the other. `final`: up to the last leaf."""
         source = self.shop.source
-        for region, shore in self._shores.items():
-            if shore is source or not shore.is_up:
+        for region, endpoint in self._endpoints.items():
+            if endpoint is source or not endpoint.is_up:
                 continue
             try:
-                await self._cosign_egress(shore, final)
+                await self._cosign_egress(endpoint, final)
                 if source.is_up:
-                    await self._cosign_region(shore, source)
-                    await self._cosign_region(source, shore)
+                    await self._cosign_region(endpoint, source)
+                    await self._cosign_region(source, endpoint)
                 self._uncosigned.pop(region, None)
             except FelixError as error:
                 if not isinstance(error, UnavailableError):
@@ -682,7 +684,7 @@ class Agent:
                 if isinstance(error, CorruptionError):
                     log.error("cosigning with %s: %s", region, error)
 
-    async def _cosign_egress(self, witness: Shore, final: bool) -> None:
+    async def _cosign_egress(self, witness: RegionEndpoint, final: bool) -> None:
         trail = self.shop.trail
         if trail is None:
             return
@@ -703,7 +705,7 @@ class Agent:
             await asyncio.to_thread(trail.add_cosigned, cosigned.cosigned)
             self.shop.failpoints.at("cosign")
 
-    async def _cosign_region(self, of: Shore, witness: Shore) -> None:
+    async def _cosign_region(self, of: RegionEndpoint, witness: RegionEndpoint) -> None:
         """`of`'s own log, cosigned by `witness`."""
         origin = region_origin(of.region, self.config.mesh)
         known = await witness.connection().request(WitnessedSize(origin))
@@ -725,7 +727,7 @@ class Agent:
         source = self.config.source
         try:
             root_pem = self._files.bundles[source].root_pem.encode()
-            renewed = await request_renewal(self._shores[source].connection(), held, root_pem, now_ms)
+            renewed = await request_renewal(self._endpoints[source].connection(), held, root_pem, now_ms)
             await asyncio.to_thread(store_renewed, renewed, held, self.paths.identity)
         except (FelixError, OSError) as error:
             stage = stage_of(Life(held.not_before_ms, held.not_after_ms), now_ms)
@@ -753,11 +755,11 @@ class Agent:
                 log.exception("identity and bundles could not be read again")
                 continue
             held = self._files
-            for region, shore in self._shores.items():
+            for region, endpoint in self._endpoints.items():
                 bundle = files.bundles[region]
                 if files.identity.chain_pem != held.identity.chain_pem or bundle != held.bundles[region]:
                     log.info("a renewed identity or bundle is taken; the session with %s begins anew", region)
-                    shore.take_identity(files.identity, bundle)
+                    endpoint.take_identity(files.identity, bundle)
             self._files = files
             self.shop.identity = files.identity
             if self.shop.trail is not None:

@@ -21,8 +21,8 @@ from typing import Final, NamedTuple
 from audit.document_disk import keep_document
 from audit.leaf import Side
 from audit.signed_leaf import signed_leaf
-from bridge.carrier import Workshop
-from bridge.courier import Documents, parse_documents
+from bridge.document_sync import Documents, parse_documents
+from bridge.link_worker import LinkContext
 from felix.errors import FelixError, UnavailableError
 from felix.identity import TrustBundle
 from policy.approval import Approval, Document
@@ -61,7 +61,7 @@ class Paper(NamedTuple):
 class EgressDocuments:
     """One per agent."""
 
-    def __init__(self, shop: Workshop) -> None:
+    def __init__(self, shop: LinkContext) -> None:
         self._shop = shop
         self._papers: tuple[Paper, ...] = ()
         self._book = GrantBook()

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from audit.submission import SubmissionStatus
 from audit.trail import TrailStatus
-from bridge.carrier import Figures
+from bridge.link_worker import Figures
 from felix.messages import LinkState
 
 _COUNTERS: Final = (

@@ -1,4 +1,4 @@
-"""One link: one granted shard on its way to one region. Its state, and its passage. Pure, without I/O or clock.
+"""One link: one granted shard on its way to one region. Its state, and its window. Pure, without I/O or clock.
 
 States of a link (TRANSITIONS is the table that the code runs on; docs/bridges.md prints it)::
 
@@ -6,11 +6,11 @@ States of a link (TRANSITIONS is the table that the code runs on; docs/bridges.m
        ▲               │ ▲              │            of them; `stopped` is left only by another grant
        └────hold───────┘ └────lost──────┘
 
-`Passage` is the part that decides: given what the destination has recorded, what the egress log accounts for and which
+`SendWindow` is the part that decides: given what the destination has recorded, what the egress log accounts for and which
 INTENTs have no answer, it says of each range of the source whether it is to cross, to be sent again as it was, or has
 been dealt with; which envelopes may leave now; and which range a receipt answers.
 
-Invariants of a `Passage`:
+Invariants of a `SendWindow`:
 - ranges are contiguous, in order, and each is taken once;
 - an envelope leaves only after its leaves are durable, in the order of the ranges, and within the credit given;
 - a range whose leaves stand in the log is sent again as it was announced, byte for byte, or not at all;
@@ -129,7 +129,7 @@ class OnTheWay:
         return FRAME_HEADER_BYTES + len(self.envelope)
 
 
-class Passage:
+class SendWindow:
     """The ranges of one shard, from where the destination stands."""
 
     def __init__(

@@ -238,7 +238,7 @@ def init(
     region: RegionOption = "",
 ) -> None:
     """Make a bridge: its identity, if there is none, and the agent's configuration with every key explained."""
-    from region.founding import issue_identity
+    from region.bootstrap import issue_identity
 
     folder, config = folder_of(region)
     name = name or default_bridge(config, to[0])

@@ -30,7 +30,7 @@ KINDS = {
 """What a broker calls the documents that `submit` hands in."""
 
 
-class _Desk(NamedTuple):
+class _ApprovalContext(NamedTuple):
     """Where somebody approves: the region's folder where it is on this machine, and the bundles that are known here."""
 
     region: str
@@ -38,24 +38,24 @@ class _Desk(NamedTuple):
     bundles: dict[str, RegionBundle]
 
 
-def _desk(region: str, named: Path | None, files: list[Path]) -> _Desk:
+def _context(region: str, named: Path | None, files: list[Path]) -> _ApprovalContext:
     bundles = [decode_bundle(read_file(path, "The bundle")).bundle for path in files]
     known = {bundle.region: bundle for bundle in bundles}
     if region or named is None or not files:
         folder, config = folder_of(region)
-        return _Desk(config.region, folder, {**known_bundles(folder), **known})
-    return _Desk("", None, known)
+        return _ApprovalContext(config.region, folder, {**known_bundles(folder), **known})
+    return _ApprovalContext("", None, known)
 
 
-def _identity(as_: str, path: Path | None, desk: _Desk) -> Identity:
+def _identity(as_: str, path: Path | None, context: _ApprovalContext) -> Identity:
     if path is None:
-        assert desk.folder is not None
-        path = desk.folder.identity(as_)
+        assert context.folder is not None
+        path = context.folder.identity(as_)
         if not path.exists():
             raise RequestError(
                 f"There is no identity {as_!r} in {path.parent}.",
                 code=Code.NOT_FOUND,
-                hint=f"Issue it: felix identity issue {as_} --kind {APPROVER} --region {desk.region}, or give a path.",
+                hint=f"Issue it: felix identity issue {as_} --kind {APPROVER} --region {context.region}, or give a path.",
             )
     identity = load_identity(path)
     now = now_ms()
@@ -68,20 +68,20 @@ def _identity(as_: str, path: Path | None, desk: _Desk) -> Identity:
     return identity
 
 
-def _export(grant: str, desk: _Desk) -> ExportGrant:
+def _export(grant: str, context: _ApprovalContext) -> ExportGrant:
     """The verified export grant, from a file, a token, or by its id from the region's broker."""
     is_id = len(grant) == 18 and grant.startswith("g-") and not Path(grant).exists()
     if not is_id:
-        trusted = {name: bundle.policy_keys for name, bundle in desk.bundles.items()}
+        trusted = {name: bundle.policy_keys for name, bundle in context.bundles.items()}
         return open_export(read_grant(grant), trusted)
-    if desk.folder is None:
+    if context.folder is None:
         raise RequestError(
             f"{grant} is an id, and there is no region on this machine to ask for it.",
             hint="Give the grant's file, and the bundles of both regions with --bundle.",
         )
-    export = run(fetch_book(desk.region, desk.folder)).get(grant, now_ms()).export
+    export = run(fetch_book(context.region, context.folder)).get(grant, now_ms()).export
     if export is None:
-        raise RequestError(f"{desk.region} has no export grant {grant}.", code=Code.GRANT_MISSING)
+        raise RequestError(f"{context.region} has no export grant {grant}.", code=Code.GRANT_MISSING)
     return export
 
 
@@ -104,9 +104,9 @@ def approve(
 ) -> None:
     """Approve a grant: show all its terms, ask, and sign their hash as one person."""
     path = Path(as_).expanduser() if "/" in as_ or as_.endswith(".pem") else None
-    desk = _desk(region, path, bundle or [])
-    identity = _identity(as_, path, desk)
-    export = _export(grant, desk)
+    context = _context(region, path, bundle or [])
+    identity = _identity(as_, path, context)
+    export = _export(grant, context)
     terms, who = export.terms, identity.spiffe_id
     if who.kind != APPROVER or who.region not in (terms.from_region, terms.to_region):
         raise RequestError(
@@ -122,12 +122,12 @@ def approve(
         )
     confirm(f"Sign these terms as {who}?", yes)
     approval = sign_approval(bytes.fromhex(export.terms_hash), identity, now_ms(), comment)
-    own = desk.bundles.get(who.region)
+    own = context.bundles.get(who.region)
     if own is not None:
         open_approval(approval, TrustBundle([own.anchor()]))
     brought = ""
-    if output is None and desk.folder is not None:
-        brought = run(put_document(desk.region, "approval", approval))
+    if output is None and context.folder is not None:
+        brought = run(put_document(context.region, "approval", approval))
     else:
         output = output or Path(f"{export.grant}.{who.region}.{who.name}.approval")
         output.write_bytes(approval.encode_file())

@@ -48,9 +48,9 @@ from policy.grant import open_export, sign_export, sign_import
 from policy.residency import sign_policy
 from policy.terms import Basis, GrantTerms
 from policy.transform import KeyRule, build_spec
+from region.bootstrap import OPERATOR, found_region, issue_identity, trust_region
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import OPERATOR, found_region, issue_identity, trust_region
 
 SOURCE: Final = "us-east"
 DESTINATION: Final = "eu-west"

@@ -17,7 +17,7 @@ from keys.authority import load_authority, save_issuing
 from keys.bundle import decode_bundle
 from policy.access import parse_rights
 from policy.quantity import Duration
-from region.founding import issue_identity
+from region.bootstrap import issue_identity
 
 app = typer.Typer(no_args_is_help=True)
 

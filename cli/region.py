@@ -62,8 +62,8 @@ def init(
     health: Annotated[str, typer.Option(help="host:port of metrics and health; `none` for none.")] = "",
 ) -> None:
     """Make a region: its authority, its keys, its configuration and an operator's profile."""
+    from region.bootstrap import found_region
     from region.config import load_config
-    from region.founding import found_region
 
     folder = RegionFolder.of(name)
     taken = [load_config(RegionFolder.of(other).config) for other in known_regions()]
@@ -209,7 +209,7 @@ def up(
 
 async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
     from felix.telemetry import configure_tracing
-    from region.founding import write_profile
+    from region.bootstrap import write_profile
 
     config = node.config
     stop_tracing = configure_tracing(
@@ -398,7 +398,7 @@ def add_log_keys_(region: RegionOption = "") -> None:
     Their Ed25519 keys stay, and what they signed holds as before. The bundle is signed anew; other regions take it only
     by its fingerprint, because it names one more key of a log and a witness that they trust.
     """
-    from region.founding import add_log_keys
+    from region.bootstrap import add_log_keys
 
     folder, config = folder_of(region)
     signed = add_log_keys(folder, config, now_ms())

@@ -82,7 +82,7 @@ def trust(
     bridges needs no comparing; whatever else changes does. An offer says besides where the region is reached and which
     entity runs it: bridges and grants take that from it.
     """
-    from region.founding import trust_region
+    from region.bootstrap import trust_region
 
     folder, config = folder_of(region)
     received = _read(file)

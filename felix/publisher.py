@@ -147,21 +147,21 @@ class _Sink(NamedTuple):
     place: int = 0
 
 
-class _Parcel:
+class _PendingBatch:
     """A closed batch on its way."""
 
     __slots__ = (
-        "backoff", "body", "condition", "correlation", "deadline", "done", "first", "header", "held_bytes", "lane", "link",
+        "accumulator", "backoff", "body", "condition", "correlation", "deadline", "done", "first", "header", "held_bytes", "link",
         "receipt", "renumbered", "sent", "sent_ever", "sinks",
     )  # fmt: skip
 
-    def __init__(self, lane: _Lane, batch: Batch, held_bytes: int, deadline: float) -> None:
-        self.lane = lane
+    def __init__(self, accumulator: _Accumulator, batch: Batch, held_bytes: int, deadline: float) -> None:
+        self.accumulator = accumulator
         self.header: BatchHeader = batch.header
         self.body = batch.body
         self.condition = b""
         self.held_bytes = held_bytes
-        self.first = lane.first
+        self.first = accumulator.first
         self.deadline = deadline
         self.sinks: list[_Sink] | None = None
         self.receipt: asyncio.Future[Receipt] | None = None
@@ -184,19 +184,19 @@ class _Parcel:
 
     def acknowledged(self, appended: AppendedBody) -> None:
         self.correlation = 0
-        self.lane.publisher._acknowledged(self, appended)
+        self.accumulator.publisher._acknowledged(self, appended)
 
     def refused(self, error: FelixError) -> None:
         self.correlation = 0
-        self.lane.publisher._refused(self, error)
+        self.accumulator.publisher._refused(self, error)
 
 
-class _Lane:
+class _Accumulator:
     """One shard of a publisher: its open batch, and its closed ones in the order of their sequence."""
 
     __slots__ = (
-        "epoch", "first", "linger", "linger_over", "next_sequence", "open_bytes", "parcels", "publisher",
-        "records", "shard", "sinks", "stalled", "unsent",
+        "epoch", "first", "linger", "linger_over", "next_sequence", "open_bytes", "publisher", "records", "shard", "sinks",
+        "stalled", "unacknowledged", "unsent",
     )  # fmt: skip
 
     def __init__(self, publisher: Publisher, shard: int) -> None:
@@ -209,8 +209,8 @@ class _Lane:
         self.sinks: list[_Sink] | None = None
         self.linger: asyncio.TimerHandle | None = None
         self.linger_over = False
-        self.parcels: deque[_Parcel] = deque()
-        self.unsent: deque[_Parcel] = deque()
+        self.unacknowledged: deque[_PendingBatch] = deque()
+        self.unsent: deque[_PendingBatch] = deque()
         self.epoch = 0
         self.next_sequence = 0
         self.stalled: asyncio.TimerHandle | None = None
@@ -218,26 +218,26 @@ class _Lane:
     @property
     def flying(self) -> int:
         """Batches from the oldest that is not acknowledged to the newest that was sent."""
-        return len(self.parcels) - len(self.unsent)
+        return len(self.unacknowledged) - len(self.unsent)
 
     def rewind(self) -> None:
         """Everything that is not acknowledged is to be sent, from the first one on."""
-        for parcel in self.parcels:
-            if parcel.correlation and parcel.link is not None:
-                parcel.link.forget(parcel.correlation)
-            parcel.correlation, parcel.link, parcel.sent = 0, None, False
-        self.unsent = deque(parcel for parcel in self.parcels if not parcel.done)
+        for pending in self.unacknowledged:
+            if pending.correlation and pending.link is not None:
+                pending.link.forget(pending.correlation)
+            pending.correlation, pending.link, pending.sent = 0, None, False
+        self.unsent = deque(pending for pending in self.unacknowledged if not pending.done)
 
     def renumber(self) -> None:
         """The next producer epoch: what is left counts from sequence 0."""
         self.epoch += 1
         self.next_sequence = 0
-        for parcel in self.parcels:
-            if not parcel.done:
-                parcel.header = parcel.header._replace(
+        for pending in self.unacknowledged:
+            if not pending.done:
+                pending.header = pending.header._replace(
                     producer_epoch=self.epoch, base_sequence=self.next_sequence
                 )
-                self.next_sequence += parcel.header.records
+                self.next_sequence += pending.header.records
 
 
 class Publisher:
@@ -295,7 +295,7 @@ class Publisher:
         self._on_refused = on_refused
         self._tracer = tracer
         self._made_as = made_as
-        self._lanes: list[_Lane] = []
+        self._accumulators: list[_Accumulator] = []
         self._unkeyed = 0
         self._incarnation = b""
         self._link: Link | None = None
@@ -316,7 +316,7 @@ class Publisher:
         self._idle: list[asyncio.Future[None]] = []
         self._turn_end = False
         self._yield_due = False
-        self._next_lane = 0
+        self._next_accumulator = 0
         self._expiry: asyncio.TimerHandle | None = None
         self.batches_sent = 0
         self.batches_resent = 0
@@ -379,7 +379,7 @@ class Publisher:
     @property
     def shards(self) -> int:
         """Shards of the stream; 0 before it is open."""
-        return len(self._lanes)
+        return len(self._accumulators)
 
     @property
     def is_over(self) -> bool:
@@ -395,11 +395,11 @@ class Publisher:
     def progress(self) -> PublishProgress:
         """How far it has come; also once it is closed."""
         firsts = [self._given] if self._lost_first is None else [self._lost_first]
-        for lane in self._lanes:
-            if lane.parcels:
-                firsts.append(lane.parcels[0].first)
-            elif lane.records:
-                firsts.append(lane.first)
+        for accumulator in self._accumulators:
+            if accumulator.unacknowledged:
+                firsts.append(accumulator.unacknowledged[0].first)
+            elif accumulator.records:
+                firsts.append(accumulator.first)
         return PublishProgress(self._given, self._acknowledged_records, min(firsts), dict(self._offsets))
 
     # -- records in -----------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ class Publisher:
         Raises RequestError where the record itself cannot be (too large, key or headers invalid), and the error of
         an earlier refused batch, once. Bytes are taken as they are; a bytearray or memoryview is copied.
         """
-        if self._error is not None or self._failed is not None or not self._lanes:
+        if self._error is not None or self._failed is not None or not self._accumulators:
             await self._check()
         if self._held_bytes >= self._buffer_bytes:
             await self._wait_for_room()
@@ -452,7 +452,7 @@ class Publisher:
             record = self._own_record(payload, key, headers)
             return (await self.publish_batch([record], shard, expected_offset=expected_offset)).base_offset
         self._require_acks()
-        if self._failed is not None or not self._lanes:
+        if self._failed is not None or not self._accumulators:
             await self._check()
         while self._held_bytes >= self._buffer_bytes:
             await self._wait_for_room()
@@ -483,7 +483,7 @@ class Publisher:
         self._require_acks()
         if self._failed is not None:
             raise self._failed
-        if not self._lanes:
+        if not self._accumulators:
             raise RequestError(
                 f"The publisher into {self.stream} is not open.", code=Code.STATE, hint="Use `async with`."
             )
@@ -503,7 +503,7 @@ class Publisher:
         self, payloads: Iterable[Payload], keys: Iterable[bytes | None] | None = None
     ) -> None:
         """Put many records into their batches: the cheapest way per record. As `send` otherwise."""
-        if self._error is not None or self._failed is not None or not self._lanes:
+        if self._error is not None or self._failed is not None or not self._accumulators:
             await self._check()
         add = self._add
         for payload, key in paired(payloads, keys):
@@ -522,7 +522,7 @@ class Publisher:
         Raises the first refusal; the others may be in the log.
         """
         self._require_acks()
-        if self._failed is not None or not self._lanes:
+        if self._failed is not None or not self._accumulators:
             await self._check()
         many = _Many(self._loop.create_future())
         many.offsets = [-1] * len(payloads)
@@ -562,21 +562,21 @@ class Publisher:
         if expected_offset is not None and not 0 <= expected_offset < 1 << 63:
             raise RequestError(f"There is no offset {expected_offset}; offsets begin at 0.")
         self._require_acks()
-        if self._failed is not None or not self._lanes:
+        if self._failed is not None or not self._accumulators:
             await self._check()
         while self._held_bytes >= self._buffer_bytes:
             await self._wait_for_room()
-        lane = self._lanes[self._shard_of(records, shard)]
-        self._close_batch(lane)
-        lane.first = self._given
-        parcel = self._encode(lane, list(records))
+        accumulator = self._accumulators[self._shard_of(records, shard)]
+        self._close_batch(accumulator)
+        accumulator.first = self._given
+        pending = self._encode(accumulator, list(records))
         if expected_offset is not None:
-            parcel.condition = encode_condition(expected_offset)
-        parcel.receipt = self._loop.create_future()
+            pending.condition = encode_condition(expected_offset)
+        pending.receipt = self._loop.create_future()
         self._given += len(records)
-        self._held_bytes += parcel.held_bytes
+        self._held_bytes += pending.held_bytes
         self.pump()
-        return await parcel.receipt
+        return await pending.receipt
 
     async def flush(self) -> None:
         """Return once all that was given is acknowledged (with acks="none": has left).
@@ -585,8 +585,8 @@ class Publisher:
         """
         if self._failed is not None:
             raise self._failed
-        for lane in self._lanes:
-            self._close_batch(lane)
+        for accumulator in self._accumulators:
+            self._close_batch(accumulator)
         self.pump()
         while self._held_bytes and self._failed is None:
             future: asyncio.Future[None] = self._loop.create_future()
@@ -607,11 +607,11 @@ class Publisher:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-        if not self._lanes:
+        if not self._accumulators:
             await self.open()
 
     def _shard_of(self, records: Sequence[NewRecord], shard: int | None) -> int:
-        shards = len(self._lanes)
+        shards = len(self._accumulators)
         if not records:
             raise RequestError("A batch without records.")
         if shard is None:
@@ -629,7 +629,7 @@ class Publisher:
         return self._checked_shard(shard)
 
     def _checked_shard(self, shard: int) -> int:
-        shards = len(self._lanes)
+        shards = len(self._accumulators)
         if not 0 <= shard < shards:
             raise RequestError(f"There is no shard {shard}; {self.stream} has {shards}, from 0.")
         return shard
@@ -651,16 +651,16 @@ class Publisher:
         if key:
             if type(key) is not bytes or len(key) > KEY_BYTES_MAX:
                 raise _key_refused(key)
-            lane = self._lanes[shard_for_key(key, len(self._lanes))]
+            accumulator = self._accumulators[shard_for_key(key, len(self._accumulators))]
             size += len(key)
         elif headers and (route := headers.get(MESSAGE_ID_HEADER)):
             # A repetition must reach the shard that remembers the first one.
-            lane = self._lanes[shard_for_key(route, len(self._lanes))]
+            accumulator = self._accumulators[shard_for_key(route, len(self._accumulators))]
         else:
-            lane = self._lanes[self._unkeyed]
+            accumulator = self._accumulators[self._unkeyed]
             unkeyed = True
         if shard is not None:
-            lane, unkeyed = self._lanes[self._checked_shard(shard)], False
+            accumulator, unkeyed = self._accumulators[self._checked_shard(shard)], False
         if self._tracer is not None:
             headers = self._tracer.inject(headers)
         if headers:
@@ -671,71 +671,73 @@ class Publisher:
                 code=Code.BATCH_TOO_LARGE,
                 hint="Split it, or keep it elsewhere and publish where it is.",
             )
-        records = lane.records
-        if records and lane.open_bytes + size > self._batch_bytes:
-            self._close_full(lane)
+        records = accumulator.records
+        if records and accumulator.open_bytes + size > self._batch_bytes:
+            self._close_full(accumulator)
             if unkeyed:
-                lane = self._lanes[self._unkeyed]
-            records = lane.records
+                accumulator = self._accumulators[self._unkeyed]
+            records = accumulator.records
         if sink is not None:
-            if lane.sinks is None:
-                lane.sinks = []
-            lane.sinks.append(sink._replace(at=len(records)))
+            if accumulator.sinks is None:
+                accumulator.sinks = []
+            accumulator.sinks.append(sink._replace(at=len(records)))
         if not records:
-            lane.first = self._given
+            accumulator.first = self._given
         self._given += 1
         records.append(NewRecord(payload, key, headers))
-        lane.open_bytes += size
+        accumulator.open_bytes += size
         self._held_bytes += size
         if len(records) == 1:
-            self._begin_linger(lane)
-        elif lane.open_bytes >= self._batch_bytes or len(records) >= self._batch_records:
-            self._close_full(lane)
+            self._begin_linger(accumulator)
+        elif accumulator.open_bytes >= self._batch_bytes or len(records) >= self._batch_records:
+            self._close_full(accumulator)
 
-    def _close_full(self, lane: _Lane) -> None:
-        self._close_batch(lane)
+    def _close_full(self, accumulator: _Accumulator) -> None:
+        self._close_batch(accumulator)
         self.pump()
         self._yield_due = True
 
-    def _begin_linger(self, lane: _Lane) -> None:
-        if lane.open_bytes >= self._batch_bytes or self._batch_records == 1:
-            self._close_full(lane)
+    def _begin_linger(self, accumulator: _Accumulator) -> None:
+        if accumulator.open_bytes >= self._batch_bytes or self._batch_records == 1:
+            self._close_full(accumulator)
         elif self._linger_s:
-            lane.linger = self._loop.call_later(self._linger_s, self._linger_ended, lane)
+            accumulator.linger = self._loop.call_later(self._linger_s, self._linger_ended, accumulator)
         elif not self._turn_end:
             self._turn_end = True
             self._loop.call_soon(self._turn_ended)
 
-    def _linger_ended(self, lane: _Lane) -> None:
-        lane.linger = None
-        lane.linger_over = True
+    def _linger_ended(self, accumulator: _Accumulator) -> None:
+        accumulator.linger = None
+        accumulator.linger_over = True
         self.pump()
 
     def _turn_ended(self) -> None:
         self._turn_end = False
         self._yield_due = False
-        for lane in self._lanes:
-            if lane.records and lane.linger is None:
-                lane.linger_over = True
+        for accumulator in self._accumulators:
+            if accumulator.records and accumulator.linger is None:
+                accumulator.linger_over = True
         self.pump()
 
-    def _close_batch(self, lane: _Lane) -> None:
+    def _close_batch(self, accumulator: _Accumulator) -> None:
         """Close the open batch of a shard, if it has one."""
-        if not lane.records:
+        if not accumulator.records:
             return
-        records, lane.records = lane.records, []
-        sinks, lane.sinks = lane.sinks, None
-        held, lane.open_bytes = lane.open_bytes, 0
-        lane.linger_over = False
-        if lane.linger is not None:
-            lane.linger.cancel()
-            lane.linger = None
-        if lane.shard == self._unkeyed:
-            self._unkeyed = (self._unkeyed + 1) % len(self._lanes)
-        parcel = self._encode(lane, records, held)
-        parcel.sinks = sinks
+        records, accumulator.records = accumulator.records, []
+        sinks, accumulator.sinks = accumulator.sinks, None
+        held, accumulator.open_bytes = accumulator.open_bytes, 0
+        accumulator.linger_over = False
+        if accumulator.linger is not None:
+            accumulator.linger.cancel()
+            accumulator.linger = None
+        if accumulator.shard == self._unkeyed:
+            self._unkeyed = (self._unkeyed + 1) % len(self._accumulators)
+        pending = self._encode(accumulator, records, held)
+        pending.sinks = sinks
 
-    def _encode(self, lane: _Lane, records: list[NewRecord], held_bytes: int = 0) -> _Parcel:
+    def _encode(
+        self, accumulator: _Accumulator, records: list[NewRecord], held_bytes: int = 0
+    ) -> _PendingBatch:
         """`held_bytes`: what the records were counted as when they came in one by one; 0: what they are together."""
         compress = self._compress
         if compress and self._plain_left:
@@ -743,22 +745,22 @@ class Publisher:
             compress = 0
         batch = encode_batch(
             records,
-            shard=lane.shard,
+            shard=accumulator.shard,
             producer_id=self._producer_id,
-            producer_epoch=lane.epoch if self._producer_id else 0,
-            base_sequence=lane.next_sequence if self._producer_id else 0,
+            producer_epoch=accumulator.epoch if self._producer_id else 0,
+            base_sequence=accumulator.next_sequence if self._producer_id else 0,
             compress=compress,
         )
         if compress:
             self._look_at_gain(batch.header)
-        lane.next_sequence += len(records)
+        accumulator.next_sequence += len(records)
         held_bytes = held_bytes or batch.header.plain_length
-        parcel = _Parcel(lane, batch, held_bytes, self._loop.time() + self._deadline_s)
-        lane.parcels.append(parcel)
-        lane.unsent.append(parcel)
+        pending = _PendingBatch(accumulator, batch, held_bytes, self._loop.time() + self._deadline_s)
+        accumulator.unacknowledged.append(pending)
+        accumulator.unsent.append(pending)
         if self._expiry is None:
-            self._expiry = self._loop.call_at(parcel.deadline, self._expire)
-        return parcel
+            self._expiry = self._loop.call_at(pending.deadline, self._expire)
+        return pending
 
     def _look_at_gain(self, header: BatchHeader) -> None:
         """What does not get smaller (pictures, what is encrypted or compressed already) is soon tried only now and then."""
@@ -775,75 +777,75 @@ class Publisher:
         link = self._link
         if link is None or self._stream_id < 0:
             return
-        lanes = self._lanes
-        count = len(lanes)
+        accumulators = self._accumulators
+        count = len(accumulators)
         idle = 0
         while idle < count:
-            lane = lanes[self._next_lane]
-            parcel = self._sendable(lane)
-            if parcel is None:
+            accumulator = accumulators[self._next_accumulator]
+            pending = self._sendable(accumulator)
+            if pending is None:
                 idle += 1
-            elif parcel.frame_bytes > link.window_bytes:
-                lane.unsent.popleft()
-                self._give_up(parcel, self._never_fits(parcel, link))
-            elif link.may_send(parcel.frame_bytes):
+            elif pending.frame_bytes > link.window_bytes:
+                accumulator.unsent.popleft()
+                self._give_up(pending, self._never_fits(pending, link))
+            elif link.may_send(pending.frame_bytes):
                 idle = 0
-                lane.unsent.popleft()
-                self._send(link, lane, parcel)
+                accumulator.unsent.popleft()
+                self._send(link, accumulator, pending)
             else:
                 link.wait_to_send(self)
                 return
-            self._next_lane = (self._next_lane + 1) % count
+            self._next_accumulator = (self._next_accumulator + 1) % count
 
-    def _sendable(self, lane: _Lane) -> _Parcel | None:
-        if lane.stalled is not None or lane.flying >= FLYING_BATCHES_MAX:
+    def _sendable(self, accumulator: _Accumulator) -> _PendingBatch | None:
+        if accumulator.stalled is not None or accumulator.flying >= FLYING_BATCHES_MAX:
             return None
-        if not lane.unsent and lane.linger_over and lane.flying < FLYING_BATCHES_FILL:
-            self._close_batch(lane)
-        return lane.unsent[0] if lane.unsent else None
+        if not accumulator.unsent and accumulator.linger_over and accumulator.flying < FLYING_BATCHES_FILL:
+            self._close_batch(accumulator)
+        return accumulator.unsent[0] if accumulator.unsent else None
 
-    def _never_fits(self, parcel: _Parcel, link: Link) -> RequestError:
+    def _never_fits(self, pending: _PendingBatch, link: Link) -> RequestError:
         return RequestError(
-            f"A batch of {parcel.frame_bytes} bytes can never be sent: the broker lets {link.window_bytes} bytes be on the "
+            f"A batch of {pending.frame_bytes} bytes can never be sent: the broker lets {link.window_bytes} bytes be on the "
             "way in one session.",
             code=Code.BATCH_TOO_LARGE,
             hint="Set a smaller batch_bytes, or publish smaller records.",
         )
 
-    def _send(self, link: Link, lane: _Lane, parcel: _Parcel) -> None:
-        if parcel.sent_ever:
+    def _send(self, link: Link, accumulator: _Accumulator, pending: _PendingBatch) -> None:
+        if pending.sent_ever:
             self.batches_resent += 1
         self.batches_sent += 1
         if self.acks == "none":
             correlation = self._watch
         else:
-            correlation = parcel.correlation = link.register(parcel)
-            parcel.link = link
-        parcel.sent = parcel.sent_ever = True
-        kind = FrameType.CONDITIONAL if parcel.condition else FrameType.BATCH
-        head = frame_header(kind, parcel.frame_bytes - FRAME_HEADER_BYTES, correlation)
+            correlation = pending.correlation = link.register(pending)
+            pending.link = link
+        pending.sent = pending.sent_ever = True
+        kind = FrameType.CONDITIONAL if pending.condition else FrameType.BATCH
+        head = frame_header(kind, pending.frame_bytes - FRAME_HEADER_BYTES, correlation)
         link.send_batch(
-            self._stream_id, b"".join((head, parcel.condition, parcel.header.encode(), parcel.body))
+            self._stream_id, b"".join((head, pending.condition, pending.header.encode(), pending.body))
         )
         if self.acks == "none":
-            self._acknowledged_records += parcel.header.records
-            self._settle(parcel)
+            self._acknowledged_records += pending.header.records
+            self._settle(pending)
 
     # -- answers --------------------------------------------------------------------------------------
 
-    def _acknowledged(self, parcel: _Parcel, appended: AppendedBody) -> None:
-        if parcel.done:
+    def _acknowledged(self, pending: _PendingBatch, appended: AppendedBody) -> None:
+        if pending.done:
             return
         base = appended.base_offset
-        offsets: Sequence[int] = appended.offsets or range(base, base + parcel.header.records)
-        if len(offsets) != parcel.header.records:
+        offsets: Sequence[int] = appended.offsets or range(base, base + pending.header.records)
+        if len(offsets) != pending.header.records:
             raise protocol_breach("An acknowledgement names another number of records than the batch has.")
         self._acknowledged_records += len(offsets)
         # Where a record was there already (message ids), offsets do not grow.
-        last = max(appended.offsets) if appended.offsets else base + parcel.header.records - 1
-        self._offsets[parcel.lane.shard] = max(last, self._offsets.get(parcel.lane.shard, -1))
-        if parcel.sinks is not None:
-            for at, future, many, place in parcel.sinks:
+        last = max(appended.offsets) if appended.offsets else base + pending.header.records - 1
+        self._offsets[pending.accumulator.shard] = max(last, self._offsets.get(pending.accumulator.shard, -1))
+        if pending.sinks is not None:
+            for at, future, many, place in pending.sinks:
                 if future is not None:
                     if not future.done():
                         future.set_result(offsets[at])
@@ -852,44 +854,48 @@ class Publisher:
                     many.left -= 1
                     if not many.left and not many.future.done():
                         many.future.set_result(many.offsets)
-        if parcel.receipt is not None and not parcel.receipt.done():
-            parcel.receipt.set_result(
+        if pending.receipt is not None and not pending.receipt.done():
+            pending.receipt.set_result(
                 Receipt(
-                    parcel.lane.shard, base, parcel.header.records, appended.append_time_ms, appended.offsets
+                    pending.accumulator.shard,
+                    base,
+                    pending.header.records,
+                    appended.append_time_ms,
+                    appended.offsets,
                 )
             )
-        self._settle(parcel)
-        self._after_hole(parcel.lane)
+        self._settle(pending)
+        self._after_hole(pending.accumulator)
         self.pump()
 
-    def _refused(self, parcel: _Parcel, error: FelixError) -> None:
-        if parcel.done:
+    def _refused(self, pending: _PendingBatch, error: FelixError) -> None:
+        if pending.done:
             return
-        lane = parcel.lane
-        head = next(each for each in lane.parcels if not each.done)
+        accumulator = pending.accumulator
+        head = next(each for each in accumulator.unacknowledged if not each.done)
         if error.code is Code.SEQUENCE_GAP:
-            if parcel is not head:
+            if pending is not head:
                 # Something before it is missing and will be dealt with first; then this is sent again.
-                parcel.link = None
+                pending.link = None
                 return
-            if not parcel.renumbered:
-                parcel.renumbered = True
-                lane.renumber()
-                lane.rewind()
+            if not pending.renumbered:
+                pending.renumbered = True
+                accumulator.renumber()
+                accumulator.rewind()
                 self.pump()
                 return
         elif isinstance(error, UnavailableError):
-            if parcel.backoff is None:
-                parcel.backoff = Backoff(self._region.policy, self._region.random)
-            wait_s = parcel.backoff.next_ms(error.retry_after_ms) / 1000
-            if self._loop.time() + wait_s < parcel.deadline:
+            if pending.backoff is None:
+                pending.backoff = Backoff(self._region.policy, self._region.random)
+            wait_s = pending.backoff.next_ms(error.retry_after_ms) / 1000
+            if self._loop.time() + wait_s < pending.deadline:
                 # The rest of the shard was or will be refused with a gap; it is all sent again, in order.
-                if lane.stalled is not None:
-                    lane.stalled.cancel()
-                lane.stalled = self._loop.call_later(wait_s, self._stall_ended, lane)
+                if accumulator.stalled is not None:
+                    accumulator.stalled.cancel()
+                accumulator.stalled = self._loop.call_later(wait_s, self._stall_ended, accumulator)
                 return
-        self._give_up(parcel, error)
-        self._after_hole(lane)
+        self._give_up(pending, error)
+        self._after_hole(accumulator)
         if error.code in _STREAM_ENDED:
             self._reopen()
         self.pump()
@@ -900,8 +906,8 @@ class Publisher:
         if link is None or link.is_over:
             return
         self._end_stream()
-        for lane in self._lanes:
-            lane.rewind()
+        for accumulator in self._accumulators:
+            accumulator.rewind()
         self.link_up(link)
 
     def _end_stream(self) -> None:
@@ -912,27 +918,27 @@ class Publisher:
             if not link.is_over and not link.connection.is_closed:
                 link.connection.send(stream_id, b"", end=True)
 
-    def _after_hole(self, lane: _Lane) -> None:
+    def _after_hole(self, accumulator: _Accumulator) -> None:
         """A batch left the shard's order without being in the log. If what follows was already refused for that, no
         further answer will come for it: number it anew and send it."""
-        head = next((each for each in lane.parcels if not each.done), None)
-        if head is not None and head.sent and not head.correlation and not lane.stalled:
+        head = next((each for each in accumulator.unacknowledged if not each.done), None)
+        if head is not None and head.sent and not head.correlation and not accumulator.stalled:
             head.renumbered = True
-            lane.renumber()
-            lane.rewind()
+            accumulator.renumber()
+            accumulator.rewind()
 
-    def _stall_ended(self, lane: _Lane) -> None:
-        lane.stalled = None
-        lane.rewind()
+    def _stall_ended(self, accumulator: _Accumulator) -> None:
+        accumulator.stalled = None
+        accumulator.rewind()
         self.pump()
 
-    def _settle(self, parcel: _Parcel) -> None:
-        """The parcel is dealt with, one way or the other."""
-        parcel.done = True
-        lane = parcel.lane
-        while lane.parcels and lane.parcels[0].done:
-            lane.parcels.popleft()
-        self._held_bytes -= parcel.held_bytes
+    def _settle(self, pending: _PendingBatch) -> None:
+        """The pending is dealt with, one way or the other."""
+        pending.done = True
+        accumulator = pending.accumulator
+        while accumulator.unacknowledged and accumulator.unacknowledged[0].done:
+            accumulator.unacknowledged.popleft()
+        self._held_bytes -= pending.held_bytes
         while self._room and self._held_bytes < self._buffer_bytes:
             waiter = self._room.popleft()
             if not waiter.done():
@@ -944,40 +950,40 @@ class Publisher:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _give_up(self, parcel: _Parcel, error: FelixError) -> None:
-        """The parcel's records are refused for good; tell whoever is to know."""
-        if parcel.correlation and parcel.link is not None:
-            parcel.link.forget(parcel.correlation)
-            parcel.correlation = 0
-        if parcel.sinks is not None:
-            for _, future, many, _ in parcel.sinks:
+    def _give_up(self, pending: _PendingBatch, error: FelixError) -> None:
+        """The pending's records are refused for good; tell whoever is to know."""
+        if pending.correlation and pending.link is not None:
+            pending.link.forget(pending.correlation)
+            pending.correlation = 0
+        if pending.sinks is not None:
+            for _, future, many, _ in pending.sinks:
                 waiting = future if future is not None else many.future if many is not None else None
                 if waiting is not None and not waiting.done():
                     waiting.set_exception(error)
-        if self._lost_first is None or parcel.first < self._lost_first:
-            self._lost_first = parcel.first
-        told = parcel.sinks is not None and len(parcel.sinks) == parcel.header.records
-        if parcel.receipt is not None:
+        if self._lost_first is None or pending.first < self._lost_first:
+            self._lost_first = pending.first
+        told = pending.sinks is not None and len(pending.sinks) == pending.header.records
+        if pending.receipt is not None:
             told = True
-            if not parcel.receipt.done():
-                parcel.receipt.set_exception(error)
+            if not pending.receipt.done():
+                pending.receipt.set_exception(error)
         if not told and self._error is None:
             self._error = error
-        self._settle(parcel)
+        self._settle(pending)
         if self._on_refused is not None:
-            self._on_refused(Refusal(error, parcel.lane.shard, Batch(parcel.header, parcel.body)))
+            self._on_refused(Refusal(error, pending.accumulator.shard, Batch(pending.header, pending.body)))
 
     def _expire(self) -> None:
         """Give up what was tried for as long as it may be."""
         self._expiry = None
         now = self._loop.time()
         first: float | None = None
-        for lane in self._lanes:
-            while lane.parcels and lane.parcels[0].deadline <= now:
-                parcel = lane.parcels[0]
-                if not parcel.sent:
-                    lane.unsent.popleft()
-                why = "it was sent and not answered" if parcel.sent_ever else "it could not be sent"
+        for accumulator in self._accumulators:
+            while accumulator.unacknowledged and accumulator.unacknowledged[0].deadline <= now:
+                pending = accumulator.unacknowledged[0]
+                if not pending.sent:
+                    accumulator.unsent.popleft()
+                why = "it was sent and not answered" if pending.sent_ever else "it could not be sent"
                 throttle = self._link.throttled if self._link is not None else None
                 if throttle is not None:
                     why += (
@@ -985,22 +991,24 @@ class Publisher:
                         f"{throttle.per_second} per second"
                     )
                 self._give_up(
-                    parcel,
+                    pending,
                     UnavailableError(
-                        f"A batch for shard {lane.shard} of {self.stream} is not acknowledged after {self._deadline_s:g} s: "
+                        f"A batch for shard {accumulator.shard} of {self.stream} is not acknowledged after {self._deadline_s:g} s: "
                         f"{why}.",
                         code=Code.TIMEOUT,
                         hint="Whether it is in the log is not known."
-                        if parcel.sent
+                        if pending.sent
                         else "It is not in the log.",
                     ),
                 )
-                if lane.stalled is not None:
-                    lane.stalled.cancel()
-                    self._stall_ended(lane)
-                self._after_hole(lane)
-            if lane.parcels and (first is None or lane.parcels[0].deadline < first):
-                first = lane.parcels[0].deadline
+                if accumulator.stalled is not None:
+                    accumulator.stalled.cancel()
+                    self._stall_ended(accumulator)
+                self._after_hole(accumulator)
+            if accumulator.unacknowledged and (
+                first is None or accumulator.unacknowledged[0].deadline < first
+            ):
+                first = accumulator.unacknowledged[0].deadline
         if first is not None:
             self._expiry = self._loop.call_at(first, self._expire)
         self.pump()
@@ -1008,8 +1016,8 @@ class Publisher:
     async def _wait_for_room(self) -> None:
         while self._held_bytes >= self._buffer_bytes:
             # What is still open counts too: without this, one large linger could wait for itself.
-            for lane in self._lanes:
-                lane.linger_over = lane.linger_over or bool(lane.records)
+            for accumulator in self._accumulators:
+                accumulator.linger_over = accumulator.linger_over or bool(accumulator.records)
             self.pump()
             if self._held_bytes < self._buffer_bytes:
                 break
@@ -1038,8 +1046,8 @@ class Publisher:
         self._link = None
         self._stream_id = -1
         self._watch = 0
-        for lane in self._lanes:
-            lane.rewind()
+        for accumulator in self._accumulators:
+            accumulator.rewind()
 
     def link_dead(self, error: FelixError) -> None:
         self.link_down(error)
@@ -1085,12 +1093,15 @@ class Publisher:
         assert link.limits is not None
         self._record_bytes_max = min(BATCH_BYTES_MAX, link.limits.batch_bytes_max) - HEADER_BYTES
         self._batch_bytes = max(1, min(self._batch_bytes, self._record_bytes_max, link.window_bytes // 2))
-        if self._lanes and (self._incarnation, len(self._lanes)) != (opened.incarnation, opened.shards):
+        if self._accumulators and (self._incarnation, len(self._accumulators)) != (
+            opened.incarnation,
+            opened.shards,
+        ):
             self._recreated()
         self._incarnation = opened.incarnation
-        if len(self._lanes) != opened.shards:
-            self._lanes = [_Lane(self, shard) for shard in range(opened.shards)]
-            self._unkeyed = self._next_lane = 0
+        if len(self._accumulators) != opened.shards:
+            self._accumulators = [_Accumulator(self, shard) for shard in range(opened.shards)]
+            self._unkeyed = self._next_accumulator = 0
         self._link, self._stream_id = link, stream_id
         self._watch = link.watch(self._stream_refused)
         if not self._opened.done():
@@ -1105,14 +1116,14 @@ class Publisher:
             hint="Publish them again if they belong into the new stream.",
         )
         self._offsets.clear()
-        for lane in self._lanes:
-            self._close_batch(lane)
-            lane.unsent.clear()
-            for parcel in list(lane.parcels):
-                if not parcel.done:
-                    self._give_up(parcel, error)
-            lane.epoch += 1
-            lane.next_sequence = 0
+        for accumulator in self._accumulators:
+            self._close_batch(accumulator)
+            accumulator.unsent.clear()
+            for pending in list(accumulator.unacknowledged):
+                if not pending.done:
+                    self._give_up(pending, error)
+            accumulator.epoch += 1
+            accumulator.next_sequence = 0
 
     def _stream_refused(self, error: FelixError) -> None:
         """A batch without acknowledgement was refused."""
@@ -1136,15 +1147,15 @@ class Publisher:
             self._opened.set_exception(error)
             # It is raised by `open`, if anybody still waits there.
             self._opened.exception()
-        for lane in self._lanes:
-            if lane.stalled is not None:
-                lane.stalled.cancel()
-                lane.stalled = None
-            self._close_batch(lane)
-            lane.unsent.clear()
-            for parcel in list(lane.parcels):
-                if not parcel.done:
-                    self._give_up(parcel, error)
+        for accumulator in self._accumulators:
+            if accumulator.stalled is not None:
+                accumulator.stalled.cancel()
+                accumulator.stalled = None
+            self._close_batch(accumulator)
+            accumulator.unsent.clear()
+            for pending in list(accumulator.unacknowledged):
+                if not pending.done:
+                    self._give_up(pending, error)
         for waiter in (*self._room, *self._idle):
             if not waiter.done():
                 waiter.set_result(None)

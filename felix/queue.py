@@ -197,7 +197,7 @@ class Job:
             self.nack(reason=f"{type(error).__name__}: {error}")
 
 
-_Wish = tuple[str, int, str]
+_Settlement = tuple[str, int, str]
 """What is asked of jobs: the verb, its milliseconds, its reason."""
 
 
@@ -207,7 +207,7 @@ class _Settler:
     def __init__(self, call: Callable[[Any], Any], name: StreamName) -> None:
         self._call = call
         self._name = name
-        self._gathered: dict[_Wish, list[tuple[Job, asyncio.Future[None]]]] = {}
+        self._gathered: dict[_Settlement, list[tuple[Job, asyncio.Future[None]]]] = {}
         self._count = 0
         self._due = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -217,10 +217,10 @@ class _Settler:
     def settle(self, verb: str, job: Job, number: int = 0, reason: str = "") -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        wish = (verb, number, reason)
-        held = self._gathered.get(wish)
+        settlement = (verb, number, reason)
+        held = self._gathered.get(settlement)
         if held is None:
-            held = self._gathered[wish] = []
+            held = self._gathered[settlement] = []
         held.append((job, future))
         self._count += 1
         if self._count >= SETTLE_JOBS:
@@ -234,8 +234,8 @@ class _Settler:
         """Say what was gathered."""
         self._due = False
         gathered, self._gathered, self._count = self._gathered, {}, 0
-        for wish, some in gathered.items():
-            task = asyncio.ensure_future(self._say(wish, some))
+        for settlement, some in gathered.items():
+            task = asyncio.ensure_future(self._say(settlement, some))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -245,13 +245,13 @@ class _Settler:
         if self._tasks:
             await asyncio.gather(*self._tasks)
 
-    async def _say(self, wish: _Wish, some: list[tuple[Job, asyncio.Future[None]]]) -> None:
+    async def _say(self, settlement: _Settlement, some: list[tuple[Job, asyncio.Future[None]]]) -> None:
         runs = held_runs(job._body for job, _ in some)
         lost: set[tuple[int, int]] = set()
         failed: FelixError | None = None
         for at in range(0, len(runs), RUNS_MAX):
             try:
-                settled = await self._call(_message(wish, runs[at : at + RUNS_MAX]))
+                settled = await self._call(_message(settlement, runs[at : at + RUNS_MAX]))
                 lost |= {(shard, offset) for shard, offset in settled.lost}
             except FelixError as error:
                 failed = error
@@ -264,7 +264,7 @@ class _Settler:
             refusal = failed
             if failed is None and (job.shard, job.offset) in lost:
                 refusal = _lost(self._name, job)
-                if wish[0] != "release":
+                if settlement[0] != "release":
                     self.lost += 1
             if future.done():
                 continue
@@ -276,14 +276,14 @@ class _Settler:
             future.exception()
         if failed is not None:
             _log.warning("%d jobs of %s could not be settled: %s", len(some), self._name, failed)
-        elif wish[0] != "release":
+        elif settlement[0] != "release":
             _log.warning(
                 "the leases of %d jobs of %s were lost before they were settled", len(lost), self._name
             )
 
 
-def _message(wish: _Wish, runs: list[Held]) -> Ack | Nack | Release | Extend:
-    verb, number, reason = wish
+def _message(settlement: _Settlement, runs: list[Held]) -> Ack | Nack | Release | Extend:
+    verb, number, reason = settlement
     match verb:
         case "ack":
             return Ack(runs)
@@ -338,7 +338,7 @@ class QueueConsumer:
         self._prefetch = prefetch
         self._prefetch_bytes = prefetch_bytes
         self._auto_extend = auto_extend
-        self._exchange = queue._exchange(_Ears(self))
+        self._exchange = queue._exchange(_Listener(self))
         self._settler = _Settler(self._call, queue.name)
         self._ready: deque[Job] = deque()
         self._held: set[Job] = set()
@@ -525,7 +525,7 @@ class QueueConsumer:
         self._exchange.tell(Grant(self._granted_records, self._granted_bytes, self._asked_visibility_ms))
 
 
-class _Ears:
+class _Listener:
     """What a consumer hears of its exchange (felix.exchange.Listener)."""
 
     def __init__(self, consumer: QueueConsumer) -> None:
@@ -589,7 +589,7 @@ class Queue:
     def __repr__(self) -> str:
         return f"Queue({str(self.name)!r})"
 
-    def _exchange(self, listener: _Ears | None = None) -> Exchange:
+    def _exchange(self, listener: _Listener | None = None) -> Exchange:
         return Exchange(self._client.connection, lambda: OpenQueue(str(self.name)), decode_reply, listener)
 
     async def _call(self, message: Any, *, again: bool = True, timeout_s: float | None = None) -> Any:

@@ -137,7 +137,7 @@ class TransactionRecord:
         return self._offset
 
 
-class _Lane:
+class _Accumulator:
     """What is gathered for one shard."""
 
     __slots__ = ("bytes", "handles", "records")
@@ -182,7 +182,7 @@ class Transaction:
         self._compress = compress
         self._begun_ms: int | None = None
         self._targets: dict[StreamName, _Target] = {}
-        self._lanes: dict[tuple[StreamName, int], _Lane] = {}
+        self._accumulators: dict[tuple[StreamName, int], _Accumulator] = {}
         self._unkeyed: dict[StreamName, int] = {}
         self._staged = 0
         self._batches: list[list[TransactionRecord]] = []
@@ -252,14 +252,16 @@ class Transaction:
             target = self._targets[name] = _Target(answer.shards, answer.incarnation)
             self._require_open()
         number = self._route(name, target, record, shard)
-        lane = self._lanes.setdefault((name, number), _Lane())
-        if lane.records and (lane.bytes + size > STAGE_BYTES or len(lane.records) >= RECORDS_MAX):
+        accumulator = self._accumulators.setdefault((name, number), _Accumulator())
+        if accumulator.records and (
+            accumulator.bytes + size > STAGE_BYTES or len(accumulator.records) >= RECORDS_MAX
+        ):
             await self._stage(name, number, target)
-            lane = self._lanes.setdefault((name, number), _Lane())
+            accumulator = self._accumulators.setdefault((name, number), _Accumulator())
         handle = TransactionRecord(name, number)
-        lane.records.append(record)
-        lane.handles.append(handle)
-        lane.bytes += size
+        accumulator.records.append(record)
+        accumulator.handles.append(handle)
+        accumulator.bytes += size
         self._records.append(handle)
         return handle
 
@@ -275,15 +277,15 @@ class Transaction:
         return self._unkeyed.setdefault(name, self.id[0] % target.shards)
 
     async def _stage(self, name: StreamName, shard: int, target: _Target) -> None:
-        lane = self._lanes.pop((name, shard))
-        batch = encode_batch(lane.records, shard=shard, compress=self._compress)
+        accumulator = self._accumulators.pop((name, shard))
+        batch = encode_batch(accumulator.records, shard=shard, compress=self._compress)
         async with self._sending:
             self._require_open()
             await self._transactions.call(
                 Stage(self.id, self._staged, str(name), target.incarnation, batch.encode())
             )
             self._staged += 1
-            self._batches.append(lane.handles)
+            self._batches.append(accumulator.handles)
 
     async def acknowledge(
         self, *work: Job | ConsumerRecord | ConsumerBatch, consumer: Consumer | None = None
@@ -351,7 +353,7 @@ class Transaction:
         if self._over and not self._asked:
             raise RequestError("This transaction was aborted.", code=Code.STATE)
         assert self._begun_ms is not None, "a transaction is begun first"
-        for name, shard in list(self._lanes):
+        for name, shard in list(self._accumulators):
             await self._stage(name, shard, self._targets[name])
         await self._stage_acknowledgements()
         self._over = self._asked = True
@@ -374,7 +376,7 @@ class Transaction:
     async def abort(self) -> None:
         """Drop it: nothing of it will be in any stream. Raises RequestError(CONFLICT) where it is committed."""
         self._over = True
-        self._lanes.clear()
+        self._accumulators.clear()
         self._give_back()
         if self._begun_ms is not None:
             await self._transactions.call(Abort(self.id))

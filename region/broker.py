@@ -35,9 +35,9 @@ from region.offload import check_offload
 from region.places import places_of, refusal
 from region.ports import LiveSession
 from region.quota import Quotas
+from region.scheduler import FairScheduler, Gate
 from region.streams import HostedStream, StreamTable
 from region.tracing import AppendTracing
-from region.turns import Gate, Turns
 
 log = logging.getLogger("felix.region")
 
@@ -99,7 +99,7 @@ class Broker:
             [str(SpiffeId(self.region, self.mesh, "operator", name)) for name in config.operators],
         )
         self.sessions: set[LiveSession] = set()
-        self.turns = Turns(lambda go_on: asyncio.get_running_loop().call_soon(go_on))
+        self.turns = FairScheduler(lambda go_on: asyncio.get_running_loop().call_soon(go_on))
         self.reads = Gate(
             READS_MAX,
             lambda: budgets.catch_up.take(READ_BYTES_MAX),

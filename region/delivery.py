@@ -27,19 +27,19 @@ from region.broker import READ_BYTES_MAX, Broker
 from region.export import SealedReader
 from region.log.ring import Entry
 from region.log.shard import ShardLog
-from region.ports import Outlet
+from region.ports import DeliverySink
 from region.quota import Meter, Throttle
+from region.scheduler import TURN_BYTES
 from region.streams import HostedStream
-from region.turns import TURN_BYTES
 
 log = logging.getLogger("felix.region.delivery")
 
 
-DETOUR_BYTES_MAX: Final = 64 << 10
+REDELIVERY_BYTES_MAX: Final = 64 << 10
 """Read at a time for records that are delivered again, and may stand far from each other."""
 
 
-class Guide(Protocol):
+class DeliveryFilter(Protocol):
     """Who decides what else than the log's end bounds a delivery, and hears how far it has come: a durable subscription."""
 
     def may_deliver(self, shard: int) -> bool:
@@ -107,15 +107,15 @@ class Subscription:
     """A cursor per shard, and the event stream it feeds."""
 
     __slots__ = (
-        "_awaits_turn", "_broker", "_catching_up", "_credit", "_cursors", "_detours", "_ended", "_guide", "_meter", "_order", "_paced", "_reader",
-        "_session", "_stream", "_stream_id", "_unlisten", "_waits", "_wanted_bytes", "delivered_bytes", "delivered_records", "number",
-        "stalled",
+        "_awaits_turn", "_broker", "_catching_up", "_credit", "_cursors", "_ended", "_filter", "_meter", "_order", "_paced",
+        "_reader", "_redeliveries", "_session", "_stream", "_stream_id", "_unlisten", "_waits", "_wanted_bytes",
+        "delivered_bytes", "delivered_records", "number", "stalled",
     )  # fmt: skip
 
     def __init__(
         self,
         broker: Broker,
-        session: Outlet,
+        session: DeliverySink,
         number: int,
         stream_id: int,
         stream: HostedStream,
@@ -123,7 +123,7 @@ class Subscription:
         credit_bytes: int,
         reader: SealedReader | None,
         meter: Meter,
-        guide: Guide | None = None,
+        delivery_filter: DeliveryFilter | None = None,
     ) -> None:
         """`meter` holds one subscription for this one, which gives it back when it closes."""
         self.number = number
@@ -145,8 +145,8 @@ class Subscription:
         self._wanted_bytes = 0
         self._credit = CreditLine(credit_bytes)
         self._reader = reader
-        self._guide = guide
-        self._detours: dict[int, RangeSet] = {}
+        self._filter = delivery_filter
+        self._redeliveries: dict[int, RangeSet] = {}
         self._catching_up: asyncio.Task[None] | None = None
         self._ended = False
         self._unlisten = {number: stream.shard(number).subscribe_tail(self.pump) for number in starts}
@@ -166,7 +166,7 @@ class Subscription:
             self._wanted_bytes = 0
         self.pump()
 
-    # -- what is delivered, where a guide changes it ---------------------------------------------------
+    # -- what is delivered, where a delivery filter changes it ---------------------------------------------------
 
     def take_up(self, number: int, offset: int) -> None:
         """Deliver this shard, too, from an offset on; `pump` follows."""
@@ -180,17 +180,17 @@ class Subscription:
         return number in self._cursors
 
     def let_go(self, number: int) -> RangeSet:
-        """Deliver nothing more of this shard. Returns what of its detours was not sent."""
+        """Deliver nothing more of this shard. Returns what of its redeliveries was not sent."""
         del self._cursors[number]
         self._order.remove(number)
         self._unlisten.pop(number)()
-        return self._detours.pop(number, None) or RangeSet()
+        return self._redeliveries.pop(number, None) or RangeSet()
 
-    def detour(self, number: int, ranges: Iterable[tuple[int, int]]) -> None:
+    def redelivery(self, number: int, ranges: Iterable[tuple[int, int]]) -> None:
         """Send the batches that hold these records once more, before the shard goes on; `pump` follows."""
-        detour = self._detours.setdefault(number, RangeSet())
+        redelivery = self._redeliveries.setdefault(number, RangeSet())
         for first, following in ranges:
-            detour.add(first, following)
+            redelivery.add(first, following)
 
     # -- sending ---------------------------------------------------------------------------------------
 
@@ -221,10 +221,10 @@ class Subscription:
             number = self._order[0]
             shard = self._stream.shard(number)
             cursor = self._cursors[number]
-            detour = self._detours.get(number)
-            if not detour and (
+            redelivery = self._redeliveries.get(number)
+            if not redelivery and (
                 cursor >= self._readable_to(shard)
-                or (self._guide is not None and not self._guide.may_deliver(number))
+                or (self._filter is not None and not self._filter.may_deliver(number))
             ):
                 self._order.rotate(-1)
                 continue
@@ -236,8 +236,11 @@ class Subscription:
                 sent = True
                 continue
             self._order.rotate(-1)
-            if detour:
-                cursor, room = self._detour_start(number, shard.log_start_offset), min(room, DETOUR_BYTES_MAX)
+            if redelivery:
+                cursor, room = (
+                    self._redelivery_start(number, shard.log_start_offset),
+                    min(room, REDELIVERY_BYTES_MAX),
+                )
             entries = None if self._reader is not None else shard.read_hot(cursor, min(room, TURN_BYTES))
             if entries is None:
                 self._catching_up = asyncio.ensure_future(self._catch_up(number))
@@ -277,38 +280,38 @@ class Subscription:
         self._paced = None
         self.pump()
 
-    def _detour_start(self, number: int, log_start: int) -> int:
-        """Where the next detour of the shard begins, or the shard goes on. What retention has taken is left out."""
-        detour = self._detours[number]
-        if detour.first < log_start:
-            detour.remove(0, log_start)
-            if self._guide is not None:
-                self._guide.gone(number, log_start)
-        if not detour:
-            del self._detours[number]
+    def _redelivery_start(self, number: int, log_start: int) -> int:
+        """Where the next redelivery of the shard begins, or the shard goes on. What retention has taken is left out."""
+        redelivery = self._redeliveries[number]
+        if redelivery.first < log_start:
+            redelivery.remove(0, log_start)
+            if self._filter is not None:
+                self._filter.gone(number, log_start)
+        if not redelivery:
+            del self._redeliveries[number]
             return self._cursors[number]
-        return detour.first
+        return redelivery.first
 
     def _passed(self, number: int, entry: Entry) -> bool:
-        """Take a batch off the shard's detours, which are read from their beginning; True where it is part of one."""
-        detour = self._detours[number]
-        meant = bool(detour.within(entry.base_offset, entry.next_offset))
+        """Take a batch off the shard's redeliveries, which are read from their beginning; True where it is part of one."""
+        redelivery = self._redeliveries[number]
+        meant = bool(redelivery.within(entry.base_offset, entry.next_offset))
         # What lies before it and was not in the log is not there any more: compaction took it.
-        detour.remove(0, entry.next_offset)
-        if not detour:
-            del self._detours[number]
+        redelivery.remove(0, entry.next_offset)
+        if not redelivery:
+            del self._redeliveries[number]
         return meant
 
     def _send(self, number: int, entries: list[Entry]) -> bool:
         """False where the credit did not reach for all of them."""
         session = self._session
-        detouring = number in self._detours
+        redelivering = number in self._redeliveries
         for entry in entries:
-            if detouring and (
-                number not in self._detours or entry.next_offset <= self._detours[number].first
+            if redelivering and (
+                number not in self._redeliveries or entry.next_offset <= self._redeliveries[number].first
             ):
                 continue
-            if not detouring and self._guide is not None and not self._guide.may_deliver(number):
+            if not redelivering and self._filter is not None and not self._filter.may_deliver(number):
                 return True
             size = len(entry.data)
             if size > self._credit.left_bytes:
@@ -316,19 +319,19 @@ class Subscription:
                 self._waits = "credit"
                 self._wanted_bytes = size
                 return False
-            if detouring and not self._passed(number, entry):
+            if redelivering and not self._passed(number, entry):
                 continue  # compaction took what was meant
             self._credit.use(size)
             data = entry.data
-            if not detouring and entry.base_offset > self._cursors[number]:
+            if not redelivering and entry.base_offset > self._cursors[number]:
                 # Only compaction leaves offsets out of a log; the subscriber is told that nothing is missing.
                 hole = GapBody(number, GapReason.COMPACTED, self._cursors[number], entry.base_offset)
                 session.send(self._stream_id, hole.encode())
             session.send(self._stream_id, data if isinstance(data, bytes) else bytes(data))
-            if not detouring:
+            if not redelivering:
                 self._cursors[number] = entry.next_offset
-                if self._guide is not None:
-                    self._guide.delivered(number, entry.base_offset, entry.next_offset)
+                if self._filter is not None:
+                    self._filter.delivered(number, entry.base_offset, entry.next_offset)
             self.delivered_bytes += size
             records = entry.next_offset - entry.base_offset
             self.delivered_records += records
@@ -344,8 +347,8 @@ class Subscription:
         self._session.send(self._stream_id, gap.encode())
         self._cursors[number] = next_offset
         self._broker.metrics.gap(reason)
-        if self._guide is not None:
-            self._guide.gone(number, next_offset)
+        if self._filter is not None:
+            self._filter.gone(number, next_offset)
 
     async def _catch_up(self, number: int) -> None:
         """Fetch what is not in memory for one shard, send it, and pump again."""
@@ -358,9 +361,9 @@ class Subscription:
                 if not room:
                     return  # whatever it waits for pumps
                 cursor = self._cursors.get(number, shard.high_watermark)
-                if number in self._detours:
-                    cursor = self._detour_start(number, shard.log_start_offset)
-                    room = min(room, DETOUR_BYTES_MAX)
+                if number in self._redeliveries:
+                    cursor = self._redelivery_start(number, shard.log_start_offset)
+                    room = min(room, REDELIVERY_BYTES_MAX)
                 if self._reader is not None:
                     entries = await self._reader.read(shard, cursor, room)
                 else:
@@ -409,9 +412,9 @@ class Subscription:
         )
 
     def _stands_at(self, number: int, offset: int) -> bool:
-        """False where the guide has changed what is to be read of the shard meanwhile."""
-        detour = self._detours.get(number)
-        return offset == (detour.first if detour else self._cursors.get(number))
+        """False where the filter has changed what is to be read of the shard meanwhile."""
+        redelivery = self._redeliveries.get(number)
+        return offset == (redelivery.first if redelivery else self._cursors.get(number))
 
     # -- endings ---------------------------------------------------------------------------------------
 

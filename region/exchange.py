@@ -1,6 +1,6 @@
 """Exchanges: bidirectional streams that a client opens, each to one view of a stream or to one link's ingest.
 
-The first frame says what the exchange is; `Undecided` reads it and lets the session put the right role in its place. A view
+The first frame says what the exchange is; `PendingHandler` reads it and lets the session put the right role in its place. A view
 then speaks through an `Exchange`: CALL frames in, REPLY and ERROR frames out, under correlation ids that are the exchange's own,
 in any order; BATCH frames where a view delivers, CREDIT frames where it is granted.
 
@@ -45,7 +45,7 @@ OpenRole = Callable[[Exchanging, int], Role]
 """Makes the role of a stream, by session and stream id; the role is then given the stream's bytes from the first on."""
 
 
-class Undecided:
+class PendingHandler:
     """A new exchange until its first frame is whole. `become` puts the role that it asks for in this one's place."""
 
     def __init__(

@@ -97,7 +97,7 @@ class SealedReader:
         ]
 
 
-class ExportDesk:
+class ExportService:
     """One per broker."""
 
     def __init__(

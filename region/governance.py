@@ -6,7 +6,7 @@ there every broker's mirror takes them, and this module judges by them: the gran
 and every question is asked of it in memory.
 
 Invariants: nothing is believed because it stands in the store: the book verifies each document again; what a broker once
-knew of cannot be taken back there, also by way of its restart (region.remembered): a revocation stays, a policy gives way only to a newer one, and a
+knew of cannot be taken back there, also by way of its restart (region.trust_store): a revocation stays, a policy gives way only to a newer one, and a
 region's bundle only to one that its own policy key signed; what cannot be read allows nothing; a refusal
 that concerns residency is handed to the audit log as a DENY leaf before it is answered; without an audit log that can
 be written, nothing is let in or out.
@@ -71,12 +71,12 @@ from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
 from region.pace import Pace
-from region.remembered import Memory, Newest, Remembered, forbids, place_of
+from region.trust_store import Memory, Newest, Remembered, forbids, place_of
 from region.witnessing import Witnessing
 
 log = logging.getLogger("felix.region.governance")
 
-COURIER_KINDS: Final = ("export", "import", "approval", "standing", "deny")
+SYNCED_KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """What a bridge may list, and bring from the other region: the region that signed it is what counts, not who carries it."""
 DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "policy", "bundle")
 """What PutDocument and ListDocuments call the documents."""
@@ -178,7 +178,7 @@ class _Denials:
 
 
 class _Held(NamedTuple):
-    """A document of the store, parsed once. `lasts`: it forbids, or lifts what did (region.remembered). `half_of`: the grant that
+    """A document of the store, parsed once. `lasts`: it forbids, or lifts what did (region.trust_store). `half_of`: the grant that
     it is a half of, empty for any other document."""
 
     document: Document
@@ -1068,7 +1068,7 @@ class Governance:
         """Documents of one kind by id. A bridge sees those of its own grants and their regions, and what cut its streams; an
         operator all."""
         own_policy = kind == "policy" and identity.region == self._own.region
-        if identity.kind != "bridge" or not (kind in COURIER_KINDS or own_policy):
+        if identity.kind != "bridge" or not (kind in SYNCED_KINDS or own_policy):
             self.broker.require_operator(identity, f"list {kind} documents")
         if kind == "bundle":
             return self._mirror.trusted()

@@ -107,7 +107,7 @@ HOLD_S: Final = 0.25
 _RECEIPT: Final = struct.Struct(">Q")
 
 
-class IngestDesk:
+class IngestService:
     """Opens ingest streams. `import_key` opens what other regions seal to this one."""
 
     def __init__(
@@ -254,8 +254,8 @@ def _without_producer(batch: Batch) -> Batch:
 class IngestStream:
     """One client-opened bidirectional stream: `open_ingest`, then envelopes; receipts go back."""
 
-    def __init__(self, desk: IngestDesk, session: Ingesting, stream_id: int) -> None:
-        self._desk = desk
+    def __init__(self, service: IngestService, session: Ingesting, stream_id: int) -> None:
+        self._service = service
         self._session = session
         self._stream_id = stream_id
         self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.TRANSFER}))
@@ -347,13 +347,13 @@ class IngestStream:
     # -- opening ---------------------------------------------------------------------------------------
 
     async def _open(self, correlation: int, request: OpenIngest) -> None:
-        desk, session = self._desk, self._session
-        broker = desk.broker
+        service, session = self._service, self._session
+        broker = service.broker
         peer = session.peer
         assert peer is not None
         try:
             name = StreamName.parse(request.stream)
-            terms = desk.governance.check_import(peer.spiffe_id, request.grant, request.from_region, name)
+            terms = service.governance.check_import(peer.spiffe_id, request.grant, request.from_region, name)
             scope = TransferScope(
                 request.from_region,
                 broker.region,
@@ -369,7 +369,7 @@ class IngestStream:
             statement = self._statement(request)
             self._live(request, statement)
             self._key = open_transfer_key(
-                request.transfer_key, request.signature, scope, desk.import_key, peer
+                request.transfer_key, request.signature, scope, service.import_key, peer
             )
             self._hosted = await self._destination(terms.destination, request)
             self._shard = self._hosted.shard(request.shard)
@@ -386,7 +386,7 @@ class IngestStream:
             return
         self._grant_id = request.grant
         self._slot = link_slot(request.from_region, request.stream, request.shard)
-        self._landing = desk.claim(self._hosted.name, request.shard, self._slot, self)
+        self._landing = service.claim(self._hosted.name, request.shard, self._slot, self)
         await self._landing.settled.wait()
         self._landing.grant_id = self._grant_id
         try:
@@ -404,7 +404,7 @@ class IngestStream:
         secret = CommitmentKey(self._key.key_id, commitment_secret(self._key))
         self._committer = Committer(secret, str(name), request.incarnation, request.shard)
         self._terms, self._inspection = terms.terms, Inspection(terms.terms)
-        self._meter = desk.meter(request.grant)
+        self._meter = service.meter(request.grant)
         self._is_open = True
         session.widen()
         opened = self._told(
@@ -420,16 +420,16 @@ class IngestStream:
 
     async def _crossed_before(self, scope: TransferScope, statement: StreamStatement) -> OffsetSet:
         """After a resend: what arrived before, and must not again. Empty where nobody asked for one."""
-        lives = self._desk.governance.book.incarnations(
+        lives = self._service.governance.book.incarnations(
             scope.grant_id, str(scope.stream), scope.shard, statement.incarnation
         )
         if not any(live.accepted is not None and live.accepted.is_resend for live in lives):
             return OffsetSet()
-        return await self._desk.governance.crossed_before(_link_shard(scope).shard_name, lives)
+        return await self._service.governance.crossed_before(_link_shard(scope).shard_name, lives)
 
     async def _logged_below(self, scope: TransferScope) -> int:
         """Below which source offset the ingress log says that records arrived under this incarnation."""
-        governance, shard = self._desk.governance, _link_shard(scope).shard_name
+        governance, shard = self._service.governance, _link_shard(scope).shard_name
         if governance.trail.newest_incarnation(shard) in (b"", scope.incarnation):
             return governance.trail.arrived_below(shard, scope.incarnation)
         # Another incarnation came last. This one may be new, or a source's older stream that was put back, or stated anew.
@@ -453,7 +453,7 @@ class IngestStream:
     def _statement(self, request: OpenIngest) -> StreamStatement:
         """The source region's word on the shard. Raises TamperError, RequestError where it is about something else."""
         statement = open_statement(
-            request.statement, self._desk.governance.trust_of(request.from_region).receipt_keys
+            request.statement, self._service.governance.trust_of(request.from_region).receipt_keys
         )
         claimed = (request.from_region, request.stream, request.shard, request.shards)
         if (statement.region, statement.stream, statement.shard, statement.shards) != claimed:
@@ -472,7 +472,7 @@ class IngestStream:
 
         Raises RequestError where the request names another incarnation.
         """
-        live = self._desk.governance.book.live_incarnation(
+        live = self._service.governance.book.live_incarnation(
             request.grant, request.stream, request.shard, statement.incarnation
         )
         if live.incarnation != request.incarnation:
@@ -535,7 +535,7 @@ class IngestStream:
                     hint=f"An operator of {region} decides: felix bridge resume {request.grant} --accept-truncation.",
                 )
             return
-        lives = self._desk.governance.book.incarnations(
+        lives = self._service.governance.book.incarnations(
             request.grant, request.stream, request.shard, statement.incarnation
         )
         if all(each.incarnation != held.live for each in lives):
@@ -562,7 +562,7 @@ class IngestStream:
 
     def _take_window(self) -> None:
         """Raises UnavailableError(LIMIT_MEMORY) where the broker's budget is handed out."""
-        budget = self._desk.broker.budgets.ingest
+        budget = self._service.broker.budgets.ingest
         if not budget.take(INGEST_WINDOW_BYTES):
             raise UnavailableError(
                 f"The broker's ingest budget of {budget.limit_bytes} bytes is handed out.",
@@ -577,8 +577,8 @@ class IngestStream:
 
         Raises RequestError where nobody but the broker itself may write there.
         """
-        self._desk.broker.refuse_reserved(name.tenant)
-        broker, config = self._desk.broker, StreamConfig(shards=request.shards)
+        self._service.broker.refuse_reserved(name.tenant)
+        broker, config = self._service.broker, StreamConfig(shards=request.shards)
         if broker.streams.get(name) is None:
             broker.streams.check_foreign_room(name, config)
         hosted = await broker.ensure_stream(name, config)
@@ -599,7 +599,9 @@ class IngestStream:
     def _check_grant(self) -> None:
         peer = self._peer()
         scope = self._key.scope
-        self._desk.governance.check_import(peer.spiffe_id, self._grant_id, scope.source_region, scope.stream)
+        self._service.governance.check_import(
+            peer.spiffe_id, self._grant_id, scope.source_region, scope.stream
+        )
 
     def _peer(self) -> Peer:
         assert self._session.peer is not None
@@ -688,8 +690,8 @@ class IngestStream:
             )
         if again is None:
             self._check_budget(found.size_bytes)
-            self._desk.leaves.check_room()
-        leaf = msgspec.structs.replace(leaf, time_ms=self._desk.broker.clock_ms())
+            self._service.leaves.check_room()
+        leaf = msgspec.structs.replace(leaf, time_ms=self._service.broker.clock_ms())
         leaves = [encode_part(leaf, part, landed.first_offset) for part in found.parts]
         # Producers are numbered by the region that they publish in: an agent must not fence one here.
         batch = None if found.batch is None else _without_producer(found.batch)
@@ -709,7 +711,7 @@ class IngestStream:
         if again is not None:
             self._logged_before(way)
             return
-        arrival = encode_arrival(self._slot, landed, self._desk.governance.trail, leaves)
+        arrival = encode_arrival(self._slot, landed, self._service.governance.trail, leaves)
         way = way._replace(note=self._shard.take_note(arrival))
         self._meter.take(way.record_bytes)
         self._position = position.after(landed, header.next_offset)
@@ -784,7 +786,7 @@ class IngestStream:
         return Header(
             kind=Kind.ACK,
             side=Side.INGRESS,
-            time_ms=self._desk.broker.clock_ms(),
+            time_ms=self._service.broker.clock_ms(),
             source_region=scope.source_region,
             destination_region=scope.destination_region,
             bridge=str(scope.bridge),
@@ -817,8 +819,8 @@ class IngestStream:
 
     def _log(self, way: _Way) -> None:
         """Step 7, and 8 after it."""
-        self._desk.broker.metrics.ingested_records += way.landed.records
-        self._desk.leaves.put(way.leaves, partial(self._logged, way))
+        self._service.broker.metrics.ingested_records += way.landed.records
+        self._service.leaves.put(way.leaves, partial(self._logged, way))
 
     def _logged(self, way: _Way, index: int, error: Exception | None) -> None:
         if error is not None:
@@ -866,7 +868,7 @@ class IngestStream:
 
     async def _answer_again(self, way: _Way) -> None:
         """Find the leaf's index in the ingress log and sign the same receipt again."""
-        found = await self._desk.governance.find_ack(self._key.scope, way.header.base_offset)
+        found = await self._service.governance.find_ack(self._key.scope, way.header.base_offset)
         if found is None:
             await self._log_again(way)
         elif found.envelope_sha256 != way.digest:
@@ -916,12 +918,12 @@ class IngestStream:
             envelope_sha256=way.digest,
             destination_first_offset=landed.first_offset,
             destination_last_offset=landed.last_offset,
-            ingress_origin=self._desk.governance.trail.key.name,
+            ingress_origin=self._service.governance.trail.key.name,
             ingress_index=index,
-            time_ms=self._desk.broker.clock_ms(),
+            time_ms=self._service.broker.clock_ms(),
             entries_sha256=way.entries_sha256,
         )
-        key = self._desk.receipt_key
+        key = self._service.receipt_key
         return sign_receipt(receipt, key)
 
     def _answer(self, way: _Way, receipt: bytes) -> None:
@@ -955,7 +957,7 @@ class IngestStream:
             stream, region, grant = request.stream, request.from_region, request.grant
         else:
             stream, region, grant = str(self._key.scope.stream), self._key.scope.source_region, self._grant_id
-        self._desk.governance.denied(
+        self._service.governance.denied(
             error, actor=peer.spiffe_id, action="deliver", stream=stream, grant_id=grant, from_region=region
         )
         self._fail(error, correlation)
@@ -964,7 +966,7 @@ class IngestStream:
         if self._ended:
             return
         log.warning("ingest of %s ends: %s", self._grant_id or "a link", error)
-        self._desk.broker.metrics.refused(error)
+        self._service.broker.metrics.refused(error)
         self._send(encode_error(error, correlation), end=True)
         self._session.end_role(self)
         self._end()
@@ -984,7 +986,7 @@ class IngestStream:
             self._work.cancel()
         if self._landing is not None:
             self._landing.leave(self)
-        self._desk.broker.budgets.ingest.give(self._taken_bytes)
+        self._service.broker.budgets.ingest.give(self._taken_bytes)
         self._taken_bytes = 0
         self._session.hold_request(-self._request_held)
         self._request_held = 0

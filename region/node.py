@@ -50,13 +50,13 @@ from keys.signing import load_signing_key
 from region.broker import Broker
 from region.budget import Budgets
 from region.cache import watch
-from region.cache.desk import CacheDesk
+from region.cache.service import CacheService
 from region.config import RegionConfig
 from region.document_log import DocumentLog
-from region.export import ExportDesk
+from region.export import ExportService
 from region.folder import RegionFolder
 from region.governance import Governance
-from region.ingest import IngestDesk
+from region.ingest import IngestService
 from region.log.directory import LogDirectory
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
@@ -65,18 +65,18 @@ from region.metadata.genesis import claim_or_verify, sign_genesis
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import MetadataStore
 from region.metrics import BrokerCollector
-from region.queue.desk import QueueDesk
+from region.queue.service import QueueService
 from region.queue.worker import queue_opener
-from region.remembered import Memory
 from region.renewal import IdentityRenewal
 from region.requests import Requests
 from region.sealing import KeyringSeal
 from region.session import ClientSession, Services
 from region.streams import StreamTable, least_bytes
-from region.subscriptions.desk import SubscriptionDesk
+from region.subscriptions.service import SubscriptionService
 from region.transactions.coordinator import OPEN_MAX, SYSTEM_STREAM, Coordinator
-from region.transactions.desk import TransactionDesk
 from region.transactions.participants import QueueParticipant, SubscriptionParticipant
+from region.transactions.service import TransactionService
+from region.trust_store import Memory
 
 log = logging.getLogger("felix.region.node")
 
@@ -115,10 +115,10 @@ class Node:
         self.folder = folder
         self.config = config
         self.broker: Broker
-        self.subscriptions: SubscriptionDesk
+        self.subscriptions: SubscriptionService
         self.services: Services
-        self.caches: CacheDesk
-        self.queues: QueueDesk
+        self.caches: CacheService
+        self.queues: QueueService
         self.transactions: Coordinator
         self.listener: Listener
         self._directory: LogDirectory
@@ -214,7 +214,7 @@ class Node:
             transport_limits=TransportLimits(connections_max=config.limits.sessions + CONNECTIONS_SPARE),
             clock_ms=now_ms,
         )
-        self.caches = CacheDesk(broker)
+        self.caches = CacheService(broker)
         broker.caches = self.caches.traffic
         memory = Memory(data / "governance")
         self._stack.push_async_callback(asyncio.to_thread, memory.close)
@@ -227,16 +227,16 @@ class Node:
         governance.witnessing.submissions = submissions
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
         receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
-        export = ExportDesk(broker, governance, keyring, receipt_key)
+        export = ExportService(broker, governance, keyring, receipt_key)
         self.transactions = transactions = Coordinator(broker)
-        ingest = IngestDesk(broker, governance, import_key, receipt_key)
+        ingest = IngestService(broker, governance, import_key, receipt_key)
         governance.drain = ingest.drained
         # Nobody sees a stream before all that landed in it over a border is in the ingress log.
         streams.before_serving.append(ingest.settle)
         self._stack.callback(ingest.close)
         self._stack.push_async_callback(governance.close)
-        self.subscriptions = subscriptions = SubscriptionDesk(broker, catalog, mirror)
-        self.queues = QueueDesk(broker)
+        self.subscriptions = subscriptions = SubscriptionService(broker, catalog, mirror)
+        self.queues = QueueService(broker)
         broker.readers += [subscriptions.traffic, self.queues.traffic]
         transactions.participants = {
             "subscription": SubscriptionParticipant(broker, subscriptions),
@@ -255,7 +255,7 @@ class Node:
             ),
             {
                 OpenIngest: ingest.open,
-                OpenTransactions: TransactionDesk(broker, transactions).open,
+                OpenTransactions: TransactionService(broker, transactions).open,
                 OpenConsumer: subscriptions.open,
                 OpenCache: self.caches.open,
                 WatchCache: watch.opener(self.caches),

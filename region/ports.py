@@ -53,7 +53,7 @@ class LiveSession(Protocol):
         """Tell the client that the broker is about to stop."""
 
 
-class Outlet(Protocol):
+class DeliverySink(Protocol):
     """What a subscription asks of the session that it delivers through."""
 
     @property

@@ -84,12 +84,12 @@ from felix.settings import NO_VIEWS, Retries, Views, altered
 from policy.access import Verb, parse_rights
 from region import overview
 from region.broker import Broker, auto_config
-from region.export import ExportDesk
-from region.governance import COURIER_KINDS, Governance
+from region.export import ExportService
+from region.governance import SYNCED_KINDS, Governance
 from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
-from region.subscriptions.desk import SubscriptionDesk
+from region.subscriptions.service import SubscriptionService
 from region.views.dead_letter import dead_letter_name
 
 T = TypeVar("T")
@@ -111,10 +111,10 @@ class Requests:
         self,
         broker: Broker,
         governance: Governance,
-        export: ExportDesk,
+        export: ExportService,
         catalog: Catalog,
         mirror: CatalogMirror,
-        subscriptions: SubscriptionDesk,
+        subscriptions: SubscriptionService,
     ) -> None:
         self._broker = broker
         self._governance = governance
@@ -421,7 +421,7 @@ class Requests:
     # -- signed documents, audit -----------------------------------------------------------------------
 
     async def put_document(self, identity: SpiffeId, request: PutDocument) -> Done:
-        if identity.kind != "bridge" or request.kind not in COURIER_KINDS:
+        if identity.kind != "bridge" or request.kind not in SYNCED_KINDS:
             self._broker.require_operator(identity, f"put a {request.kind} document")
         return Done(await self._governance.put(identity, request.kind, request.body))
 

@@ -49,8 +49,8 @@ from policy.access import Verb
 from region.audience import request_name, require_audience
 from region.broker import Broker
 from region.delivery import Subscription, resolve_starts, subscription_refusal
-from region.exchange import OpenRole, Undecided, no_memory
-from region.export import ExportDesk
+from region.exchange import OpenRole, PendingHandler, no_memory
+from region.export import ExportService
 from region.governance import Governance
 from region.ports import Role
 from region.publishing import PUBLISH_WINDOW_BYTES, PublishStream
@@ -105,7 +105,7 @@ class Services:
 
     broker: Broker
     governance: Governance
-    export: ExportDesk
+    export: ExportService
     requests: Requests
     renewal: IdentityRenewal
     exchanges: Mapping[type[Message], OpenRole]
@@ -256,7 +256,7 @@ class ClientSession:
         if refusal is not None and bidirectional:
             raise refusal
         role: Role = (
-            Undecided(self, stream_id, self.services.exchanges, self._admit, self._become)
+            PendingHandler(self, stream_id, self.services.exchanges, self._admit, self._become)
             if bidirectional
             else PublishStream(self.broker, self, refusal or self._not_admitted(OpenPublisher))
         )

@@ -49,9 +49,9 @@ from policy.residency import parse_policy, sign_policy
 from policy.signed import SignedDocument
 from policy.terms import Basis, GrantTerms
 from policy.transform import build_spec
+from region.bootstrap import issue_identity, trust_region
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import issue_identity, trust_region
 from region.node import Node, now_ms
 
 BRIDGE = "us-to-eu"
@@ -244,7 +244,7 @@ class Mesh:
         return open_export(export, trusted), export, accepted
 
     async def grant(self, **changes: Any) -> str:
-        """What each side signs is put there; the courier does the rest."""
+        """What each side signs is put there; the document_sync does the rest."""
         body, export, accepted = self.sign_grant(**changes)
         await self.put("us-east", "export", export)
         await self.put("eu-west", "export", export)
@@ -262,7 +262,7 @@ class Mesh:
     async def agree(
         self, region: str, body: ExportGrant, export: SignedDocument, accepted: SignedDocument
     ) -> None:
-        """All documents of a grant, both sides' approvals among them, into one region; no courier is needed."""
+        """All documents of a grant, both sides' approvals among them, into one region; no document_sync is needed."""
         await self.put(region, "export", export)
         await self.put(region, "import", accepted)
         for signer in ("us-east", "eu-west"):

@@ -11,9 +11,9 @@ from region_home import make_region, running
 from region_peer import client
 
 import felix
+from region.bootstrap import issue_identity
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import issue_identity
 from region.node import Node, now_ms
 
 

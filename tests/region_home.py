@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from felix.address import Address
+from region.bootstrap import found_region, write_profile
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
-from region.founding import found_region, write_profile
 from region.node import Node, now_ms
 
 COUNTRIES = {"us-east": ("US", "US"), "eu-west": ("IE", "EU"), "ap-south": ("IN", "IN")}

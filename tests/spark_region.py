@@ -14,9 +14,9 @@ from region_process import BrokerProcess, fixed_region
 import felix
 import felix.sync
 from felix.messages import PutRights
+from region.bootstrap import issue_identity
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import issue_identity
 from region.node import now_ms
 
 READS = ("subscribe acme/payments/*",)

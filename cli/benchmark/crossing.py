@@ -60,9 +60,9 @@ from policy.grant import sign_export, sign_import
 from policy.residency import ResidencyPolicy, parse_policy, sign_policy
 from policy.terms import Basis, GrantTerms
 from policy.transform import build_spec
+from region.bootstrap import OPERATOR, found_region, issue_identity, trust_region
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import OPERATOR, found_region, issue_identity, trust_region
 from region.node import now_ms
 
 SOURCE: Final = "bench-east"

@@ -33,9 +33,9 @@ from felix.profile import load_profile
 from felix.publisher import Publisher
 from felix.subscription import ReceivedBatch, Subscription
 from felix.transport.port import engine_named
+from region.bootstrap import write_profile
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
-from region.founding import write_profile
 from region.node import Node
 
 STILL_S: Final = 30.0

@@ -30,9 +30,9 @@ from felix.profile import load_profile
 from felix.publisher import Publisher, Receipt
 from felix.subscription import CREDIT_BYTES_DEFAULT, ReceivedBatch, Subscription
 from felix.transport.port import engine_named
+from region.bootstrap import found_region, write_profile
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
-from region.founding import found_region, write_profile
 from region.node import Node, now_ms
 
 REGION: Final = "bench"

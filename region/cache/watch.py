@@ -27,8 +27,8 @@ from felix.messages import CacheOpened, Request, WatchCache, encode_message
 from felix.names import StreamName
 from felix.session import CreditLine
 from policy.access import Verb, not_found_or_forbidden
-from region.cache.desk import Cache, CacheDesk
 from region.cache.records import RECORD_BYTES, Change
+from region.cache.service import Cache, CacheService
 from region.cache.shard import ENCODED_MAX, CacheShard, Decoded
 from region.exchange import Exchange
 from region.ports import Exchanging, Role
@@ -48,8 +48,8 @@ PROGRESS_OFFSETS: Final = 4_096
 class CacheWatch:
     """One watch, on an exchange of its own (region.exchange.Handler)."""
 
-    def __init__(self, desk: CacheDesk, exchange: Exchange) -> None:
-        self._desk = desk
+    def __init__(self, service: CacheService, exchange: Exchange) -> None:
+        self._service = service
         self._exchange = exchange
         self._cache: Cache | None = None
         self._shards: dict[int, CacheShard] = {}
@@ -85,7 +85,7 @@ class CacheWatch:
                 )
             if request.key and request.prefix:
                 raise RequestError("A watch is of a key or of a prefix, not of both.")
-            self._cache = cache = self._desk.cache(name, Verb.SUBSCRIBE)
+            self._cache = cache = self._service.cache(name, Verb.SUBSCRIBE)
             self._key, self._prefix = request.key, request.key or request.prefix
             self._coalesce = request.coalesce
             self._credit = CreditLine(request.credit_bytes)
@@ -408,10 +408,10 @@ class CacheWatch:
         asyncio.get_running_loop().call_soon(self.pump)
 
 
-def opener(desk: CacheDesk) -> Callable[[Exchanging, int], Role]:
+def opener(service: CacheService) -> Callable[[Exchanging, int], Role]:
     """What the node registers for WatchCache."""
 
     def open_watch(session: Exchanging, stream_id: int) -> Role:
-        return Exchange(desk.broker, session, stream_id, partial(CacheWatch, desk), no_call)
+        return Exchange(service.broker, session, stream_id, partial(CacheWatch, service), no_call)
 
     return open_watch

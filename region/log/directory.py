@@ -22,9 +22,9 @@ from felix.names import StreamName
 from region.log.compaction import CompactionReport
 from region.log.disk import storage_error
 from region.log.durability import Kind
+from region.log.durable_mark import MARK_NAME
 from region.log.files import Files, load_checked
 from region.log.lock import FolderLock
-from region.log.mark import MARK_NAME
 from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, OffloadReport, delete_object
 from region.log.segment import ShardIdentity

@@ -30,10 +30,10 @@ import msgspec
 from felix.batch import HEADER_BYTES, Batch, BatchHeader, body_checksum
 from felix.errors import Code, RequestError, UnavailableError
 from region.log.compaction import COMPACTION_NAME, CompactionState, DirtySpan, encode_compaction
+from region.log.durable_mark import MARK_NAME, Mark
 from region.log.epochs import EpochHistory
 from region.log.files import Files, create_durably, is_full, read_file, save_checked, write_all
 from region.log.index import INDEX_INTERVAL_BYTES, SparseIndex, decode_index
-from region.log.mark import MARK_NAME, Mark
 from region.log.offload import OFFLOADED_NAME, Offloaded, OffloadState, encode_offload
 from region.log.producers import ProducerTable
 from region.log.recovery import (

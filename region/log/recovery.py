@@ -8,7 +8,7 @@ sync*, the highest position of a segment that is known to have been on disk:
 1. every segment but the last was synced whole before the next one was created;
 2. every entry carries `synced_to`, what was synced when it was written; an entry that decodes, before or
    after the damage, is proof (entries are salted per segment, nothing imitates one);
-3. the mark (region.log.mark) is written after each sync and before its acknowledgements.
+3. the mark (region.log.durable_mark) is written after each sync and before its acknowledgements.
 
 Rules, in this order:
 
@@ -47,10 +47,10 @@ import msgspec
 from felix.batch import HEADER_BYTES
 from felix.errors import CorruptionError
 from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compaction
+from region.log.durable_mark import MARK_NAME, Mark, decode_mark
 from region.log.epochs import EpochHistory, EpochStart
 from region.log.files import TEMPORARY_SUFFIX, Files, is_full, load_checked, read_file, write_all
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
-from region.log.mark import MARK_NAME, Mark, decode_mark
 from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, OffloadState, decode_offload
 from region.log.producers import ProducerTable, Remembered, decode_snapshot
 from region.log.segment import (

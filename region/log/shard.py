@@ -16,7 +16,7 @@ Invariants:
 - pending bytes, ring and annotations are bounded; what is beyond is refused with a code.
 
 States and what moves between them are in region.log.states, reading from disk and store in
-region.log.disk_reader, compaction and offload in region.log.upkeep.
+region.log.disk_reader, compaction and offload in region.log.maintenance.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ from region.log.disk_reader import DiskReader
 from region.log.durability import Kind
 from region.log.epochs import EpochHistory
 from region.log.files import Files, is_full
+from region.log.maintenance import COMPACTION_SHARE, Maintenance
 from region.log.message_ids import Identified, MessageIds, identified, message_ids, repeated_offsets, sift
 from region.log.offloader import OffloadReport
 from region.log.producers import ProducerTable, Remembered, Verdict, refusal
@@ -77,7 +78,6 @@ from region.log.ring import Entry, Ring
 from region.log.segment import ANNOTATION_BYTES_MAX, ShardIdentity
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.states import TRANSITIONS, Event, State
-from region.log.upkeep import COMPACTION_SHARE, Upkeep
 
 __all__ = [
     "TRANSITIONS",
@@ -205,7 +205,7 @@ class ShardLog:
         self._closed = False
         self._files = Files()
         self._reader: DiskReader | None = None
-        self._upkeep: Upkeep | None = None
+        self._maintenance: Maintenance | None = None
         self._ahead: Ahead | None = None
         # Of notes that are not released, by their number: the offset that nobody may read yet.
         self._noted: dict[int, int] = {}
@@ -322,7 +322,7 @@ class ShardLog:
             ending=self._ending,
             failed=self._fail,
         )
-        self._upkeep = Upkeep(
+        self._maintenance = Maintenance(
             self,
             disk,
             self._files,
@@ -1239,11 +1239,11 @@ class ShardLog:
         self._segments_seen = disk.segment_count
         return count
 
-    # Upkeep: see region.log.upkeep.
+    # Maintenance: see region.log.maintenance.
 
     def compaction_due(self, now_ms: int) -> bool:
         """Whether `compact` would be worth its work; never where the stream is not compacted."""
-        return self._upkeep is not None and self._upkeep.compaction_due(now_ms)
+        return self._maintenance is not None and self._maintenance.compaction_due(now_ms)
 
     async def compact(
         self,
@@ -1259,13 +1259,13 @@ class ShardLog:
         with all as it was; SHUTTING_DOWN where the shard closes meanwhile. CorruptionError, which stops the shard, and what
         opening or sealing a batch raises.
         """
-        if self._upkeep is None:
+        if self._maintenance is None:
             return None
-        return await self._upkeep.compact(now_ms, pool, share, keys_bytes_max)
+        return await self._maintenance.compact(now_ms, pool, share, keys_bytes_max)
 
     def offload_due(self, now_ms: int) -> bool:
         """Whether `offload` would do anything."""
-        return self._upkeep is not None and self._upkeep.offload_due(now_ms)
+        return self._maintenance is not None and self._maintenance.offload_due(now_ms)
 
     async def offload(self, now_ms: int, base: str) -> OffloadReport:
         """Copy closed segments to the store, to below the URL `base`, let local files go that are beyond what is kept here,
@@ -1274,14 +1274,14 @@ class ShardLog:
         Raises UnavailableError: the store does not do what it is asked, and is tried again after a while, longer each
         time; SHUTTING_DOWN where the shard closes. CorruptionError, which stops the shard.
         """
-        if self._upkeep is None:
+        if self._maintenance is None:
             return OffloadReport()
-        return await self._upkeep.offload(now_ms, base)
+        return await self._maintenance.offload(now_ms, base)
 
     def offload_later(self, now_ms: int) -> None:
         """A turn came to nothing: the next one is due after a while, longer each time."""
-        if self._upkeep is not None:
-            self._upkeep.offload_later(now_ms)
+        if self._maintenance is not None:
+            self._maintenance.offload_later(now_ms)
 
     def changes_refused(self) -> FelixError | None:
         """Why closed segments may not be rewritten or moved now; None where they may."""
@@ -1321,14 +1321,14 @@ class ShardLog:
         if self.state is State.STOPPED:
             return
         self._hold = UnavailableError("The shard is closing.", code=Code.SHUTTING_DOWN)
-        if self._upkeep is not None:
-            self._upkeep.end()
+        if self._maintenance is not None:
+            self._maintenance.end()
         self._ending.set()
         await self._drained.wait()
         if self._reader is not None:
             await self._reader.ended()
-        if self._upkeep is not None:
-            await self._upkeep.ended()
+        if self._maintenance is not None:
+            await self._maintenance.ended()
         if self._closed:
             return
         self._closed = True

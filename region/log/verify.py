@@ -32,9 +32,9 @@ from felix.batch import FLAG_SEALED, HEADER_BYTES, Batch, decode_records
 from felix.errors import CorruptionError, FelixError
 from region.log.ahead import AHEAD_NAMES
 from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compaction
+from region.log.durable_mark import MARK_NAME, Mark, decode_mark
 from region.log.files import TEMPORARY_SUFFIX, Files, load_checked, read_file
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
-from region.log.mark import MARK_NAME, Mark, decode_mark
 from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, OffloadState, decode_offload
 from region.log.producers import decode_snapshot
 from region.log.recovery import (

@@ -48,7 +48,7 @@ from policy.access import Verb, not_found_or_forbidden
 from region.exchange import Exchange
 from region.log.shard import Appended
 from region.ports import Exchanging
-from region.queue.desk import SHARE_RECORDS_MAX, Queue, QueueDesk, runs_by_shard
+from region.queue.service import SHARE_RECORDS_MAX, Queue, QueueService, runs_by_shard
 from region.queue.shard import JOB_ROOM_BYTES, Leased, QueueShard
 from region.queue.state import Run, runs_of, triples
 from region.quota import Meter
@@ -72,7 +72,7 @@ class _Waiting:
     def __init__(self, owner: QueueWorker, correlation: int, call: Lease, visibility_ms: int) -> None:
         self._owner = owner
         self.correlation = correlation
-        self.number = owner.desk.next_number()
+        self.number = owner.service.next_number()
         self.worker = owner.worker
         self.visibility_ms = visibility_ms
         self._records = call.records
@@ -101,11 +101,11 @@ class QueueWorker:
 
     granted = True
 
-    def __init__(self, desk: QueueDesk, exchange: Exchange) -> None:
-        self.desk = desk
+    def __init__(self, service: QueueService, exchange: Exchange) -> None:
+        self.service = service
         self._exchange = exchange
         self._broker = exchange.broker
-        self.number = self.worker = desk.next_number()
+        self.number = self.worker = service.next_number()
         self.identity: SpiffeId = exchange.identity
         self._asked_visibility_ms = 0
         self._queue: Queue
@@ -132,7 +132,7 @@ class QueueWorker:
             if not any(self._broker.allows(self.identity, verb, name) for verb in _VERBS):
                 raise not_found_or_forbidden(Verb.SUBSCRIBE, name)
             stream = self._broker.use_stream(name, views=Views(queue=QueueSettings()))
-            self._queue = await self.desk.queue(stream)
+            self._queue = await self.service.queue(stream)
             if stream.deleted:
                 raise not_found_or_forbidden(Verb.SUBSCRIBE, name)
         except FelixError as error:
@@ -447,7 +447,7 @@ class QueueWorker:
             raise not_found_or_forbidden(Verb.SUBSCRIBE, self._name)
 
         async def describe() -> None:
-            state = self._queue.describe(await self.desk.dead(self._queue))
+            state = self._queue.describe(await self.service.dead(self._queue))
             if not any(self._broker.allows(self.identity, verb, self._name) for verb in _SEES_WORKERS):
                 # Who works, and what stands in another stream, is not for those who only bring records.
                 state = msgspec.structs.replace(state, workers=[], dead=0)
@@ -505,7 +505,7 @@ class QueueWorker:
         self._require(Verb.ADMIN)
 
         async def redrive() -> None:
-            moved = await self.desk.redrive(self._queue, call.records)
+            moved = await self.service.redrive(self._queue, call.records)
             self._exchange.reply(correlation, Counted(moved))
 
         self._exchange.spawn(correlation, redrive())
@@ -566,12 +566,12 @@ def _ignore(error: FelixError | None) -> None:
     """Nobody waits for it."""
 
 
-def queue_opener(desk: QueueDesk) -> Callable[[Exchanging, int], Exchange]:
+def queue_opener(service: QueueService) -> Callable[[Exchanging, int], Exchange]:
     """What makes the role of an exchange that begins with OpenQueue."""
 
     def opened(session: Exchanging, stream_id: int) -> Exchange:
         return Exchange(
-            desk.broker, session, stream_id, lambda exchange: QueueWorker(desk, exchange), decode_call
+            service.broker, session, stream_id, lambda exchange: QueueWorker(service, exchange), decode_call
         )
 
     return opened

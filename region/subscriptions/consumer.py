@@ -38,7 +38,7 @@ Opening = Callable[[SpiffeId, OpenConsumer], Awaitable[tuple[DurableSubscription
 """The subscription that a consumer asks for, and whether it was made for it. Raises what refuses the consumer."""
 
 
-class _Outlet:
+class _Sink:
     """What region.delivery asks of a session, for one exchange."""
 
     def __init__(self, exchange: Exchange, failed: Callable[[], None]) -> None:
@@ -117,7 +117,7 @@ class Consumer:
         self._subscription = subscription
         self._delivery = Subscription(
             exchange.broker,
-            _Outlet(exchange, self._excuse),
+            _Sink(exchange, self._excuse),
             0,
             0,
             subscription.stream,
@@ -237,7 +237,7 @@ class Consumer:
         assert self._delivery is not None
         for part in chunks(again.ranges, RANGES_MAX):
             self._exchange.event(Redelivery(shard, generation, part, again.attempt))
-        self._delivery.detour(shard, again.ranges)
+        self._delivery.redelivery(shard, again.ranges)
         self.wake()
 
     def altered(self, ack_timeout_ms: int) -> None:

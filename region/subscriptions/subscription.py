@@ -1,6 +1,6 @@
 """One durable subscription at work: its consumers, who has which shard, what is due, what they ask for.
 
-It joins the pure parts (`progress`, `group`) with the shelves that keep them and the consumers that are told. Nothing here reads a
+It joins the pure parts (`progress`, `group`) with the stores that keep them and the consumers that are told. Nothing here reads a
 record: consumers deliver whole batches through region.delivery, and say what they have delivered.
 
 Invariants:
@@ -28,7 +28,7 @@ from region.streams import HostedStream
 from region.subscriptions.entries import Entry
 from region.subscriptions.group import Group, Step
 from region.subscriptions.progress import Progress, Redelivered
-from region.subscriptions.shelf import Shelf
+from region.subscriptions.store import SubscriptionStore
 from region.views.journal import Done
 
 log = logging.getLogger("felix.region.subscriptions")
@@ -71,14 +71,14 @@ class Member(Protocol):
 
 
 class DurableSubscription:
-    """See the module. `shelves` are in order of their shards."""
+    """See the module. `stores` are in order of their shards."""
 
     def __init__(
         self,
         broker: Broker,
         stream: HostedStream,
         definition: Subscription,
-        shelves: Sequence[Shelf],
+        stores: Sequence[SubscriptionStore],
         next_generation: Callable[[], int],
     ) -> None:
         self.stream = stream
@@ -90,7 +90,7 @@ class DurableSubscription:
         self.active_ms = broker.clock_ms()
         """When there was a consumer for the last time; the start of the broker where there was none since."""
         self._broker = broker
-        self._shelves = shelves
+        self._stores = stores
         self._next_generation = next_generation
         settings = definition.settings
         self._drain_ms = min(settings.ack_timeout_ms, DRAIN_MS_MAX)
@@ -103,9 +103,7 @@ class DurableSubscription:
         self._over = False
 
     def _new_group(self) -> Group:
-        return Group(
-            len(self._shelves), drain_ms=self._drain_ms, exclusive=self.definition.settings.exclusive
-        )
+        return Group(len(self._stores), drain_ms=self._drain_ms, exclusive=self.definition.settings.exclusive)
 
     def alter(self, definition: Subscription) -> None:
         """Go by other settings from now on, where the definition is a newer one; what is out keeps its time."""
@@ -116,8 +114,8 @@ class DurableSubscription:
         if self._over or settings == before:
             return
         self._drain_ms = self._group.drain_ms = min(settings.ack_timeout_ms, DRAIN_MS_MAX)
-        for shelf in self._shelves:
-            shelf.alter(self.id, settings)
+        for store in self._stores:
+            store.alter(self.id, settings)
         for member in self._members.values():
             if settings.ack_timeout_ms != before.ack_timeout_ms:
                 member.altered(settings.ack_timeout_ms)
@@ -125,7 +123,7 @@ class DurableSubscription:
         self._arm()
 
     def progress(self, shard: int) -> Progress:
-        return self._shelves[shard].progress(self.id)
+        return self._stores[shard].progress(self.id)
 
     def refusal(self) -> FelixError | None:
         """Why nothing can be decided now."""
@@ -134,8 +132,8 @@ class DurableSubscription:
                 f"The subscription {self.definition.name} of {self.stream.name} was deleted.",
                 code=Code.NOT_FOUND,
             )
-        for shelf in self._shelves:
-            refused = shelf.refusal()
+        for store in self._stores:
+            refused = store.refusal()
             if refused is not None:
                 return refused
         return None
@@ -187,7 +185,7 @@ class DurableSubscription:
         return self.progress(shard)
 
     def _fence(self, number: int, shard: int, generation: int) -> RequestError | None:
-        if not 0 <= shard < len(self._shelves):
+        if not 0 <= shard < len(self._stores):
             return RequestError(f"{self.stream.name} has no shard {shard}.")
         refused = self.progress(shard).fence(generation)
         if refused is None and self._group.owners.get(shard) != number:
@@ -252,7 +250,7 @@ class DurableSubscription:
         for shard, ranges in work:
             progress = self.progress(shard)
             had_room = progress.has_room
-            self._shelves[shard].write(progress.ack(ranges), written)
+            self._stores[shard].write(progress.ack(ranges), written)
             if not had_room:
                 self._wake(shard)
 
@@ -260,7 +258,7 @@ class DurableSubscription:
         """Records failed; again later. Raises RequestError(CONSUMER_FENCED)."""
         progress = self._owned(number, call.shard, call.generation)
         entries = progress.nack(pairs(call.ranges), call.delay_ms, call.reason, self._broker.clock_ms())
-        self._shelves[call.shard].write(entries, done)
+        self._stores[call.shard].write(entries, done)
         self._arm()
 
     def renew(self, number: int, shard: int, generation: int, offset: int) -> None:
@@ -309,7 +307,7 @@ class DurableSubscription:
 
     def _arm(self) -> None:
         """Be called when the next thing is due."""
-        times = [self._group.next_ms(), *(self.progress(n).next_ms() for n in range(len(self._shelves)))]
+        times = [self._group.next_ms(), *(self.progress(n).next_ms() for n in range(len(self._stores)))]
         due_ms = min((each for each in times if each is not None), default=0)
         if due_ms == self._timer_ms:
             return
@@ -331,7 +329,7 @@ class DurableSubscription:
             self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._tick)
             return
         now_ms = self._broker.clock_ms()
-        for shard in range(len(self._shelves)):
+        for shard in range(len(self._stores)):
             self._look_at(shard, now_ms)
         self._rebalance()
 
@@ -348,7 +346,7 @@ class DurableSubscription:
                 self._group.stall(owner)
         dying = progress.give_up(now_ms)
         if dying:
-            self._shelves[shard].bury(self.id, dying)
+            self._stores[shard].bury(self.id, dying)
         if owner is None or shard in self._group.draining:
             return
         for again in progress.again(now_ms):
@@ -375,7 +373,7 @@ class DurableSubscription:
             progress = self.progress(shard)
             owner, generation = self._group.owners.get(shard), progress.generation
             future: asyncio.Future[None] = loop.create_future()
-            self._shelves[shard].write(progress.move(offset), _resolving(future))
+            self._stores[shard].write(progress.move(offset), _resolving(future))
             waiting.append(future)
             if owner is None:
                 continue
@@ -399,7 +397,7 @@ class DurableSubscription:
         # All of them first: one that is malformed must leave nothing kept.
         wanted = [RangeSet(pairs(each.ranges)) for each in acks]
         for each, ranges in zip(acks, wanted, strict=True):
-            if not 0 <= each.shard < len(self._shelves):
+            if not 0 <= each.shard < len(self._stores):
                 error: FelixError | None = RequestError(f"{self.stream.name} has no shard {each.shard}.")
             else:
                 progress = self.progress(each.shard)
@@ -434,7 +432,7 @@ class DurableSubscription:
         for each in acks:
             progress = self.progress(each.shard)
             entries = progress.ack(ranges_of(each, progress.committed))
-            self._shelves[each.shard].write(entries, written)
+            self._stores[each.shard].write(entries, written)
             self._wake(each.shard)
 
     def unreserve(self, acks: Sequence[ShardAck]) -> None:
@@ -457,7 +455,7 @@ class DurableSubscription:
             definition.creator,
             definition.created_ms,
             self.stream.incarnation,
-            [self._describe_shard(n, (lag_ms or {}).get(n, -1)) for n in range(len(self._shelves)) if detail],
+            [self._describe_shard(n, (lag_ms or {}).get(n, -1)) for n in range(len(self._stores)) if detail],
             [self._describe_member(*each) for each in self._members.items() if detail],
             self.redelivered,
             self.dead,
@@ -465,7 +463,7 @@ class DurableSubscription:
         )
 
     def _describe_shard(self, number: int, lag_ms: int) -> SubscriptionShard:
-        progress, shard = self.progress(number), self._shelves[number].shard
+        progress, shard = self.progress(number), self._stores[number].shard
         lag = progress.lag(shard.high_watermark)
         held = shard.high_watermark - shard.log_start_offset
         owner = self._group.owners.get(number)
@@ -492,9 +490,9 @@ class DurableSubscription:
     def figures(self) -> tuple[int, int]:
         """Records not settled, and records out, over all shards."""
         lag = out = 0
-        for number, shelf in enumerate(self._shelves):
+        for number, store in enumerate(self._stores):
             progress = self.progress(number)
-            lag += progress.lag(shelf.shard.high_watermark)
+            lag += progress.lag(store.shard.high_watermark)
             out += progress.out_count
         return lag, out
 
@@ -505,7 +503,7 @@ class DurableSubscription:
         members, self._members = self._members, {}
         self._group = self._new_group()
         now_ms = self.active_ms = self._broker.clock_ms()
-        for number in range(len(self._shelves)):
+        for number in range(len(self._stores)):
             progress = self.progress(number)
             if progress.generation:
                 self._write(number, progress.release(now_ms, died=False))
@@ -520,7 +518,7 @@ class DurableSubscription:
 
     def _write(self, shard: int, entries: Iterable[Entry]) -> None:
         """Entries that nobody waits for."""
-        self._shelves[shard].write(entries, _ignore)
+        self._stores[shard].write(entries, _ignore)
 
 
 def ranges_of(ack: ShardAck, committed: int) -> list[tuple[int, int]]:
@@ -544,4 +542,4 @@ def _resolving(future: asyncio.Future[None]) -> Done:
 
 
 def _ignore(error: FelixError | None) -> None:
-    """A refused write is the shelf's matter: everybody starts anew."""
+    """A refused write is the store's matter: everybody starts anew."""

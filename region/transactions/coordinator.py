@@ -708,28 +708,30 @@ class Coordinator:
     async def _apply_group(self, group: Sequence[_Waiting]) -> None:
         self.groups += 1
         transactions = [waiting.transaction for waiting in group]
-        lanes: dict[ShardLog, list[Part]] = {}
+        partitions: dict[ShardLog, list[Part]] = {}
         gone: list[Part] = []
         for part in (part for each in transactions for part in each.parts):
             shard = self._shard_of(part)
             if shard is None:
                 gone.append(part)
             elif isinstance(shard, ShardLog):
-                lanes.setdefault(shard, []).append(part)
+                partitions.setdefault(shard, []).append(part)
         offsets: dict[tuple[int, int], tuple[int, ...]] = {
             (part.number, part.index): (UNKNOWN_OFFSET,) for part in gone
         }
-        for shard in lanes:
+        for shard in partitions:
             shard.hold_visibility()
         try:
-            found = await asyncio.gather(*(self._apply_lane(shard, parts) for shard, parts in lanes.items()))
+            found = await asyncio.gather(
+                *(self._apply_partition(shard, parts) for shard, parts in partitions.items())
+            )
             settled = [await self._apply_acknowledgements(each) for each in transactions]
         except _StoppingError:
             raise  # the shards stay held: they are closed next
         except BaseException:
-            _release_all(lanes)
+            _release_all(partitions)
             raise
-        _release_all(lanes)
+        _release_all(partitions)
         for placed in found:
             offsets |= placed
         self._step("applied")
@@ -773,7 +775,7 @@ class Coordinator:
             return None
         return hosted.shards[part.shard]
 
-    async def _apply_lane(
+    async def _apply_partition(
         self, shard: ShardLog, parts: Sequence[Part], *, patience_s: float = float("inf")
     ) -> dict[tuple[int, int], tuple[int, ...]]:
         """Append what a shard does not have yet, in order, until it has it all or has stopped. Offsets per (number, index)."""
@@ -896,7 +898,7 @@ class Coordinator:
             mine = [part for part in parts if part.number == transaction_number]
             if transaction_number >= newest:
                 log.warning("%s shard %d: applying transaction %d", stream.name, number, transaction_number)
-            placed = await self._apply_lane(shard, mine, patience_s=START_PATIENCE_S)
+            placed = await self._apply_partition(shard, mine, patience_s=START_PATIENCE_S)
             if len(placed) < len(mine):
                 stream.shards[number] = shard.failure or _owed()
                 return

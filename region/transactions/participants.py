@@ -13,8 +13,8 @@ from felix.names import SpiffeId, StreamName
 from felix.transaction_messages import QueueAcks
 from policy.access import Verb
 from region.broker import Broker
-from region.queue.desk import QueueDesk
-from region.subscriptions.desk import SubscriptionDesk
+from region.queue.service import QueueService
+from region.subscriptions.service import SubscriptionService
 
 _subscription: Final = msgspec.msgpack.Decoder(SubscriptionAcks)
 _queue: Final = msgspec.msgpack.Decoder(QueueAcks)
@@ -30,9 +30,9 @@ def _decode(decoder: Any, body: bytes) -> Any:
 class SubscriptionParticipant:
     """Durable subscriptions: what is acknowledged is kept from everybody else between the check and the commit."""
 
-    def __init__(self, broker: Broker, desk: SubscriptionDesk) -> None:
+    def __init__(self, broker: Broker, service: SubscriptionService) -> None:
         self._broker = broker
-        self._desk = desk
+        self._service = service
 
     def stage(self, identity: SpiffeId, body: bytes) -> None:
         acks: SubscriptionAcks = _decode(_subscription, body)
@@ -40,17 +40,17 @@ class SubscriptionParticipant:
 
     async def prepare(self, identity: SpiffeId, body: bytes) -> bytes:
         self.stage(identity, body)
-        refused = self._desk.check([_decode(_subscription, body)])
+        refused = self._service.check([_decode(_subscription, body)])
         if refused is not None:
             raise refused
         return body
 
     def abandon(self, body: bytes) -> None:
-        self._desk.abandon([_decode(_subscription, body)])
+        self._service.abandon([_decode(_subscription, body)])
 
     async def apply(self, body: bytes) -> None:
         acks = [_decode(_subscription, body)]
-        refused = await self._desk.ready(acks)
+        refused = await self._service.ready(acks)
         if refused is None:
             future: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
 
@@ -58,7 +58,7 @@ class SubscriptionParticipant:
                 if not future.done():
                     future.set_result(error)
 
-            self._desk.apply(acks, done)
+            self._service.apply(acks, done)
             refused = await future
         if refused is not None:
             raise refused
@@ -67,9 +67,9 @@ class SubscriptionParticipant:
 class QueueParticipant:
     """Queues: a lease that is about to be acknowledged does not run out before the commit is through."""
 
-    def __init__(self, broker: Broker, desk: QueueDesk) -> None:
+    def __init__(self, broker: Broker, service: QueueService) -> None:
         self._broker = broker
-        self._desk = desk
+        self._service = service
 
     def stage(self, identity: SpiffeId, body: bytes) -> None:
         acks: QueueAcks = _decode(_queue, body)
@@ -77,7 +77,7 @@ class QueueParticipant:
 
     async def prepare(self, identity: SpiffeId, body: bytes) -> bytes:
         acks: QueueAcks = _decode(_queue, body)
-        incarnation = await self._desk.check_acks(identity, StreamName.parse(acks.queue), acks.held)
+        incarnation = await self._service.check_acks(identity, StreamName.parse(acks.queue), acks.held)
         return msgspec.msgpack.encode(msgspec.structs.replace(acks, incarnation=incarnation))
 
     def abandon(self, body: bytes) -> None:
@@ -86,7 +86,7 @@ class QueueParticipant:
     async def apply(self, body: bytes) -> None:
         acks: QueueAcks = _decode(_queue, body)
         try:
-            await self._desk.apply_acks(StreamName.parse(acks.queue), acks.incarnation, acks.held)
+            await self._service.apply_acks(StreamName.parse(acks.queue), acks.incarnation, acks.held)
         except RequestError as error:
             # The queue is gone, or is a stream of another kind by now.
             if error.code not in (Code.NOT_FOUND, Code.UNSUPPORTED):

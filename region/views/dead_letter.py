@@ -142,7 +142,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
     move: Move | None = None
 
 
-class _Lane(msgspec.Struct, frozen=True, array_like=True):
+class _Partition(msgspec.Struct, frozen=True, array_like=True):
     """In a snapshot: how far the sequence to one target has come."""
 
     stream: str
@@ -152,19 +152,19 @@ class _Lane(msgspec.Struct, frozen=True, array_like=True):
 
 
 _decoder: Final = msgspec.msgpack.Decoder(_Entry | None)
-_lane_decoder: Final = msgspec.msgpack.Decoder(_Lane)
-_LANE_MARK: Final = b"\xc1"
+_partition_decoder: Final = msgspec.msgpack.Decoder(_Partition)
+_PARTITION_MARK: Final = b"\xc1"
 """Never the first byte of a MessagePack value."""
 
 
 class Outbox:
     """The pure part: which moves are under way, and how far each target's sequence has come."""
 
-    __slots__ = ("_lanes", "pending")
+    __slots__ = ("_partitions", "pending")
 
     def __init__(self) -> None:
         self.pending: deque[Move] = deque()
-        self._lanes: dict[tuple[str, int], tuple[int, int]] = {}
+        self._partitions: dict[tuple[str, int], tuple[int, int]] = {}
 
     def plan(
         self,
@@ -178,7 +178,7 @@ class Outbox:
     ) -> Move:
         """The next move to a target. Changes nothing; `apply` takes it in."""
         assert 0 < len(offsets) == len(attempts) <= MOVE_RECORDS_MAX
-        epoch, sequence = self._lanes.get((stream, shard), (0, 0))
+        epoch, sequence = self._partitions.get((stream, shard), (0, 0))
         return Move(
             stream,
             shard,
@@ -217,13 +217,14 @@ class Outbox:
                     break
         else:
             self.pending.append(move)
-        self._lanes[move.stream, move.shard] = (move.epoch, move.sequence + len(move.offsets))
+        self._partitions[move.stream, move.shard] = (move.epoch, move.sequence + len(move.offsets))
         return None
 
     def entries(self) -> list[bytes]:
         """Everything, for a snapshot."""
         found = [
-            _LANE_MARK + msgspec.msgpack.encode(_Lane(*lane, *state)) for lane, state in self._lanes.items()
+            _PARTITION_MARK + msgspec.msgpack.encode(_Partition(*partition, *state))
+            for partition, state in self._partitions.items()
         ]
         found += (msgspec.msgpack.encode(_Entry(_MOVE, move)) for move in self.pending)
         return found
@@ -231,9 +232,9 @@ class Outbox:
     def take(self, entry: bytes) -> tuple[int, Move | None]:
         """Take in an entry as it stands in the journal: what happened, and the move that is over thereby."""
         try:
-            if entry[:1] == _LANE_MARK:
-                lane = _lane_decoder.decode(entry[1:])
-                self._lanes[lane.stream, lane.shard] = (lane.epoch, lane.sequence)
+            if entry[:1] == _PARTITION_MARK:
+                partition = _partition_decoder.decode(entry[1:])
+                self._partitions[partition.stream, partition.shard] = (partition.epoch, partition.sequence)
                 return _MOVE, None
             found = _decoder.decode(entry)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -47,9 +47,9 @@ async def test_headers_are_counted_committed_to_and_budgeted_by_an_honest_agent(
             await publisher.publish(b'{"id":%d}' % number, headers={"note": big})
     await mesh.grant(transform=build_spec(keep=["id"], headers=["note"]), budget_bytes=budget)
     async with mesh.agent() as agent:
-        carriers = agent._carriers
+        workers = agent._workers
         await until(
-            lambda: carriers and all(c.phase is LinkPhase.STOPPED for c, _ in carriers.values()),
+            lambda: workers and all(c.phase is LinkPhase.STOPPED for c, _ in workers.values()),
             "the budget's end",
         )
         await mesh.crossed(2)

@@ -42,8 +42,8 @@ from felix.messages import PutDocument
 from keys.bundle import AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
 from keys.hybrid import HybridKeyPair
 from keys.signing import load_signing_key
+from region.bootstrap import trust_region
 from region.folder import RegionFolder
-from region.founding import trust_region
 
 OWN_WITNESS = witness_signer("us-east.acme/witness")
 SECOND = NoteSigner.from_key("us-east.acme/second-witness", key(30), Algorithm.COSIGNATURE)

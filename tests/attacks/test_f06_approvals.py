@@ -25,8 +25,8 @@ from policy.grant import ExportGrant, ImportGrant, sign_export, sign_import
 from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, SignedDocument, canonical, sign
 from policy.terms import GrantTerms
+from region.bootstrap import issue_identity
 from region.config import load_config
-from region.founding import issue_identity
 from region.node import now_ms
 
 Tally = Callable[[str, int], None]

@@ -23,8 +23,8 @@ from felix.quota import QuotaLimits
 from felix.settings import NamespaceSettings, SubscriptionChange
 from felix.transaction_messages import Fence
 from region.audience import AUDIENCES, Audience, audience_of, request_name
+from region.bootstrap import issue_identity
 from region.config import load_config
-from region.founding import issue_identity
 from region.node import now_ms
 
 Tally = Callable[[str, int], None]

@@ -19,9 +19,9 @@ from felix.names import StreamName
 from keys.signing import load_signing_key
 from policy.grant import GrantState, ImportGrant
 from policy.signed import Purpose, SignedDocument, canonical, sign
+from region.bootstrap import issue_identity
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import issue_identity
 from region.node import now_ms
 
 Tally = Callable[[str, int], None]

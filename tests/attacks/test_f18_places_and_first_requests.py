@@ -27,8 +27,8 @@ from felix.quota import QuotaLimits
 from felix.transport.port import ENGINE_NAMES
 from keys.bundle import decode_bundle
 from policy.quantity import Size
+from region.bootstrap import issue_identity, trust_region
 from region.config import LimitsConfig, load_config
-from region.founding import issue_identity, trust_region
 from region.node import now_ms
 from region.places import FOREIGN_PER_IDENTITY
 from region.session import (

@@ -14,7 +14,7 @@ from region_peer import raw_peer
 
 from audit.leaf import Kind
 from bridge.agent import Agent
-from bridge.courier import KINDS, Courier, list_documents
+from bridge.document_sync import KINDS, DocumentSync, list_documents
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import load_identity
 from felix.messages import DocumentPage, Done, PutDocument
@@ -124,7 +124,7 @@ async def test_no_destination_keeps_an_agent_from_what_others_say(
         "eu-west": Lists(lambda: page),
     }
     agent = object.__new__(Agent)
-    agent._shores = {
+    agent._endpoints = {
         region: SimpleNamespace(region=region, is_up=True, connection=lambda lists=lists: lists)
         for region, lists in brokers.items()
     }  # type: ignore[assignment]
@@ -159,8 +159,8 @@ async def test_a_region_that_takes_no_more_grants_is_still_brought_the_revocatio
     revoked = sign_standing(standing, mesh.key("us-east"))
     held = {"export": {body.grant: export.encode_file()}, "standing": {"s.1": revoked.encode_file()}}
     taken: asyncio.Queue[int] = asyncio.Queue()
-    courier = Courier(lambda: 0, lambda file: True, taken.put_nowait)
-    courier.send(held, {}, "us-east", Full())  # type: ignore[arg-type]
+    document_sync = DocumentSync(lambda: 0, lambda file: True, taken.put_nowait)
+    document_sync.send(held, {}, "us-east", Full())  # type: ignore[arg-type]
     async with asyncio.timeout(5):
         assert await taken.get() == 1
     assert brought == ["export", "standing"]

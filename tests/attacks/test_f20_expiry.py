@@ -12,8 +12,8 @@ import pytest
 from bridge_mesh import Mesh, flight, two_regions, until
 
 from audit.leaf import Kind
-from bridge.carrier import Carrier
 from bridge.link import LinkPhase
+from bridge.link_worker import LinkWorker
 from bridge.plan import Verdict
 from keys.envelope import DataKey
 
@@ -32,9 +32,9 @@ async def test_a_grant_that_expires_while_a_key_is_waited_for_lets_nothing_cross
     await mesh.create()
     await mesh.grant()
     await mesh.publish([flight(number) for number in range(20)])
-    took, waits = Carrier._take_data_key, 0
+    took, waits = LinkWorker._take_data_key, 0
 
-    async def slow(self: Carrier, key_id: bytes) -> DataKey:
+    async def slow(self: LinkWorker, key_id: bytes) -> DataKey:
         nonlocal waits
         key = await took(self, key_id)
         export, clock = self.row.export, self._shop.clock_ms
@@ -44,11 +44,11 @@ async def test_a_grant_that_expires_while_a_key_is_waited_for_lets_nothing_cross
         waits += 1
         return key
 
-    monkeypatch.setattr(Carrier, "_take_data_key", slow)
+    monkeypatch.setattr(LinkWorker, "_take_data_key", slow)
     async with mesh.agent() as agent:
-        carriers = agent._carriers
+        workers = agent._workers
         await until(
-            lambda: waits and all(c.phase is LinkPhase.STOPPED for c, _ in carriers.values()),
+            lambda: waits and all(c.phase is LinkPhase.STOPPED for c, _ in workers.values()),
             "the link's end",
         )
         assert await mesh.arrived() == 0
@@ -63,9 +63,9 @@ async def test_a_plan_that_ends_the_link_while_a_key_is_waited_for_lets_nothing_
     await mesh.create()
     await mesh.grant()
     await mesh.publish([flight(number) for number in range(20)])
-    took, waits = Carrier._take_data_key, 0
+    took, waits = LinkWorker._take_data_key, 0
 
-    async def slow(self: Carrier, key_id: bytes) -> DataKey:
+    async def slow(self: LinkWorker, key_id: bytes) -> DataKey:
         nonlocal waits
         key = await took(self, key_id)
         if not waits:
@@ -74,18 +74,18 @@ async def test_a_plan_that_ends_the_link_while_a_key_is_waited_for_lets_nothing_
         waits += 1
         return key
 
-    monkeypatch.setattr(Carrier, "_take_data_key", slow)
-    cross = Carrier._cross
+    monkeypatch.setattr(LinkWorker, "_take_data_key", slow)
+    cross = LinkWorker._cross
     announced_before: list[int] = []
 
-    async def counting(self: Carrier, *more: object) -> bool:
+    async def counting(self: LinkWorker, *more: object) -> bool:
         before = self.figures.envelopes
         went = await cross(self, *more)  # type: ignore[arg-type]
         if waits == 1 and not announced_before:
             announced_before.append(self.figures.envelopes - before)
         return went
 
-    monkeypatch.setattr(Carrier, "_cross", counting)
+    monkeypatch.setattr(LinkWorker, "_cross", counting)
     async with mesh.agent():
         # The next plan says that the link runs; the first batch crosses then, and not before.
         await mesh.crossed(20)

@@ -15,8 +15,8 @@ from rogue_agent import Wild, granted, rogue_agent
 from audit.leaf import Kind
 from felix.errors import Code, CorruptionError, RequestError
 from felix.messages import LinkState
+from region.bootstrap import issue_identity
 from region.config import load_config
-from region.founding import issue_identity
 
 OTHER = "us-to-eu-2"
 

@@ -1,4 +1,4 @@
-"""The states of a link, and its passage: what is sent, in which order, and what a restart may repeat."""
+"""The states of a link, and its window: what is sent, in which order, and what a restart may repeat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bridge.link import (
     LinkEvent,
     LinkPhase,
     OnTheWay,
-    Passage,
+    SendWindow,
     Todo,
     advance,
 )
@@ -52,10 +52,10 @@ def test_a_denied_link_says_so_until_it_is_open_again() -> None:
         assert phase is after
 
 
-def passage(
+def window(
     position: int = 0, accounted_to: int | None = None, unanswered: tuple[Announced, ...] = ()
-) -> Passage:
-    return Passage(
+) -> SendWindow:
+    return SendWindow(
         position=position,
         accounted_to=accounted_to,
         unanswered=unanswered,
@@ -76,14 +76,14 @@ def announced(first: int, last: int) -> Announced:
 
 
 def test_a_new_link_crosses_from_where_the_destination_stands() -> None:
-    held = passage(position=10)
+    held = window(position=10)
     assert held.judge(10, 19) is Todo.CROSS
     with pytest.raises(ProtocolError):
         held.judge(30, 39)
 
 
 def test_nothing_leaves_before_its_leaves_are_durable_and_in_order() -> None:
-    held = passage()
+    held = window()
     first, second = way(0, 9), way(10, 19)
     for each in (first, second):
         held.judge(each.first_offset, each.last_offset)
@@ -96,7 +96,7 @@ def test_nothing_leaves_before_its_leaves_are_durable_and_in_order() -> None:
 
 
 def test_after_a_crash_what_landed_is_asked_for_again_and_what_was_announced_is_sent_again() -> None:
-    held = passage(
+    held = window(
         position=20, accounted_to=40, unanswered=(announced(10, 19), announced(20, 29), announced(30, 39))
     )
     assert held.next_offset == 10
@@ -105,14 +105,14 @@ def test_after_a_crash_what_landed_is_asked_for_again_and_what_was_announced_is_
 
 
 def test_what_landed_and_was_answered_is_left_out() -> None:
-    held = passage(position=30, accounted_to=30, unanswered=(announced(10, 19),))
+    held = window(position=30, accounted_to=30, unanswered=(announced(10, 19),))
     assert held.judge(10, 19) is Todo.RESEND
     assert held.judge(20, 29) is Todo.SKIP
     assert held.judge(30, 39) is Todo.CROSS
 
 
 def test_another_envelope_than_was_announced_is_not_sent() -> None:
-    held = passage(position=0, accounted_to=10, unanswered=(Announced(0, 9, b"x" * 32),))
+    held = window(position=0, accounted_to=10, unanswered=(Announced(0, 9, b"x" * 32),))
     assert held.judge(0, 9) is Todo.RESEND
     with pytest.raises(CorruptionError) as caught:
         held.put(way(0, 9, is_again=True))
@@ -121,12 +121,12 @@ def test_another_envelope_than_was_announced_is_not_sent() -> None:
 
 def test_a_destination_that_has_more_than_the_log_stops_the_link() -> None:
     with pytest.raises(CorruptionError) as caught:
-        passage(position=50, accounted_to=40)
+        window(position=50, accounted_to=40)
     assert caught.value.code is Code.ROLLED_BACK
 
 
 def test_nothing_new_is_announced_before_what_was_announced_is_answered() -> None:
-    held = passage(position=0, accounted_to=10, unanswered=(announced(0, 9),))
+    held = window(position=0, accounted_to=10, unanswered=(announced(0, 9),))
     held.judge(0, 9)
     again = way(0, 9, is_again=True)
     held.put(again)
@@ -138,17 +138,17 @@ def test_nothing_new_is_announced_before_what_was_announced_is_answered() -> Non
 
 
 def test_a_gap_is_covered_from_the_position_and_has_a_leaf_for_what_was_not_announced() -> None:
-    held = passage(position=20, accounted_to=40, unanswered=(announced(20, 29), announced(30, 39)))
+    held = window(position=20, accounted_to=40, unanswered=(announced(20, 29), announced(30, 39)))
     leap = held.leap(60)
     assert leap is not None
     assert (leap.cover_first, leap.leaf_first, leap.announced) == (20, 40, announced(20, 29))
     assert held.next_offset == 60
     assert held.leap(60) is None
-    assert passage(position=60, unanswered=(announced(10, 19),)).leap(60) is None
+    assert window(position=60, unanswered=(announced(10, 19),)).leap(60) is None
 
 
 def test_a_receipt_for_what_was_not_sent_is_refused() -> None:
-    held = passage()
+    held = window()
     held.judge(0, 9)
     held.put(way(0, 9))
     with pytest.raises(ProtocolError):
@@ -176,8 +176,8 @@ class World:
     acks: set[int] = field(default_factory=set)
     landed: list[int] = field(default_factory=list)
 
-    def open(self) -> Passage:
-        return passage(
+    def open(self) -> SendWindow:
+        return window(
             self.position,
             self.intents[-1][1] + 1 if self.intents else None,
             tuple(announced(first, last) for first, last in self.intents if first not in self.acks),

@@ -15,12 +15,12 @@ import felix
 from felix.cache import Cache
 from felix.errors import Code, RequestError, UnavailableError
 from felix.settings import CACHE_BYTES_MIN, CacheChange, CacheSettings
+from region.bootstrap import issue_identity
 from region.budget import Budget
 from region.cache.shard import CacheShard
 from region.cache.state import CacheState, entry_bytes
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import issue_identity
 from region.node import Node, now_ms
 
 NAME = "acme/web/sessions"

@@ -35,8 +35,8 @@ from felix.messages import (
     RegionState,
     StreamTraffic,
 )
+from region.bootstrap import issue_identity
 from region.config import load_config
-from region.founding import issue_identity
 from region.node import now_ms
 
 NOW = 1_800_000_000_000

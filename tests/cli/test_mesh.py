@@ -35,8 +35,8 @@ from felix.messages import (
     StreamTraffic,
 )
 from policy.grant import StandingAction
+from region.bootstrap import issue_identity
 from region.config import load_config
-from region.founding import issue_identity
 from region.node import now_ms
 
 GRANT = "g-aaaaaaaaaaaaaaaa"

@@ -67,7 +67,7 @@ def test_a_command_loads_neither_the_broker_nor_the_agent_nor_other_commands() -
     )
     found = loaded("bridge", "list", "--help")
     assert not found.intersection(
-        ("region.node", "bridge.agent", "bridge.carrier", "region.config", "cli.bench")
+        ("region.node", "bridge.agent", "bridge.link_worker", "region.config", "cli.bench")
     )
 
 

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from felix.address import Address
+from region.bootstrap import found_region, write_profile
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import found_region, write_profile
 from region.node import Node, now_ms
 
 PAGE = Path(__file__).parents[2] / "docs" / "sdk.md"

@@ -19,9 +19,9 @@ from felix import Code, Durability, NewRecord, RequestError, UnavailableError
 from felix.address import Address
 from felix.names import shard_for_key
 from felix.transport.port import ENGINE_NAMES
+from region.bootstrap import found_region, issue_identity, write_profile
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import found_region, issue_identity, write_profile
 from region.node import Node, now_ms
 
 ORDERS = "acme/payments/orders"

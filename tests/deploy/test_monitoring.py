@@ -23,8 +23,8 @@ from region_peer import client
 
 from audit.submission import SubmissionStatus
 from audit.trail import TrailStatus
-from bridge.carrier import Figures
 from bridge.health import AgentCollector
+from bridge.link_worker import Figures
 from felix.address import Address
 from felix.settings import Deduplication, Views
 

@@ -20,8 +20,8 @@ from region_home import make_region
 from region_process import free_port
 
 from audit.witness_sqlite import init_witness
+from region.bootstrap import issue_identity
 from region.config import load_config
-from region.founding import issue_identity
 from region.node import now_ms
 
 UNITS = DEPLOY / "systemd"

@@ -16,7 +16,7 @@ from region_home import make_region, running
 from felix import queue_messages
 from felix.messages import Message
 from region.queue import shard, state
-from region.queue.desk import JOBS_MAX
+from region.queue.service import JOBS_MAX
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "queues.md").read_text()

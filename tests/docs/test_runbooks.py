@@ -31,9 +31,9 @@ from cli.main import app
 from cli.process import read_state
 from felix.errors import FelixError
 from keys.authority import load_authority, save_issuing
+from region.bootstrap import issue_identity
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import issue_identity
 from region.node import now_ms
 
 ROOT = Path(__file__).parents[2]

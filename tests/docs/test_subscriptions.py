@@ -16,8 +16,8 @@ from region_peer import client
 
 from felix.settings import Retries, SubscriptionSettings
 from felix.subscription import CREDIT_BYTES_MIN
-from region.subscriptions.desk import SUBSCRIPTIONS_MAX
 from region.subscriptions.progress import DYING_MAX
+from region.subscriptions.service import SUBSCRIPTIONS_MAX
 from region.views.dead_letter import DEAD_SUBSCRIPTION
 
 PAGE = (Path(__file__).parents[2] / "docs" / "subscriptions.md").read_text()

@@ -14,7 +14,7 @@ from log.building import batch_of, first_segment, open_disk, placed, stored
 
 from felix.batch import decode_batch, decode_records
 from region.log.disk import DiskLog, Frame, OffsetOutOfRangeError, SegmentLimits
-from region.log.mark import MARK_NAME, decode_mark
+from region.log.durable_mark import MARK_NAME, decode_mark
 from region.log.retention import Retention
 
 LIMITS = SegmentLimits(segment_bytes_max=1_500)

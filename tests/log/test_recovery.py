@@ -13,8 +13,8 @@ from log.building import IDENTITY, SMALL, batch_of, open_disk, placed, stored, w
 
 from felix.errors import CorruptionError
 from region.log.disk import DiskLog, Frame
+from region.log.durable_mark import MARK_NAME
 from region.log.files import Files
-from region.log.mark import MARK_NAME
 from region.log.recovery import judge_tail, recover
 from region.log.retention import Retention
 from region.log.segment import ShardIdentity

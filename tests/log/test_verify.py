@@ -23,7 +23,7 @@ from log.building import (
 from felix.batch import FLAG_SEALED, Batch
 from felix.errors import TamperError
 from region.log.disk import DiskLog, Frame, SegmentLimits
-from region.log.mark import MARK_NAME
+from region.log.durable_mark import MARK_NAME
 from region.log.retention import Retention
 from region.log.segment import ShardIdentity
 from region.log.verify import ShardVerdict, verify_shard

@@ -57,9 +57,9 @@ from policy.signed import SignedDocument
 from policy.terms import Basis, GrantTerms
 from policy.transform import build_spec
 from policy.truncation import Truncation
+from region.bootstrap import found_region, issue_identity, trust_region
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import found_region, issue_identity, trust_region
 from region.node import Node, now_ms
 
 STREAMS: Final = ("acme/ops/departures", "acme/ops/departures", "acme/ops/departures", "acme/ops/crew")
@@ -245,7 +245,7 @@ class World:
                 await self.put(region, "policy", sign_policy(self.policy(region), self.key(region)))
             for region in self.sources:
                 client = await self.client(region)
-                bridge = f"spiffe://{region}.acme/bridge/carrier"
+                bridge = f"spiffe://{region}.acme/bridge/link_worker"
                 await client.put_rights(
                     bridge, [f"bridge-read {stream}" for stream in sorted({*STREAMS, *filter(None, COPIES)})]
                 )
@@ -348,7 +348,7 @@ class World:
         lasts_ms = self.random.choice((3_600_000,) * 5 + (3_000,))
         terms = GrantTerms(**{
             "stream": stream, "from_region": source, "to_region": target, "destination_stream": arrives,
-            "bridge": f"spiffe://{source}.acme/bridge/carrier", "purpose": f"analytics {len(self.grants)}", "basis": Basis.SCC,
+            "bridge": f"spiffe://{source}.acme/bridge/link_worker", "purpose": f"analytics {len(self.grants)}", "basis": Basis.SCC,
             "reference": "SCC-2026-014", "exporter": "Acme US", "importer": "Acme", "owner": "operations",
             "drawn_up_by": f"spiffe://{source}.acme/operator/operator", "not_before": now - 1_000,
             "expires": now + lasts_ms,

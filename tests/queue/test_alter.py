@@ -15,7 +15,7 @@ from felix.queue import Job
 from felix.settings import QueueChange, QueueSettings, Retries
 from region.folder import RegionFolder
 from region.node import Node
-from region.queue.desk import Queue
+from region.queue.service import Queue
 
 pytestmark = pytest.mark.timeout(120)
 JOBS = "acme/ops/jobs"

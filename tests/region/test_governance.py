@@ -33,8 +33,8 @@ from keys.signing import load_signing_key
 from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_import, sign_standing
 from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, SignedDocument, decode_body
+from region.bootstrap import issue_identity
 from region.config import load_config
-from region.founding import issue_identity
 from region.governance import CUT_OFF_MS_MAX, DENY_LEAVES_MAX, Governance
 from region.metadata.catalog import Catalog
 from region.metadata.port import Put

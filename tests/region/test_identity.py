@@ -19,8 +19,8 @@ from felix.messages import ClientHello, Prove, encode_message
 from felix.names import SpiffeId
 from keys.authority import RegionAuthority, create_authority, load_authority
 from keys.bundle import decode_bundle
+from region.bootstrap import trust_region
 from region.folder import RegionFolder
-from region.founding import trust_region
 from region.node import Node, now_ms
 
 CREW = "acme/ops/crew"

@@ -20,9 +20,9 @@ from felix.errors import RequestError, TamperError
 from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.post_quantum import load_ml_dsa_key
 from keys.signing import load_signing_key
+from region.bootstrap import add_log_keys
 from region.config import load_config
 from region.folder import RegionFolder
-from region.founding import add_log_keys
 
 NOW = 1_900_000_000_000
 

@@ -31,9 +31,9 @@ from felix.messages import IdentityRenewed, RenewIdentity
 from felix.names import SpiffeId
 from felix.renewal import store_renewed
 from policy.quantity import Duration
+from region.bootstrap import issue_identity
 from region.config import IdentitiesConfig, KindConfig, load_config
 from region.folder import RegionFolder
-from region.founding import issue_identity
 from region.node import Node, now_ms
 from region.renewal import RENEWALS_MAX, decide
 

@@ -160,7 +160,7 @@ async def test_a_position_that_cannot_be_written_is_read_back_before_anything_el
             records = [await anext(consumer) for _ in range(4)]
             assert await consumer.ack(records[0])
             held = next(iter(node.subscriptions._held.values()))
-            journal = held.shelves[0]._journal
+            journal = held.stores[0]._journal
             assert journal is not None and journal._log is not None
             full = UnavailableError("The disk is full.", code=Code.DISK_FULL, retry_after_ms=50)
             real, journal._log.append_nowait = journal._log.append_nowait, lambda batch, done: done(full)  # type: ignore[method-assign]
@@ -184,14 +184,14 @@ async def test_acknowledged_retention_waits_for_the_slowest_subscription(
             records = [await anext(consumer) for _ in range(4)]
         assert await consumer.ack_through(records[2])
     stream = next(iter(node.broker.streams))
-    desk = node.subscriptions
-    assert desk.hold(stream, 0) == 0
+    service = node.subscriptions
+    assert service.hold(stream, 0) == 0
     await orders.seek_subscription("slow", 2)
-    assert desk.hold(stream, 0) == 2
+    assert service.hold(stream, 0) == 2
     await orders.delete_subscription("slow")
-    assert desk.hold(stream, 0) == 3
+    assert service.hold(stream, 0) == 3
     await orders.delete_subscription("fast")
-    assert desk.hold(stream, 0) is None
+    assert service.hold(stream, 0) is None
 
 
 async def test_a_seek_of_a_stranger_is_refused(node: Node, region: felix.RegionClient) -> None:

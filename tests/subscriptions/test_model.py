@@ -36,8 +36,8 @@ from region.metadata.mirror import CatalogMirror
 from region.metadata.records import Durability, StreamConfig
 from region.quota import Throttle
 from region.streams import StreamTable
-from region.subscriptions.desk import SubscriptionDesk
 from region.subscriptions.progress import Redelivered
+from region.subscriptions.service import SubscriptionService
 from region.subscriptions.subscription import DurableSubscription
 
 pytestmark = pytest.mark.timeout(300)
@@ -94,7 +94,7 @@ class Player:
         self.number = subscription.join(self)
         subscription.enter(self.number)
 
-    # region.ports.Outlet
+    # region.ports.DeliverySink
 
     def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
         for frame in self.decoder.feed(data):
@@ -159,7 +159,7 @@ class Player:
         for first, following in again.ranges:
             for offset in range(first, following):
                 self.again[shard][offset] = again.attempt
-        self.delivery.detour(shard, again.ranges)
+        self.delivery.redelivery(shard, again.ranges)
         self.wake()
 
     def wake(self) -> None:
@@ -206,20 +206,20 @@ class World:
             clock_ms=lambda: self.now_ms,
         )
         self.meter = self.broker.quotas.enter(str(OPERATOR))
-        self.desk = SubscriptionDesk(self.broker, catalog, self.mirror)
+        self.service = SubscriptionService(self.broker, catalog, self.mirror)
         config = StreamConfig(shards=SHARDS, durability=Durability())
         if self.made or self.ends != [0] * SHARDS:
             for record in list(self.mirror.streams.values()):
                 await streams.open(record)
-            await self.desk.start()
+            await self.service.start()
         else:
             await self.broker.create_stream(ORDERS, config)
-            await self.desk.start()
+            await self.service.start()
             retries = Retries(attempts_max=ATTEMPTS_MAX, interval_ms=DELAY_MS, interval_ms_max=DELAY_MS)
             wanted = SubscriptionSettings("earliest", ACK_TIMEOUT_MS, retries, UNACKED_MAX)
-            await self.desk.create(OPERATOR, CreateSubscription(str(ORDERS), "billing", wanted))
+            await self.service.create(OPERATOR, CreateSubscription(str(ORDERS), "billing", wanted))
         self.made += 1
-        self.subscription: DurableSubscription = self.desk._held[ORDERS].by_name["billing"]
+        self.subscription: DurableSubscription = self.service._held[ORDERS].by_name["billing"]
 
     async def stop(self) -> None:
         self.broker.leaving = True
@@ -227,7 +227,7 @@ class World:
             self.subscription.leave(player.number, died=False)
             player.delivery.close()
         self.players.clear()
-        await self.desk.close()
+        await self.service.close()
         await self.broker.streams.close()
         await self.directory.close()
         await self.mirror.close()
@@ -509,20 +509,20 @@ class DurableAgainstModel(RuleBasedStateMachine):
             acks = SubscriptionAcks(
                 str(ORDERS), "billing", [ShardAck(shard, player.generations[shard], ranges)]
             )
-            desk = self.world.desk
-            assert desk.check([acks]) is None
+            service = self.world.service
+            assert service.check([acks]) is None
             for offset in offsets:
                 player.held[shard].pop(offset)
-            refused = desk.check([acks])
+            refused = service.check([acks])
             assert refused is not None and refused.code is Code.CONSUMER_FENCED, "kept for one alone"
             if not written:
                 # They come again, and it was no failure of theirs.
-                desk.abandon([acks])
+                service.abandon([acks])
                 self.world.subscription._tick()
                 return
             for _ in range(2):
                 future: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
-                desk.apply([acks], future.set_result)
+                service.apply([acks], future.set_result)
                 assert await future is None
             for offset in offsets:
                 self.world.settle(shard, offset)

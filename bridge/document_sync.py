@@ -1,4 +1,4 @@
-"""The courier: signed documents that one region needs of the other, carried by the agent. Who carries proves nothing.
+"""Document synchronization: the agent carries signed documents from one region to the other. Carrying proves nothing.
 
 Each region's brokers verify what they are brought; so does the agent, before it plans by it. A document goes from the
 region that signed it to the other one, where that one does not hold it yet: export grants and the source's standings
@@ -7,7 +7,7 @@ and deny entries to the destination, import grants and the destination's own bac
 Each way (who signed, who is to have it) has a task of its own, at most one at a time: a region that does not answer delays
 what is on its way to it, and nothing else.
 
-`missing` is pure; `list_documents` and `Courier` ask regions.
+`missing` is pure; `list_documents` and `DocumentSync` ask regions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from policy.approval import Approval, Document, parse_document
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, ImportGrant, Standing
 from policy.signed import Purpose, SignatureError, decode_body
 
-log = logging.getLogger("felix.bridge.courier")
+log = logging.getLogger("felix.bridge.document_sync")
 
 KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """In the order in which they are brought: a grant before what is said about it."""
@@ -117,7 +117,7 @@ def _concerns(document: Document, region: str, own: dict[str, str]) -> bool:
     return False
 
 
-class Courier:
+class DocumentSync:
     """Carries between regions, and remembers what was brought or refused.
 
     `is_logged`: whether a document's leaf stands in the egress log; without it, it is brought nowhere.

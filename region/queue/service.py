@@ -249,7 +249,7 @@ class Queue:
         )
 
 
-class QueueDesk:
+class QueueService:
     """All queues of one broker."""
 
     def __init__(self, broker: Broker) -> None:

@@ -1,4 +1,4 @@
-"""Turns: a tenant with much to do delays another by one turn at most; places come back whatever happens to who waited."""
+"""FairScheduler: a tenant with much to do delays another by one turn at most; places come back whatever happens to who waited."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from region.budget import Budget
-from region.turns import TURNS_AT_ONCE, Gate, Rotation, Turns
+from region.scheduler import TURNS_AT_ONCE, FairScheduler, Gate, Rotation
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=60))
@@ -30,7 +30,7 @@ def test_a_tenant_is_passed_at_most_once_by_each_other(arrivals: list[str]) -> N
 
 def test_a_quiet_tenant_has_its_turn_after_one_of_each_other() -> None:
     later: list[Callable[[], None]] = []
-    turns = Turns(later.append)
+    turns = FairScheduler(later.append)
     done: list[str] = []
 
     def noisy(left: int) -> None:

@@ -1,4 +1,4 @@
-"""The desk of all caches of a broker: which streams are caches, their shards' states, and the calls that come in.
+"""The cache service of a broker: which streams are caches, their shards' states, and the calls that come in.
 
 A cache's log is read when its stream is opened; calls that come before wait for it. One handler per exchange: a get is answered
 in the turn of the loop in which it came in, a mutation when it is durable.
@@ -167,7 +167,7 @@ class Cache:
             await shard.close()
 
 
-class CacheDesk:
+class CacheService:
     """See the module. `open` and `open_watch` are what the node registers for OpenCache and WatchCache."""
 
     def __init__(self, broker: Broker) -> None:
@@ -219,8 +219,8 @@ class CacheDesk:
 class CacheCalls:
     """The calls of one exchange (region.exchange.Handler)."""
 
-    def __init__(self, desk: CacheDesk, exchange: Exchange) -> None:
-        self._desk = desk
+    def __init__(self, service: CacheService, exchange: Exchange) -> None:
+        self._service = service
         self._exchange = exchange
         self._cache: Cache
         self._is_open = False
@@ -234,7 +234,7 @@ class CacheCalls:
             self._take_rights(name)
             if not self._may_read and not self._may_write:
                 raise not_found_or_forbidden(Verb.SUBSCRIBE, name)
-            self._cache = cache = self._desk.cache(name, Verb.SUBSCRIBE)
+            self._cache = cache = self._service.cache(name, Verb.SUBSCRIBE)
         except (RequestError, UnavailableError) as error:
             exchange.fail(error, correlation)
             return

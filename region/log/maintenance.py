@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class Shard(Protocol):
-    """What its upkeep asks of a shard."""
+    """What maintenance asks of a shard."""
 
     settings: ShardSettings
     counters: ShardCounters
@@ -65,7 +65,7 @@ class Shard(Protocol):
     def stop(self, error: FelixError) -> None: ...
 
 
-class Upkeep:
+class Maintenance:
     """See the module."""
 
     def __init__(

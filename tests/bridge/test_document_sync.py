@@ -1,4 +1,4 @@
-"""What the courier brings from one region to the other."""
+"""What document synchronization brings from one region to the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from departures import DAY, terms
 
-from bridge.courier import Courier, missing
+from bridge.document_sync import DocumentSync, missing
 from felix.messages import Done, PutDocument
 from keys.signing import SigningKey
 from policy.grant import DenyEntry, ExportGrant, Standing, StandingAction, sign_deny, sign_standing
@@ -73,24 +73,24 @@ class Region:
 async def test_a_region_that_never_answers_delays_only_itself() -> None:
     silent, other, source = Region("ap-south", silent=True), Region("eu-west"), Region("us-east")
     journeys: asyncio.Queue[int] = asyncio.Queue()
-    courier = Courier(lambda: 0, lambda file: True, journeys.put_nowait)
+    document_sync = DocumentSync(lambda: 0, lambda file: True, journeys.put_nowait)
     (first, one), (second, two) = export(terms()), export(terms(to_region="ap-south"))
     here = {"export": {first: one, second: two}, "standing": {f"{first}.a": standing(first, "us-east")}}
     back = {"export": here["export"], "standing": {f"{first}.b": standing(first, "eu-west")}}
 
     def send_all() -> None:
-        courier.send(here, {}, "us-east", silent)  # type: ignore[arg-type]
-        courier.send(here, {}, "us-east", other)  # type: ignore[arg-type]
-        courier.send(back, {}, "eu-west", source)  # type: ignore[arg-type]
+        document_sync.send(here, {}, "us-east", silent)  # type: ignore[arg-type]
+        document_sync.send(here, {}, "us-east", other)  # type: ignore[arg-type]
+        document_sync.send(back, {}, "eu-west", source)  # type: ignore[arg-type]
 
     send_all()
-    assert courier.is_between("eu-west", "us-east")
+    assert document_sync.is_between("eu-west", "us-east")
     async with asyncio.timeout(10):
         assert sorted([await journeys.get(), await journeys.get()]) == [1, 2]
     send_all()
-    assert not courier.is_between("eu-west", "us-east"), "what was taken is not brought again at once"
-    assert courier.is_between("us-east", "ap-south")
+    assert not document_sync.is_between("eu-west", "us-east"), "what was taken is not brought again at once"
+    assert document_sync.is_between("us-east", "ap-south")
     assert (sorted(other.asked), source.asked) == (["export", "standing"], ["standing"])
     assert silent.asked == ["export"], "of one way there is one journey at a time"
     async with asyncio.timeout(10):
-        await courier.close()
+        await document_sync.close()

@@ -1,6 +1,6 @@
-"""The desk: every durable subscription of this broker, from the catalog to its consumers; and what is asked about them.
+"""The subscription service: every durable subscription of this broker, from the catalog to its consumers, and the requests about them.
 
-What is defined in the catalog for a stream that is hosted here is loaded when the stream is: a shelf per shard, a
+What is defined in the catalog for a stream that is hosted here is loaded when the stream is: a store per shard, a
 `DurableSubscription` per name. Definitions outlive their stream: where it is created again, they begin anew in it.
 
 Invariants: a subscription is used only once its first positions are durable; a record that is not settled by every subscription is
@@ -48,7 +48,7 @@ from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.ports import Exchanging, Role
 from region.streams import HostedStream
 from region.subscriptions.consumer import Consumer
-from region.subscriptions.shelf import Shelf
+from region.subscriptions.store import SubscriptionStore
 from region.subscriptions.subscription import DurableSubscription
 from region.views.dead_letter import dead_letter_name
 from region.views.journal import Done as Written
@@ -67,16 +67,16 @@ MIRROR_S: Final = 10.0
 class _Shelves:
     """What is loaded for one incarnation of a stream."""
 
-    __slots__ = ("by_name", "loading", "shelves", "stream")
+    __slots__ = ("by_name", "loading", "stores", "stream")
 
     def __init__(self, stream: HostedStream) -> None:
         self.stream = stream
-        self.shelves: list[Shelf] = []
+        self.stores: list[SubscriptionStore] = []
         self.by_name: dict[str, DurableSubscription] = {}
         self.loading = asyncio.Lock()
 
 
-class SubscriptionDesk:
+class SubscriptionService:
     """See the module. One per broker; `start`, then `close`."""
 
     def __init__(self, broker: Broker, catalog: Catalog, mirror: CatalogMirror) -> None:
@@ -157,8 +157,8 @@ class SubscriptionDesk:
                 now = defined.get(subscription.definition.name)
                 if now is None or now.id != subscription.definition.id:
                     await self._drop(held, subscription)
-            if defined and not held.shelves:
-                await self._open_shelves(held)
+            if defined and not held.stores:
+                await self._open_stores(held)
             for definition in defined.values():
                 known = held.by_name.get(definition.name)
                 if known is None:
@@ -167,11 +167,11 @@ class SubscriptionDesk:
                     known.alter(definition)
         return held
 
-    async def _open_shelves(self, held: _Shelves) -> None:
+    async def _open_stores(self, held: _Shelves) -> None:
         stream = held.stream
-        made: list[Shelf] = []
+        made: list[SubscriptionStore] = []
         for number in range(len(stream.shards)):
-            shelf = Shelf(
+            store = SubscriptionStore(
                 self._broker,
                 stream,
                 number,
@@ -180,13 +180,13 @@ class SubscriptionDesk:
                 lambda subscription, count: self._landed(held, subscription, count),
             )
             try:
-                await shelf.open()
+                await store.open()
             except BaseException:
                 for opened in made:
                     await opened.close()
                 raise
-            made.append(shelf)
-        held.shelves = made
+            made.append(store)
+        held.stores = made
 
     async def _take(self, held: _Shelves, definition: records.Subscription) -> None:
         """Give a definition its place; its first positions are durable once this returns."""
@@ -195,10 +195,10 @@ class SubscriptionDesk:
             log.info("%s of %s begins anew: the stream was created again", definition.name, stream.name)
             definition = await self._catalog.move_subscription(definition, stream.record.incarnation)
         subscription = DurableSubscription(
-            self._broker, stream, definition, held.shelves, self._next_generation
+            self._broker, stream, definition, held.stores, self._next_generation
         )
         starts: dict[int, int] = {}
-        for number in range(len(held.shelves)):
+        for number in range(len(held.stores)):
             if not subscription.progress(number).positioned:
                 shard = stream.shard(number)
                 earliest = definition.settings.start == "earliest"
@@ -213,7 +213,7 @@ class SubscriptionDesk:
     # -- trouble and endings ---------------------------------------------------------------------------
 
     def _lost(self, held: _Shelves, error: FelixError) -> None:
-        """A shelf reads its journal back: whoever consumes comes again."""
+        """The store is reloading its journal; consumers must reconnect."""
         again = UnavailableError(
             f"A position of {held.stream.name} could not be written: {error.sentence}",
             code=error.code if isinstance(error, UnavailableError) else Code.UNAVAILABLE,
@@ -237,8 +237,8 @@ class SubscriptionDesk:
             )
         )
         subscription.close()
-        for shelf in held.shelves:
-            shelf.drop(subscription.id, _ignore)
+        for store in held.stores:
+            store.drop(subscription.id, _ignore)
 
     async def _close_stream(self, held: _Shelves) -> None:
         gone = RequestError(f"The stream {held.stream.name} was deleted.", code=Code.NOT_FOUND)
@@ -248,8 +248,8 @@ class SubscriptionDesk:
         for subscription in held.by_name.values():
             subscription.dismiss(leaving if self._broker.leaving else gone)
             subscription.close()
-        for shelf in held.shelves:
-            await shelf.close()
+        for store in held.stores:
+            await store.close()
         if self._held.get(held.stream.name) is held:
             del self._held[held.stream.name]
 
@@ -690,4 +690,4 @@ def _none(stream: StreamName, name: str) -> RequestError:
 
 
 def _ignore(error: FelixError | None) -> None:
-    """A refused write is the shelf's matter."""
+    """A refused write is the store's matter."""

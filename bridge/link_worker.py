@@ -1,4 +1,4 @@
-"""The carrier: the actor of one link. It carries one granted shard to one region, for as long as the plan says so.
+"""The worker: the actor of one link. It carries one granted shard to one region, for as long as the plan says so.
 
 One session, in the numbers of docs/bridges.md:
 
@@ -9,7 +9,7 @@ One session, in the numbers of docs/bridges.md:
 9. once they are durable, send; 10. verify the receipt and append the ACK leaf.
 
 Whatever ends a session, the next one begins again with 1, and learns from the egress log and the destination where to
-go on. Several envelopes are on the way at once (bridge.link.Passage); leaves of many batches share a sync.
+go on. Several envelopes are on the way at once (bridge.link.SendWindow); leaves of many batches share a sync.
 
 Invariants: nothing is sent before its leaves are durable; no INTENT under a grant that does not hold by this clock; the
 source never waits; what is held here is bounded by the limits of the configuration.
@@ -53,11 +53,11 @@ from bridge.crossing import (
     seal_ranges,
     sort_records,
 )
+from bridge.endpoint import RegionEndpoint
 from bridge.failpoint import Failpoints
 from bridge.ledger import Ledger, ShardAccount
-from bridge.link import Announced, Denials, LinkEvent, LinkPhase, OnTheWay, Passage, Todo, advance
+from bridge.link import Announced, Denials, LinkEvent, LinkPhase, OnTheWay, SendWindow, Todo, advance
 from bridge.plan import PlannedLink, Verdict
-from bridge.shore import Shore
 from bridge.tracing import CrossingTracing
 from bridge.wire import IngestChannel, SealedBatch, SealedFeed
 from felix.backoff import Backoff, BackoffPolicy
@@ -90,7 +90,7 @@ from policy.truncation import Live, chain
 
 _NO_ENTRIES_SHA256: Final = hashlib.sha256().digest()
 
-log = logging.getLogger("felix.bridge.carrier")
+log = logging.getLogger("felix.bridge.link_worker")
 
 DENIED_AGAIN: Final = BackoffPolicy(first_ms=1_000, ceiling_ms=30_000)
 """After a refusal: a changed plan wakes the link at once, so this is for what the plan does not see."""
@@ -126,19 +126,19 @@ EVENT_OF: Final = {
 
 
 @dataclass(slots=True)
-class Workshop:
+class LinkContext:
     """What all links of an agent share. `trail` is None until the egress log is open."""
 
     bridge: SpiffeId
     identity: Identity
     handoff: HybridKeyPair
-    source: Shore
+    source: RegionEndpoint
     limits: LimitsConfig
     failpoints: Failpoints
     clock_ms: Callable[[], int]
     random: Random
     log_grant: Callable[[PlannedLink], Awaitable[None]]
-    check_history: Callable[[Shore], Awaitable[None]]
+    check_history: Callable[[RegionEndpoint], Awaitable[None]]
     tracing: CrossingTracing | None = None
     held: Callable[[], str] = lambda: ""
     """why nothing new may cross though the grants allow it: no quorum of witnesses"""
@@ -204,12 +204,12 @@ class Figures:
     answered_append_ms: int = 0
 
 
-class Carrier:
+class LinkWorker:
     """One link. `run` it as a task; `take_plan` tells it what the plan says now."""
 
-    def __init__(self, shop: Workshop, shore: Shore | None, row: PlannedLink) -> None:
+    def __init__(self, shop: LinkContext, endpoint: RegionEndpoint | None, row: PlannedLink) -> None:
         self._shop = shop
-        self._shore = shore
+        self._endpoint = endpoint
         self.row = row
         self.phase = LinkPhase.WAITING
         self.reason = "The link has just begun."
@@ -236,7 +236,7 @@ class Carrier:
         self.in_session = False
         self._feed: SealedFeed | None = None
         self._channel: IngestChannel | None = None
-        self._passage: Passage | None = None
+        self._window: SendWindow | None = None
         self._route: Route | None = None
         self._source: SourceShard | None = None
         self._own_before: OffsetSet | None = None
@@ -307,7 +307,7 @@ class Carrier:
     def report(self) -> LinkState:
         """What the link says of itself."""
         row, figures, shop = self.row, self.figures, self._shop
-        passage = self._passage
+        window = self._window
         known = figures.sessions > 0
         behind = max(0, figures.high_watermark - figures.position)
         lag_ms = -1
@@ -327,7 +327,7 @@ class Carrier:
             bridge=str(shop.bridge),
             state=self.phase.value,
             reason=" ".join(filter(None, (self.alarm, self.reason, self._stays(), shop.notice())))[:4000],
-            position=passage.position if passage is not None else figures.position,
+            position=window.position if window is not None else figures.position,
             high_watermark=figures.high_watermark,
             lag_records=behind if known else -1,
             lag_bytes=figures.lag_bytes if known else -1,
@@ -445,16 +445,16 @@ class Carrier:
     async def _session(self, row: PlannedLink) -> None:
         """Raises what ends it; _Left where the plan does."""
         shop = self._shop
-        if self._shore is None:
+        if self._endpoint is None:
             raise UnavailableError(row.reason or "The destination is not configured.")
         trail = shop.open_trail()
-        source, shore = shop.source, self._shore
+        source, endpoint = shop.source, self._endpoint
         source_link = source.link()
-        shore.link()
+        endpoint.link()
         self._failed = None
         self.in_session = True
         try:
-            await shop.check_history(shore)
+            await shop.check_history(endpoint)
             await shop.log_grant(row)  # 1
             stream = await self._describe()
             self._source = await self._take_statement(row, stream)
@@ -463,16 +463,16 @@ class Carrier:
             await self._take_crossed(trail, self._source)
             await self._take_secrets(row, stream)  # 2
             await self._open_channel(self._first_epoch(trail))  # 3
-            assert self._channel is not None and self._passage is None
+            assert self._channel is not None and self._window is None
             self._check_destination(trail)
-            self._passage = self._begin(trail)
-            self.figures.position = self._passage.position
+            self._window = self._begin(trail)
+            self.figures.position = self._window.position
             self._feed = await SealedFeed.open(  # 4
                 source_link,
                 row.stream,
                 row.grant,
                 shard=row.shard,
-                offset=self._passage.next_offset,
+                offset=self._window.next_offset,
                 incarnation=stream.incarnation,
                 credit_bytes=int(shop.limits.read_ahead),
                 arrived=self._wake,
@@ -492,7 +492,7 @@ class Carrier:
             self._feed.close()
         if self._channel is not None:
             self._channel.close()
-        self._feed = self._channel = self._passage = self._route = self._held = self._source = None
+        self._feed = self._channel = self._window = self._route = self._held = self._source = None
         self._own_before = self._before = None
         self._secrets = self._transform = None
         self._data_keys.clear()
@@ -684,8 +684,8 @@ class Carrier:
 
     async def _open_channel(self, epoch: int) -> None:
         """The ingest stream for one source epoch; an older one of this session is closed."""
-        shop, row, shore, source = self._shop, self.row, self._shore, self._source
-        assert shore is not None and row.export is not None and source is not None
+        shop, row, endpoint, source = self._shop, self.row, self._endpoint, self._source
+        assert endpoint is not None and row.export is not None and source is not None
         assert self._secrets is not None and self._transform is not None
         if self._channel is not None:
             self._channel.close()
@@ -701,7 +701,7 @@ class Carrier:
             bytes.fromhex(row.export.terms_hash),
             shop.bridge,
         )
-        import_key = shore.bundle.hybrid_import_key()
+        import_key = endpoint.bundle.hybrid_import_key()
         self._route = route = Route.of(
             row.export, scope, self._secrets, self._transform, shop.identity, import_key.encoded
         )
@@ -719,7 +719,7 @@ class Carrier:
             source.signed,
         )
         try:
-            self._channel = await IngestChannel.open(shore.link(), request, self._received, self._fail)
+            self._channel = await IngestChannel.open(endpoint.link(), request, self._received, self._fail)
         except CorruptionError as error:
             if error.code is Code.TRUNCATED:
                 # Only the destination knows of it (another agent carried before): all that is held would cross again.
@@ -739,12 +739,12 @@ class Carrier:
                 code=Code.GRANT_MISMATCH,
             )
 
-    def _begin(self, trail: Trail) -> Passage:
+    def _begin(self, trail: Trail) -> SendWindow:
         """Where to go on: what the destination has recorded, and what the egress log says."""
         assert self._channel is not None and self._source is not None
         opened, limits = self._channel.opened, self._shop.limits
         account = self._shop.ledger.shard(self.link_shard, self._source.live.incarnation)
-        return Passage(
+        return SendWindow(
             position=opened.position,
             accounted_to=(
                 account.accounted_to if account is not None and account.grant_id == self.row.grant else None
@@ -759,8 +759,8 @@ class Carrier:
     async def _carry(self) -> None:
         """Batch after batch, until something ends it."""
         shop = self._shop
-        feed, passage = self._feed, self._passage
-        assert feed is not None and passage is not None and self.row.export is not None
+        feed, window = self._feed, self._window
+        assert feed is not None and window is not None and self.row.export is not None
         terms = self.row.export.terms
         rate = shop.rates.setdefault(self.row.grant, RateLimit(terms.rate_bytes))
         while True:
@@ -779,7 +779,7 @@ class Carrier:
                     f"The grant {self.row.grant} has not begun by this clock.", code=Code.GRANT_NOT_YET
                 )
             pause_s = IDLE_S
-            if passage.has_room:
+            if window.has_room:
                 wait_ms = rate.wait_ms(shop.clock_ms())
                 held = shop.held()
                 if held:
@@ -815,17 +815,17 @@ class Carrier:
 
     async def _drain(self) -> None:
         """The link ends in order: nothing new is begun, receipts of what was sent are still taken."""
-        passage = self._passage
-        assert passage is not None
+        window = self._window
+        assert window is not None
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
-                while not passage.is_empty and self._failed is None:
+                while not window.is_empty and self._failed is None:
                     self._wake.clear()
                     await self._wake.wait()
 
     async def _deal(self, item: SealedBatch | GapBody, rate: RateLimit) -> None:
-        passage, feed = self._passage, self._feed
-        assert passage is not None and feed is not None and self._route is not None
+        window, feed = self._window, self._feed
+        assert window is not None and feed is not None and self._route is not None
         if isinstance(item, GapBody):
             self._held = None
             if item.shard == self.row.shard:
@@ -834,15 +834,15 @@ class Carrier:
         header = decode_header(item.body)
         if header.shard != self.row.shard:
             raise ProtocolError(f"The source delivered a batch of shard {header.shard}.")
-        if header.next_offset <= passage.next_offset:
+        if header.next_offset <= window.next_offset:
             self._held = None
             feed.consumed(item.frame_bytes)
             return
-        if header.base_offset > passage.next_offset:
+        if header.base_offset > window.next_offset:
             self._gap(header.base_offset, GapKind.COMPACTION)
             return
         if header.leader_epoch != self._route.key.scope.epoch or self._is_beyond(header):
-            if not passage.is_empty:
+            if not window.is_empty:
                 # The transfer key is of one epoch, and what crossed before a resend is told page by page: what is on the way
                 # is answered first.
                 with suppress(TimeoutError):
@@ -851,7 +851,7 @@ class Carrier:
                 return
             await self._open_channel(header.leader_epoch)
             assert self._channel is not None
-            if self._channel.opened.position != passage.position:
+            if self._channel.opened.position != window.position:
                 raise UnavailableError("The destination's position moved; the link opens anew.")
         self._held = None
         if not await self._cross(item, header, rate):
@@ -868,8 +868,8 @@ class Carrier:
 
     async def _cross(self, item: SealedBatch, header: BatchHeader, rate: RateLimit) -> bool:
         """Steps 5 to 8 for one batch. False where the grant does not hold any more; then the rest of it stays."""
-        shop, passage, route = self._shop, self._passage, self._route
-        assert passage is not None and route is not None
+        shop, window, route = self._shop, self._window, self._route
+        assert window is not None and route is not None
         at = shop.failpoints.at
         at("read")
         data_key = self._data_keys.get(header.key_id)
@@ -879,10 +879,10 @@ class Carrier:
         at("open")
         sorted_ = sort_records(opened, route, self._before)  # 6
         at("transform")
-        for sealed in seal_ranges(sorted_, route, passage.next_offset):  # 7
+        for sealed in seal_ranges(sorted_, route, window.next_offset):  # 7
             terms = route.terms
             crossed = shop.ledger.grant(self.row.grant).crossed_bytes
-            todo = passage.judge(sealed.first_offset, sealed.last_offset)
+            todo = window.judge(sealed.first_offset, sealed.last_offset)
             if todo is Todo.SKIP:
                 continue
             entries = range_entries(sealed, route)
@@ -916,8 +916,8 @@ class Carrier:
                 rate.spend(sealed.record_bytes, shop.clock_ms())
             else:
                 self.figures.resent += 1
-                passage.put(way)
-                passage.durable(way)
+                window.put(way)
+                window.durable(way)
                 self._send()
         return True
 
@@ -955,11 +955,11 @@ class Carrier:
     ) -> None:
         """Step 8: the leaves, all in one append and of the time that was asked for; the envelope waits until they are
         durable."""
-        shop, passage, figures = self._shop, self._passage, self.figures
-        assert passage is not None
+        shop, window, figures = self._shop, self._window, self.figures
+        assert window is not None
         leaves = range_leaves(sealed, entries, route, now_ms)
-        passage.put(way)
-        shop.append(leaves, partial(self._durable, passage, way))
+        window.put(way)
+        shop.append(leaves, partial(self._durable, window, way))
         shop.failpoints.at("intent-appended")
         for leaf in leaves:
             if leaf.header.kind is Kind.WITHHELD:
@@ -973,17 +973,17 @@ class Carrier:
 
     def _gap(self, next_offset: int, kind: GapKind) -> None:
         """Offsets below `next_offset` are gone: a leaf, an alarm, and an empty envelope, so that nothing is papered over."""
-        shop, passage, route = self._shop, self._passage, self._route
-        assert passage is not None and route is not None
+        shop, window, route = self._shop, self._window, self._route
+        assert window is not None and route is not None
         now = shop.clock_ms()
         if not self._may_announce(route, now):
             return
-        leap = passage.leap(next_offset)
+        leap = window.leap(next_offset)
         if leap is None:
             return
         cover, last = leap.cover_first, next_offset - 1
         envelope, digest = seal_nothing(route, cover, last)
-        passage.put(way := OnTheWay(cover, last, 0, envelope, digest, _NO_ENTRIES_SHA256, False))
+        window.put(way := OnTheWay(cover, last, 0, envelope, digest, _NO_ENTRIES_SHA256, False))
         self.alarm = f"Offsets {cover} to {last} are gone at the source ({kind.value})."
         log.error("link %s %s/%d: %s", self.row.grant, self.row.stream, self.row.shard, self.alarm)
         self._step(LinkEvent.GAP, self.alarm)
@@ -993,9 +993,9 @@ class Carrier:
             leaves.append(gap_leaf(route.template, kind, leap.leaf_first, last, now))
         if leaves or leap.announced is None or leap.announced.envelope_sha256 != digest:
             leaves.append(nothing_leaf(route, cover, last, digest, now))
-            shop.append(leaves, partial(self._durable, passage, way))
+            shop.append(leaves, partial(self._durable, window, way))
         else:
-            passage.durable(way)
+            window.durable(way)
             self._send()
 
     # -- called back on the loop -----------------------------------------------------------------------
@@ -1006,23 +1006,23 @@ class Carrier:
             self._failed = error
         self._wake.set()
 
-    def _durable(self, passage: Passage, way: OnTheWay, index: int, error: FelixError | None) -> None:
+    def _durable(self, window: SendWindow, way: OnTheWay, index: int, error: FelixError | None) -> None:
         """Step 9: its leaves are durable, so the envelope may leave."""
         if error is not None:
             self._fail(error)
             return
         self._shop.failpoints.at("intent-durable")
-        passage.durable(way)
-        if passage is self._passage:
+        window.durable(way)
+        if window is self._window:
             self._send()
 
     def _send(self) -> None:
-        passage, channel = self._passage, self._channel
-        assert passage is not None and channel is not None
+        window, channel = self._window, self._channel
+        assert window is not None and channel is not None
         if self._failed is not None:
             return
         try:
-            for way in passage.sendable():
+            for way in window.sendable():
                 channel.send(way.envelope)
                 self.figures.envelopes += 1
                 if self._shop.failpoints.is_at("sent"):
@@ -1033,19 +1033,19 @@ class Carrier:
 
     def _received(self, next_offset: int, receipt: bytes) -> None:
         """Step 10: a receipt came."""
-        passage = self._passage
-        if passage is None or self._failed is not None:
+        window = self._window
+        if window is None or self._failed is not None:
             return
         try:
             self._shop.failpoints.at("receipt")
-            way = passage.answered(next_offset)
+            way = window.answered(next_offset)
             self._acknowledge(way, receipt)
         except FelixError as error:
             self._fail(error)
             return
         CrossingTracing.end(self._spans.pop(way.last_offset, None))
         figures = self.figures
-        figures.position = passage.position
+        figures.position = window.position
         figures.crossed += way.records
         appended = self._append_times.pop(way.last_offset, 0)
         figures.answered_append_ms = max(figures.answered_append_ms, appended)
@@ -1060,9 +1060,9 @@ class Carrier:
 
     def _acknowledge(self, way: OnTheWay, data: bytes) -> None:
         """Verify the receipt against what was sent, and append the ACK leaf. Raises what does not hold."""
-        shop, route, shore = self._shop, self._route, self._shore
-        assert route is not None and shore is not None
-        receipt = open_receipt(data, shore.trust.receipt_keys)
+        shop, route, endpoint = self._shop, self._route, self._endpoint
+        assert route is not None and endpoint is not None
+        receipt = open_receipt(data, endpoint.trust.receipt_keys)
         ack = msgspec.structs.replace(
             route.template,
             kind=Kind.ACK,
@@ -1082,7 +1082,7 @@ class Carrier:
             wrong.append("entries_sha256")
         if wrong:
             raise ProtocolError(
-                f"{shore.region} signed a receipt for something else than was sent: {', '.join(wrong)} differ.",
+                f"{endpoint.region} signed a receipt for something else than was sent: {', '.join(wrong)} differ.",
                 code=Code.TAMPERED,
             )
         shop.append([Leaf(ack)], self._acknowledged)

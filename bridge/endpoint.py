@@ -1,4 +1,4 @@
-"""A shore: one of the agent's regions, kept connected for as long as the agent runs.
+"""A region endpoint: one of the agent's regions, kept connected for as long as the agent runs.
 
 The connection beneath resumes by itself; here it is also made anew where it gave up, and it always says why there is
 no session, for the links that wait for one.
@@ -22,12 +22,12 @@ from felix.tasks import end_tasks
 from felix.transport.port import Engine
 from keys.bundle import RegionBundle
 
-log = logging.getLogger("felix.bridge.shore")
+log = logging.getLogger("felix.bridge.endpoint")
 
 _AGAIN: Final = BackoffPolicy(first_ms=200, ceiling_ms=10_000)
 
 
-class Shore:
+class RegionEndpoint:
     """One region as the agent sees it. `bundle` holds its keys, `trust` what they may be used for; `connection` is None until the first session."""
 
     def __init__(self, profile: Profile, bundle: RegionBundle, engine: Engine | None, random: Random) -> None:
@@ -52,7 +52,7 @@ class Shore:
 
     def start(self) -> None:
         """Begin to connect, and go on for ever."""
-        self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"shore-{self.region}")
+        self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"endpoint-{self.region}")
 
     def connection(self) -> RegionConnection:
         """The connection, while a session stands. Raises UnavailableError with the reason where none does."""

@@ -1,10 +1,10 @@
-"""Shelf: the SUBSCRIPTIONS journal of one shard, with the progress of every durable subscription that its stream has.
+"""The subscription store: the SUBSCRIPTIONS journal of one shard, with the progress of every durable subscription that its stream has.
 
 It opens the journal, brings the state back, writes entries, and after a refused write brings the state back once more. Dead letters
 of each subscription are carried here, too, since they are journaled here.
 
 Invariants: nothing is decided while `refusal` says why; whoever has changed a `Progress` hands its entries to `write` in the same
-turn of the loop; after `lost` was called every `Progress` taken before is void. On the event loop; used by `desk` alone.
+turn of the loop; after `lost` was called every `Progress` taken before is void. On the event loop; used by `service` alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RELOAD_S: Final = 0.2
 """Between tries to read a journal back that refused a write."""
 
 
-class Shelf:
+class SubscriptionStore:
     """See the module. `open`, then use, then `close`."""
 
     def __init__(

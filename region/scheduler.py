@@ -1,6 +1,6 @@
 """Whose turn it is: work of many tenants goes on tenant by tenant, so that one with much to do delays another by one turn at most.
 
-`Turns` hands out the event loop: what has more to send than one turn asks for another, and gets it after every other tenant
+`FairScheduler` hands out the event loop: what has more to send than one turn asks for another, and gets it after every other tenant
 that waits has had one. `Gate` hands out places for reads from disk, which are few, in the same order.
 
 Invariants: within a tenant, first come, first served; nobody waits for a turn twice at the same time; a place that was handed out is
@@ -50,8 +50,8 @@ class Rotation(Generic[T]):
         return item
 
 
-class Turns:
-    """Turns on the event loop. `later` calls a function in the loop's next round."""
+class FairScheduler:
+    """Turns on the event loop, tenant by tenant. `later` calls a function in the loop's next round."""
 
     def __init__(self, later: Callable[[Callable[[], None]], object]) -> None:
         self._later = later

@@ -35,7 +35,7 @@ from region.ports import Exchanging, Role
 from region.transactions.coordinator import OPEN_PER_IDENTITY_MAX, Coordinator
 
 
-class TransactionDesk:
+class TransactionService:
     """Opens exchanges of transactions."""
 
     def __init__(self, broker: Broker, coordinator: Coordinator) -> None:
