@@ -37,7 +37,7 @@ from bridge.endpoint import RegionEndpoint
 from bridge.failpoint import Failpoints
 from bridge.health import AgentCollector
 from bridge.link import LinkPhase
-from bridge.link_worker import Figures, LinkContext, LinkWorker
+from bridge.link_worker import LinkContext, LinkStats, LinkWorker
 from bridge.plan import PlannedLink, plan_links
 from bridge.tracing import CrossingTracing
 from felix.connection import Link
@@ -255,7 +255,7 @@ class Agent:
         )
         if config.health is not None:
             collector = AgentCollector(
-                self._figures,
+                self._stats,
                 self._trail_status,
                 self._sessions,
                 self.witnesses,
@@ -320,12 +320,12 @@ class Agent:
         """Every planned link as it stands, by grant, stream and shard."""
         return [worker.report() for _, (worker, _) in sorted(self._workers.items())]
 
-    def figures(self, grant: str, stream: str, shard: int) -> Figures:
+    def stats(self, grant: str, stream: str, shard: int) -> LinkStats:
         """What one link counted. Raises RequestError(NOT_FOUND)."""
         found = self._workers.get((grant, stream, shard))
         if found is None:
             raise RequestError(f"There is no link {grant} {stream}/{shard}.", code=Code.NOT_FOUND)
-        return found[0].figures
+        return found[0].stats
 
     def not_ready(self) -> str:
         """Why the agent does not do its work, or an empty string: the egress log, a session, or a link that stands still."""
@@ -343,8 +343,8 @@ class Agent:
                 return f"{worker.row.grant}: {worker.reason}"
         return ""
 
-    def _figures(self) -> list[tuple[LinkState, Figures]]:
-        return [(worker.report(), worker.figures) for worker, _ in list(self._workers.values())]
+    def _stats(self) -> list[tuple[LinkState, LinkStats]]:
+        return [(worker.report(), worker.stats) for worker, _ in list(self._workers.values())]
 
     def _trail_status(self) -> TrailStatus | None:
         trail = self.shop.trail

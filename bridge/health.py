@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from audit.submission import SubmissionStatus
 from audit.trail import TrailStatus
-from bridge.link_worker import Figures
+from bridge.link_worker import LinkStats
 from felix.messages import LinkState
 
 _COUNTERS: Final = (
@@ -47,7 +47,7 @@ class AgentCollector(Collector):
 
     def __init__(
         self,
-        links: Callable[[], Sequence[tuple[LinkState, Figures]]],
+        links: Callable[[], Sequence[tuple[LinkState, LinkStats]]],
         trail: Callable[[], TrailStatus | None],
         regions: Callable[[], dict[str, bool]],
         witnesses: Callable[[], Sequence[SubmissionStatus]],
@@ -62,8 +62,8 @@ class AgentCollector(Collector):
         links = self._links()
         for name, field, text in _COUNTERS:
             counter = CounterMetricFamily(f"felix_bridge_{name}", text, labels=_LABELS)
-            for state, figures in links:
-                counter.add_metric(_labels(state), getattr(figures, field))
+            for state, stats in links:
+                counter.add_metric(_labels(state), getattr(stats, field))
             yield counter
         for name, field, text in _GAUGES:
             gauge = GaugeMetricFamily(f"felix_bridge_{name}", text, labels=_LABELS)

@@ -186,7 +186,7 @@ class _Left(Exception):
 
 
 @dataclass(slots=True)
-class Figures:
+class LinkStats:
     """What a link counts; offsets in records, times in ms."""
 
     crossed: int = 0
@@ -214,7 +214,7 @@ class LinkWorker:
         self.phase = LinkPhase.WAITING
         self.reason = "The link has just begun."
         self.alarm = ""
-        self.figures = Figures()
+        self.stats = LinkStats()
         self._wake = asyncio.Event()
         self._planned = asyncio.Event()
         self._leaving = False
@@ -278,16 +278,16 @@ class LinkWorker:
         self._high[stream.incarnation] = state.high_watermark
         while len(self._high) > 4:
             del self._high[next(iter(self._high))]
-        figures = self.figures
-        if state.high_watermark <= figures.position:
+        stats = self.stats
+        if state.high_watermark <= stats.position:
             self._waiting_since_ms = 0
         elif not self._waiting_since_ms:
             self._waiting_since_ms = self._shop.clock_ms()
-        figures.high_watermark = state.high_watermark
+        stats.high_watermark = state.high_watermark
         records = state.high_watermark - state.log_start
-        behind = max(0, state.high_watermark - figures.position)
+        behind = max(0, state.high_watermark - stats.position)
         # By its share of the records: the sizes of single batches are not asked for.
-        figures.lag_bytes = state.size_bytes * min(behind, records) // records if records > 0 else 0
+        stats.lag_bytes = state.size_bytes * min(behind, records) // records if records > 0 else 0
 
     @property
     def is_leaving(self) -> bool:
@@ -306,16 +306,16 @@ class LinkWorker:
 
     def report(self) -> LinkState:
         """What the link says of itself."""
-        row, figures, shop = self.row, self.figures, self._shop
+        row, stats, shop = self.row, self.stats, self._shop
         window = self._window
-        known = figures.sessions > 0
-        behind = max(0, figures.high_watermark - figures.position)
+        known = stats.sessions > 0
+        behind = max(0, stats.high_watermark - stats.position)
         lag_ms = -1
         if known and not behind:
             lag_ms = 0
         elif known:
             # Of what waits, the oldest came after what was answered last, and no later than it was first seen to wait.
-            since_ms = max(figures.answered_append_ms, self._waiting_since_ms)
+            since_ms = max(stats.answered_append_ms, self._waiting_since_ms)
             lag_ms = max(0, shop.clock_ms() - since_ms) if since_ms else -1
         crossed, withheld, filtered = shop.ledger.sums(self.link_shard)
         return LinkState(
@@ -327,10 +327,10 @@ class LinkWorker:
             bridge=str(shop.bridge),
             state=self.phase.value,
             reason=" ".join(filter(None, (self.alarm, self.reason, self._stays(), shop.notice())))[:4000],
-            position=window.position if window is not None else figures.position,
-            high_watermark=figures.high_watermark,
+            position=window.position if window is not None else stats.position,
+            high_watermark=stats.high_watermark,
             lag_records=behind if known else -1,
-            lag_bytes=figures.lag_bytes if known else -1,
+            lag_bytes=stats.lag_bytes if known else -1,
             lag_ms=lag_ms,
             # By the egress log, so an agent that starts again goes on counting.
             crossed=crossed,
@@ -418,7 +418,7 @@ class LinkWorker:
         if not self._denials.is_new(int(error.code), error.sentence):
             return
         row, shop = self.row, self._shop
-        self.figures.denied += 1
+        self.stats.denied += 1
         header = Header(
             kind=Kind.DENY,
             side=Side.EGRESS,
@@ -466,7 +466,7 @@ class LinkWorker:
             assert self._channel is not None and self._window is None
             self._check_destination(trail)
             self._window = self._begin(trail)
-            self.figures.position = self._window.position
+            self.stats.position = self._window.position
             self._feed = await SealedFeed.open(  # 4
                 source_link,
                 row.stream,
@@ -481,7 +481,7 @@ class LinkWorker:
                 raise UnavailableError(
                     f"{row.stream} was made anew while the link opened.", retry_after_ms=50
                 )
-            self.figures.sessions += 1
+            self.stats.sessions += 1
             self._step(LinkEvent.OPENED, "")
             await self._carry()
         finally:
@@ -523,7 +523,7 @@ class LinkWorker:
                     "were never read."
                 )
                 log.error("%s", self.alarm)
-                self.figures.gaps += high - account.accounted_to
+                self.stats.gaps += high - account.accounted_to
                 template = self._template(incarnation)
                 leaf = gap_leaf(
                     template, GapKind.INCARNATION, account.accounted_to, high - 1, shop.clock_ms()
@@ -648,7 +648,7 @@ class LinkWorker:
         self.cut = CutState(source.live.incarnation, cut.epoch, cut.offset)
         if account is not None and (cut.offset, last := account.accounted_to - 1) not in account.truncated:
             log.error("link %s %s/%d: %s", row.grant, row.stream, row.shard, said)
-            self.figures.gaps += last + 1 - cut.offset
+            self.stats.gaps += last + 1 - cut.offset
             template = msgspec.structs.replace(
                 self._template(incarnation),
                 source_epoch=account.read[-1].epoch if account.read else 0,
@@ -915,7 +915,7 @@ class LinkWorker:
                 self._append_times[sealed.last_offset] = header.append_time_ms
                 rate.spend(sealed.record_bytes, shop.clock_ms())
             else:
-                self.figures.resent += 1
+                self.stats.resent += 1
                 window.put(way)
                 window.durable(way)
                 self._send()
@@ -955,7 +955,7 @@ class LinkWorker:
     ) -> None:
         """Step 8: the leaves, all in one append and of the time that was asked for; the envelope waits until they are
         durable."""
-        shop, window, figures = self._shop, self._window, self.figures
+        shop, window, stats = self._shop, self._window, self.stats
         assert window is not None
         leaves = range_leaves(sealed, entries, route, now_ms)
         window.put(way)
@@ -963,8 +963,8 @@ class LinkWorker:
         shop.failpoints.at("intent-appended")
         for leaf in leaves:
             if leaf.header.kind is Kind.WITHHELD:
-                figures.withheld += leaf.header.records
-                figures.filtered += leaf.header.records if leaf.header.reason == "filtered" else 0
+                stats.withheld += leaf.header.records
+                stats.filtered += leaf.header.records if leaf.header.reason == "filtered" else 0
                 if leaf.header.reason != CROSSED_BEFORE:
                     self._kept += leaf.header.records
                     self._kept_for = leaf.header.sentence
@@ -987,7 +987,7 @@ class LinkWorker:
         self.alarm = f"Offsets {cover} to {last} are gone at the source ({kind.value})."
         log.error("link %s %s/%d: %s", self.row.grant, self.row.stream, self.row.shard, self.alarm)
         self._step(LinkEvent.GAP, self.alarm)
-        self.figures.gaps += next_offset - cover
+        self.stats.gaps += next_offset - cover
         leaves: list[Leaf] = []
         if leap.leaf_first < next_offset:
             leaves.append(gap_leaf(route.template, kind, leap.leaf_first, last, now))
@@ -1024,7 +1024,7 @@ class LinkWorker:
         try:
             for way in window.sendable():
                 channel.send(way.envelope)
-                self.figures.envelopes += 1
+                self.stats.envelopes += 1
                 if self._shop.failpoints.is_at("sent"):
                     # What was queued leaves at the end of this turn; the process must not die before.
                     asyncio.get_running_loop().call_later(0.005, self._shop.failpoints.at, "sent")
@@ -1044,11 +1044,11 @@ class LinkWorker:
             self._fail(error)
             return
         CrossingTracing.end(self._spans.pop(way.last_offset, None))
-        figures = self.figures
-        figures.position = window.position
-        figures.crossed += way.records
+        stats = self.stats
+        stats.position = window.position
+        stats.crossed += way.records
         appended = self._append_times.pop(way.last_offset, 0)
-        figures.answered_append_ms = max(figures.answered_append_ms, appended)
+        stats.answered_append_ms = max(stats.answered_append_ms, appended)
         self._backoff.reset()
         self._denied_backoff.reset()
         self._denials.forget()

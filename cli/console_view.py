@@ -13,7 +13,7 @@ import msgspec
 
 from cli.mesh_map import MeshMap, Survey, draw_map
 from cli.output import plain
-from cli.top import CacheFigures, StreamFigures, figures
+from cli.top import CacheStats, StreamStats, figures
 from felix.messages import AuditLog
 from felix.visible import visible
 
@@ -23,7 +23,7 @@ ROWS_MAX: Final = 200
 
 class StreamRow(msgspec.Struct, frozen=True):
     region: str
-    figures: StreamFigures
+    figures: StreamStats
 
 
 class QueueRow(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class QueueRow(msgspec.Struct, frozen=True):
 
 class CacheRow(msgspec.Struct, frozen=True):
     region: str
-    figures: CacheFigures
+    figures: CacheStats
 
 
 class LogRow(msgspec.Struct, frozen=True):

@@ -54,7 +54,7 @@ class Sample(msgspec.Struct, frozen=True):
     caches: list[CacheTraffic] = []
 
 
-class StreamFigures(msgspec.Struct, frozen=True, kw_only=True):
+class StreamStats(msgspec.Struct, frozen=True, kw_only=True):
     """One stream now: per second, and what is held. `lag_records`: of the reader that is the furthest behind."""
 
     stream: str
@@ -71,7 +71,7 @@ class StreamFigures(msgspec.Struct, frozen=True, kw_only=True):
     stopped: int
 
 
-class ReaderFigures(msgspec.Struct, frozen=True, kw_only=True):
+class ReaderStats(msgspec.Struct, frozen=True, kw_only=True):
     """One reader now."""
 
     kind: str
@@ -84,7 +84,7 @@ class ReaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     waits: str
 
 
-class CacheFigures(msgspec.Struct, frozen=True, kw_only=True):
+class CacheStats(msgspec.Struct, frozen=True, kw_only=True):
     """One cache now. `hit_ratio`: of the gets between the two looks, None where there were none; evictions and expiries per second."""
 
     cache: str
@@ -98,7 +98,7 @@ class CacheFigures(msgspec.Struct, frozen=True, kw_only=True):
     watches: int
 
 
-class BudgetFigures(msgspec.Struct, frozen=True):
+class BudgetStats(msgspec.Struct, frozen=True):
     """One memory budget: bytes in use, and allowed."""
 
     name: str
@@ -106,7 +106,7 @@ class BudgetFigures(msgspec.Struct, frozen=True):
     limit_bytes: int
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class TopStats(msgspec.Struct, frozen=True, kw_only=True):
     """What `felix top --json` prints; rates over `interval_s`."""
 
     region: str
@@ -120,15 +120,15 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     out_records: float
     out_bytes: float
     stored_bytes: int
-    budgets: list[BudgetFigures]
-    streams: list[StreamFigures]
-    readers: list[ReaderFigures]
-    caches: list[CacheFigures]
+    budgets: list[BudgetStats]
+    streams: list[StreamStats]
+    readers: list[ReaderStats]
+    caches: list[CacheStats]
     throttled: list[QuotaState]
     links: list[LinkState]
 
 
-def figures(before: Sample, after: Sample, *, sort: SortBy = "in", tenant: str = "") -> Figures:
+def figures(before: Sample, after: Sample, *, sort: SortBy = "in", tenant: str = "") -> TopStats:
     """Rates between two samples. What was not there before counts from 0, and so does what began anew."""
     passed = max(1e-3, after.at_s - before.at_s)
     earlier = {each.stream: each for each in before.streams}
@@ -150,7 +150,7 @@ def figures(before: Sample, after: Sample, *, sort: SortBy = "in", tenant: str =
     gauges = after.region.gauges
     slow = {(each.scope, each.name): sum(each.throttled_ms.values()) for each in before.quotas}
     refused = {(each.scope, each.name): sum(each.refused.values()) for each in before.quotas}
-    return Figures(
+    return TopStats(
         region=after.region.region,
         broker=after.region.broker,
         interval_s=passed,
@@ -163,7 +163,7 @@ def figures(before: Sample, after: Sample, *, sort: SortBy = "in", tenant: str =
         out_bytes=sum(each.out_bytes for each in streams),
         stored_bytes=sum(each.stored_bytes for each in streams),
         budgets=[
-            BudgetFigures(
+            BudgetStats(
                 name.removesuffix("_bytes_limit"), int(gauges[name.removesuffix("_limit")]), int(limit)
             )
             for name, limit in gauges.items()
@@ -188,11 +188,11 @@ def _per_second(after: int, before: int, passed: float) -> float:
 
 
 def _stream(
-    after: StreamTraffic, before: StreamTraffic | None, readers: Sequence[ReaderFigures], passed: float
-) -> StreamFigures:
+    after: StreamTraffic, before: StreamTraffic | None, readers: Sequence[ReaderStats], passed: float
+) -> StreamStats:
     old = before or StreamTraffic(after.stream, after.shards)
     here = [each for each in readers if each.stream == after.stream]
-    return StreamFigures(
+    return StreamStats(
         stream=after.stream,
         shards=after.shards,
         in_records=_per_second(after.published_records, old.published_records, passed),
@@ -208,8 +208,8 @@ def _stream(
     )
 
 
-def _reader(after: ReaderTraffic, before: ReaderTraffic | None, passed: float) -> ReaderFigures:
-    return ReaderFigures(
+def _reader(after: ReaderTraffic, before: ReaderTraffic | None, passed: float) -> ReaderStats:
+    return ReaderStats(
         kind=after.kind,
         name=after.name,
         stream=after.stream,
@@ -221,11 +221,11 @@ def _reader(after: ReaderTraffic, before: ReaderTraffic | None, passed: float) -
     )
 
 
-def _cache(after: CacheTraffic, before: CacheTraffic | None, passed: float) -> CacheFigures:
+def _cache(after: CacheTraffic, before: CacheTraffic | None, passed: float) -> CacheStats:
     if before is None or after.hits < before.hits or after.misses < before.misses:
         before = CacheTraffic(after.stream, 0, 0, 0)
     hits, misses = after.hits - before.hits, after.misses - before.misses
-    return CacheFigures(
+    return CacheStats(
         cache=after.stream,
         keys=after.keys,
         size_bytes=after.size_bytes,
@@ -238,7 +238,7 @@ def _cache(after: CacheTraffic, before: CacheTraffic | None, passed: float) -> C
     )
 
 
-_ORDERS: Final[dict[SortBy, Callable[[StreamFigures], tuple[float, str]]]] = {
+_ORDERS: Final[dict[SortBy, Callable[[StreamStats], tuple[float, str]]]] = {
     "name": lambda each: (0, each.stream),
     "in": lambda each: (-each.in_bytes, each.stream),
     "out": lambda each: (-each.out_bytes, each.stream),
@@ -259,7 +259,7 @@ class _Section(NamedTuple):
     spare: Sequence[int]
 
 
-def picture(found: Figures, rows: int = ROWS, width: int | None = None, height: int | None = None) -> Group:
+def picture(found: TopStats, rows: int = ROWS, width: int | None = None, height: int | None = None) -> Group:
     """The figures as tables, at most `rows` of each; on a screen, no wider and no higher than that is.
 
     On a narrow screen whole columns are left out, and the title says so; no figure is cut. On a low one each table gets its
@@ -291,7 +291,7 @@ def picture(found: Figures, rows: int = ROWS, width: int | None = None, height: 
     )
 
 
-def _sections(found: Figures) -> list[_Section]:
+def _sections(found: TopStats) -> list[_Section]:
     """What there is to show; streams always, the others where there are any."""
     sections = [
         _Section(
@@ -373,7 +373,7 @@ def _shares(wanted: Sequence[int], lines: Sequence[int], room: int) -> list[int]
                 room -= lines[at]
 
 
-def _budget(each: BudgetFigures) -> tuple[str, str]:
+def _budget(each: BudgetStats) -> tuple[str, str]:
     share = each.used_bytes / each.limit_bytes if each.limit_bytes else 0.0
     style = "bold red" if share >= 0.9 else "yellow" if share >= 0.5 else ""
     return f"{each.name} {size(each.used_bytes)} of {size(each.limit_bytes)}", style

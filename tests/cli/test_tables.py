@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from cli.tables import fitted
-from cli.top import BudgetFigures, CacheFigures, Figures, ReaderFigures, StreamFigures, picture
+from cli.top import BudgetStats, CacheStats, ReaderStats, StreamStats, TopStats, picture
 from felix.messages import LinkState
 
 CLI = Path(__file__).parents[2] / "cli"
@@ -106,12 +106,12 @@ def test_top_fits_a_small_screen_and_cuts_no_figure() -> None:
         IDS[1],
         LinkState(IDS[0], IDS[1], 0, "us-east", "eu-west", "b", "active", SENTENCE, lag_records=10**9),
     )
-    found = Figures(
+    found = TopStats(
         region="us-east", broker="b1", interval_s=1, sessions=1234, sessions_limit=4096, subscriptions=99, in_records=1e6,
         in_bytes=5e8, out_records=1e6, out_bytes=5e8, stored_bytes=10**13,
-        budgets=[BudgetFigures(name, 10**8, 10**9) for name in ("publish", "ingest", "delivery", "catch_up", "ring")],
+        budgets=[BudgetStats(name, 10**8, 10**9) for name in ("publish", "ingest", "delivery", "catch_up", "ring")],
         streams=[
-            StreamFigures(
+            StreamStats(
                 stream=f"{stream}-{number}", shards=256, in_records=123_456, in_bytes=987_654_321, out_records=123_456,
                 out_bytes=987_654_321, readers=99, lag_records=10_000_000 + number, stored_bytes=10**12, held_bytes=0,
                 pending_bytes=0, stopped=3,
@@ -119,14 +119,14 @@ def test_top_fits_a_small_screen_and_cuts_no_figure() -> None:
             for number in range(20)
         ],
         readers=[
-            ReaderFigures(
+            ReaderStats(
                 kind="subscription", name="s/1", stream=stream, identity="orders-svc", records=1e5, bytes=1e8,
                 lag_records=10_820 + number, waits="credit",
             )
             for number in range(20)
         ],
         caches=[
-            CacheFigures(
+            CacheStats(
                 cache="acme/web/sessions", keys=10**7, size_bytes=10**9, bytes_limit=10**10, gets=123_456, hit_ratio=0.5,
                 evicted=7, expired=8, watches=9,
             )

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import felix
 from cli.main import app
-from cli.top import Figures, Sample, figures, picture, size
+from cli.top import Sample, TopStats, figures, picture, size
 from felix.errors import RequestError
 from felix.messages import CacheTraffic, LinkState, QuotaState, ReaderTraffic, RegionState, StreamTraffic
 from felix.quota import QuotaLimits
@@ -44,7 +44,7 @@ def sample_of(at_s: float, *streams: StreamTraffic, **more: list[object]) -> Sam
     )
 
 
-def drawn(found: Figures, rows: int = 15) -> str:
+def drawn(found: TopStats, rows: int = 15) -> str:
     text = io.StringIO()
     Console(file=text, width=220).print(picture(found, rows))
     return text.getvalue()

@@ -24,7 +24,7 @@ from region_peer import client
 from audit.submission import SubmissionStatus
 from audit.trail import TrailStatus
 from bridge.health import AgentCollector
-from bridge.link_worker import Figures
+from bridge.link_worker import LinkStats
 from felix.address import Address
 from felix.settings import Deduplication, Views
 
@@ -78,7 +78,7 @@ async def broker_families(home: Path) -> set[str]:
 
 def agent_families() -> set[str]:
     status = TrailStatus(*[0] * len(TrailStatus._fields))  # type: ignore[arg-type]
-    links: Sequence[tuple[Any, Figures]] = ()
+    links: Sequence[tuple[Any, LinkStats]] = ()
     registry = CollectorRegistry()
     registry.register(
         AgentCollector(lambda: links, lambda: status, dict, lambda: [WITNESS], lambda: 0, lambda: 0.0)
