@@ -79,10 +79,10 @@ async def test_a_plan_that_ends_the_link_while_a_key_is_waited_for_lets_nothing_
     announced_before: list[int] = []
 
     async def counting(self: LinkWorker, *more: object) -> bool:
-        before = self.figures.envelopes
+        before = self.stats.envelopes
         went = await cross(self, *more)  # type: ignore[arg-type]
         if waits == 1 and not announced_before:
-            announced_before.append(self.figures.envelopes - before)
+            announced_before.append(self.stats.envelopes - before)
         return went
 
     monkeypatch.setattr(LinkWorker, "_cross", counting)
