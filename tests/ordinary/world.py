@@ -66,6 +66,8 @@ STREAMS: Final = ("acme/ops/departures", "acme/ops/departures", "acme/ops/depart
 """Few, so that operations meet; one may stand here several times."""
 COPIES: Final = ("", "", "acme/ops/copy")
 """Under which name a granted stream arrives; empty: its own."""
+BRIDGE: Final = "carrier"
+"""The bridge of each source, to both other regions."""
 STEPS: Final = 30
 SETTLE_S: Final = 5.0
 """How long a sequence waits, at most, for its links to stand still."""
@@ -163,7 +165,7 @@ class World:
             config = load_config(folder.config)
             issue_identity(folder, config, "approver", "dpo", now_ms())
             if region in self.sources:
-                issue_identity(folder, config, "bridge", "carrier", now_ms())
+                issue_identity(folder, config, "bridge", BRIDGE, now_ms())
         self._exchange_bundles()
 
     def _exchange_bundles(self) -> None:
@@ -196,7 +198,7 @@ class World:
 
     async def start_agent(self, region: str) -> None:
         config = BridgeConfig(
-            name="carrier", source=region, mesh="acme", source_addresses=(f"127.0.0.1:{self._ports[region]}",),
+            name=BRIDGE, source=region, mesh="acme", source_addresses=(f"127.0.0.1:{self._ports[region]}",),
             destinations=tuple(
                 DestinationConfig(region=other, addresses=(f"127.0.0.1:{self._ports[other]}",))
                 for other in self.others(region)
@@ -245,7 +247,7 @@ class World:
                 await self.put(region, "policy", sign_policy(self.policy(region), self.key(region)))
             for region in self.sources:
                 client = await self.client(region)
-                bridge = f"spiffe://{region}.acme/bridge/link_worker"
+                bridge = f"spiffe://{region}.acme/bridge/{BRIDGE}"
                 await client.put_rights(
                     bridge, [f"bridge-read {stream}" for stream in sorted({*STREAMS, *filter(None, COPIES)})]
                 )
@@ -348,7 +350,7 @@ class World:
         lasts_ms = self.random.choice((3_600_000,) * 5 + (3_000,))
         terms = GrantTerms(**{
             "stream": stream, "from_region": source, "to_region": target, "destination_stream": arrives,
-            "bridge": f"spiffe://{source}.acme/bridge/link_worker", "purpose": f"analytics {len(self.grants)}", "basis": Basis.SCC,
+            "bridge": f"spiffe://{source}.acme/bridge/{BRIDGE}", "purpose": f"analytics {len(self.grants)}", "basis": Basis.SCC,
             "reference": "SCC-2026-014", "exporter": "Acme US", "importer": "Acme", "owner": "operations",
             "drawn_up_by": f"spiffe://{source}.acme/operator/operator", "not_before": now - 1_000,
             "expires": now + lasts_ms,
@@ -527,7 +529,7 @@ class World:
     async def put_agent_back(self) -> str | None:
         """An agent's egress log is put back to an older copy: it must not go on. Then the newest copy is found."""
         region = self.random.choice(self.sources)
-        log = self.folder(region).root / "bridges" / "carrier" / "egress"
+        log = self.folder(region).root / "bridges" / BRIDGE / "egress"
         older, newest = self.home / f"older-{region}", self.home / f"newest-{region}"
         await self.stop_agent(region)
         if not older.exists():
@@ -550,7 +552,7 @@ class World:
         folder = self.folder(region)
         await self.stop_agent(region)
         await asyncio.to_thread(
-            issue_identity, folder, load_config(folder.config), "bridge", "carrier", now_ms()
+            issue_identity, folder, load_config(folder.config), "bridge", BRIDGE, now_ms()
         )
         if self.random.random() < 0.8:
             self._exchange_bundles()
@@ -570,8 +572,8 @@ class World:
             for region in self.regions
         }
         for region in self.sources:
-            found[egress_origin(region, "acme", "carrier")] = (
-                self.folder(region).root / "bridges" / "carrier" / "egress"
+            found[egress_origin(region, "acme", BRIDGE)] = (
+                self.folder(region).root / "bridges" / BRIDGE / "egress"
             )
         return {origin: path for origin, path in found.items() if (path / "checkpoint").exists()}
 
