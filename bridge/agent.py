@@ -14,11 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
-from random import Random
 from typing import Final, NamedTuple
 
 from audit.checkpoint import note_size
@@ -62,6 +60,8 @@ from felix.messages import (
 from felix.names import NamePattern, SpiffeId, StreamName, trust_domain
 from felix.profile import Profile
 from felix.renewal import request_renewal, store_renewed
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from felix.tasks import end_tasks
 from felix.transport.port import Engine
 from keys.bundle import RegionBundle, decode_bundle
@@ -93,11 +93,6 @@ CLOSE_S: Final = 10.0
 """How long an orderly end waits for links, and again for the last cosignatures."""
 STREAMS_MAX: Final = 1_000
 """Streams that are looked at for wildcard grants."""
-
-
-def now_ms() -> int:
-    """The wall clock, in ms since the Unix epoch."""
-    return time.time_ns() // 1_000_000
 
 
 class AgentFiles(NamedTuple):
@@ -147,11 +142,6 @@ def load_quorum(config: BridgeConfig, base: Path) -> Quorum:
     return Quorum(policy, wanted.max_lag)
 
 
-def monotonic_ms() -> int:
-    """A clock that does not go back, in ms."""
-    return int(time.monotonic() * 1000)
-
-
 def _load_bundle(path: Path, region: str, mesh: str) -> RegionBundle:
     try:
         bundle = decode_bundle(path.read_bytes()).bundle
@@ -190,8 +180,7 @@ class Agent:
         base: Path,
         *,
         engine: Engine | None = None,
-        clock_ms: Callable[[], int] = now_ms,
-        random: Random | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
         self.config = config
         self.base = base
@@ -200,8 +189,8 @@ class Agent:
         self.rows: tuple[PlannedLink, ...] = ()
         self.shop: LinkContext
         self._engine = engine
-        self._clock_ms = clock_ms
-        self._random = random or Random()  # noqa: S311 - spreads retries; nothing secret is drawn
+        self._runtime = runtime
+        self._clock_ms = runtime.clock.now_ms
         self._files: AgentFiles
         self._endpoints: dict[str, RegionEndpoint] = {}
         self._workers: dict[tuple[str, str, int], tuple[LinkWorker, asyncio.Task[None]]] = {}
@@ -241,8 +230,7 @@ class Agent:
             source=source,
             limits=config.limits,
             failpoints=Failpoints.of(os.environ),
-            clock_ms=self._clock_ms,
-            random=self._random,
+            runtime=self._runtime,
             log_grant=self._log_grant,
             check_history=self._check_history,
             held=self._held,
@@ -279,7 +267,7 @@ class Agent:
         files = self._files
         bundle = files.bundles[region]
         profile = region_profile(bundle, addresses, server_name, files.identity, self.config.engine)
-        endpoint = self._endpoints[region] = RegionEndpoint(profile, bundle, self._engine, self._random)
+        endpoint = self._endpoints[region] = RegionEndpoint(profile, bundle, self._engine, self._runtime)
         return endpoint
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -351,7 +339,9 @@ class Agent:
         return None if trail is None else trail.status()
 
     def _quorum_lag_ms(self) -> int | None:
-        return None if self._quorum is None else self._quorum.lag_ms(monotonic_ms())
+        return (
+            None if self._quorum is None else self._quorum.lag_ms(int(self._runtime.clock.monotonic() * 1000))
+        )
 
     def _sessions(self) -> dict[str, bool]:
         return {region: endpoint.is_up for region, endpoint in self._endpoints.items()}
@@ -640,7 +630,9 @@ class Agent:
         while self._quorum is not None:
             trail, before = self.shop.trail, self._held()
             if trail is not None:
-                self._quorum.update(monotonic_ms(), trail.cosigned(), trail.status().durable)
+                self._quorum.update(
+                    int(self._runtime.clock.monotonic() * 1000), trail.cosigned(), trail.status().durable
+                )
             if bool(self._held()) is not bool(before):
                 log.warning("%s", self._held() or "A quorum of witnesses has cosigned; links go on.")
                 for worker, _ in list(self._workers.values()):
@@ -648,7 +640,9 @@ class Agent:
             await asyncio.sleep(QUORUM_S)
 
     def _held(self) -> str:
-        return "" if self._quorum is None else self._quorum.refuses(monotonic_ms())
+        return (
+            "" if self._quorum is None else self._quorum.refuses(int(self._runtime.clock.monotonic() * 1000))
+        )
 
     def _notice(self) -> str:
         behind = [status for status in self.witnesses() if status.lag_ms >= WITNESS_LAG_MS]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
-from random import Random
 from typing import Final
 
 from audit.trust import RegionTrust
@@ -18,6 +17,7 @@ from felix.connection import Link, RegionConnection
 from felix.errors import Code, FelixError, UnavailableError
 from felix.identity import Identity
 from felix.profile import Profile
+from felix.runtime.port import Runtime
 from felix.tasks import end_tasks
 from felix.transport.port import Engine
 from keys.bundle import RegionBundle
@@ -30,14 +30,16 @@ _AGAIN: Final = BackoffPolicy(first_ms=200, ceiling_ms=10_000)
 class RegionEndpoint:
     """One region as the agent sees it. `bundle` holds its keys, `trust` what they may be used for; `connection` is None until the first session."""
 
-    def __init__(self, profile: Profile, bundle: RegionBundle, engine: Engine | None, random: Random) -> None:
+    def __init__(
+        self, profile: Profile, bundle: RegionBundle, engine: Engine | None, runtime: Runtime
+    ) -> None:
         self.profile = profile
         self.bundle = bundle
         self.trust = RegionTrust(bundle)
         self.reason = f"There is no session with {profile.region} yet."
         self._connection: RegionConnection | None = None
         self._engine = engine
-        self._random = random
+        self._runtime = runtime
         self._over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -83,9 +85,9 @@ class RegionEndpoint:
             await self._connection.close()
 
     async def _keep(self) -> None:
-        backoff = Backoff(_AGAIN, self._random)
+        backoff = Backoff(_AGAIN, self._runtime.random)
         while True:
-            connection = RegionConnection(self.profile, engine=self._engine, random=self._random)
+            connection = RegionConnection(self.profile, engine=self._engine, runtime=self._runtime)
             self._over.clear()
             try:
                 await connection.open()

@@ -24,7 +24,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from random import Random
 from typing import Final, NamedTuple
 
 import msgspec
@@ -80,6 +79,7 @@ from felix.messages import (
     StreamStated,
 )
 from felix.names import SpiffeId, StreamName
+from felix.runtime.port import Runtime
 from keys.envelope import DataKey
 from keys.handoff import HandoffScope, open_data_key
 from keys.hybrid import HybridKeyPair
@@ -135,8 +135,7 @@ class LinkContext:
     source: RegionEndpoint
     limits: LimitsConfig
     failpoints: Failpoints
-    clock_ms: Callable[[], int]
-    random: Random
+    runtime: Runtime
     log_grant: Callable[[PlannedLink], Awaitable[None]]
     check_history: Callable[[RegionEndpoint], Awaitable[None]]
     tracing: CrossingTracing | None = None
@@ -148,6 +147,9 @@ class LinkContext:
     trail_reason: str = "The egress log is not open yet."
     ledger: Ledger = field(default_factory=Ledger)
     rates: dict[str, RateLimit] = field(default_factory=dict)
+
+    def clock_ms(self) -> int:
+        return self.runtime.clock.now_ms()
 
     def open_trail(self) -> Trail:
         """Raises AuditUnavailableError where there is none: then nothing crosses."""
@@ -230,8 +232,8 @@ class LinkWorker:
         """why the newest of them did"""
         self.cut: CutState | None = None
         """What an operator is to decide about, while the link is truncated."""
-        self._backoff = Backoff(LOST_AGAIN, shop.random)
-        self._denied_backoff = Backoff(DENIED_AGAIN, shop.random)
+        self._backoff = Backoff(LOST_AGAIN, shop.runtime.random)
+        self._denied_backoff = Backoff(DENIED_AGAIN, shop.runtime.random)
         # Of the session that stands.
         self.in_session = False
         self._feed: SealedFeed | None = None

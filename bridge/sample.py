@@ -9,7 +9,6 @@ that is not in force yet, and its pseudonyms are made with a key that is thrown 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +34,7 @@ from felix.messages import (
 )
 from felix.names import StreamName
 from felix.provenance import PATH_HEADER, parse_path
+from felix.runtime.real import REAL
 from keys.envelope import DataKey
 from keys.handoff import HandoffScope, open_data_key
 from keys.link import SECRET_BYTES, LinkSecrets, LinkSecretScope, open_link_secrets
@@ -127,7 +127,7 @@ async def sample_as_reader(
     """
     name = _stream_of(terms, stream)
     _check_count(count)
-    secrets = LinkSecrets(os.urandom(SECRET_BYTES), os.urandom(SECRET_BYTES))
+    secrets = LinkSecrets(REAL.random.randbytes(SECRET_BYTES), REAL.random.randbytes(SECRET_BYTES))
     transform = compile_terms(terms, secrets)
     state = await client.describe_stream(name)
     found: list[SampledRecord] = []

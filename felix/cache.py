@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -41,6 +39,7 @@ from felix.exchange import Exchange
 from felix.frames import CALL_BYTES_MAX, FRAME_HEADER_BYTES, Frame
 from felix.messages import AlterStream, Answer, CacheOpened, OpenCache, StreamState, WatchCache
 from felix.names import StreamName, shard_for_key
+from felix.runtime.port import Clock
 from felix.settings import DURATION_MS_MAX, CacheChange
 
 EXCHANGES_DEFAULT: Final = 2
@@ -129,8 +128,7 @@ class Cache:
         self._opening = asyncio.Lock()
         self._shards = 0
         self._operations = count()
-        # Not the connection's random: a seeded one would give two clients the same ids.
-        self._operation_prefix = os.urandom(8)
+        self._operation_prefix = connection.runtime.random.randbytes(8)
 
     def __repr__(self) -> str:
         return f"Cache({str(self.name)!r})"
@@ -318,7 +316,7 @@ class Cache:
 
     def mirror(self, prefix: Key = b"") -> Mirror:
         """A copy of these keys in this process, kept right by a watch. Use it as `async with`."""
-        return Mirror(self.watch(prefix=prefix))
+        return Mirror(self.watch(prefix=prefix), self._connection.runtime.clock)
 
     # -- calls -----------------------------------------------------------------------------------------
 
@@ -340,9 +338,10 @@ class Cache:
 
     async def _again(self, number: int, message: wire.Positional, error: UnavailableError) -> Any:
         connection = self._connection
-        backoff = Backoff(connection.policy, connection.random)
-        limit = time.monotonic() + connection.request_timeout_s
-        while time.monotonic() < limit:
+        backoff = Backoff(connection.policy, connection.runtime.random)
+        clock = connection.runtime.clock
+        limit = clock.monotonic() + connection.request_timeout_s
+        while clock.monotonic() < limit:
             await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
             try:
                 return await (await self._exchange(number)).call(message, again=False)
@@ -404,6 +403,7 @@ class Watch:
         self._name, self._key, self._prefix = name, key, prefix
         self._coalesce = coalesce
         self._window_bytes = credit_bytes
+        self._clock = connection.runtime.clock
         self._exchange = Exchange(connection, self._request, self._decode, self)
         self._is_begun = False
         self._error: FelixError | None = None
@@ -559,7 +559,7 @@ class Watch:
             # What is still unread is of the link before, whose credit is void.
             self._events = deque((event, 0) for event, _ in self._events)
             self._given_bytes, self._granted_bytes = 0, self._window_bytes
-            self._push(_Opened(answer.incarnation, answer.now_ms - time.time_ns() // 1_000_000), 0)
+            self._push(_Opened(answer.incarnation, answer.now_ms - self._clock.now_ms()), 0)
 
     def lost(self, error: FelixError) -> None: ...
 
@@ -597,8 +597,9 @@ class Mirror(Mapping[bytes, bytes]):
     tells the whole state anew, the old one stays until the new one is whole.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, clock: Clock) -> None:
         self._watch = watch
+        self._clock = clock
         self._entries: dict[bytes, _Held] = {}
         self._next: dict[bytes, _Held] | None = {}
         self._task: asyncio.Task[None] | None = None
@@ -668,7 +669,7 @@ class Mirror(Mapping[bytes, bytes]):
         return held
 
     def _now_ms(self) -> int:
-        return time.time_ns() // 1_000_000 + self._watch.skew_ms
+        return self._clock.now_ms() + self._watch.skew_ms
 
     def __getitem__(self, key: Key) -> bytes:
         held = self._held(key)

@@ -23,7 +23,6 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 
@@ -103,6 +102,8 @@ from felix.publisher import (
 from felix.queue import Queue, queue_views
 from felix.quota import QuotaLimits
 from felix.renewal import IdentityKeeper
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from felix.settings import (
     NO_VIEWS,
     CacheChange,
@@ -142,12 +143,12 @@ def connect(
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     wait_for_broker: bool = True,
     tracing: bool | None = None,
-    random: Random | None = None,
+    runtime: Runtime = REAL,
 ) -> RegionClient:
     """A client of a region, by name (its profile is under `FELIX_HOME`) or by `profile`. Use it as `async with`.
 
     `identity`: who to come as: a name in the region's folder, a path, or an `Identity`; None: the profile's own.
-    Timeouts in seconds; `wait_for_broker`: False does not wait where the kernel says that nobody listens. `tracing`: see felix.tracing; None: what `FELIX_TRACING` says. `engine`, `random`: for tests.
+    Timeouts in seconds; `wait_for_broker`: False does not wait where the kernel says that nobody listens. `tracing`: see felix.tracing; None: what `FELIX_TRACING` says. `engine`, `runtime`: for tests.
     Entering raises what `RegionConnection.open` and `load_profile` raise.
     """
     if (region is None) == (profile is None):
@@ -163,7 +164,7 @@ def connect(
         request_timeout_s=request_timeout_s,
         wait_for_broker=wait_for_broker,
         tracing_on=tracing_wanted() if tracing is None else tracing,
-        random=random,
+        runtime=runtime,
     )
 
 
@@ -183,7 +184,7 @@ class RegionClient:
         request_timeout_s: float,
         wait_for_broker: bool,
         tracing_on: bool,
-        random: Random | None,
+        runtime: Runtime,
     ) -> None:
         self._name = region
         self._profile = profile
@@ -195,7 +196,7 @@ class RegionClient:
         self._request_timeout_s = request_timeout_s
         self._wait_for_broker = wait_for_broker
         self._tracing_on = tracing_on
-        self._random = random
+        self._runtime = runtime
         self._connection: RegionConnection | None = None
         self._keeper: IdentityKeeper | None = None
         self._publishers: OrderedDict[StreamName, Publisher] = OrderedDict()
@@ -231,7 +232,7 @@ class RegionClient:
             connect_timeout_s=self._connect_timeout_s,
             request_timeout_s=self._request_timeout_s,
             wait_for_broker=self._wait_for_broker,
-            random=self._random,
+            runtime=self._runtime,
         )
         await connection.open()
         self._connection = connection
@@ -641,7 +642,7 @@ class RegionClient:
         return tracing() if self._tracing_on else None
 
     def _new_producer_id(self) -> int:
-        return self.connection.random.getrandbits(63) or 1
+        return self.connection.runtime.random.getrandbits(63) or 1
 
     async def _publisher(self, name: StreamName) -> Publisher:
         publisher = self._publishers.get(name)

@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
-from random import Random
 from typing import Final, Protocol
 
 from felix.address import Address
@@ -66,6 +64,8 @@ from felix.messages import (
     encode_message,
 )
 from felix.profile import Credentials, Profile, load_credentials
+from felix.runtime.port import Random, Runtime
+from felix.runtime.real import REAL
 from felix.session import (
     Acknowledged,
     Answered,
@@ -224,11 +224,17 @@ class Link:
     """One QUIC connection and the session on it; the Handler that the transport calls."""
 
     def __init__(
-        self, *, region: str, prove: Callable[[Challenge, Binding], Proof], limits: TransportLimits
+        self,
+        *,
+        region: str,
+        prove: Callable[[Challenge, Binding], Proof],
+        limits: TransportLimits,
+        random: Random,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._region = region
         self._prove = prove
+        self._random = random
         self._backlog_high_bytes = limits.backlog_high_bytes
         self._connection: Connection | None = None
         self._session: ClientSession | None = None
@@ -264,7 +270,7 @@ class Link:
         self._session = ClientSession(
             region=self._region,
             software=SOFTWARE,
-            nonce=os.urandom(NONCE_BYTES),
+            nonce=self._random.randbytes(NONCE_BYTES),
             leaf_sha256=connection.server_leaf_sha256,
             prove=self._prove,
         )
@@ -681,13 +687,13 @@ class RegionConnection:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         wait_for_broker: bool = True,
-        random: Random | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
         """`wait_for_broker`: False raises at once, in `open`, where nobody listens at any address of the profile."""
         self.profile = profile
         self._wait_for_broker = wait_for_broker
         self.request_timeout_s = request_timeout_s
-        self.random = random or Random()  # noqa: S311 - spreads retries; nothing secret is drawn
+        self.runtime = runtime
         self.policy = backoff or BackoffPolicy()
         self.reconnects = 0
         self._engine = engine
@@ -770,7 +776,7 @@ class RegionConnection:
         else UnavailableError(DISCONNECTED) says that nobody knows. Raises what the broker refuses it with.
         """
         limit_s = self.request_timeout_s if timeout_s is None else timeout_s
-        backoff = Backoff(self.policy, self.random)
+        backoff = Backoff(self.policy, self.runtime.random)
         last: FelixError | None = None
         try:
             async with asyncio.timeout(limit_s):
@@ -815,7 +821,7 @@ class RegionConnection:
 
     async def _run(self, link: Link) -> None:
         loop = asyncio.get_running_loop()
-        backoff = Backoff(self.policy, self.random)
+        backoff = Backoff(self.policy, self.runtime.random)
         while True:
             began = loop.time()
             await link.leave_asked.wait()
@@ -850,7 +856,7 @@ class RegionConnection:
     async def _establish(self, deadline: float | None) -> Link:
         """A link that stands. Tries address after address; without a deadline, for as long as it takes."""
         loop = asyncio.get_running_loop()
-        backoff = Backoff(self.policy, self.random)
+        backoff = Backoff(self.policy, self.runtime.random)
         tried = deserted = 0
         while True:
             address = next(self._addresses)
@@ -897,6 +903,7 @@ class RegionConnection:
             region=self.profile.region,
             prove=lambda challenge, binding: self._prove(credentials, challenge, binding),
             limits=self._limits,
+            random=self.runtime.random,
         )
         tls = ClientTls(credentials.root_pem, self.profile.tls_name)
         try:

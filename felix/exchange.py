@@ -77,7 +77,7 @@ class Exchange:
         self._answer: Answer | None = None
         self._dead: FelixError | None = None
         self._reopen: asyncio.TimerHandle | None = None
-        self._backoff = Backoff(connection.policy, connection.random)
+        self._backoff = Backoff(connection.policy, connection.runtime.random)
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class Exchange:
                     except UnavailableError as error:
                         if not again or self._dead is not None:
                             raise
-                        backoff = backoff or Backoff(self._connection.policy, self._connection.random)
+                        backoff = backoff or Backoff(self._connection.policy, self._connection.runtime.random)
                         await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
         except TimeoutError:
             raise self._unanswered(message, limit_s) from None

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from felix.errors import Code, RequestError
+from felix.runtime.real import REAL
 
 PRIVATE: Final = 0o600
 PUBLIC: Final = 0o644
@@ -32,7 +33,7 @@ def sync_folder(folder: Path) -> None:
 
 def stage_file(path: Path, data: bytes, mode: int = PRIVATE) -> Path:
     """Write what is to become `path` beside it, synced; `commit_file` puts it there. Leaves nothing where it fails."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.new")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{REAL.random.randbytes(4).hex()}.new")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(handle, "wb") as file:

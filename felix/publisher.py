@@ -886,7 +886,7 @@ class Publisher:
                 return
         elif isinstance(error, UnavailableError):
             if pending.backoff is None:
-                pending.backoff = Backoff(self._region.policy, self._region.random)
+                pending.backoff = Backoff(self._region.policy, self._region.runtime.random)
             wait_s = pending.backoff.next_ms(error.retry_after_ms) / 1000
             if self._loop.time() + wait_s < pending.deadline:
                 # The rest of the shard was or will be refused with a gap; it is all sent again, in order.
@@ -1054,7 +1054,7 @@ class Publisher:
         self._fail(error)
 
     async def _open_on(self, link: Link) -> None:
-        backoff = Backoff(self._region.policy, self._region.random)
+        backoff = Backoff(self._region.policy, self._region.runtime.random)
         while not link.is_over:
             stream_id = -1
             try:

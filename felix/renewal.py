@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -46,11 +44,6 @@ CLOSE_S: Final = 3.0
 """How long a client that closes waits for a renewal that it began."""
 WAIT_S_MAX: Final = 3_600.0
 """Clocks are set and machines sleep: the time is looked at again so often."""
-
-
-def wall_ms() -> int:
-    """The wall clock, in ms since the Unix epoch."""
-    return time.time_ns() // 1_000_000
 
 
 async def request_renewal(
@@ -107,11 +100,9 @@ class IdentityKeeper:
     def __init__(
         self,
         connection: RegionConnection,
-        *,
-        clock_ms: Callable[[], int] = wall_ms,
     ) -> None:
         self._connection = connection
-        self._clock_ms = clock_ms
+        self._clock_ms = connection.runtime.clock.now_ms
         self._task: asyncio.Task[None] | None = None
         self._renewing = self._closing = False
         self._told: tuple[int, Stage] | None = None

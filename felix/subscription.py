@@ -359,7 +359,7 @@ class Feed:
         )
 
     async def _open_on(self, link: Link, after: FelixError | None) -> None:
-        backoff = Backoff(self._region.policy, self._region.random)
+        backoff = Backoff(self._region.policy, self._region.runtime.random)
         stepped_back = False
         while True:
             if after is not None:

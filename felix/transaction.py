@@ -18,8 +18,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
@@ -48,6 +46,7 @@ from felix.queue import Job
 from felix.queue_messages import RUNS_MAX, Held
 from felix.ranges import RangeSet
 from felix.transaction_messages import (
+    ID_BYTES,
     Abort,
     Begin,
     Begun,
@@ -78,6 +77,9 @@ class Transactions:
         self._exchange: Exchange | None = None
         self._opening: asyncio.Task[Any] | None = None
         self._epochs: dict[str, asyncio.Task[int]] = {}
+
+    def new_id(self) -> bytes:
+        return self._connection.runtime.random.randbytes(ID_BYTES)
 
     async def call(self, message: Any, timeout_s: float | None = None) -> Any:
         """One call; every one may be asked again."""
@@ -165,7 +167,6 @@ class Transaction:
         timeout_s: float = TRANSACTION_TIMEOUT_S,
         transactional_id: str = "",
         compress: int = 0,
-        new_id: Callable[[], bytes] = lambda: os.urandom(16),
     ) -> None:
         if not 0.001 <= timeout_s <= 86_400:
             raise RequestError(
@@ -175,7 +176,7 @@ class Transaction:
             raise RequestError(
                 f"compress is {compress}; 0 to {COMPRESS_LEVEL_MAX}.", code=Code.CONFIG_INVALID
             )
-        self.id = new_id()
+        self.id = transactions.new_id()
         self._transactions = transactions
         self._timeout_s = timeout_s
         self._transactional_id = transactional_id

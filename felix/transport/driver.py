@@ -19,9 +19,7 @@ import asyncio
 import hashlib
 import ipaddress
 import logging
-import os
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +28,7 @@ from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Protocol
 
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.runtime.real import REAL
 from felix.transport import packet
 from felix.transport.certificate import explain_refusal
 from felix.transport.port import (
@@ -97,7 +96,9 @@ _SENDING: Final = 1
 _RECEIVING: Final = 2
 _STOPPED: Final = 4
 
-_clock = time.monotonic
+# Both of this machine, since the sockets and the peers are.
+_clock = REAL.clock.monotonic
+_random_bytes = REAL.random.randbytes
 
 
 class EventTypes(NamedTuple):
@@ -935,7 +936,7 @@ class DriverConnection:
                 self._tls.authorities_pem,
                 self._tls.server_name,
                 peer,
-                datetime.now(UTC),
+                datetime.fromtimestamp(REAL.clock.now_ms() / 1000, UTC),
                 why.reason,
             )
         if why.frame_type is not None and why.code == _QUIC_CONNECTION_REFUSED:
@@ -1005,7 +1006,7 @@ class DriverListener:
         self._refusals: set[DriverConnection] = set()
         self._established: set[DriverConnection] = set()
         self._touched: dict[DriverConnection, None] = {}
-        self._tokens = packet.TokenSeal(os.urandom(16))
+        self._tokens = packet.TokenSeal(_random_bytes(16))
         self._closing = False
         self._udp = UdpSocket(sock, loop, self)
 
@@ -1102,7 +1103,7 @@ class DriverListener:
         if header.version != packet.VERSION_1:
             # Version 0 is itself a version negotiation; answering it would start a loop between two servers.
             if header.version and not self._udp.blocked:
-                self._udp.send([packet.encode_version_negotiation(header, os.urandom(1)[0])], address)
+                self._udp.send([packet.encode_version_negotiation(header, _random_bytes(1)[0])], address)
             return None
         if not header.is_initial or len(header.destination_cid) < packet.INITIAL_CID_BYTES_MIN:
             return None
@@ -1194,14 +1195,14 @@ class DriverListener:
     def _send_retry(self, header: packet.LongHeader, address: Address) -> None:
         if self._udp.blocked:
             return
-        retry_cid = os.urandom(packet.CID_BYTES)
+        retry_cid = _random_bytes(packet.CID_BYTES)
         token = self._tokens.seal(
             packet.RetryClaim(header.destination_cid, retry_cid),
             (address[0], address[1]),
             int(_clock() * 1000),
-            os.urandom(12),
+            _random_bytes(12),
         )
-        self._udp.send([packet.encode_retry(header, retry_cid, token, os.urandom(1)[0])], address)
+        self._udp.send([packet.encode_retry(header, retry_cid, token, _random_bytes(1)[0])], address)
 
     # the connections' side
 

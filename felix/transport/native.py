@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +26,7 @@ from qh3.quic.packet import (
 from qh3.tls import ExtensionType, SignatureAlgorithm, load_pem_x509_certificates
 
 from felix.errors import Code, UnavailableError
+from felix.runtime.real import REAL
 from felix.transport.driver import DriverEngine, EventTypes, MachineClosed, ServerIdentity
 from felix.transport.packet import CID_BYTES
 from felix.transport.port import DATAGRAM_BYTES_MIN, ClientTls, ServerTls, TransportLimits
@@ -211,7 +211,7 @@ class NativeMachine:
         at -= self._ahead
         if self._quic.waits_for_peer:
             # Its own timer is for now, again and again; the peer's answer is what it waits for.
-            at = max(at, time.monotonic() + WAIT_FOR_PEER_S)
+            at = max(at, REAL.clock.monotonic() + WAIT_FOR_PEER_S)
         return at
 
     def handle_deadline(self, now: float) -> None:

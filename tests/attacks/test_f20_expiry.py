@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from bridge_mesh import Mesh, flight, two_regions, until
+from runtimes import with_wall
 
 from audit.leaf import Kind
 from bridge.link import LinkPhase
@@ -37,10 +38,10 @@ async def test_a_grant_that_expires_while_a_key_is_waited_for_lets_nothing_cross
     async def slow(self: LinkWorker, key_id: bytes) -> DataKey:
         nonlocal waits
         key = await took(self, key_id)
-        export, clock = self.row.export, self._shop.clock_ms
+        export, clock = self.row.export, self._shop.runtime.clock.now_ms
         assert export is not None and clock() < export.terms.expires
         ends = export.terms.expires
-        self._shop.clock_ms = lambda: max(clock(), ends)
+        self._shop.runtime = with_wall(lambda: max(clock(), ends))
         waits += 1
         return key
 

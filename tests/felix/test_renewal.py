@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 from client.conftest import until
+from runtimes import with_wall
 
 import felix.renewal
 from felix.connection import RegionConnection
@@ -15,6 +16,7 @@ from felix.identity import Identity, parse_identity
 from felix.names import SpiffeId
 from felix.profile import Profile
 from felix.renewal import IdentityKeeper
+from felix.runtime.port import Runtime
 from keys.authority import create_authority
 
 NOW = 1_800_000_000_000
@@ -26,7 +28,8 @@ WHO = SpiffeId("us-east", "acme", "client", "orders")
 class Connection:
     """What the keeper needs of a connection: each session reads the identity anew, as from a file."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, runtime: Runtime) -> None:
+        self.runtime = runtime
         self.profile = Profile(
             region="us-east",
             mesh="acme",
@@ -61,8 +64,8 @@ async def test_each_life_is_renewed_at_two_thirds_and_its_session_made_anew_befo
     monkeypatch.setattr(felix.renewal, "WAIT_S_MAX", 0.005)
     monkeypatch.setattr(felix.renewal, "AGAIN_S_MAX", 0.005)
     monkeypatch.setattr(felix.renewal, "AGAIN_S_MIN", 0.005)
-    connection = Connection(AUTHORITY.issue_identity(WHO, now))
-    keeper = IdentityKeeper(cast(RegionConnection, connection), clock_ms=lambda: now)
+    connection = Connection(AUTHORITY.issue_identity(WHO, now), with_wall(lambda: now))
+    keeper = IdentityKeeper(cast(RegionConnection, connection))
     keeper.start()
     try:
         # A certificate of 30 days is renewed after 20; the session of the one before it ends 27 days after that one began.
@@ -101,8 +104,8 @@ async def test_a_client_that_closes_waits_for_a_renewal_that_it_began_and_no_lon
     # Whoever waited for more than the renewal would wait for ever.
     monkeypatch.setattr(felix.renewal, "CLOSE_S", 3_600.0)
     old = AUTHORITY.issue_identity(WHO, NOW)
-    connection = Connection(old)
-    keeper = IdentityKeeper(cast(RegionConnection, connection), clock_ms=lambda: NOW + 21 * DAY)
+    connection = Connection(old, with_wall(lambda: NOW + 21 * DAY))
+    keeper = IdentityKeeper(cast(RegionConnection, connection))
     keeper.start()
     await asked.wait()
     closing = asyncio.create_task(keeper.close())

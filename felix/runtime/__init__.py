@@ -1,0 +1,1 @@
+"""What a process takes from its machine and cannot compute: time, chance, threads. One port, a real one behind it."""

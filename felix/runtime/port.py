@@ -1,0 +1,34 @@
+"""The port of the runtime: where time and chance come from. Whoever needs them is handed them when it is made.
+
+Invariants: nothing outside `felix.runtime` reads a clock or draws chance by itself (ruff's banned-api says so), so that one
+object decides both for a whole region, a bridge agent or a client. Timers are the event loop's own (`call_later`): who hands
+in another runtime runs on a loop that agrees with its clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random as Random
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Two clocks that must not be mixed: what people agree on, and what only goes forward."""
+
+    def now_ms(self) -> int:
+        """The wall clock, in ms since the Unix epoch. It may jump, back too."""
+
+    def monotonic(self) -> float:
+        """Seconds since some moment; never goes back. The event loop's `time` counts from the same moment."""
+
+    def monotonic_ns(self) -> int:
+        """The same in ns, where differences are small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What one process, real or simulated, runs on."""
+
+    clock: Clock
+    random: Random
+    """For keys and nonces as well as for the spread of retries: on a real machine its source is the kernel's."""

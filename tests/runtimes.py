@@ -1,0 +1,21 @@
+"""Runtimes whose wall clock a test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL, SystemClock
+
+
+class _Wall(SystemClock):
+    def __init__(self, now_ms: Callable[[], int]) -> None:
+        self._now_ms = now_ms
+
+    def now_ms(self) -> int:
+        return self._now_ms()
+
+
+def with_wall(now_ms: Callable[[], int]) -> Runtime:
+    """This machine's, apart from the wall clock: `now_ms` says what it shows."""
+    return Runtime(_Wall(now_ms), REAL.random)
