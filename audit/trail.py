@@ -74,6 +74,7 @@ ROUND_MS: Final = 5_000
 """How long all witnesses are shown the same checkpoint, so that one note collects their cosignatures; a bridge asks
 every 3 s. Once all that are expected have cosigned, the next one may follow at once."""
 _RETRY_MS: Final = 50
+_REFUSED_RETRY_MS: Final = 1_000
 
 Done = Callable[[int, AuditUnavailableError | None], None]
 """Called with the index of the append's first leaf, and the reason where it did not become durable."""
@@ -122,10 +123,12 @@ class Trail:
         settings: TrailSettings,
         state: _Opened,
         wal: Wal,
+        refusal: Callable[[], str],
     ) -> None:
         self._folder, self._lock_file, self._signers, self._settings = folder, lock, signers, settings
         self._witnesses = state.witnesses
         self._wal = wal
+        self._refusal = refusal
         self.recovered: Torn | None = state.torn
         """what opening cut from the write-ahead file, if anything"""
 
@@ -175,12 +178,15 @@ class Trail:
         cosigned: Iterable[bytes] = (),
         settings: TrailSettings | None = None,
         sync: Callable[[int], None] = os.fdatasync,
+        refusal: Callable[[], str] = lambda: "",
     ) -> Trail:
         """Open the log in this folder, or begin one; recover what a crash left. Blocks.
 
         `signer`: the log's key; its name is the log's origin. `also`: further keys of the same name that sign each
         checkpoint beside it (ML-DSA-44). `cosigned`: notes that witnesses remember of this log; a log that does not
         reach them, or differs, is not opened. `sync`: what makes a file durable.
+        `refusal`: why nothing may be appended or signed now, empty where it may: whoever else may write a log of this name
+        meanwhile would make another history of it. Asked from several threads, often.
 
         Raises RequestError(CONFLICT) where another process has it open, CorruptionError where leaves are damaged,
         RolledBackError where it is shorter than what was signed, TamperError where files do not fit each other.
@@ -204,7 +210,7 @@ class Trail:
             wal = Wal(
                 path / WAL_FOLDER, state.tree.size, sync=sync, segment_bytes_max=settings.segment_bytes_max
             )
-            trail = cls(folder, lock, signers, settings, state, wal)
+            trail = cls(folder, lock, signers, settings, state, wal, refusal)
         except BaseException:
             lock.close()
             raise
@@ -286,8 +292,8 @@ class Trail:
         return await future
 
     def _check_open(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if (failure := self.failure) is not None:
+            raise failure
         if self._closing:
             raise AuditUnavailableError(f"The audit log {self.key.name} is being closed.")
 
@@ -307,8 +313,20 @@ class Trail:
 
     @property
     def failure(self) -> AuditUnavailableError | None:
-        """Why the log takes no more leaves, if it has stopped: then nothing may cross. For every decision, so cheap."""
-        return self._failure
+        """Why the log takes no leaves, where it has stopped or may not be written now: then nothing may cross. For every
+        decision, so cheap."""
+        return self._failure or self.held_back()
+
+    def held_back(self) -> AuditUnavailableError | None:
+        """Why the log may not be written now, though nothing is wrong with it; None where it may."""
+        why = self._refusal()
+        if not why:
+            return None
+        return AuditUnavailableError(
+            f"The audit log {self.key.name} is not written now: {why}.",
+            hint="Nothing crosses meanwhile; it goes on by itself.",
+            retry_after_ms=_REFUSED_RETRY_MS,
+        )
 
     def last_intent(self, key: LinkShard) -> Crossing | None:
         """The newest durable INTENT of this link shard."""
@@ -377,8 +395,8 @@ class Trail:
         with self._lock:
             wanted, limit = self._durable, time.monotonic() + timeout_s
             while self._current.checkpoint.size < wanted:
-                if self._failure is not None:
-                    raise self._failure
+                if (failure := self.failure) is not None:
+                    raise failure
                 self._publish_wanted = True
                 self._to_publish.notify()
                 if not self._published_once.wait(limit - time.monotonic()):
@@ -561,8 +579,14 @@ class Trail:
                 if uncovered and (
                     wanted or overdue or ended or uncovered >= self._settings.checkpoint_leaves
                 ):
-                    self._publish()
-                    due_at = None
+                    if self._refusal():
+                        # Looked at again after another interval, or when the log is opened again.
+                        due_at = time.monotonic() + self._settings.checkpoint_interval_ms / 1000
+                        with self._lock:
+                            self._published_once.notify_all()
+                    else:
+                        self._publish()
+                        due_at = None
                 elif wanted:
                     with self._lock:
                         self._published_once.notify_all()

@@ -72,6 +72,7 @@ class Code(IntEnum):
     LIMIT_STREAMS = 411
     LIMIT_STORED = 412
     LIMIT_OPEN = 413
+    SERVED_ELSEWHERE = 415
 
     # 5xx  residency: policy, grants, bridges
     RESIDENCY_DENIED = 500

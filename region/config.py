@@ -20,6 +20,7 @@ from felix.telemetry import TracingConfig
 from policy.documents import Parsed, decode_document
 from policy.quantity import Duration, Rate, Size
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES
+from region.metadata.lease import LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN
 
 DEFAULT_PORT: Final = 7443
 DAY_MS: Final = 86_400_000
@@ -34,6 +35,9 @@ CATCH_UP_BUDGET_BYTES_MIN: Final = 1 << 20
 """One read."""
 OFFLOAD_RATE_BYTES_MIN: Final = 64 << 10
 """A segment in an hour."""
+LEASE_MS: Final = 15_000
+"""Of a broker's registration in etcd: outages of etcd up to two thirds of it are not felt by those who write, and another broker waits
+so long before it takes over from a machine that is gone."""
 SWEEP_MS_MIN: Final = 10
 SWEEP_MS_MAX: Final = 3_600_000
 """A sweep without work costs a look at each shard; one that never comes is a disk that fills."""
@@ -57,7 +61,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class MetadataConfig(Part, frozen=True):
-    """`embedded` (SQLite in the data folder, one broker) or `etcd`."""
+    """`embedded` (SQLite in the data folder) or `etcd`. `lease`: how long etcd may be away before the broker stops writing."""
 
     kind: Literal["embedded", "etcd"] = "embedded"
     endpoints: tuple[str, ...] = ()
@@ -66,8 +70,13 @@ class MetadataConfig(Part, frozen=True):
     key: str = ""
     user: str = ""
     password_file: str = ""
+    lease: Duration = Duration(LEASE_MS)
 
     def __post_init__(self) -> None:
+        if not LEASE_TTL_MS_MIN <= self.lease <= LEASE_TTL_MS_MAX:
+            raise RequestError(
+                f"lease is {self.lease}; {Duration(LEASE_TTL_MS_MIN)} to {Duration(LEASE_TTL_MS_MAX)} are allowed."
+            )
         if self.kind == "etcd" and not self.endpoints:
             raise RequestError("kind is etcd and no endpoint is named: add endpoints: [127.0.0.1:2379].")
 

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import os
+import socket
 import sys
 import time
 from collections.abc import Coroutine
@@ -64,6 +66,7 @@ from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls
 from region.metadata.genesis import claim_or_verify, sign_genesis
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import MetadataStore
+from region.metadata.registration import Holder, Registration
 from region.metrics import BrokerCollector
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
@@ -123,6 +126,7 @@ class Node:
         self.listener: Listener
         self._directory: LogDirectory
         self._certification = b""
+        self._registration: Registration | None = None
         self.health: HealthServer | None = None
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
@@ -177,6 +181,14 @@ class Node:
         root = hashlib.sha256(own.root_pem.encode()).hexdigest()
         genesis = sign_genesis(config.region, config.mesh, root, now_ms(), audit_key)
         await claim_or_verify(store, genesis, audit_key.verify_key)
+        registration: Registration | None = None
+        if config.metadata.kind == "etcd":
+            # Before the audit log is opened, which may sign.
+            registration = await Registration.open(
+                store, config.region, _holder(folder, config, directory.lock_identity)
+            )
+            self._stack.push_async_callback(registration.close)
+        self._registration = registration
         catalog = Catalog(store, config.region)
         mirror = CatalogMirror(store, config.region)
         await mirror.start()
@@ -204,6 +216,7 @@ class Node:
             budgets.ring,
             lambda name, incarnation, shard: KeyringSeal(keyring, name, incarnation, shard),
             changed,
+            self._may_not_write,
         )
         self.broker = broker = Broker(
             config,
@@ -310,6 +323,8 @@ class Node:
         self._spawn(self._offload(streams, directory))
         self._spawn(self._follow_streams(streams, mirror))
         self._spawn(self._renew(authority))
+        if registration is not None:
+            self._spawn(registration.keep())
         self._stack.push_async_callback(self._stop_tasks)
         self._ready = ""
         log.info("broker %s of %s serves at %s", config.broker, config.region, self.address)
@@ -365,6 +380,7 @@ class Node:
                 *(key for each in self.config.audit.witnesses for key in each.target(self.folder.root).keys),
             ],
             settings=TrailSettings(checkpoint_interval_ms=self.config.audit.checkpoint_every),
+            refusal=lambda: self._not_registered(),
         )
         if trail.recovered is not None:
             log.warning("audit log: %s", trail.recovered)
@@ -390,7 +406,12 @@ class Node:
                 self.subscriptions.lags,
                 lambda: self.broker.expiries.seconds_left(now_ms()),
             )
-            self.health = HealthServer(config.health.host, config.health.port, collector, lambda: self._ready)
+            self.health = HealthServer(
+                config.health.host,
+                config.health.port,
+                collector,
+                lambda: self._ready or self._not_registered(),
+            )
             self._stack.push_async_callback(asyncio.to_thread, self.health.close)
 
     def _issue(self, authority: RegionAuthority) -> Identity:
@@ -411,6 +432,15 @@ class Node:
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.append(asyncio.ensure_future(work))
+
+    def _may_not_write(self) -> FelixError | None:
+        """Why nothing may be appended: another broker may serve this region. Asked for each append."""
+        return None if self._registration is None else self._registration.refusal()
+
+    def _not_registered(self) -> str:
+        """The same as a sentence without its end; empty where the broker may write. Also asked from other threads."""
+        refusal = self._may_not_write()
+        return "" if refusal is None else refusal.sentence.removesuffix(".")
 
     async def _stop_tasks(self) -> None:
         await end_tasks(*self._tasks)
@@ -629,6 +659,18 @@ class Node:
         """Close everything, with every acknowledgement kept. Safe to call twice."""
         await self._stack.aclose()
         log.info("broker %s of %s stopped", self.config.broker, self.config.region)
+
+
+def _holder(folder: RegionFolder, config: RegionConfig, lock: str) -> Holder:
+    return Holder(
+        broker=config.broker,
+        host=socket.gethostname(),
+        process=os.getpid(),
+        folder=str(folder.root),
+        lock=lock,
+        lease_ms=config.metadata.lease,
+        since_ms=now_ms(),
+    )
 
 
 def _post_quantum(name: str, path: Path) -> list[NoteSigner]:

@@ -30,6 +30,7 @@ from region.log.durability import Kind
 from region.log.epochs import next_epoch
 from region.log.retention import Retention as LogRetention
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
+from region.log.shard_settings import always_allowed
 from region.metadata.records import RING_BYTES_MIN, SHARDS_MAX, Stream, StreamConfig
 from region.offload import check_offload
 
@@ -239,7 +240,8 @@ def least_bytes(config: StreamConfig) -> int:
 
 
 class StreamTable:
-    """Opens, keeps and closes hosted streams. `changed` is called after a stream came or went."""
+    """Opens, keeps and closes hosted streams. `changed` is called after a stream came or went; `refusal` says why nothing may be
+    appended to any of them now, or None."""
 
     def __init__(
         self,
@@ -247,11 +249,13 @@ class StreamTable:
         ring_budget: Budget,
         make_seal: MakeSeal,
         changed: Callable[[], None],
+        refusal: Callable[[], FelixError | None] = always_allowed,
     ) -> None:
         self._directory = directory
         self._make_seal = make_seal
         self._ring_budget = ring_budget
         self._changed = changed
+        self._refusal = refusal
         self._streams: dict[StreamName, HostedStream] = {}
         self._busy: dict[StreamName, asyncio.Lock] = {}
         # Incarnations that were removed here: a record that was read before must not bring one back.
@@ -354,10 +358,12 @@ class StreamTable:
     ) -> ShardLog | FelixError:
         incarnation = bytes.fromhex(record.incarnation)
         settings = shard_settings(record.config, ring_bytes)
-        hooks = ShardHooks(frame_prefix=delivery_frame)
+        hooks = ShardHooks(frame_prefix=delivery_frame, refusal=self._refusal)
         if settings.durability.kind is not Kind.EPHEMERAL:
             seal = self._make_seal(name, incarnation, number)
-            hooks = ShardHooks(seal.seal, seal.open_batch, seal.commitment, delivery_frame)
+            hooks = ShardHooks(
+                seal.seal, seal.open_batch, seal.commitment, delivery_frame, refusal=self._refusal
+            )
         try:
             shard = await self._directory.open_shard(name, incarnation, number, settings, hooks)
         except FelixError as error:
@@ -395,7 +401,7 @@ class StreamTable:
             ring_bytes_max=COMPANION_RING_BYTES,
         )
         seal = self._make_seal(stream.name, stream.incarnation, number)
-        hooks = ShardHooks(seal.seal, seal.open_batch, seal.commitment)
+        hooks = ShardHooks(seal.seal, seal.open_batch, seal.commitment, refusal=self._refusal)
         companion = await self._directory.open_shard(stream.name, stream.incarnation, number, settings, hooks)
         if not companion.epochs.current:
             await companion.begin_epoch(1)

@@ -53,7 +53,13 @@ class Witnessing:
 
     async def cosign(self, actor: SpiffeId, checkpoint: bytes, proof: list[bytes]) -> Witnessed:
         """Cosign another region's checkpoint (audit.witness). Raises ForkError where it is another history, and
-        UnavailableError(LIMIT_RATE) where this log is brought too often."""
+        UnavailableError(LIMIT_RATE) where this log is brought too often.
+
+        Nothing is cosigned while this region's own log may not be written: another broker would not remember what this one
+        cosigned.
+        """
+        if (refused := self._trail.held_back()) is not None:
+            raise refused
         origin = self.witness.origin_of(checkpoint)
         self._require_pace(self._cosignatures, f"{actor.region} {origin}", "cosign one log")
         if self._waiting[origin] >= WAITING_MAX:

@@ -127,6 +127,11 @@ class LogDirectory:
         """The open shards, failed ones included."""
         return tuple(self._open.values())
 
+    @property
+    def lock_identity(self) -> str:
+        """`FolderLock.identity` of the folder's lock."""
+        return self._lock.identity
+
     def stored(self) -> list[StoredStream]:
         """The streams that have a folder here, in the order of their names. Blocking."""
         return stored_streams(self._data)

@@ -8,11 +8,22 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 from felix.errors import Code, UnavailableError
 
 LOCK_NAME = "lock"
+
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Random, new with each start of the machine; empty where the system has none (it is Linux's)."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
 
 
 class FolderLock:
@@ -35,6 +46,18 @@ class FolderLock:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         self._descriptor: int | None = descriptor
+
+    @property
+    def identity(self) -> str:
+        """Of the locked file: as long as this machine is not started again, whoever holds the lock of this identity is the
+        only process that does. Empty where the system does not say when it was started.
+
+        A copy of the folder has another one, also on the same machine; so has the same volume on another machine.
+        """
+        assert self._descriptor is not None
+        status = os.fstat(self._descriptor)
+        boot = boot_id()
+        return f"{boot}:{status.st_dev}:{status.st_ino}" if boot else ""
 
     def release(self) -> None:
         """Let go. The file stays: removing it would let two processes hold two files of one name."""

@@ -633,7 +633,7 @@ class ShardLog:
 
     def free_slot_nowait(self, slot: int, done: Done) -> None:
         """Let go of a slot's annotation; `done` is called as for an append. Nothing is written where the slot is free."""
-        refused = self._not_serving() if self.state is not State.SERVING else self._hold
+        refused = self._not_serving() if self.state is not State.SERVING else self.held_back()
         if refused:
             done(refused)
             return
@@ -649,8 +649,8 @@ class ShardLog:
         """Why nothing may be appended now, or not this; None where it may."""
         if self.state is not State.SERVING and (stopped := self._state_refusal()):
             return stopped
-        if self._hold:
-            return self._hold
+        if held := self._hold or self._hooks.refusal():
+            return held
         if annotation and slot not in self.annotations and len(self.annotations) >= ANNOTATION_SLOTS_MAX:
             return RequestError(
                 f"The shard holds annotations of {ANNOTATION_SLOTS_MAX} sources, which is the most it can.",
@@ -1285,9 +1285,13 @@ class ShardLog:
 
     def changes_refused(self) -> FelixError | None:
         """Why closed segments may not be rewritten or moved now; None where they may."""
-        if self.state not in (State.SERVING, State.FULL) or self._hold:
+        if self.state not in (State.SERVING, State.FULL):
             return self._hold or self._not_serving()
-        return None
+        return self.held_back()
+
+    def held_back(self) -> FelixError | None:
+        """Why a log that serves takes no appends for now: it is being changed, or its broker may not write. None where it does."""
+        return self._hold or self._hooks.refusal()
 
     def producers_snapshot(self) -> bytes:
         """The producers and their sequences up to the high watermark, as they stand in a shard's folder."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from felix.batch import Batch, BatchHeader
+from felix.errors import FelixError
 from felix.settings import Compaction, Deduplication, Offload
 from region.log.disk import SegmentLimits, no_commitment
 from region.log.durability import FSYNC, Durability
@@ -28,6 +29,10 @@ def same_batch(batch: Batch) -> Batch:
 def no_prefix(header: BatchHeader) -> bytes:
     """Delivery bytes without a frame of the wire around them."""
     return b""
+
+
+def always_allowed() -> None:
+    """Appends of a log whose region no other broker can serve meanwhile."""
 
 
 def _now_ms() -> int:
@@ -59,7 +64,7 @@ class ShardHooks:
     A batch to seal carries its final header; a data key is of one leader epoch, so `seal` chooses it by the
     header's. `seal` gives the batch as it stands on disk, `open_batch` undoes it (also for batches of older
     keys); `commitment` is asked for each new segment; `frame_prefix` gives what precedes a plain batch in
-    delivery.
+    delivery. `refusal` is asked for each append, on the loop: why the broker may not append now, or None.
     """
 
     seal: Callable[[Batch], Batch] = same_batch
@@ -67,6 +72,7 @@ class ShardHooks:
     commitment: Callable[[], bytes] = no_commitment
     frame_prefix: Callable[[BatchHeader], bytes] = no_prefix
     clock_ms: Callable[[], int] = _now_ms
+    refusal: Callable[[], FelixError | None] = always_allowed
 
 
 @dataclass(frozen=True, slots=True)

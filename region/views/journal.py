@@ -105,9 +105,12 @@ class Journal:
         return self._lost
 
     def refusal(self) -> FelixError | None:
-        """Why nothing may be decided now: the journal is to be replayed, or more waits for the disk than is good."""
+        """Why nothing may be decided now: the journal is to be replayed, takes nothing for a while, or more waits for the disk
+        than is good."""
         if self._lost is not None:
             return self._lost
+        if self._log is not None and (held := self._log.held_back()):
+            return held
         if self._log is not None and self._log.pending_bytes > PENDING_BYTES_MAX:
             return UnavailableError(
                 f"{self._log.pending_bytes} bytes of this view wait for the disk.",

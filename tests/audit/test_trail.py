@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from audit_log import Link, egress_appends, log_signer, trust, witness_signer
 
-from audit.checkpoint import open_checkpoint
+from audit.checkpoint import note_size, open_checkpoint
 from audit.errors import AuditUnavailableError, RolledBackError
 from audit.leaf import Leaf, decode_leaf
 from audit.note import NoteSigner, encode_note, parse_note
@@ -533,6 +533,44 @@ def test_a_signer_that_fails_stops_the_trail(tmp_path: Path) -> None:
     with pytest.raises(AuditUnavailableError):
         append(trail, [Link().deny()])
     trail.close()
+
+
+def test_a_trail_that_may_not_be_written_takes_and_signs_nothing_and_goes_on_by_itself(
+    tmp_path: Path,
+) -> None:
+    why = ""
+    trail = Trail.open(tmp_path, log_signer(), settings=QUIET, refusal=lambda: why)
+    append(trail, [Link().grant()])
+    signed = trail.publish()
+    append(trail, [Link().deny()])
+    why = "another broker may serve"
+    with pytest.raises(AuditUnavailableError, match="another broker may serve"):
+        append(trail, [Link().deny()])
+    with pytest.raises(AuditUnavailableError, match="another broker may serve"):
+        trail.publish()
+    assert trail.failure is not None and trail.checkpoint() == signed
+    why = ""
+    assert trail.failure is None and note_size(trail.publish()) == 2
+    trail.close()
+
+
+def test_the_timer_signs_nothing_while_the_trail_may_not_be_written(tmp_path: Path) -> None:
+    asked, allowed = threading.Semaphore(0), threading.Event()
+
+    def refusal() -> str:
+        if threading.current_thread().name != "audit-publisher":
+            return ""
+        asked.release()
+        return "" if allowed.is_set() else "not now"
+
+    trail = Trail.open(tmp_path, log_signer(), settings=TrailSettings(1, 1 << 30), refusal=refusal)
+    append(trail, [Link().grant()])
+    for _ in range(3):
+        assert asked.acquire(timeout=30)
+    assert note_size(trail.checkpoint()) == 0
+    allowed.set()
+    with closing(trail):
+        assert note_size(trail.publish()) == 1
 
 
 WRITER = """
