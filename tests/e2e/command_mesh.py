@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from e2e.relay import Relay
+from warm.commands import warm_command
 
 import felix
 from audit.leaf import Kind, Leaf, decode_leaf
@@ -132,9 +133,13 @@ def felix_command(
     timeout_s: float = COMMAND_TIMEOUT_S,
     **more: str,
 ) -> Said:
-    """Run `felix WORDS` to its end. `code`: what it must end with, None for anything; `more`: environment variables."""
+    """Run `felix WORDS` to its end. `code`: what it must end with, None for anything; `more`: environment variables.
+
+    Its imports are done (warm.commands), unless a variable is given that is read by more than Felix.
+    """
+    warm = all(name.startswith("FELIX_") for name in more)
     done = subprocess.run(
-        command(*words),
+        warm_command(*words) if warm else command(*words),
         input=stdin,
         capture_output=True,
         env=environment(home, **more),

@@ -1,0 +1,148 @@
+"""Runs `felix` commands as processes of their own, forked from this one, which has imported what they need.
+
+A command costs a second of processor time before it does anything, nearly all of it imports, and the tests call hundreds.
+Here a command is a process as ever (its own arguments, environment, folder, standard streams, signals, exit code); only its
+imports are shared. What is read before or while Python imports (PYTHONPATH, COLUMNS) is this server's: tests of such things
+run the true command.
+
+Serves until standard input ends, whose other end `warm.commands` holds; it writes the path of its socket to standard output.
+A request is one JSON object {argv, env, cwd, ignored} and a line feed, with the three standard streams beside it. The answers
+are two lines: the process's id, and its exit code, negative for a signal. Where the caller goes before the end, its command is
+killed.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+REQUEST_BYTES_MAX = 1 << 18
+"""Of one read; a longer request takes several."""
+
+
+def import_commands() -> None:
+    """What commands import when they are called, and what most of them import later."""
+    import typer.main
+
+    from cli.commands import COMMANDS
+    from cli.main import app
+
+    for module in {entry.module for entry in COMMANDS.values()}:
+        import_module(module)
+    for module in (
+        "bridge.agent",
+        "felix.client",
+        "felix.transport.native",
+        "region.node",
+        "rich.progress",
+        "uvloop",
+    ):
+        import_module(module)
+    typer.main.get_command(app).make_context("felix", ["stream", "list"])  # typer imports what reads words
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The request, and the descriptors of its standard streams. Raises ConnectionError."""
+    data, streams = b"", array.array("i")
+    while not data.endswith(b"\n"):
+        part, beside, _, _ = connection.recvmsg(REQUEST_BYTES_MAX, socket.CMSG_SPACE(3 * streams.itemsize))
+        if not part:
+            raise ConnectionError("the caller left in the middle of its request")
+        data += part
+        for _, _, held in beside:
+            streams.frombytes(held)
+    request: dict[str, Any] = json.loads(data)
+    return request, list(streams)
+
+
+def become(request: dict[str, Any], streams: list[int]) -> NoReturn:
+    """Be the command. Never returns."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.argv = ["felix", *request["argv"]]
+    for each in request["ignored"]:
+        signal.signal(each, signal.SIG_IGN)
+    from cli.main import main
+
+    main()
+    raise AssertionError("main ends the process")
+
+
+def keep(connection: socket.socket, pid: int) -> None:
+    """Say which process a command is, and how it ended."""
+    connection.sendall(b"%d\n" % pid)
+
+    def kill_where_the_caller_leaves() -> None:
+        with suppress(ConnectionError, ProcessLookupError):
+            if not connection.recv(1):
+                os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=kill_where_the_caller_leaves, daemon=True).start()
+    # It stays a zombie until this process ends, so that its id is nobody else's while the thread may use it.
+    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert end is not None
+    code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+    connection.sendall(b"%d\n" % code)
+
+
+def answer(connection: socket.socket) -> None:
+    """In a process of its own for each connection: fork the command and stay with it."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    request, streams = receive(connection)
+    pid = os.fork()
+    if not pid:
+        connection.close()
+        become(request, streams)
+    for stream in streams:
+        os.close(stream)
+    with suppress(ConnectionError):  # the caller left
+        keep(connection, pid)
+    os._exit(0)
+
+
+def serve(folder: Path) -> None:
+    """Answer until standard input ends."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "socket"))
+        listener.listen(64)
+        print(folder / "socket", flush=True)
+        while True:
+            ready, _, _ = select.select([listener, sys.stdin], [], [])
+            if sys.stdin in ready:
+                return
+            connection, _ = listener.accept()
+            if not os.fork():
+                listener.close()
+                answer(connection)
+            connection.close()
+
+
+if __name__ == "__main__":
+    import_commands()
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that answer
+    place, server = Path(tempfile.mkdtemp(prefix="felix-warm-")), os.getpid()
+    try:
+        serve(place)
+    finally:
+        if os.getpid() == server:
+            (place / "socket").unlink()
+            place.rmdir()
