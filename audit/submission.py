@@ -12,9 +12,7 @@ or lies: it is reported, and asked again only rarely. Callers: bridge.agent, reg
 from __future__ import annotations
 
 import logging
-import random
 import threading
-import time
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
@@ -25,6 +23,8 @@ from audit.tree_head import parse_tree_head
 from audit.witness_client import Behind, Cosigned, WitnessClient, WitnessTarget
 from audit.witness_protocol import AddCheckpoint
 from felix.errors import FelixError, TamperError
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 
 log = logging.getLogger("felix.audit.submission")
 
@@ -56,9 +56,15 @@ class Submission:
     """One log's checkpoints to one witness. `start`, then `stop`."""
 
     def __init__(
-        self, trail: Trail, target: WitnessTarget, *, poll_s: float = POLL_S, pause_s: float = PAUSE_S
+        self,
+        trail: Trail,
+        target: WitnessTarget,
+        *,
+        poll_s: float = POLL_S,
+        pause_s: float = PAUSE_S,
+        runtime: Runtime = REAL,
     ) -> None:
-        self._trail, self._target = trail, target
+        self._trail, self._target, self._runtime = trail, target, runtime
         self._client: WitnessClient | None = None
         self._poll_s, self._pause_s = poll_s, pause_s
         self._lag = Lag()
@@ -90,12 +96,15 @@ class Submission:
 
     def status(self) -> SubmissionStatus:
         """Where it is. Does not block."""
-        now_ms = _monotonic_ms()
+        now_ms = self._now_ms()
         self._lag.update(now_ms, self._size, self._trail.status().durable)
         name = self._target.keys[0].name
         return SubmissionStatus(
             name, self._target.url, self._size, self._lag.ms(now_ms), self._failures, self._sentence
         )
+
+    def _now_ms(self) -> int:
+        return int(self._runtime.clock.monotonic() * 1000)
 
     def _run(self) -> None:
         self._size = max(
@@ -113,7 +122,7 @@ class Submission:
             except Exception as error:
                 log.exception("submitting to %s failed", self._target.url)
                 pause_s = self._failed(str(error))
-            self._lag.update(_monotonic_ms(), self._size, self._trail.status().durable)
+            self._lag.update(self._now_ms(), self._size, self._trail.status().durable)
             self._wake.wait(pause_s)
             self._wake.clear()
 
@@ -126,7 +135,7 @@ class Submission:
         self._sentence = sentence
         # Spread, so that many logs do not come back to a witness at one moment.
         pause_s = min(PAUSE_S_MAX, self._pause_s * float(2 ** min(self._failures - 1, 10)))
-        return pause_s * (0.5 + random.random() / 2)  # noqa: S311 - nothing secret is drawn
+        return pause_s * (0.5 + self._runtime.random.random() / 2)
 
     def _is_by_it(self, cosigned: Iterable[Verified]) -> bool:
         return any(by.key in self._target.keys for by in cosigned)
@@ -168,8 +177,8 @@ class Submission:
 class Submissions:
     """One log's checkpoints to all its outside witnesses."""
 
-    def __init__(self, trail: Trail, targets: Iterable[WitnessTarget]) -> None:
-        self._all = [Submission(trail, target) for target in targets]
+    def __init__(self, trail: Trail, targets: Iterable[WitnessTarget], runtime: Runtime = REAL) -> None:
+        self._all = [Submission(trail, target, runtime=runtime) for target in targets]
         assert len(self._all) <= WITNESSES_MAX
 
     def start(self) -> None:
@@ -190,7 +199,3 @@ class Submissions:
     def status(self) -> list[SubmissionStatus]:
         """Each witness, in the order of the configuration."""
         return [each.status() for each in self._all]
-
-
-def _monotonic_ms() -> int:
-    return int(time.monotonic() * 1000)

@@ -28,7 +28,6 @@ import fcntl
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -61,6 +60,8 @@ from audit.tile import (
 from audit.tile_disk import Folder
 from audit.wal_disk import SEGMENT_BYTES_MAX, Recovery, Torn, Wal
 from felix.errors import Code, CorruptionError, RequestError, TamperError
+from felix.runtime.port import Clock
+from felix.runtime.real import REAL
 
 log = logging.getLogger("felix.audit.trail")
 
@@ -124,11 +125,13 @@ class Trail:
         state: _Opened,
         wal: Wal,
         refusal: Callable[[], str],
+        clock: Clock,
     ) -> None:
         self._folder, self._lock_file, self._signers, self._settings = folder, lock, signers, settings
         self._witnesses = state.witnesses
         self._wal = wal
         self._refusal = refusal
+        self._clock = clock
         self.recovered: Torn | None = state.torn
         """what opening cut from the write-ahead file, if anything"""
 
@@ -143,7 +146,7 @@ class Trail:
         self._pending_bytes = 0
         self._positions = state.positions
         self._current, self._cosigned = state.checkpoint, state.cosigned
-        self._offered, self._offered_at = state.checkpoint, time.monotonic() - ROUND_MS / 1000
+        self._offered, self._offered_at = state.checkpoint, self._clock.monotonic() - ROUND_MS / 1000
         self._cosigners_expected = 1
         self._witnessed = state.witnessed
         self._publish_wanted = state.tree.size > state.checkpoint.checkpoint.size
@@ -179,6 +182,7 @@ class Trail:
         settings: TrailSettings | None = None,
         sync: Callable[[int], None] = os.fdatasync,
         refusal: Callable[[], str] = lambda: "",
+        clock: Clock = REAL.clock,
     ) -> Trail:
         """Open the log in this folder, or begin one; recover what a crash left. Blocks.
 
@@ -206,11 +210,11 @@ class Trail:
                     hint="Stop that one first; a log has one writer.",
                 ) from error
             folder = Folder(path)
-            state = _Opening(folder, signers, tuple(witnesses)).open(tuple(cosigned))
+            state = _Opening(folder, signers, tuple(witnesses), clock).open(tuple(cosigned))
             wal = Wal(
                 path / WAL_FOLDER, state.tree.size, sync=sync, segment_bytes_max=settings.segment_bytes_max
             )
-            trail = cls(folder, lock, signers, settings, state, wal, refusal)
+            trail = cls(folder, lock, signers, settings, state, wal, refusal, clock)
         except BaseException:
             lock.close()
             raise
@@ -393,13 +397,13 @@ class Trail:
     def publish(self, timeout_s: float = 30.0) -> bytes:
         """Checkpoint all that is durable now, without waiting for the timer. Returns the note. Blocks."""
         with self._lock:
-            wanted, limit = self._durable, time.monotonic() + timeout_s
+            wanted, limit = self._durable, self._clock.monotonic() + timeout_s
             while self._current.checkpoint.size < wanted:
                 if (failure := self.failure) is not None:
                     raise failure
                 self._publish_wanted = True
                 self._to_publish.notify()
-                if not self._published_once.wait(limit - time.monotonic()):
+                if not self._published_once.wait(limit - self._clock.monotonic()):
                     raise AuditUnavailableError(
                         f"The audit log {self.key.name} made no checkpoint in {timeout_s} s."
                     )
@@ -423,11 +427,11 @@ class Trail:
             if offered.note.text != current.note.text:
                 held = self._cosigned
                 count = len(cosigners(held)) if held and held.note.text == offered.note.text else 0
-                over = (time.monotonic() - self._offered_at) * 1000 >= ROUND_MS
+                over = (self._clock.monotonic() - self._offered_at) * 1000 >= ROUND_MS
                 # A size that the log does not have is no reason: nobody can end rounds with made-up numbers.
                 outrun = offered.checkpoint.size < at_least <= current.checkpoint.size
                 if over or count >= self._cosigners_expected or outrun:
-                    self._offered, self._offered_at = current, time.monotonic()
+                    self._offered, self._offered_at = current, self._clock.monotonic()
             return encode_note(self._offered.note)
 
     def is_cosigned_by(self, data: bytes, keys: Iterable[VerifierKey]) -> bool:
@@ -559,7 +563,7 @@ class Trail:
             while True:
                 with self._lock:
                     while not (self._synced or self._publish_wanted or self._writer_ended or self._failure):
-                        left = None if due_at is None else due_at - time.monotonic()
+                        left = None if due_at is None else due_at - self._clock.monotonic()
                         if left is not None and left <= 0:
                             break
                         self._to_publish.wait(left)
@@ -572,16 +576,16 @@ class Trail:
                     self._take(leaf, header)
                 uncovered = self._tree.size - self._current.checkpoint.size
                 if uncovered and due_at is None:
-                    due_at = time.monotonic() + self._settings.checkpoint_interval_ms / 1000
+                    due_at = self._clock.monotonic() + self._settings.checkpoint_interval_ms / 1000
                 with self._lock:
                     self._pending_bytes -= sum(len(leaf) for leaf, _ in taken)
-                overdue = due_at is not None and time.monotonic() >= due_at
+                overdue = due_at is not None and self._clock.monotonic() >= due_at
                 if uncovered and (
                     wanted or overdue or ended or uncovered >= self._settings.checkpoint_leaves
                 ):
                     if self._refusal():
                         # Looked at again after another interval, or when the log is opened again.
-                        due_at = time.monotonic() + self._settings.checkpoint_interval_ms / 1000
+                        due_at = self._clock.monotonic() + self._settings.checkpoint_interval_ms / 1000
                         with self._lock:
                             self._published_once.notify_all()
                     else:
@@ -624,7 +628,7 @@ class Trail:
             folder.write(tile_path(tile.level, tile.number, tile.width), tile.hashes)
         folder.flush()
         checkpoint = Checkpoint(self.key.name, tree.size, tree.root())
-        signed = sign_checkpoint(checkpoint, self._signers)
+        signed = sign_checkpoint(checkpoint, self._signers, self._clock.now_ms() // 1000)
         with self._files_lock:
             folder.write(CHECKPOINT_PATH, encode_note(signed.note))
             folder.flush()
@@ -661,9 +665,9 @@ def cosigners(signed: SignedCheckpoint) -> set[str]:
     return {by.key.name for by in signed.cosigned}
 
 
-def sign_checkpoint(checkpoint: Checkpoint, signers: Iterable[NoteSigner]) -> SignedCheckpoint:
+def sign_checkpoint(checkpoint: Checkpoint, signers: Iterable[NoteSigner], now_s: int) -> SignedCheckpoint:
     """The checkpoint with a line of every signer; an ML-DSA-44 line says that it is of now."""
-    text, now_s = checkpoint.text(), int(time.time())
+    text = checkpoint.text()
     note = Note(text, tuple(signer.sign(text, now_s) for signer in signers))
     return SignedCheckpoint(checkpoint, note, ())
 
@@ -744,9 +748,14 @@ class _Opening:
     """Recovery, step by step; see `open`."""
 
     def __init__(
-        self, folder: Folder, signers: tuple[NoteSigner, ...], witnesses: tuple[VerifierKey, ...]
+        self,
+        folder: Folder,
+        signers: tuple[NoteSigner, ...],
+        witnesses: tuple[VerifierKey, ...],
+        clock: Clock,
     ) -> None:
         self._folder, self._signers, self._witnesses = folder, signers, witnesses
+        self._clock = clock
         self._keys = tuple(signer.key for signer in signers)
         self._name = signers[0].key.name
         self._wal_path = folder.path / WAL_FOLDER
@@ -801,7 +810,9 @@ class _Opening:
                 f"The audit log {self._name} has leaves and no checkpoint: the file was removed.",
                 hint=VERIFY_HINT,
             )
-        signed = sign_checkpoint(Checkpoint(self._name, 0, EMPTY_ROOT), self._signers)
+        signed = sign_checkpoint(
+            Checkpoint(self._name, 0, EMPTY_ROOT), self._signers, self._clock.now_ms() // 1000
+        )
         self._folder.write(CHECKPOINT_PATH, encode_note(signed.note))
         self._folder.flush()
         return signed

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,6 +32,7 @@ from typing import IO, Any, Final, NamedTuple, Self
 from audit.note import Algorithm, NoteSigner, VerifierKey, check_key_name
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.files import PRIVATE, create_file, read_file, replace_file
+from felix.runtime.real import REAL
 from keys.post_quantum import MlDsaKey, load_ml_dsa_key, save_ml_dsa_key
 from keys.signing import SigningKey, load_signing_key, save_signing_key
 
@@ -113,7 +113,7 @@ def init_witness(root: Path, name: str) -> tuple[VerifierKey, ...]:
     save_signing_key(SigningKey.generate(), folder.ed25519)
     save_ml_dsa_key(MlDsaKey.generate(), folder.ml_dsa_44)
     keys = tuple(signer.key for signer in _load_signers(folder, name))
-    state_id = os.urandom(_ID_BYTES).hex()
+    state_id = REAL.random.randbytes(_ID_BYTES).hex()
     # An empty file first: SQLite alone would make it readable by others.
     create_file(folder.state, b"", PRIVATE)
     connection = _connect(folder.state)
@@ -248,7 +248,7 @@ class WitnessState:
 
     def _renew(self) -> None:
         """A new id in both places, so that what was copied before this start is known for what it is."""
-        state_id = os.urandom(_ID_BYTES).hex()
+        state_id = REAL.random.randbytes(_ID_BYTES).hex()
         before = _read_about(self.folder)[1]
         with self._transaction():
             self._connection.execute("UPDATE witness SET current = ?, previous = ?", (state_id, before))

@@ -18,10 +18,11 @@ from cli.grants import default_bridge
 from cli.output import iso, note, out
 from cli.peer import addresses_of
 from cli.process import read_state, start_detached
-from cli.setting import RegionOption, choose_region, folder_of, known_regions, now_ms, preferred_region
+from cli.setting import RegionOption, choose_region, folder_of, known_regions, preferred_region
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, replace_file
 from felix.profile import load_profile, parse_address
+from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
 from region.folder import RegionFolder
 

@@ -9,11 +9,12 @@ import typer
 
 from cli.grants import fetch_book, known_bundles, put_document, read_grant
 from cli.output import note, out, print_json, styled
-from cli.setting import JsonOption, RegionOption, folder_of, known_regions, now_ms, read_file, run
+from cli.setting import JsonOption, RegionOption, folder_of, known_regions, read_file, run
 from cli.terms import confirm, show_terms
 from felix.errors import Code, RequestError
 from felix.identity import Identity, TrustBundle, load_identity
 from felix.names import SpiffeId
+from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle
 from policy.approval import APPROVER, open_approval, parse_document, sign_approval
 from policy.grant import ExportGrant, open_export

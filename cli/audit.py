@@ -29,12 +29,12 @@ from cli.setting import (
     RegionOption,
     folder_of,
     known_regions,
-    now_ms,
     preferred_region,
     read_file,
 )
 from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.names import StreamName
+from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, changes_of, decode_bundle
 from region.folder import RegionFolder
 

@@ -47,7 +47,6 @@ from cli.setting import (
     connect,
     folder_of,
     known_regions,
-    now_ms,
     preferred_region,
     run,
     stop_signals,
@@ -57,6 +56,7 @@ from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
 from felix.messages import ExpiryState, Start, Subscribe
 from felix.names import NamePattern, SpiffeId, StreamName
+from felix.runtime.real import now_ms
 from keys.signing import load_signing_key
 from policy.access import Verb
 from policy.grant import (

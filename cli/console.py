@@ -14,8 +14,9 @@ from cli.console_server import HOST, ConsoleServer, Page
 from cli.console_view import encode_view, view_of
 from cli.mesh_map import Survey, survey
 from cli.output import err, note
-from cli.setting import IdentityOption, choose_region, connect, known_regions, now_ms, run, stop_signals
+from cli.setting import IdentityOption, choose_region, connect, known_regions, run, stop_signals
 from felix.errors import Code, FelixError, RequestError
+from felix.runtime.real import now_ms
 
 INTERVAL_S: Final = 2.0
 """Between two looks at a region, while somebody looks on."""

@@ -34,12 +34,13 @@ from cli.grants import add_right, known_bundles, put_document
 from cli.output import err, note, out, progress, styled, table, verdict
 from cli.policy import load_policy
 from cli.process import start_detached, stop
-from cli.setting import connect, now_ms, run
+from cli.setting import connect, run
 from felix.address import Address
 from felix.errors import FelixError, RequestError
 from felix.identity import load_identity
 from felix.messages import Done, PutDocument
 from felix.names import SpiffeId
+from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
 from keys.signing import load_signing_key
 from policy.access import Verb

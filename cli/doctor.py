@@ -21,12 +21,13 @@ from cli.dependencies import known_bad, tested
 from cli.expiry import expiring
 from cli.output import print_json, styled, table
 from cli.process import read_state
-from cli.setting import JsonOption, folder_of, known_regions, now_ms, run
+from cli.setting import JsonOption, folder_of, known_regions, run
 from felix.errors import FelixError
 from felix.expiry import until_text
 from felix.extras import MESH, SDK, install_command
 from felix.identity import load_identity
 from felix.profile import felix_home
+from felix.runtime.real import now_ms
 from region.metadata.etcd import EtcdConfig, EtcdStore, known_bad_version
 
 EXIT_PROBLEMS = 1

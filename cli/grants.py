@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cli.setting import connect, now_ms, run
+from cli.setting import connect, run
 from felix.errors import Code, RequestError
 from felix.identity import TrustBundle
 from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
 from felix.profile import load_credentials, load_profile
+from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle
 from keys.signing import load_signing_key
 from policy.approval import Document, parse_document

@@ -21,7 +21,6 @@ from cli.setting import (
     connect,
     folder_of,
     known_regions,
-    now_ms,
     preferred_region,
     read_file,
     run,
@@ -33,6 +32,7 @@ from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
 from felix.messages import RegionState
 from felix.profile import load_profile
+from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
 from region.folder import RegionFolder
 

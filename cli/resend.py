@@ -10,11 +10,12 @@ import typer
 
 from cli.grants import fetch_book, stand
 from cli.output import out
-from cli.setting import RegionOption, connect, folder_of, now_ms, run
+from cli.setting import RegionOption, connect, folder_of, run
 from cli.terms import confirm
 from felix.errors import Code, RequestError
 from felix.messages import StreamState
 from felix.names import StreamName
+from felix.runtime.real import now_ms
 from policy.grant import GrantState, GrantView, StandingAction
 from policy.truncation import TRUNCATIONS_MAX, Truncation
 

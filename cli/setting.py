@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -44,11 +43,6 @@ IdentityOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 T = TypeVar("T")
-
-
-def now_ms() -> int:
-    """Milliseconds since the Unix epoch."""
-    return time.time_ns() // 1_000_000
 
 
 def known_regions() -> list[str]:

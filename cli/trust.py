@@ -11,10 +11,11 @@ from rich.text import Text
 
 from cli.output import iso, lines, note, out, print_json, table
 from cli.process import read_state
-from cli.setting import JsonOption, RegionOption, connect, folder_of, now_ms, read_file, run
+from cli.setting import JsonOption, RegionOption, connect, folder_of, read_file, run
 from felix.errors import Code, FelixError, RequestError
 from felix.files import PUBLIC, replace_file
 from felix.messages import Done, PutDocument
+from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, SignedBundle, changes_beyond_fingerprint, check_update, decode_bundle
 from keys.offer import SignedOffer, decode_offer, is_offer
 from region.folder import RegionFolder

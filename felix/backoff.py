@@ -6,9 +6,9 @@ Pure: randomness comes in, and waiting is the caller's affair.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from random import Random
 
 from felix.errors import Code, RequestError
+from felix.runtime.port import Random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

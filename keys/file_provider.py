@@ -24,6 +24,8 @@ from typing import Final
 from felix.context import purpose_prefix
 from felix.errors import Code, RequestError, TamperError
 from felix.files import PRIVATE, create_file, read_file, sync_folder
+from felix.runtime.port import Random
+from felix.runtime.real import REAL
 from keys.errors import KeyProviderError
 from keys.key_id import KEY_ID_BYTES, RANDOM_BYTES, KeyKind, check_key_id, new_key_id
 from keys.provider import ROOT_SECRET_BYTES, unknown_root
@@ -41,9 +43,10 @@ def _check(data: bytes) -> bytes:
 class FileKeyProvider:
     """Root keys in `folder`, which is made (0700) where it does not exist."""
 
-    def __init__(self, folder: Path, region: str) -> None:
+    def __init__(self, folder: Path, region: str, random: Random = REAL.random) -> None:
         self._folder = folder
         self._region = region
+        self._random = random.randbytes
         self._secrets: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,13 +65,13 @@ class FileKeyProvider:
         return sorted(found)
 
     def create_root(self) -> bytes:
-        key_id = new_key_id(self._region, KeyKind.ROOT, os.urandom(RANDOM_BYTES))
-        data = _PREFIX + key_id + os.urandom(ROOT_SECRET_BYTES)
+        key_id = new_key_id(self._region, KeyKind.ROOT, self._random(RANDOM_BYTES))
+        data = _PREFIX + key_id + self._random(ROOT_SECRET_BYTES)
         create_file(self._path(key_id), data + _check(data), PRIVATE)
         return key_id
 
     def wrap(self, key_id: bytes, plaintext: bytes, context: bytes) -> bytes:
-        return wrap(self._secret(key_id), key_id, plaintext, context, os.urandom(NONCE_BYTES))
+        return wrap(self._secret(key_id), key_id, plaintext, context, self._random(NONCE_BYTES))
 
     def unwrap(self, key_id: bytes, wrapped: bytes, context: bytes) -> bytes:
         return unwrap(self._secret(key_id), key_id, wrapped, context)

@@ -23,11 +23,8 @@ on an event loop. One process has a region's keyring open at a time.
 from __future__ import annotations
 
 import hmac
-import os
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -36,6 +33,8 @@ from weakref import WeakSet
 from felix.batch import Batch
 from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.names import StreamName, parse_region
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from keys.envelope import INCARNATION_BYTES, SECRET_BYTES, BatchSealer, DataKey
 from keys.errors import KeyDestroyedError, KeyProviderError, KeyScopeError, KeyUnknownError
 from keys.file_provider import FileKeyProvider
@@ -62,10 +61,6 @@ per shard it reads."""
 STREAM_KEYS_CACHED_MAX: Final = 256
 """Unwrapped stream keys in memory: saves a call to the key provider for every data key."""
 _ROOTS: Final = "roots"
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +139,7 @@ class Keyring:
         provider: KeyProvider,
         store: KeyStore,
         *,
-        now_ms: Callable[[], int] = _now_ms,
-        random: Callable[[int], bytes] = os.urandom,
+        runtime: Runtime = REAL,
     ) -> None:
         """Reads the tree from `store`, which it closes with itself. Raises CorruptionError, KeyProviderError."""
         if provider.region != region:
@@ -153,8 +147,8 @@ class Keyring:
                 f"The key provider holds root keys of {provider.region}, and this is {region}."
             )
         self.region = region
-        self.now_ms = now_ms
-        self._random = random
+        self.now_ms = runtime.clock.now_ms
+        self._random = runtime.random.randbytes
         self._provider = provider
         self._store = store
         self._lock = threading.RLock()
@@ -483,7 +477,7 @@ def create_keyring(
     region: str,
     *,
     provider: KeyProvider | None = None,
-    now_ms: Callable[[], int] = _now_ms,
+    runtime: Runtime = REAL,
 ) -> None:
     """The first root key and key file of a region, in `folder`; roots go to `folder/roots` unless a provider is given.
 
@@ -497,9 +491,11 @@ def create_keyring(
             hint="Whatever was sealed under them needs them.",
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    roots = provider or FileKeyProvider(folder / _ROOTS, region)
+    roots = provider or FileKeyProvider(folder / _ROOTS, region, runtime.random)
     state = next_state(KeyState.PENDING, KeyEvent.ACTIVATE)
-    create_store(folder, region, [encode_entry(RootEntry(roots.create_root(), state, now_ms()))])
+    create_store(
+        folder, region, [encode_entry(RootEntry(roots.create_root(), state, runtime.clock.now_ms()))]
+    )
 
 
 def open_keyring(
@@ -507,7 +503,7 @@ def open_keyring(
     region: str,
     *,
     provider: KeyProvider | None = None,
-    now_ms: Callable[[], int] = _now_ms,
+    runtime: Runtime = REAL,
 ) -> Keyring:
     """The keyring of a region, locked for this process until it is closed.
 
@@ -517,7 +513,8 @@ def open_keyring(
     parse_region(region)
     store = KeyStore(folder, region)
     try:
-        return Keyring(region, provider or FileKeyProvider(folder / _ROOTS, region), store, now_ms=now_ms)
+        roots = provider or FileKeyProvider(folder / _ROOTS, region, runtime.random)
+        return Keyring(region, roots, store, runtime=runtime)
     except BaseException:
         store.close()
         raise

@@ -9,10 +9,11 @@ Calls may block on a disk or a network: never on an event loop. A provider may b
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Final, Protocol
 
+from felix.runtime.port import Random
+from felix.runtime.real import REAL
 from keys.errors import KeyUnknownError
 from keys.key_id import RANDOM_BYTES, KeyKind, check_key_id, new_key_id
 from keys.wrapping import NONCE_BYTES, unwrap, wrap
@@ -56,8 +57,9 @@ class KeyProvider(Protocol):
 class MemoryKeyProvider:
     """Root keys that end with the process."""
 
-    def __init__(self, region: str) -> None:
+    def __init__(self, region: str, random: Random = REAL.random) -> None:
         self._region = region
+        self._random = random.randbytes
         self._secrets: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
 
@@ -70,13 +72,13 @@ class MemoryKeyProvider:
             return sorted(self._secrets)
 
     def create_root(self) -> bytes:
-        key_id = new_key_id(self._region, KeyKind.ROOT, os.urandom(RANDOM_BYTES))
+        key_id = new_key_id(self._region, KeyKind.ROOT, self._random(RANDOM_BYTES))
         with self._lock:
-            self._secrets[key_id] = os.urandom(ROOT_SECRET_BYTES)
+            self._secrets[key_id] = self._random(ROOT_SECRET_BYTES)
         return key_id
 
     def wrap(self, key_id: bytes, plaintext: bytes, context: bytes) -> bytes:
-        return wrap(self._secret(key_id), key_id, plaintext, context, os.urandom(NONCE_BYTES))
+        return wrap(self._secret(key_id), key_id, plaintext, context, self._random(NONCE_BYTES))
 
     def unwrap(self, key_id: bytes, wrapped: bytes, context: bytes) -> bytes:
         return unwrap(self._secret(key_id), key_id, wrapped, context)

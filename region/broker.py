@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
@@ -22,6 +20,8 @@ from felix.identity import Binding, Peer, Proof, TrustBundle, verify_peer
 from felix.messages import CacheTraffic, ReaderTraffic
 from felix.names import RESERVED_TENANT, NamePattern, SpiffeId, StreamName
 from felix.quota import QuotaLimits, Scope
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from felix.settings import NO_VIEWS, NamespaceSettings, Offload, Views
 from felix.transport.port import TransportLimits
 from policy.access import Rights, Verb, not_found_or_forbidden
@@ -78,22 +78,23 @@ class Broker:
         catalog: Catalog,
         budgets: Budgets,
         transport_limits: TransportLimits,
-        clock_ms: Callable[[], int] = lambda: int(time.time() * 1000),
+        runtime: Runtime = REAL,
     ) -> None:
         self.config = config
         self.region, self.mesh, self.broker_id = config.region, config.mesh, config.broker
         self.streams = streams
         self.catalog = catalog
         self.transport_limits = transport_limits
-        self.clock_ms = clock_ms
-        self.started_ms = clock_ms()
+        self.runtime = runtime
+        self.clock_ms = runtime.clock.now_ms
+        self.started_ms = self.clock_ms()
         self.metrics = BrokerMetrics()
         self.expiries = ExpiryWatch()
         """Certificates of whoever came with one, and of the broker itself."""
         self.budgets = budgets
         self.budgets.limit(config.limits.budgets)
         self.quotas = Quotas(
-            time.monotonic,
+            runtime.clock.monotonic,
             config.quotas.tenant.limits,
             config.quotas.identity.limits,
             [str(SpiffeId(self.region, self.mesh, "operator", name)) for name in config.operators],
@@ -355,7 +356,7 @@ class Broker:
         self.quotas.creating(name.tenant, 1)
         try:
             record = await self.catalog.create_stream(
-                name, config, incarnation=os.urandom(16), created_ms=self.clock_ms()
+                name, config, incarnation=self.runtime.random.randbytes(16), created_ms=self.clock_ms()
             )
             return await self.streams.open(record)
         finally:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -276,9 +275,13 @@ class Governance:
         self._denials: dict[SpiffeId, _Denials] = {}
         self._region_denials: dict[str, _Denials] = {}
         self._crossed = CrossedReader(trail)
-        self._superseded = Pace(SUPERSEDED_PER_S, SUPERSEDED_MAX, DENIED_PEERS_MAX, time.monotonic)
-        self._signed_again = Pace(SIGNED_AGAIN_PER_S, SIGNED_AGAIN_MAX, HALVES_MAX, time.monotonic)
-        self.witnessing = Witnessing(witness, trail, own.region)
+        self._superseded = Pace(
+            SUPERSEDED_PER_S, SUPERSEDED_MAX, DENIED_PEERS_MAX, broker.runtime.clock.monotonic
+        )
+        self._signed_again = Pace(
+            SIGNED_AGAIN_PER_S, SIGNED_AGAIN_MAX, HALVES_MAX, broker.runtime.clock.monotonic
+        )
+        self.witnessing = Witnessing(witness, trail, own.region, broker.runtime.clock)
 
     # -- following the catalog -------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import sys
-import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -40,6 +39,8 @@ from felix.messages import (
     WatchCache,
 )
 from felix.names import SpiffeId, StreamName
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from felix.tasks import end_tasks
 from felix.transport.port import Listener, ServerTls, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
@@ -106,17 +107,14 @@ LEAVE_MS = 500
 """Clients are told to leave, and have this long before their connections close."""
 
 
-def now_ms() -> int:
-    """The wall clock, in ms since the Unix epoch."""
-    return time.time_ns() // 1_000_000
-
-
 class Node:
     """One broker. `start`, then `stop`; a node is not started twice."""
 
-    def __init__(self, folder: RegionFolder, config: RegionConfig) -> None:
+    def __init__(self, folder: RegionFolder, config: RegionConfig, runtime: Runtime = REAL) -> None:
         self.folder = folder
         self.config = config
+        self._runtime = runtime
+        self._now_ms = runtime.clock.now_ms
         self.broker: Broker
         self.subscriptions: SubscriptionService
         self.services: Services
@@ -167,25 +165,26 @@ class Node:
             config.region,
             offload_rate_bytes=storage.offload_rate,
             fetched_bytes_max=storage.offload_cache,
+            runtime=self._runtime,
         )
         self._stack.push_async_callback(directory.close)
         self._directory = directory
         authority = await asyncio.to_thread(load_authority, folder.authority, config.region, config.mesh)
         self._certification = await asyncio.to_thread(load_certification, folder.authority)
         own = await asyncio.to_thread(_own_bundle, folder, config)
-        keyring = await asyncio.to_thread(open_keyring, folder.keys, config.region)
+        keyring = await asyncio.to_thread(open_keyring, folder.keys, config.region, runtime=self._runtime)
         self._stack.callback(keyring.close)
         store = await self._open_store(data)
         self._stack.push_async_callback(store.close)
         audit_key = await asyncio.to_thread(load_signing_key, folder.audit_key)
         root = hashlib.sha256(own.root_pem.encode()).hexdigest()
-        genesis = sign_genesis(config.region, config.mesh, root, now_ms(), audit_key)
+        genesis = sign_genesis(config.region, config.mesh, root, self._now_ms(), audit_key)
         await claim_or_verify(store, genesis, audit_key.verify_key)
         registration: Registration | None = None
         if config.metadata.kind == "etcd":
             # Before the audit log is opened, which may sign.
             registration = await Registration.open(
-                store, config.region, _holder(folder, config, directory.lock_identity)
+                store, config.region, _holder(folder, config, directory.lock_identity, self._now_ms())
             )
             self._stack.push_async_callback(registration.close)
         self._registration = registration
@@ -196,7 +195,9 @@ class Node:
         await self._offer_bundles(catalog, mirror)
         witness, trail = await asyncio.to_thread(self._open_audit, data, own)
         self._stack.push_async_callback(asyncio.to_thread, trail.close)
-        submissions = Submissions(trail, [each.target(folder.root) for each in config.audit.witnesses])
+        submissions = Submissions(
+            trail, [each.target(folder.root) for each in config.audit.witnesses], self._runtime
+        )
         # One note is to have the cosignatures of them all, and of the regions that bridges may lead to.
         trail.expect_cosigners(len(mirror.trusted()) + len(config.audit.witnesses))
         submissions.start()
@@ -217,6 +218,7 @@ class Node:
             lambda name, incarnation, shard: KeyringSeal(keyring, name, incarnation, shard),
             changed,
             self._may_not_write,
+            self._runtime,
         )
         self.broker = broker = Broker(
             config,
@@ -225,7 +227,7 @@ class Node:
             budgets=budgets,
             # A few more than sessions, so that the refusal is the broker's and has its sentence.
             transport_limits=TransportLimits(connections_max=config.limits.sessions + CONNECTIONS_SPARE),
-            clock_ms=now_ms,
+            runtime=self._runtime,
         )
         self.caches = CacheService(broker)
         broker.caches = self.caches.traffic
@@ -332,7 +334,7 @@ class Node:
     async def _open_store(self, data: Path) -> MetadataStore:
         settings = self.config.metadata
         if settings.kind == "embedded":
-            return await EmbeddedStore.open(data / "metadata.db")
+            return await EmbeddedStore.open(data / "metadata.db", runtime=self._runtime)
         base = self.folder.root
 
         def path(text: str) -> Path | None:
@@ -368,7 +370,7 @@ class Node:
             NoteSigner.from_key(witness_name(region, mesh), cosigning_key, Algorithm.COSIGNATURE),
             [key for bundle in known for key in RegionTrust(bundle).logs],
             DiskWitnessStore(data / "witness"),
-            lambda: now_ms() // 1000,
+            lambda: self._now_ms() // 1000,
             also=_post_quantum(witness_name(region, mesh), self.folder.witness_ml_dsa_key),
         )
         trail = Trail.open(
@@ -381,6 +383,7 @@ class Node:
             ],
             settings=TrailSettings(checkpoint_interval_ms=self.config.audit.checkpoint_every),
             refusal=lambda: self._not_registered(),
+            clock=self._runtime.clock,
         )
         if trail.recovered is not None:
             log.warning("audit log: %s", trail.recovered)
@@ -404,7 +407,7 @@ class Node:
                 self._shard_gauges,
                 self.broker.quotas,
                 self.subscriptions.lags,
-                lambda: self.broker.expiries.seconds_left(now_ms()),
+                lambda: self.broker.expiries.seconds_left(self._now_ms()),
             )
             self.health = HealthServer(
                 config.health.host,
@@ -417,7 +420,7 @@ class Node:
     def _issue(self, authority: RegionAuthority) -> Identity:
         config = self.config
         identity = SpiffeId(config.region, config.mesh, "broker", config.broker)
-        issued = authority.issue_identity(identity, now_ms(), dns_names=self.server_names)
+        issued = authority.issue_identity(identity, self._now_ms(), dns_names=self.server_names)
         see = self.broker.expiries.see
         see(str(identity), "broker", Life(issued.not_before_ms, issued.not_after_ms))
         for kind, (start_ms, end_ms) in authority.lives().items():
@@ -460,7 +463,7 @@ class Node:
             await asyncio.sleep(self.config.storage.sweep_every / 1000)
             try:
                 self.subscriptions.hold_all()
-                await streams.sweep(now_ms())
+                await streams.sweep(self._now_ms())
             except Exception:
                 # Another stream's trouble, or a mistake of ours: retention goes on with the next turn.
                 log.exception("retention could not be applied")
@@ -469,7 +472,7 @@ class Node:
         while True:
             await asyncio.sleep(self.config.subscriptions.sweep_every / 1000)
             try:
-                await self.subscriptions.sweep(now_ms())
+                await self.subscriptions.sweep(self._now_ms())
             except Exception:
                 log.exception("inactive subscriptions could not be looked at")
 
@@ -477,7 +480,7 @@ class Node:
         while True:
             await asyncio.sleep(COMPACT_CHECK_S)
             try:
-                await streams.compact(now_ms())
+                await streams.compact(self._now_ms())
             except Exception:
                 # A mistake of ours: the log is as it was, and other streams have their turn.
                 log.exception("streams could not be compacted")
@@ -488,7 +491,7 @@ class Node:
             await asyncio.sleep(OFFLOAD_CHECK_S)
             turns += 1
             try:
-                await streams.offload(now_ms(), self.config.storage.offload_allow)
+                await streams.offload(self._now_ms(), self.config.storage.offload_allow)
                 if turns % OFFLOAD_CHECKS_PER_DELETION == 0:
                     await asyncio.to_thread(directory.retry_deletions)
             except Exception:
@@ -500,15 +503,15 @@ class Node:
         config = self.config
         current = self._issue(authority)
         while True:
-            for each in self.broker.expiries.notices(now_ms()):
+            for each in self.broker.expiries.notices(self._now_ms()):
                 log.warning(
                     "%s %s%s",
                     each.name,
-                    until_text(each.life.not_after_ms, now_ms()),
+                    until_text(each.life.not_after_ms, self._now_ms()),
                     _ADVICE.get(each.kind, ""),
                 )
             await asyncio.sleep(RENEW_CHECK_S)
-            if current.renewal_due(now_ms()):
+            if current.renewal_due(self._now_ms()):
                 try:
                     # Read again: a renewed issuing certificate is taken without a restart.
                     authority = await asyncio.to_thread(
@@ -661,7 +664,7 @@ class Node:
         log.info("broker %s of %s stopped", self.config.broker, self.config.region)
 
 
-def _holder(folder: RegionFolder, config: RegionConfig, lock: str) -> Holder:
+def _holder(folder: RegionFolder, config: RegionConfig, lock: str, since_ms: int) -> Holder:
     return Holder(
         broker=config.broker,
         host=socket.gethostname(),
@@ -669,7 +672,7 @@ def _holder(folder: RegionFolder, config: RegionConfig, lock: str) -> Holder:
         folder=str(folder.root),
         lock=lock,
         lease_ms=config.metadata.lease,
-        since_ms=now_ms(),
+        since_ms=since_ms,
     )
 
 

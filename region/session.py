@@ -14,8 +14,6 @@ import asyncio
 import contextlib
 import heapq
 import logging
-import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -124,7 +122,7 @@ class ClientSession:
         self.publish_window = CreditWindow(0)
         self.subscriptions: dict[int, Subscription] = {}
         self.ended = False
-        self.name = os.urandom(8).hex()
+        self.name = self.broker.runtime.random.randbytes(8).hex()
         self._control_stream: int | None = None
         self._roles: dict[int, Role | None] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -154,7 +152,7 @@ class ClientSession:
             region=broker.region,
             mesh=broker.mesh,
             broker=broker.broker_id,
-            nonce=os.urandom(NONCE_BYTES),
+            nonce=broker.runtime.random.randbytes(NONCE_BYTES),
             leaf_sha256=connection.server_leaf_sha256,
             verify=broker.verify,
         )
@@ -291,7 +289,7 @@ class ClientSession:
         self._roles[stream_id] = role
 
     def _control_data(self, data: bytes, end: bool) -> None:
-        events = self._control.receive(data, int(time.time() * 1000))
+        events = self._control.receive(data, self.broker.clock_ms())
         if self.identity is not None:
             held = self._control.held_bytes
             self.hold_request(held - self._control_held)
@@ -318,7 +316,7 @@ class ClientSession:
         if self._timeout is not None:
             self._timeout.cancel()
         # A session ends when the proof it rests on does.
-        left_s = max(0.0, peer.not_after_ms / 1000 - time.time())
+        left_s = max(0.0, (peer.not_after_ms - broker.clock_ms()) / 1000)
         self._timeout = asyncio.get_running_loop().call_later(min(left_s, TIMER_S_MAX), self._identity_ended)
         self._open_windows()
         limits = Limits(BATCH_BYTES_MAX, SUBSCRIPTIONS_MAX, STREAMS_MAX, self._requests_max)
@@ -349,7 +347,7 @@ class ClientSession:
 
     def _identity_ended(self) -> None:
         assert self.peer is not None
-        left_s = self.peer.not_after_ms / 1000 - time.time()
+        left_s = (self.peer.not_after_ms - self.broker.clock_ms()) / 1000
         if left_s > 0:
             self._timeout = asyncio.get_running_loop().call_later(
                 min(left_s, TIMER_S_MAX), self._identity_ended

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Final, Protocol
 
 import msgspec
@@ -21,6 +21,8 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
 from felix.messages import Durability, Retention, ShardState, StreamState, StreamTraffic
 from felix.names import StreamName
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from felix.settings import Views
 from region.budget import Budget
 from region.log.directory import LogDirectory
@@ -35,9 +37,6 @@ from region.metadata.records import RING_BYTES_MIN, SHARDS_MAX, Stream, StreamCo
 from region.offload import check_offload
 
 log = logging.getLogger("felix.region.streams")
-
-_START: Final = os.urandom(16)
-"""Another in every process."""
 
 HOT_BYTES: Final = 8 << 20
 """Of a durable shard's newest records in memory: subscribers that keep up never read the disk. Once half of the
@@ -120,11 +119,16 @@ class HostedStream:
     )
 
     def __init__(
-        self, name: StreamName, record: Stream, shards: list[ShardLog | FelixError], ring_taken: int
+        self,
+        name: StreamName,
+        record: Stream,
+        shards: list[ShardLog | FelixError],
+        ring_taken: int,
+        start: bytes,
     ) -> None:
         self.name = name
         self.record = record
-        self.incarnation = self._incarnation()
+        self.incarnation = self._incarnation(start)
         self.shards = shards
         self.ring_taken = ring_taken
         self.deleted = False
@@ -137,11 +141,11 @@ class HostedStream:
         self.views: list[Altering] = []
         """Who serves the stream by its settings beside its shards."""
 
-    def _incarnation(self) -> bytes:
+    def _incarnation(self, start: bytes) -> bytes:
         """What clients know the stream's records by. What an ephemeral stream held before is gone, and its offsets
         begin again: to them it is another incarnation after every start of the broker."""
         kept = bytes.fromhex(self.record.incarnation)
-        return hashlib.sha256(kept + _START).digest()[: len(kept)] if self.ephemeral else kept
+        return hashlib.sha256(kept + start).digest()[: len(kept)] if self.ephemeral else kept
 
     @property
     def ephemeral(self) -> bool:
@@ -250,12 +254,16 @@ class StreamTable:
         make_seal: MakeSeal,
         changed: Callable[[], None],
         refusal: Callable[[], FelixError | None] = always_allowed,
+        runtime: Runtime = REAL,
     ) -> None:
         self._directory = directory
         self._make_seal = make_seal
         self._ring_budget = ring_budget
         self._changed = changed
         self._refusal = refusal
+        self._runtime = runtime
+        self._start = runtime.random.randbytes(16)
+        """Of this start of the broker."""
         self._streams: dict[StreamName, HostedStream] = {}
         self._busy: dict[StreamName, asyncio.Lock] = {}
         # Incarnations that were removed here: a record that was read before must not bring one back.
@@ -306,7 +314,7 @@ class StreamTable:
                     await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
                 self._ring_budget.give(taken)
                 raise
-            stream = HostedStream(name, record, shards, taken)
+            stream = HostedStream(name, record, shards, taken, self._start)
             try:
                 for settle in self.before_serving:
                     await settle(stream)
@@ -358,12 +366,10 @@ class StreamTable:
     ) -> ShardLog | FelixError:
         incarnation = bytes.fromhex(record.incarnation)
         settings = shard_settings(record.config, ring_bytes)
-        hooks = ShardHooks(frame_prefix=delivery_frame, refusal=self._refusal)
+        hooks = ShardHooks(frame_prefix=delivery_frame, refusal=self._refusal, runtime=self._runtime)
         if settings.durability.kind is not Kind.EPHEMERAL:
             seal = self._make_seal(name, incarnation, number)
-            hooks = ShardHooks(
-                seal.seal, seal.open_batch, seal.commitment, delivery_frame, refusal=self._refusal
-            )
+            hooks = replace(hooks, seal=seal.seal, open_batch=seal.open_batch, commitment=seal.commitment)
         try:
             shard = await self._directory.open_shard(name, incarnation, number, settings, hooks)
         except FelixError as error:
@@ -401,7 +407,9 @@ class StreamTable:
             ring_bytes_max=COMPANION_RING_BYTES,
         )
         seal = self._make_seal(stream.name, stream.incarnation, number)
-        hooks = ShardHooks(seal.seal, seal.open_batch, seal.commitment, refusal=self._refusal)
+        hooks = ShardHooks(
+            seal.seal, seal.open_batch, seal.commitment, refusal=self._refusal, runtime=self._runtime
+        )
         companion = await self._directory.open_shard(stream.name, stream.incarnation, number, settings, hooks)
         if not companion.epochs.current:
             await companion.begin_epoch(1)

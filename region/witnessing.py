@@ -8,7 +8,6 @@ cosigned by one call at a time, in a thread; whoever asks too often is refused w
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from typing import Final
 
@@ -19,6 +18,7 @@ from audit.witness import Witness
 from felix.errors import Code, UnavailableError
 from felix.messages import CheckpointAnswer, Witnessed
 from felix.names import SpiffeId
+from felix.runtime.port import Clock
 from region.pace import Pace
 
 CHECKPOINTS_PER_S: Final = 1.0
@@ -39,7 +39,7 @@ ASKERS_MAX: Final = 10_000
 class Witnessing:
     """One per broker, beside its audit log."""
 
-    def __init__(self, witness: Witness, trail: Trail, region: str) -> None:
+    def __init__(self, witness: Witness, trail: Trail, region: str, clock: Clock) -> None:
         self.witness = witness
         self.submissions: Submissions | None = None
         """of this region's log to outside witnesses"""
@@ -47,9 +47,9 @@ class Witnessing:
         self._region = region
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
-        self._checkpoints = Pace(CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, time.monotonic)
-        self._own_checkpoints = Pace(OWN_CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, time.monotonic)
-        self._cosignatures = Pace(COSIGNATURES_PER_S, COSIGNATURES_BURST, ASKERS_MAX, time.monotonic)
+        self._checkpoints = Pace(CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, clock.monotonic)
+        self._own_checkpoints = Pace(OWN_CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, clock.monotonic)
+        self._cosignatures = Pace(COSIGNATURES_PER_S, COSIGNATURES_BURST, ASKERS_MAX, clock.monotonic)
 
     async def cosign(self, actor: SpiffeId, checkpoint: bytes, proof: list[bytes]) -> Witnessed:
         """Cosign another region's checkpoint (audit.witness). Raises ForkError where it is another history, and

@@ -31,6 +31,7 @@ from felix.identity import load_identity
 from felix.messages import PutDocument, StreamState
 from felix.names import SpiffeId, StreamName
 from felix.profile import Profile
+from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle
 from keys.signing import load_signing_key
 from policy.approval import Approval, Document, sign_approval
@@ -52,7 +53,7 @@ from policy.transform import build_spec
 from region.bootstrap import issue_identity, trust_region
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import Node, now_ms
+from region.node import Node
 
 BRIDGE = "us-to-eu"
 STREAM = "acme/ops/departures"

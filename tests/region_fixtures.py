@@ -11,10 +11,11 @@ from region_home import make_region, running
 from region_peer import client
 
 import felix
+from felix.runtime.real import now_ms
 from region.bootstrap import issue_identity
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import Node, now_ms
+from region.node import Node
 
 
 def founded(tmp_path_factory: pytest.TempPathFactory, *names: str) -> RegionFolder:

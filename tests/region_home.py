@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 
 from felix.address import Address
+from felix.runtime.real import now_ms
 from region.bootstrap import found_region, write_profile
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
-from region.node import Node, now_ms
+from region.node import Node
 
 COUNTRIES = {"us-east": ("US", "US"), "eu-west": ("IE", "EU"), "ap-south": ("IN", "IN")}
 

@@ -1,4 +1,4 @@
-"""Runtimes whose wall clock a test sets."""
+"""Runtimes whose clocks a test sets."""
 
 from __future__ import annotations
 
@@ -19,3 +19,16 @@ class _Wall(SystemClock):
 def with_wall(now_ms: Callable[[], int]) -> Runtime:
     """This machine's, apart from the wall clock: `now_ms` says what it shows."""
     return Runtime(_Wall(now_ms), REAL.random)
+
+
+class _Boot(SystemClock):
+    def __init__(self, boot_ms: Callable[[], int]) -> None:
+        self._boot_ms = boot_ms
+
+    def boot_ms(self) -> int:
+        return self._boot_ms()
+
+
+def with_boot(boot_ms: Callable[[], int]) -> Runtime:
+    """The same with the clock that leases go by."""
+    return Runtime(_Boot(boot_ms), REAL.random)

@@ -14,10 +14,10 @@ from region_process import BrokerProcess, fixed_region
 import felix
 import felix.sync
 from felix.messages import PutRights
+from felix.runtime.real import now_ms
 from region.bootstrap import issue_identity
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import now_ms
 
 READS = ("subscribe acme/payments/*",)
 WRITES = ("publish acme/payments/*",)

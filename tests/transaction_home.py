@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from runtimes import with_wall
 
 from felix.address import Address
 from felix.batch import Batch, NewRecord, decode_batch, decode_records, encode_batch
@@ -84,7 +85,7 @@ class Home:
             catalog=self.catalog,
             budgets=self.budgets,
             transport_limits=TransportLimits(),
-            clock_ms=lambda: self.clock,
+            runtime=with_wall(lambda: self.clock),
         )
         self.coordinator = Coordinator(self.broker, step=self._step)
         found = {record.name: record for record in await self.catalog.list_streams()}

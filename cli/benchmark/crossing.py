@@ -53,6 +53,7 @@ from cli.benchmark.settlement import LogBooks, Settlement, settle
 from felix.address import Address
 from felix.errors import UnavailableError
 from felix.names import SpiffeId
+from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
 from keys.signing import load_signing_key
 from policy.access import Verb
@@ -63,7 +64,6 @@ from policy.transform import build_spec
 from region.bootstrap import OPERATOR, found_region, issue_identity, trust_region
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import now_ms
 
 SOURCE: Final = "bench-east"
 DESTINATION: Final = "bench-west"

@@ -28,12 +28,13 @@ from felix.batch import NewRecord
 from felix.messages import Durability, Retention
 from felix.profile import load_profile
 from felix.publisher import Publisher, Receipt
+from felix.runtime.real import now_ms
 from felix.subscription import CREDIT_BYTES_DEFAULT, ReceivedBatch, Subscription
 from felix.transport.port import engine_named
 from region.bootstrap import found_region, write_profile
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
-from region.node import Node, now_ms
+from region.node import Node
 
 REGION: Final = "bench"
 RING_BYTES: Final = 64 << 20

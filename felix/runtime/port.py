@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two clocks that must not be mixed: what people agree on, and what only goes forward."""
+    """Clocks that must not be mixed: what people agree on, and what only goes forward."""
 
     def now_ms(self) -> int:
         """The wall clock, in ms since the Unix epoch. It may jump, back too."""
@@ -23,6 +23,9 @@ class Clock(Protocol):
 
     def monotonic_ns(self) -> int:
         """The same in ns, where differences are small."""
+
+    def boot_ms(self) -> int:
+        """In ms, never back, and it counts the time that the machine was suspended: other machines' leases ran on."""
 
 
 @dataclass(frozen=True, slots=True)

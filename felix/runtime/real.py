@@ -8,6 +8,8 @@ from typing import Final
 
 from felix.runtime.port import Runtime
 
+_BOOT: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
 
 class SystemClock:
     """`felix.runtime.port.Clock` of this machine."""
@@ -17,6 +19,9 @@ class SystemClock:
 
     def now_ms(self) -> int:
         return time.time_ns() // 1_000_000
+
+    def boot_ms(self) -> int:
+        return time.clock_gettime_ns(_BOOT) // 1_000_000
 
 
 REAL: Final = Runtime(SystemClock(), SystemRandom())

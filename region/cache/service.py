@@ -75,6 +75,7 @@ class Cache:
                 broker.budgets.cache,
                 broker.budgets.catch_up,
                 lambda: broker.clock_ms(),
+                broker.runtime.clock.monotonic,
                 stream.record.config.former_cache.ttls,
                 stream.record.config.former_cache.bytes_max,
             )

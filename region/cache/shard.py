@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from math import inf
@@ -95,6 +94,7 @@ class CacheShard:
         budget: Budget,
         catch_up: Budget,
         clock_ms: Callable[[], int],
+        monotonic: Callable[[], float],
         former_ttls: Sequence[FormerTtl] = (),
         former_bytes_max: int = 0,
     ) -> None:
@@ -112,6 +112,7 @@ class CacheShard:
         self.malformed = 0
         self._catch_up = catch_up
         self.clock_ms = clock_ms
+        self._monotonic = monotonic
         self._loop = asyncio.get_running_loop()
         self._own: Staged | None = None
         self._observed_from: float = inf
@@ -142,7 +143,7 @@ class CacheShard:
             self.ready.set()
 
     async def _load(self) -> None:
-        shard, began = self.log, time.monotonic()
+        shard, began = self.log, self._monotonic()
         said = stepped = began
         first = self.applied
         while True:
@@ -167,17 +168,17 @@ class CacheShard:
                     if offset >= self.applied:
                         self.state.load(change, offset + 1)
                 self.applied = entry.next_offset
-                now = time.monotonic()
+                now = self._monotonic()
                 if now - stepped > LOAD_STEP_S:
                     await asyncio.sleep(0)
-                    stepped = time.monotonic()
+                    stepped = self._monotonic()
                 if now - said > LOAD_SAID_S:
                     said = now
                     log.info(
                         "cache %s shard %d: %d of %d records read",
                         self.name, self.number, self.applied - first, shard.high_watermark - first,
                     )  # fmt: skip
-        took = time.monotonic() - began
+        took = self._monotonic() - began
         if took > LOAD_SAID_S:
             log.info(
                 "cache %s shard %d: %d keys after %.1f s",

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -121,8 +119,9 @@ class Compactor:
         Raises CorruptionError, OSError (the disk is full, or worse), what opening or sealing raises, and whatever
         `pace` ends the pass with. Groups that were exchanged before that stay exchanged: each is a step of its own.
         """
-        begun = time.perf_counter_ns()
         disk, settings = self._disk, self._settings
+        monotonic_ns = disk.runtime.clock.monotonic_ns
+        begun = monotonic_ns()
         segments = [one for one in disk.segments[:-1] if one.next_offset <= settings.below]
         before = disk.compaction
         scan_end = self._learn(segments, before.clean_to)
@@ -157,7 +156,7 @@ class Compactor:
             self._removed,
             self._tombstones,
             scan_end,
-            time.perf_counter_ns() - begun,
+            monotonic_ns() - begun,
         )
 
     def _save(self, state: CompactionState) -> None:
@@ -220,7 +219,7 @@ class Compactor:
         group: list[SegmentState] = []
         removed_before, last_tombstone = self._removed, -1
         aside_path: Path | None = None
-        writer = _SegmentWriter(self._disk.folder, self._files, first)
+        writer = _SegmentWriter(self._disk.folder, self._files, first, self._disk.new_salt())
         try:
             for segment in segments:
                 if group and writer.length + segment.segment_bytes > self._disk.limits.segment_bytes_max:
@@ -287,7 +286,7 @@ class Compactor:
 class _SegmentWriter:
     """A compacted segment on its way: entries behind a place for its header, which is written last."""
 
-    def __init__(self, folder: Path, files: Files, first: SegmentState) -> None:
+    def __init__(self, folder: Path, files: Files, first: SegmentState, salt: int) -> None:
         self._folder = folder
         self._files = files
         header = first.header
@@ -295,7 +294,7 @@ class _SegmentWriter:
             header.identity,
             header.base_offset,
             header.created_ms,
-            secrets.randbits(64),
+            salt,
             header.commitment,
             Span(header.base_offset + 1, 0, 0, 0, 1),
         )

@@ -19,6 +19,8 @@ from typing import Final, NamedTuple
 
 from felix.errors import Code, FelixError, RequestError
 from felix.names import StreamName
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from region.log.compaction import CompactionReport
 from region.log.disk import storage_error
 from region.log.durability import Kind
@@ -105,6 +107,7 @@ class LogDirectory:
         files: Files | None = None,
         offload_rate_bytes: int = RATE_BYTES,
         fetched_bytes_max: int = FETCHED_BYTES_MAX,
+        runtime: Runtime = REAL,
     ) -> None:
         self._lock = FolderLock(data)
         self._data = data
@@ -117,6 +120,7 @@ class LogDirectory:
             ThreadPoolExecutor(OFFLOAD_THREADS_MAX, thread_name_prefix="log-offload"),
             FetchedCache(fetched_bytes_max),
             offload_rate_bytes,
+            runtime.clock,
         )
         self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
         self._opening: set[tuple[StreamName, bytes, int]] = set()

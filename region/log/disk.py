@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import os
-import secrets
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,8 @@ import msgspec
 
 from felix.batch import HEADER_BYTES, Batch, BatchHeader, body_checksum
 from felix.errors import Code, RequestError, UnavailableError
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from region.log.compaction import COMPACTION_NAME, CompactionState, DirtySpan, encode_compaction
 from region.log.durable_mark import MARK_NAME, Mark
 from region.log.epochs import EpochHistory
@@ -169,6 +170,7 @@ class DiskLog:
         files: Files,
         limits: SegmentLimits,
         commitment: Callable[[], bytes],
+        runtime: Runtime,
     ) -> None:
         self.folder = folder
         self.identity = identity
@@ -177,6 +179,7 @@ class DiskLog:
         self._files = files
         self._limits = limits
         self._commitment = commitment
+        self.runtime = runtime
         self.compaction = recovered.compaction
         self.offload = recovered.offload
         self._segments: tuple[SegmentState, ...] = tuple(recovered.segments)
@@ -200,6 +203,7 @@ class DiskLog:
         limits: SegmentLimits | None = None,
         commitment: Callable[[], bytes] = no_commitment,
         full_verify: bool = False,
+        runtime: Runtime = REAL,
     ) -> tuple[DiskLog, Recovered]:
         """Recover what `folder` holds, or begin a log in it. `commitment` is asked for each new segment's header.
 
@@ -215,6 +219,7 @@ class DiskLog:
             files=files,
             limits=limits or SegmentLimits(),
             commitment=commitment,
+            runtime=runtime,
         )
         try:
             if log._segments:
@@ -388,8 +393,12 @@ class DiskLog:
         self.sync_mark()
         self._remember_index(active)
 
+    def new_salt(self) -> int:
+        """For the header of a new segment."""
+        return self.runtime.random.getrandbits(64)
+
     def _create_segment(self, base_offset: int, now_ms: int) -> None:
-        header = SegmentHeader(self.identity, base_offset, now_ms, secrets.randbits(64), self._commitment())
+        header = SegmentHeader(self.identity, base_offset, now_ms, self.new_salt(), self._commitment())
         encoded = header.encode()
         start = position = len(encoded)
         buffers: list[bytes | memoryview] = [encoded]

@@ -145,7 +145,7 @@ class DiskReader:
                     entry,
                     segment.fetched_path,
                     self._store.cache,
-                    Throttle(self._store.rate_bytes, self._ending),
+                    Throttle(self._store.rate_bytes, self._ending, self._store.clock),
                 )
             except CorruptionError as error:
                 raise _FetchedDamageError(error) from error

@@ -11,7 +11,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -20,6 +19,7 @@ from threading import Lock
 from typing import Final, Protocol, TypeVar
 
 from felix.errors import CorruptionError, FelixError
+from felix.runtime.port import Clock
 from region.log.compaction import CompactionReport, is_due
 from region.log.compactor import Compactor, PassSettings, WorkEndedError
 from region.log.counters import ShardCounters
@@ -142,7 +142,7 @@ class Maintenance:
                 seal=self._hooks.seal,
                 open_batch=self._hooks.open_batch,
                 writer=self._writer,
-                pace=_Pace(share, end),
+                pace=_Pace(share, end, self._hooks.runtime.clock),
             )
             snapshot, epochs = shard.producers_snapshot(), shard.epochs.starts
             try:
@@ -189,7 +189,7 @@ class Maintenance:
                 base,
                 wanted.local_bytes if wanted else 0,
                 writer=self._writer,
-                pace=Throttle(self._store.rate_bytes, self._ending),
+                pace=Throttle(self._store.rate_bytes, self._ending, self._store.clock),
             )
             below, epochs = shard.high_watermark, shard.epochs.starts
             report = await self._perform(
@@ -252,15 +252,16 @@ class Maintenance:
 class _Pace:
     """Between two batches: sleep as its share asks, or end the work because the shard closes."""
 
-    def __init__(self, share: float, end: ThreadEvent) -> None:
+    def __init__(self, share: float, end: ThreadEvent, clock: Clock) -> None:
         self._rest = 1 / share - 1
         self._end = end
-        self._begun = time.perf_counter_ns()
+        self._clock_ns = clock.monotonic_ns
+        self._begun = self._clock_ns()
 
     def __call__(self) -> None:
-        worked = time.perf_counter_ns() - self._begun
+        worked = self._clock_ns() - self._begun
         if worked < COMPACTION_TURN_NS:
             return
         if self._end.wait(worked * self._rest / 1e9):
             raise WorkEndedError
-        self._begun = time.perf_counter_ns()
+        self._begun = self._clock_ns()

@@ -14,7 +14,6 @@ A crash before 5 repeats from 1, over the same object.
 from __future__ import annotations
 
 import os
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -26,6 +25,7 @@ from typing import Final
 import msgspec
 
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
+from felix.runtime.port import Clock
 from region.log import fsspec_store as store
 from region.log.compactor import WorkEndedError
 from region.log.disk import DiskLog
@@ -64,15 +64,16 @@ class OffloadReport:
 class Throttle:
     """Holds work to a rate, and ends it when asked to. One per piece of work."""
 
-    def __init__(self, rate_bytes: int, end: Event) -> None:
+    def __init__(self, rate_bytes: int, end: Event, clock: Clock) -> None:
         self._rate = rate_bytes
         self._end = end
         self._moved = 0
-        self._begun = time.monotonic()
+        self._clock_s = clock.monotonic
+        self._begun = self._clock_s()
 
     def __call__(self, moved: int) -> None:
         self._moved += moved
-        ahead_s = self._moved / self._rate - (time.monotonic() - self._begun)
+        ahead_s = self._moved / self._rate - (self._clock_s() - self._begun)
         if self._end.wait(max(0.0, ahead_s)) if ahead_s > 0.001 else self._end.is_set():
             raise WorkEndedError
 

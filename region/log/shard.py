@@ -22,7 +22,6 @@ region.log.disk_reader, compaction and offload in region.log.maintenance.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -255,6 +254,7 @@ class ShardLog:
                 files=files,
                 limits=settings.segments,
                 commitment=hooks.commitment,
+                runtime=hooks.runtime,
                 full_verify=full_verify,
             )
 
@@ -842,9 +842,9 @@ class ShardLog:
         disk.write(frames, self._hooks.clock_ms())
         if self.settings.durability.kind is not Kind.FSYNC:
             return 0
-        begun = time.perf_counter_ns()
+        begun = self._hooks.runtime.clock.monotonic_ns()
         disk.sync()
-        return time.perf_counter_ns() - begun
+        return self._hooks.runtime.clock.monotonic_ns() - begun
 
     def _accept(self, entry: Entry) -> None:
         """An entry is durable; `_show` lets it be read."""
@@ -964,9 +964,9 @@ class ShardLog:
         sync = disk.sync
 
         def timed() -> None:
-            begun = time.perf_counter_ns()
+            begun = self._hooks.runtime.clock.monotonic_ns()
             sync()
-            elapsed = time.perf_counter_ns() - begun
+            elapsed = self._hooks.runtime.clock.monotonic_ns() - begun
             self._tell(lambda: self._count_sync(elapsed))
 
         self._submit(timed)

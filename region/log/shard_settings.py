@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -10,6 +9,8 @@ from typing import Final
 
 from felix.batch import Batch, BatchHeader
 from felix.errors import FelixError
+from felix.runtime.port import Clock, Runtime
+from felix.runtime.real import REAL
 from felix.settings import Compaction, Deduplication, Offload
 from region.log.disk import SegmentLimits, no_commitment
 from region.log.durability import FSYNC, Durability
@@ -33,10 +34,6 @@ def no_prefix(header: BatchHeader) -> bytes:
 
 def always_allowed() -> None:
     """Appends of a log whose region no other broker can serve meanwhile."""
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +68,12 @@ class ShardHooks:
     open_batch: Callable[[Batch], Batch] = same_batch
     commitment: Callable[[], bytes] = no_commitment
     frame_prefix: Callable[[BatchHeader], bytes] = no_prefix
-    clock_ms: Callable[[], int] = _now_ms
     refusal: Callable[[], FelixError | None] = always_allowed
+    runtime: Runtime = REAL
+
+    def clock_ms(self) -> int:
+        """The wall clock."""
+        return self.runtime.clock.now_ms()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +83,4 @@ class ShardStore:
     pool: Executor
     cache: FetchedCache = field(default_factory=FetchedCache)
     rate_bytes: int = RATE_BYTES
+    clock: Clock = REAL.clock

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Final, Self, TypeVar
 
 from felix.errors import Code, CorruptionError, FelixError, RequestError
-from region.metadata.lease import monotonic_ms
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from region.metadata.local import (
     BATCH_BYTES_MAX,
     BATCH_EVENTS_MAX,
@@ -327,8 +328,8 @@ class _Database:
 class EmbeddedStore(LocalStore):
     """Open with `await EmbeddedStore.open(path)`; `close` lets go of the file and its lock."""
 
-    def __init__(self, path: Path, worker: ThreadPoolExecutor, clock_ms: Callable[[], int]) -> None:
-        super().__init__(str(path), clock_ms)
+    def __init__(self, path: Path, worker: ThreadPoolExecutor, runtime: Runtime) -> None:
+        super().__init__(str(path), runtime)
         self.path = path
         self._worker = worker
         self._database: _Database | None = None
@@ -342,7 +343,7 @@ class EmbeddedStore(LocalStore):
         *,
         history_events_max: int = HISTORY_EVENTS_MAX,
         history_bytes_max: int = HISTORY_BYTES_MAX,
-        clock_ms: Callable[[], int] = monotonic_ms,
+        runtime: Runtime = REAL,
     ) -> Self:
         """Open the database file, making it and its folder where missing.
 
@@ -350,7 +351,7 @@ class EmbeddedStore(LocalStore):
         Leases found in it get their whole TTL again: their holders may still be there.
         """
         worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="felix-metadata")
-        store = cls(path, worker, clock_ms)
+        store = cls(path, worker, runtime)
 
         def start() -> tuple[_Database, list[tuple[int, int]]]:
             store._lock_descriptor = _lock(path)
@@ -362,7 +363,7 @@ class EmbeddedStore(LocalStore):
         except BaseException:
             await store._release()
             raise
-        now_ms = clock_ms()
+        now_ms = runtime.clock.boot_ms()
         for lease_id, ttl_ms in leases:
             store._deadlines.grant(lease_id, ttl_ms, now_ms)
         if leases:

@@ -27,7 +27,8 @@ import grpc  # type: ignore[import-untyped]
 from aetcd import rpc
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from region.metadata.lease import lease_lost, monotonic_ms
+from felix.runtime.real import REAL
+from region.metadata.lease import lease_lost
 from region.metadata.port import (
     KEY_BYTES_MAX,
     PAGE_BYTES_MAX,
@@ -77,6 +78,7 @@ _CHANNEL_OPTIONS: Final = (
 _REQUIRE_LEADER: Final = ("hasleader", "true")
 """A member cut off from its cluster ends our streams instead of staying silent (clientv3.WithRequireLeader)."""
 
+_boot_ms: Final = REAL.clock.boot_ms
 _ENDPOINT: Final = re.compile(r"(?:(https?)://)?(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})/?")
 _BAD_VERSION: Final = re.compile(r"3\.5\.[0-2](?!\d)")
 
@@ -180,7 +182,7 @@ class _Endpoint:
             state = self.channel.get_state(try_to_connect=True)
             if state is grpc.ChannelConnectivity.READY:
                 return True
-            remaining = deadline_ms - monotonic_ms()
+            remaining = deadline_ms - _boot_ms()
             if remaining <= 0 or state in (
                 grpc.ChannelConnectivity.TRANSIENT_FAILURE,
                 grpc.ChannelConnectivity.SHUTDOWN,
@@ -226,7 +228,7 @@ class EtcdStore(MetadataStore):
     """Open with `await EtcdStore.open(config)`, which needs no endpoint to be up yet."""
 
     def __init__(self, config: EtcdConfig, endpoints: list[_Endpoint]) -> None:
-        super().__init__("etcd at " + ", ".join(config.endpoints))
+        super().__init__("etcd at " + ", ".join(config.endpoints), REAL.clock)
         self._config = config
         self._endpoints = endpoints
         self._current = 0
@@ -254,7 +256,7 @@ class EtcdStore(MetadataStore):
         self._check_open()
         found: dict[str, str] = {}
         for name, endpoint in zip(self._config.endpoints, self._endpoints, strict=True):
-            if await endpoint.is_ready(monotonic_ms() + CONNECT_MS):
+            if await endpoint.is_ready(_boot_ms() + CONNECT_MS):
                 with contextlib.suppress(rpc.AioRpcError, FelixError):
                     await self._authenticate(endpoint)
                     status = await endpoint.maintenance.Status(
@@ -287,16 +289,16 @@ class EtcdStore(MetadataStore):
     async def _connect(self, deadline_ms: int) -> _Endpoint:
         """An endpoint that takes a connection, the last good one first. Raises UnavailableError after CONNECT_MS,
         or at the deadline."""
-        deadline_ms = min(deadline_ms, monotonic_ms() + CONNECT_MS)
+        deadline_ms = min(deadline_ms, _boot_ms() + CONNECT_MS)
         share_ms = max(_RETRY_MS, CONNECT_MS // len(self._endpoints))
         while True:
             self._check_open()
             for _ in self._endpoints:
                 endpoint = self._endpoints[self._current]
-                if await endpoint.is_ready(min(deadline_ms, monotonic_ms() + share_ms)):
+                if await endpoint.is_ready(min(deadline_ms, _boot_ms() + share_ms)):
                     return endpoint
                 self._next(endpoint)
-            if monotonic_ms() >= deadline_ms:
+            if _boot_ms() >= deadline_ms:
                 raise self._unavailable("none of its endpoints takes a connection")
             await asyncio.sleep(_RETRY_MS / 1_000)
 
@@ -331,10 +333,10 @@ class EtcdStore(MetadataStore):
     ) -> Any:
         """Send a request to one endpoint after the other until one answers. `once`: it must not be sent twice.
         `expected`: a refusal that the caller wants to see as it is, as AioRpcError."""
-        deadline_ms = monotonic_ms() + self._config.request_ms
+        deadline_ms = _boot_ms() + self._config.request_ms
         while True:
             endpoint = await self._connect(deadline_ms)
-            remaining_ms = max(1, deadline_ms - monotonic_ms())
+            remaining_ms = max(1, deadline_ms - _boot_ms())
             # Half of the time for one endpoint, so that a member that hangs leaves time for another.
             attempt_ms = remaining_ms if once else min(remaining_ms, self._config.request_ms // 2)
             sent = never_sent = False
@@ -346,7 +348,7 @@ class EtcdStore(MetadataStore):
             except rpc.AioRpcError as error:
                 failed: Exception = error
                 why = error.details() or error.code().name
-                if self._token_refused(error, endpoint) and monotonic_ms() < deadline_ms:
+                if self._token_refused(error, endpoint) and _boot_ms() < deadline_ms:
                     continue
                 if error.code() is expected:
                     raise
@@ -366,7 +368,7 @@ class EtcdStore(MetadataStore):
                     + ", ".join(self._config.endpoints),
                     retry_after_ms=_RETRY_MS_MAX,
                 ) from failed
-            if monotonic_ms() + _RETRY_MS >= deadline_ms:
+            if _boot_ms() + _RETRY_MS >= deadline_ms:
                 raise self._unavailable(f"{endpoint.target}: {why}") from failed
             await asyncio.sleep(_RETRY_MS / 1_000)
 
@@ -477,7 +479,7 @@ class EtcdStore(MetadataStore):
             except TimeoutError as error:
                 failed = error
             self._check_open()
-            now_ms = monotonic_ms()
+            now_ms = _boot_ms()
             silent_since_ms = now_ms if silent_since_ms is None else silent_since_ms
             if now_ms - silent_since_ms >= WATCH_OUTAGE_MS:
                 raise self._unavailable(f"a watch could not be resumed for {WATCH_OUTAGE_MS} ms") from failed
@@ -488,7 +490,7 @@ class EtcdStore(MetadataStore):
         """One connection's worth of a watch. A change without events only says how far the store is."""
         low, high = _bounds(prefix)
         request_ms = self._config.request_ms
-        endpoint = await self._connect(monotonic_ms() + request_ms)
+        endpoint = await self._connect(_boot_ms() + request_ms)
         try:
             await self._authenticate(endpoint)
             call = endpoint.watch.Watch(metadata=endpoint.metadata(_REQUIRE_LEADER))

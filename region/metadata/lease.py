@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -29,13 +28,6 @@ _RENEWALS_PER_TTL: Final = 3
 """Two renewals may fail before the third would come too late."""
 _RETRY_MS: Final = 200
 """Pause after a failed renewal, while time remains."""
-
-_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-
-
-def monotonic_ms() -> int:
-    """Milliseconds that never go back. Counts the time a machine was suspended, because the store counts it too."""
-    return time.clock_gettime_ns(_CLOCK) // 1_000_000
 
 
 class LeaseLostError(RequestError):
@@ -67,9 +59,9 @@ class Lease:
         sent_ms: int,
         renew: Callable[[int], Awaitable[int]],
         revoke: Callable[[int], Awaitable[None]],
-        clock_ms: Callable[[], int] = monotonic_ms,
+        clock_ms: Callable[[], int],
     ) -> None:
-        """`sent_ms`: the clock before the grant was sent. `renew(id)` answers the TTL, or raises LeaseLostError."""
+        """`clock_ms`: as Clock.boot_ms, for the store counts the time of a suspension too. `sent_ms`: it before the grant was sent. `renew(id)` answers the TTL, or raises LeaseLostError."""
         self.id = lease_id
         self.ttl_ms = ttl_ms
         self.lost = asyncio.Event()

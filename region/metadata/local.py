@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Final, NamedTuple
 
 from felix.errors import Code, FelixError, UnavailableError
-from region.metadata.lease import Deadlines, cancel_and_wait, lease_lost, monotonic_ms
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
+from region.metadata.lease import Deadlines, cancel_and_wait, lease_lost
 from region.metadata.port import (
     Change,
     CompactedError,
@@ -66,9 +67,9 @@ def check_revision(from_revision: int, compacted: int, current: int) -> None:
 class LocalStore(MetadataStore):
     """Base of the in-process stores. Subclasses keep entries and history; this keeps leases and wakes watchers."""
 
-    def __init__(self, where: str, clock_ms: Callable[[], int] = monotonic_ms) -> None:
-        super().__init__(where)
-        self._clock_ms = clock_ms
+    def __init__(self, where: str, runtime: Runtime = REAL) -> None:
+        super().__init__(where, runtime.clock)
+        self._random = runtime.random
         self._deadlines = Deadlines()
         self._changed = asyncio.Event()
         self._granted = asyncio.Event()
@@ -98,7 +99,7 @@ class LocalStore(MetadataStore):
     async def _transact(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TransactResult:
         # Checked before the commit is queued: the sweep of a lease that runs out now is queued behind it, so
         # a key bound here is still deleted.
-        now_ms = self._clock_ms()
+        now_ms = self.clock.boot_ms()
         for write in writes:
             if isinstance(write, Put) and write.lease and not self._deadlines.holds(write.lease, now_ms):
                 raise lease_lost(write.lease)
@@ -116,15 +117,15 @@ class LocalStore(MetadataStore):
                 await changed.wait()
 
     async def _lease_grant(self, ttl_ms: int) -> tuple[int, int]:
-        lease_id = secrets.randbits(62) + 1
+        lease_id = self._random.getrandbits(62) + 1
         await self._remember_lease(lease_id, ttl_ms)
-        self._deadlines.grant(lease_id, ttl_ms, self._clock_ms())
+        self._deadlines.grant(lease_id, ttl_ms, self.clock.boot_ms())
         self._start_sweeper()
         return lease_id, ttl_ms
 
     async def _lease_renew(self, lease_id: int) -> int:
         self._check_open()
-        return self._deadlines.renew(lease_id, self._clock_ms())
+        return self._deadlines.renew(lease_id, self.clock.boot_ms())
 
     async def _lease_revoke(self, lease_id: int) -> None:
         self._check_open()
@@ -142,11 +143,11 @@ class LocalStore(MetadataStore):
             self._granted.clear()
             try:
                 async with asyncio.timeout(
-                    None if next_ms is None else max(0, next_ms - self._clock_ms()) / 1_000
+                    None if next_ms is None else max(0, next_ms - self.clock.boot_ms()) / 1_000
                 ):
                     await self._granted.wait()
             except TimeoutError:
-                due = self._deadlines.due(self._clock_ms())
+                due = self._deadlines.due(self.clock.boot_ms())
                 try:
                     await self._expire(due)
                 except FelixError as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from region.metadata.lease import monotonic_ms
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from region.metadata.local import (
     BATCH_EVENTS_MAX,
     HISTORY_EVENTS_MAX,
@@ -38,11 +39,9 @@ async def _others_turn() -> None:
 class MemoryStore(LocalStore):
     """Entries in a dictionary, history in a bounded queue of revisions."""
 
-    def __init__(
-        self, *, history_events_max: int = HISTORY_EVENTS_MAX, clock_ms: Callable[[], int] = monotonic_ms
-    ) -> None:
+    def __init__(self, *, history_events_max: int = HISTORY_EVENTS_MAX, runtime: Runtime = REAL) -> None:
         """`history_events_max`: revisions kept for watchers."""
-        super().__init__("in memory", clock_ms)
+        super().__init__("in memory", runtime)
         self._history_max = history_events_max
         self._entries: dict[str, Entry] = {}
         self._history: deque[Change] = deque()

@@ -23,7 +23,8 @@ from typing import Final, Self
 from weakref import WeakSet
 
 from felix.errors import Code, RequestError, UnavailableError
-from region.metadata.lease import LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN, Lease, monotonic_ms
+from felix.runtime.port import Clock
+from region.metadata.lease import LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN, Lease
 
 KEY_BYTES_MAX: Final = 512
 """The longest key of ours (a stream's shard) has about 250 bytes; keys are held in memory by every store."""
@@ -219,9 +220,10 @@ class MetadataStore(ABC):
     """The port. Every method raises UnavailableError (its hint names the store or its endpoints) when the store
     cannot answer within its time limit, and after `close`."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, clock: Clock) -> None:
         """`where`: the store as a person knows it, for sentences: a path or endpoints."""
         self.where = where
+        self.clock = clock
         self._leases: WeakSet[Lease] = WeakSet()
         self._closed = False
 
@@ -282,10 +284,15 @@ class MetadataStore(ABC):
             raise _refuse(
                 f"A lease of {ttl_ms} ms was asked for; {LEASE_TTL_MS_MIN} to {LEASE_TTL_MS_MAX} are allowed."
             )
-        sent_ms = monotonic_ms()
+        sent_ms = self.clock.boot_ms()
         lease_id, granted_ms = await self._lease_grant(ttl_ms)
         lease = Lease(
-            lease_id, granted_ms, sent_ms=sent_ms, renew=self._lease_renew, revoke=self._lease_revoke
+            lease_id,
+            granted_ms,
+            sent_ms=sent_ms,
+            renew=self._lease_renew,
+            revoke=self._lease_revoke,
+            clock_ms=self.clock.boot_ms,
         )
         self._leases.add(lease)
         if keep:

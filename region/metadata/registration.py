@@ -25,7 +25,7 @@ import msgspec
 
 from felix.errors import Code, FelixError, UnavailableError
 from region.metadata.genesis import region_prefix
-from region.metadata.lease import Lease, monotonic_ms
+from region.metadata.lease import Lease
 from region.metadata.port import Delete, Entry, MetadataStore, ModRevision, OutcomeUnknownError, Put, Write
 
 log = logging.getLogger("felix.region.registration")
@@ -123,7 +123,7 @@ class Registration:
             entries = (await self._store.load(self._brokers)).entries
             others = [entry for entry in entries if not self._is_ours(_decode(entry))]
             if others:
-                now = monotonic_ms()
+                now = self._store.clock.boot_ms()
                 if waited_from_ms is None:
                     waited_from_ms = now
                     log.info("waiting for the lease of %s to end", _name(others[0]))

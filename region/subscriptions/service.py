@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Final
 
@@ -312,7 +311,7 @@ class SubscriptionService:
             records.Subscription(
                 stream=str(stream.name),
                 name=name,
-                id=os.urandom(records.SUBSCRIPTION_ID_BYTES).hex(),
+                id=self._broker.runtime.random.randbytes(records.SUBSCRIPTION_ID_BYTES).hex(),
                 incarnation=stream.record.incarnation,
                 creator=str(identity),
                 created_ms=self._broker.clock_ms(),

@@ -22,13 +22,13 @@ from audit.leaf import CommitmentKey, Committer, Entry, Kind, iter_entries
 from audit.trail import Trail
 from felix.errors import Code
 from felix.names import StreamName
+from felix.runtime.real import now_ms
 from keys.link import commitment_secret
 from policy.grant import Standing, StandingAction, sign_standing
 from region.log.ahead import AHEAD_NAMES
 from region.log.shard import ShardLog
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
-from region.node import now_ms
 
 
 @pytest.fixture

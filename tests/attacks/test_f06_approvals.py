@@ -19,6 +19,7 @@ from felix.errors import Code, FelixError, RequestError
 from felix.identity import Identity, load_identity
 from felix.messages import ListDocuments, PutDocument
 from felix.names import SpiffeId, StreamName
+from felix.runtime.real import now_ms
 from keys.authority import create_authority, load_authority
 from policy.approval import Approval, ApprovalBody, sign_approval
 from policy.grant import ExportGrant, ImportGrant, sign_export, sign_import
@@ -27,7 +28,6 @@ from policy.signed import Purpose, SignedDocument, canonical, sign
 from policy.terms import GrantTerms
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.node import now_ms
 
 Tally = Callable[[str, int], None]
 NAME = StreamName.parse(STREAM)

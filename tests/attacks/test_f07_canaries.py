@@ -23,6 +23,7 @@ from felix.errors import RequestError
 from felix.frames import FrameType
 from felix.identity import load_identity
 from felix.messages import OpenIngest, OpenTransactions, PutDocument, encode_message
+from felix.runtime.real import now_ms
 from felix.transaction_messages import Fence
 from policy.approval import sign_approval
 from policy.grant import (
@@ -37,7 +38,6 @@ from policy.grant import (
 )
 from policy.residency import parse_policy
 from policy.transform import build_spec
-from region.node import now_ms
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")

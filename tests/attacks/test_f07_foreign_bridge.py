@@ -20,12 +20,12 @@ from felix.frames import FrameType
 from felix.identity import Identity, load_identity
 from felix.messages import Message, OpenIngest, OpenPublisher, OpenTransactions, Start, encode_message
 from felix.quota import QuotaLimits
+from felix.runtime.real import now_ms
 from felix.settings import NamespaceSettings, SubscriptionChange
 from felix.transaction_messages import Fence
 from region.audience import AUDIENCES, Audience, audience_of, request_name
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.node import now_ms
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")

@@ -23,10 +23,10 @@ from bridge.agent import Agent
 from felix.errors import Code, CorruptionError
 from felix.messages import Durability, LinkState, RotateKeys
 from felix.names import StreamName
+from felix.runtime.real import now_ms
 from policy.grant import Standing, StandingAction, sign_standing
 from policy.truncation import Truncation
 from region.log.shard import ShardLog
-from region.node import now_ms
 
 Tally = Callable[[str, int], None]
 

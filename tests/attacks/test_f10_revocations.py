@@ -16,10 +16,10 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import load_identity
 from felix.messages import Done, ListStreams, PutDocument, StreamPage
 from felix.names import StreamName
+from felix.runtime.real import now_ms
 from policy.grant import DenyEntry, GrantBook, Standing, StandingAction, sign_deny, sign_standing
 from policy.residency import parse_policy, sign_policy
 from region.governance import PEER_DOCUMENTS_MAX
-from region.node import now_ms
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")

@@ -16,13 +16,13 @@ from felix.errors import Code, FelixError, RequestError
 from felix.identity import load_identity
 from felix.messages import PutDocument
 from felix.names import StreamName
+from felix.runtime.real import now_ms
 from keys.signing import load_signing_key
 from policy.grant import GrantState, ImportGrant
 from policy.signed import Purpose, SignedDocument, canonical, sign
 from region.bootstrap import issue_identity
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import now_ms
 
 Tally = Callable[[str, int], None]
 BRIDGE_ID = "spiffe://ap-south.acme/bridge/mallory"

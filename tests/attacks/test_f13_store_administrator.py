@@ -12,12 +12,12 @@ from bridge_mesh import POLICIES, STREAM, Mesh, two_regions, until
 from audit.leaf import Kind
 from felix.errors import Code, FelixError
 from felix.names import StreamName
+from felix.runtime.real import now_ms
 from policy.approval import parse_document
 from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_export, sign_standing
 from policy.residency import parse_policy
 from policy.terms import grant_id
 from region.metadata.port import Delete, Put
-from region.node import now_ms
 
 Tally = Callable[[str, int], None]
 NAME = StreamName.parse(STREAM)

@@ -17,9 +17,9 @@ from audit.stream_statement import Epoch
 from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import StreamName
+from felix.runtime.real import now_ms
 from region.link_slot import REGION_LINKS_MAX, LinkRecord, Position, link_slot, old_slot
 from region.log.shard import Appended, ShardLog
-from region.node import now_ms
 from region.transactions.coordinator import SLOT
 
 Tally = Callable[[str, int], None]

@@ -19,11 +19,12 @@ from felix.frames import Frame, FrameDecoder, FrameType, encode_frame
 from felix.identity import Binding, Identity, Proof, load_identity, prove
 from felix.messages import ClientHello, decode_error, decode_handshake, encode_message
 from felix.names import SpiffeId
+from felix.runtime.real import now_ms
 from felix.session import ClientSession
 from felix.transport.port import ENGINE_NAMES, ClientTls, Connection, ServerTls, engine_named
 from keys.authority import load_authority
 from region.folder import RegionFolder
-from region.node import Node, now_ms
+from region.node import Node
 
 Tally = Callable[[str, int], None]
 Change = Callable[[Frame], bytes]

@@ -24,12 +24,12 @@ from felix.frames import FRAME_HEADER_BYTES
 from felix.identity import load_identity
 from felix.messages import DocumentPage, ListDocuments, ListStreams, PutQuota
 from felix.quota import QuotaLimits
+from felix.runtime.real import now_ms
 from felix.transport.port import ENGINE_NAMES
 from keys.bundle import decode_bundle
 from policy.quantity import Size
 from region.bootstrap import issue_identity, trust_region
 from region.config import LimitsConfig, load_config
-from region.node import now_ms
 from region.places import FOREIGN_PER_IDENTITY
 from region.session import (
     REQUESTS_HELD_BYTES_MAX,

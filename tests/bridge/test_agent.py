@@ -21,11 +21,11 @@ from felix.errors import Code
 from felix.messages import LinkState, Retention
 from felix.names import StreamName
 from felix.provenance import PATH_HEADER
+from felix.runtime.real import now_ms
 from felix.settings import Compaction, Views
 from policy.grant import StandingAction
 from policy.transform import build_spec
 from region import ingest
-from region.node import now_ms
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from audit.origin import region_origin
 from audit.tile_disk import Folder
 from audit.verify import verify_log
 from felix.identity import load_identity
+from felix.runtime.real import now_ms
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.node import now_ms
 
 DAY = 86_400_000
 

@@ -13,10 +13,10 @@ from audit.leaf import Kind
 from bridge.agent import Agent
 from felix.errors import RequestError
 from felix.messages import LinkState
+from felix.runtime.real import now_ms
 from policy.grant import Standing, StandingAction, sign_standing
 from policy.transform import build_spec
 from policy.truncation import Accepted, Truncation
-from region.node import now_ms
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from region_peer import client, until
 import felix
 from felix.cache import Cache
 from felix.errors import Code, RequestError, UnavailableError
+from felix.runtime.real import now_ms
 from felix.settings import CACHE_BYTES_MIN, CacheChange, CacheSettings
 from region.bootstrap import issue_identity
 from region.budget import Budget
@@ -21,7 +22,7 @@ from region.cache.shard import CacheShard
 from region.cache.state import CacheState, entry_bytes
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import Node, now_ms
+from region.node import Node
 
 NAME = "acme/web/sessions"
 VALUE = bytes(2_000)

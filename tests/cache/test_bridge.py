@@ -9,9 +9,9 @@ import pytest
 from bridge_mesh import POLICIES, Mesh, two_regions, until
 
 import felix
+from felix.runtime.real import now_ms
 from felix.settings import CacheSettings, Views
 from policy.transform import Format, KeyRule, TransformSpec
-from region.node import now_ms
 
 STREAM = "acme/ops/sessions"
 

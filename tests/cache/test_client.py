@@ -280,9 +280,9 @@ class client_over_restarts:
 
 
 async def test_rights_are_asked_for_each_side_and_end_watches_at_once(node: Node) -> None:
+    from felix.runtime.real import now_ms
     from region.bootstrap import issue_identity
     from region.config import load_config
-    from region.node import now_ms
 
     issue_identity(node.folder, load_config(node.folder.config), "client", "web", now_ms())
     identity = "spiffe://us-east.acme/client/web"

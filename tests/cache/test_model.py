@@ -27,11 +27,12 @@ import felix
 from felix import Code, RequestError, UnavailableError
 from felix.address import Address
 from felix.cache import Cache, Position, Watch
+from felix.runtime.real import now_ms
 from felix.settings import CACHE_BYTES_MIN, CacheSettings, Compaction, Views
 from region import streams
 from region.cache.state import ENTRY_BYTES
 from region.log.disk import SegmentLimits
-from region.node import Node, now_ms
+from region.node import Node
 
 STEPS: Final = int(os.environ.get("FELIX_CACHE_STEPS", "10000"))
 STEPS_PER_EXAMPLE: Final = 250

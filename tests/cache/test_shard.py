@@ -4,6 +4,7 @@ are carried out once, and a log read again gives the same state."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -102,7 +103,14 @@ async def holding(
     hooks = ShardHooks(frame_prefix=delivery_frame)
     async with serving(folder, ShardSettings(durability), hooks, files) as log:
         shard = CacheShard(
-            NAME, 3, log, settings or CacheSettings(), budget, Budget("catch_up", 1 << 26), clock
+            NAME,
+            3,
+            log,
+            settings or CacheSettings(),
+            budget,
+            Budget("catch_up", 1 << 26),
+            clock,
+            time.monotonic,
         )
         await shard.load()
         try:

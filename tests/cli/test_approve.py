@@ -16,9 +16,9 @@ from e2e.command_mesh import Said, felix_command
 from felix.files import PUBLIC, replace_file
 from felix.identity import TrustBundle
 from felix.names import StreamName
+from felix.runtime.real import now_ms
 from policy.approval import Approval, open_approval
 from policy.grant import GrantState
-from region.node import now_ms
 
 
 @pytest.fixture

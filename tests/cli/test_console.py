@@ -35,9 +35,9 @@ from felix.messages import (
     RegionState,
     StreamTraffic,
 )
+from felix.runtime.real import now_ms
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.node import now_ms
 
 NOW = 1_800_000_000_000
 HOSTILE = (

@@ -13,10 +13,10 @@ from cli.doctor import _region
 from cli.expiry import expiring
 from cli.main import app
 from felix.messages import ExpiryState
+from felix.runtime.real import now_ms
 from region.bootstrap import issue_identity
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import now_ms
 
 DAY = 86_400_000
 

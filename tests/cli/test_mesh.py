@@ -34,10 +34,10 @@ from felix.messages import (
     RegionState,
     StreamTraffic,
 )
+from felix.runtime.real import now_ms
 from policy.grant import StandingAction
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.node import now_ms
 
 GRANT = "g-aaaaaaaaaaaaaaaa"
 NOW = 1_800_000_000_000

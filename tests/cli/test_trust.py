@@ -14,11 +14,11 @@ from cli.bridge import app as bridge_app
 from cli.region import app as region_app
 from felix.address import Address
 from felix.errors import Code, FelixError
+from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
 from region.bootstrap import issue_identity, write_profile
 from region.config import RegionConfig
 from region.config import load_config as load_region
-from region.node import now_ms
 from region.offers import keep_offer, kept_offer, make_offer
 
 

@@ -13,10 +13,11 @@ import msgspec
 import pytest
 
 from felix.address import Address
+from felix.runtime.real import now_ms
 from region.bootstrap import found_region, write_profile
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import Node, now_ms
+from region.node import Node
 
 PAGE = Path(__file__).parents[2] / "docs" / "sdk.md"
 

@@ -18,11 +18,12 @@ import felix.sync
 from felix import Code, Durability, NewRecord, RequestError, UnavailableError
 from felix.address import Address
 from felix.names import shard_for_key
+from felix.runtime.real import now_ms
 from felix.transport.port import ENGINE_NAMES
 from region.bootstrap import found_region, issue_identity, write_profile
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import Node, now_ms
+from region.node import Node
 
 ORDERS = "acme/payments/orders"
 

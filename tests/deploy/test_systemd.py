@@ -20,9 +20,9 @@ from region_home import make_region
 from region_process import free_port
 
 from audit.witness_sqlite import init_witness
+from felix.runtime.real import now_ms
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.node import now_ms
 
 UNITS = DEPLOY / "systemd"
 SERVICES = sorted(UNITS.glob("*.service"))

@@ -30,11 +30,11 @@ from cli.exits import exit_code
 from cli.main import app
 from cli.process import read_state
 from felix.errors import FelixError
+from felix.runtime.real import now_ms
 from keys.authority import load_authority, save_issuing
 from region.bootstrap import issue_identity
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import now_ms
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "runbooks"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from runtimes import with_wall
 
 from felix import files
 from felix.batch import Batch, NewRecord, encode_batch
@@ -47,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ring(folder: Path, clock: Clock) -> Iterator[Keyring]:
-    ring = open_keyring(folder, "us-east", now_ms=clock)
+    ring = open_keyring(folder, "us-east", runtime=with_wall(clock))
     yield ring
     ring.close()
 

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from log.building import IDENTITY, SMALL, FailingFiles, serving
+from runtimes import with_wall
 
 from felix.batch import MESSAGE_ID_HEADER, Batch, NewRecord, decode_batch, decode_records, encode_batch
 from felix.errors import Code, FelixError, OffsetMismatchError, RequestError, UnavailableError
@@ -212,7 +213,7 @@ class ShardAgainstModel(RuleBasedStateMachine):
             self.folder,
             IDENTITY,
             ShardSettings(deduplication=WINDOW, segments=SMALL),
-            ShardHooks(clock_ms=lambda: self.clock),
+            ShardHooks(runtime=with_wall(lambda: self.clock)),
             commit_pool=self.pool,
             read_pool=self.pool,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 from log.building import batch_of, serving
+from runtimes import with_wall
 
 from region.log.disk import SegmentLimits
 from region.log.durability import EPHEMERAL
@@ -73,7 +74,7 @@ async def test_a_shard_keeps_everything_until_it_is_told_what_is_acknowledged(tm
         retention=Retention(age_ms=100, acked=True), segments=SegmentLimits(segment_bytes_max=500)
     )
     clock = [1_000]
-    async with serving(tmp_path, settings, ShardHooks(clock_ms=lambda: clock[0])) as shard:
+    async with serving(tmp_path, settings, ShardHooks(runtime=with_wall(lambda: clock[0]))) as shard:
         for _ in range(20):
             await shard.append(batch_of(b"x" * 200))
         clock[0] = 100_000
@@ -88,7 +89,7 @@ async def test_a_shard_keeps_everything_until_it_is_told_what_is_acknowledged(tm
 
 async def test_an_ephemeral_shard_waits_for_acknowledgements_too() -> None:
     settings = ShardSettings(EPHEMERAL, retention=Retention(age_ms=100, acked=True))
-    async with serving(None, settings, ShardHooks(clock_ms=lambda: 1_000)) as shard:
+    async with serving(None, settings, ShardHooks(runtime=with_wall(lambda: 1_000))) as shard:
         for _ in range(10):
             await shard.append(batch_of(b"x"))
         await shard.sweep(100_000)
@@ -101,7 +102,7 @@ async def test_an_ephemeral_shard_waits_for_acknowledgements_too() -> None:
 async def test_records_of_a_quiet_stream_go_soon_after_their_age(tmp_path: Path) -> None:
     clock = [1_000]
     settings = ShardSettings(retention=Retention(age_ms=1_000))
-    async with serving(tmp_path, settings, ShardHooks(clock_ms=lambda: clock[0])) as shard:
+    async with serving(tmp_path, settings, ShardHooks(runtime=with_wall(lambda: clock[0]))) as shard:
         for at in range(40):
             clock[0] = 1_000 + 50 * at
             await shard.append(batch_of(b"%d" % at))
@@ -120,7 +121,7 @@ async def test_records_of_a_quiet_stream_go_soon_after_their_age(tmp_path: Path)
 
 
 async def test_what_is_altered_counts_from_now_on(tmp_path: Path) -> None:
-    async with serving(tmp_path, ShardSettings(), ShardHooks(clock_ms=lambda: 1_000)) as shard:
+    async with serving(tmp_path, ShardSettings(), ShardHooks(runtime=with_wall(lambda: 1_000))) as shard:
         for at in range(10):
             await shard.append(batch_of(b"%d" % at))
         assert await shard.sweep(10**6) == 0

@@ -23,6 +23,7 @@ from log.building import (
     serving,
     until,
 )
+from runtimes import with_wall
 
 from felix.batch import BATCH_BYTES_MAX, Batch, BatchHeader, body_checksum
 from felix.errors import (
@@ -427,7 +428,7 @@ async def test_header_fields_of_the_broker_are_set_and_times_never_go_back(tmp_p
         return batch
 
     now = [0]
-    async with serving(tmp_path, hooks=ShardHooks(seal=seal, clock_ms=lambda: now[0])) as shard:
+    async with serving(tmp_path, hooks=ShardHooks(seal=seal, runtime=with_wall(lambda: now[0]))) as shard:
         await shard.begin_epoch(4)
         for now[0] in (5_000, 4_000, 6_000):
             await shard.append(batch_of(b"a", b"b"))
@@ -442,7 +443,7 @@ async def test_header_fields_of_the_broker_are_set_and_times_never_go_back(tmp_p
 async def test_retention_moves_the_start_and_late_readers_get_an_explicit_gap(tmp_path: Path) -> None:
     clock = 1_000
     settings = ShardSettings(segments=SMALL, retention=Retention(age_ms=10_000), ring_bytes_max=1)
-    async with serving(tmp_path, settings, ShardHooks(clock_ms=lambda: clock)) as shard:
+    async with serving(tmp_path, settings, ShardHooks(runtime=with_wall(lambda: clock))) as shard:
         for number in range(60):
             await shard.append(batch_of(b"%d" % number * 20))
             clock += 500

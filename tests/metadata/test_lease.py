@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runtimes import with_boot
 
 from felix.errors import RequestError, UnavailableError
 from region.metadata.lease import Deadlines, Lease, LeaseLostError, lease_lost
@@ -93,7 +94,7 @@ async def test_losing_is_told_once_and_keeps_its_first_reason() -> None:
 
 async def test_a_store_sweeps_by_its_clock_and_refuses_a_lease_that_just_ran_out() -> None:
     clock = Clock()
-    async with MemoryStore(clock_ms=clock) as store:
+    async with MemoryStore(runtime=with_boot(clock)) as store:
         lease = await store.grant(60_000, keep=False)
         await store.transact([], [Put("/a", b"", lease=lease.id)])
         clock.now_ms += 60_000

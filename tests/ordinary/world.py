@@ -38,6 +38,7 @@ from felix.errors import FelixError
 from felix.identity import load_identity
 from felix.messages import PutDocument
 from felix.profile import Profile
+from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle
 from keys.signing import load_signing_key
 from policy.approval import Document, sign_approval
@@ -60,7 +61,7 @@ from policy.truncation import Truncation
 from region.bootstrap import found_region, issue_identity, trust_region
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import Node, now_ms
+from region.node import Node
 
 STREAMS: Final = ("acme/ops/departures", "acme/ops/departures", "acme/ops/departures", "acme/ops/crew")
 """Few, so that operations meet; one may stand here several times."""

@@ -12,11 +12,12 @@ from region_peer import client
 import felix
 from felix.batch import TOMBSTONE_HEADER
 from felix.errors import Code, RequestError
+from felix.runtime.real import now_ms
 from felix.settings import Compaction, Offload, Views
 from region import streams
 from region.folder import RegionFolder
 from region.log.disk import SegmentLimits
-from region.node import Node, now_ms
+from region.node import Node
 
 SEATS = "acme/ops/seats"
 

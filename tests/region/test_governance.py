@@ -27,6 +27,7 @@ from felix.messages import (
     Subscribe,
 )
 from felix.names import SpiffeId, StreamName
+from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
 from keys.hybrid import HybridKeyPair
 from keys.signing import load_signing_key
@@ -39,7 +40,6 @@ from region.governance import CUT_OFF_MS_MAX, DENY_LEAVES_MAX, Governance
 from region.metadata.catalog import Catalog
 from region.metadata.port import Put
 from region.metadata.records import PolicyPointer, encode
-from region.node import now_ms
 
 NAME = StreamName.parse(STREAM)
 

@@ -17,11 +17,12 @@ from felix.frames import FrameType
 from felix.identity import Identity, Proof, load_identity
 from felix.messages import ClientHello, Prove, encode_message
 from felix.names import SpiffeId
+from felix.runtime.real import now_ms
 from keys.authority import RegionAuthority, create_authority, load_authority
 from keys.bundle import decode_bundle
 from region.bootstrap import trust_region
 from region.folder import RegionFolder
-from region.node import Node, now_ms
+from region.node import Node
 
 CREW = "acme/ops/crew"
 SVC = SpiffeId("us-east", "acme", "client", "orders-svc")

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import felix
 from cli.main import app
 from felix.errors import Code, RequestError
+from felix.runtime.real import now_ms
 from felix.settings import Offload, Views
 from region import streams
 from region.config import StorageConfig
@@ -22,7 +23,7 @@ from region.folder import RegionFolder
 from region.log import fsspec_store as store
 from region.log.disk import SegmentLimits
 from region.log.shard import ShardLog
-from region.node import Node, now_ms
+from region.node import Node
 
 ROLLS = "acme/ops/rolls"
 

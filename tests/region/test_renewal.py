@@ -30,11 +30,12 @@ from felix.identity import Identity, Peer, RenewalTerms, load_identity, save_ide
 from felix.messages import IdentityRenewed, RenewIdentity
 from felix.names import SpiffeId
 from felix.renewal import store_renewed
+from felix.runtime.real import now_ms
 from policy.quantity import Duration
 from region.bootstrap import issue_identity
 from region.config import IdentitiesConfig, KindConfig, load_config
 from region.folder import RegionFolder
-from region.node import Node, now_ms
+from region.node import Node
 from region.renewal import RENEWALS_MAX, decide
 
 DAY = 86_400_000

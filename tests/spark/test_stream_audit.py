@@ -11,9 +11,9 @@ import pytest
 from bridge_mesh import STREAM, Mesh, flight, two_regions
 
 from felix.names import SpiffeId
+from felix.runtime.real import now_ms
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.node import now_ms
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 

@@ -43,10 +43,10 @@ from audit.spark.stream_reader import (
 )
 from felix.errors import Code, RequestError
 from felix.messages import Durability, PutRights
+from felix.runtime.real import now_ms
 from felix.settings import Compaction, Views
 from region import streams
 from region.log.disk import SegmentLimits
-from region.node import now_ms
 
 SCHEMA = StructType().add("offset", LongType()).add("value", BinaryType())
 ALL = ReadAllAvailable()

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from runtimes import with_wall
 
 from felix.batch import Batch, NewRecord, decode_header, encode_batch
 from felix.consumer_messages import Nack, ShardAck, SubscriptionAcks
@@ -203,7 +204,7 @@ class World:
             catalog=catalog,
             budgets=budgets,
             transport_limits=TransportLimits(),
-            clock_ms=lambda: self.now_ms,
+            runtime=with_wall(lambda: self.now_ms),
         )
         self.meter = self.broker.quotas.enter(str(OPERATOR))
         self.service = SubscriptionService(self.broker, catalog, self.mirror)
