@@ -234,7 +234,9 @@ class Recovery:
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         if self.firsts:
-            # Whole records of a killed process may stand in the page cache alone; from here on they count.
+            # Whole records of a killed process, and the segment's name, may stand in the page cache alone; from here on they count.
+            sync_folder(self._folder)
+            sync_folder(self._folder.parent)
             with (self._folder / segment_name(self.firsts[-1])).open("r+b") as file:
                 os.fsync(file.fileno())
         for at, first in enumerate(self.firsts):

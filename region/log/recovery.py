@@ -30,6 +30,10 @@ Segments that compaction wrote (region.log.compaction) may leave offsets out. Th
 what they hold, and are held to it. Segments that lie within the span of one of a later generation are what a crash left
 of the ones it replaced: they are deleted, since it was whole on disk before it got its name.
 
+What recovery keeps is on the disk before it returns, whoever wrote it: the folder's names and the mark before anything is
+deleted by them, the last segment once it was read. So nothing that is served, told or carried over a border after a restart goes
+with the power. Closed segments and small files are synced before they get their names.
+
 Called once per shard, when it opens, in a thread; nothing else uses the folder then.
 """
 
@@ -489,6 +493,10 @@ class _Recovery:
 
     def run(self) -> Recovered:
         """All of it. Raises CorruptionError; OSError as it comes."""
+        # A killed process leaves names and the mark in the page cache alone. What follows goes by them, deletes by them, and lets
+        # what is kept be told: they are on the disk first.
+        self.files.sync_folder(self.folder)
+        mark = self._synced_mark()
         paths = sorted(path for path in self.folder.iterdir() if path.suffix == SEGMENT_SUFFIX)
         for pattern in (f"*{TEMPORARY_SUFFIX}", f"*{FETCHED_SUFFIX}"):
             for path in self.folder.glob(pattern):
@@ -497,7 +505,6 @@ class _Recovery:
             if parse_segment_name(path.name) is None:
                 raise damaged(path, 0, 0, "this is not the name of a segment")
         paths = self._finish_compaction(sorted(paths, key=_place))
-        mark = decode_mark(read_file(self.files, self.folder / MARK_NAME) or b"")
         if mark:
             paths = self._finish_deletion(paths, mark)
             if not paths or base_of(paths[-1]) < mark.segment:
@@ -541,6 +548,17 @@ class _Recovery:
         return Recovered(
             segments, annotations, self.epochs, self.producers, report, self.compaction, self.offload
         )
+
+    def _synced_mark(self) -> Mark | None:
+        path = self.folder / MARK_NAME
+        mark = decode_mark(read_file(self.files, path) or b"")
+        if mark:
+            descriptor = self.files.open(path, os.O_RDWR)
+            try:
+                self.files.sync(descriptor)
+            finally:
+                self.files.close(descriptor)
+        return mark
 
     def _closed_segments(self, paths: list[Path]) -> list[SegmentState]:
         """All but the last of `paths`, and those that are in a store only, in their places."""
