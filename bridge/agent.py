@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from audit.checkpoint import note_size
-from audit.errors import RolledBackError
 from audit.note import Algorithm, NoteSigner
-from audit.origin import egress_origin, region_origin
+from audit.origin import egress_origin
 from audit.quorum import Quorum
 from audit.submission import Submissions, SubmissionStatus
-from audit.trail import TrailStatus
+from audit.trail import Trail, TrailStatus
 from audit.trust import Trust
 from bridge.config import BridgeConfig, BridgePaths, paths_of
 from bridge.document_sync import KINDS, DocumentSync, list_documents, parse_documents
@@ -34,9 +33,11 @@ from bridge.egress_disk import open_egress, save_ledger
 from bridge.endpoint import RegionEndpoint
 from bridge.failpoint import Failpoints
 from bridge.health import AgentCollector
+from bridge.history import require_continued
 from bridge.link import LinkPhase
 from bridge.link_worker import LinkContext, LinkStats, LinkWorker
 from bridge.plan import PlannedLink, plan_links
+from bridge.region_log import check_region_log, cosign_region_log
 from bridge.tracing import CrossingTracing
 from felix.connection import Link
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
@@ -44,13 +45,10 @@ from felix.expiry import Life, Stage, stage_of, until_text
 from felix.health import HealthServer
 from felix.identity import Identity, TrustBundle, load_identity
 from felix.messages import (
-    CheckpointAnswer,
     Cosign,
     DescribeStream,
-    GetCheckpoint,
     LinkState,
     ListStreams,
-    PutCosignature,
     ReportLinks,
     StreamPage,
     StreamState,
@@ -87,6 +85,7 @@ WITNESS_LAG_MS: Final = 60_000
 """A witness that is this far behind is named in the links' reports."""
 RENEW_S: Final = 30.0
 """How often identity and bundles are read again, so that renewed ones are taken."""
+EGRESS_HINT: Final = "Restore the log's newest copy; nothing crosses until then."
 TRAIL_AGAIN_S: Final = 1.0
 """How often the egress log is tried while another process has it open."""
 CLOSE_S: Final = 10.0
@@ -382,38 +381,27 @@ class Agent:
             await asyncio.sleep(TRAIL_AGAIN_S)
 
     async def _check_history(self, endpoint: RegionEndpoint) -> None:
-        """Raises CorruptionError(ROLLED_BACK) where the region cosigned more than this log has."""
+        """Raises CorruptionError(ROLLED_BACK) where the region cosigned what is not in this log, and where one of the two
+        regions cosigned what is not in the other's."""
         trail = self.shop.open_trail()
-        answer = await endpoint.connection().request(WitnessedSize(trail.key.name))
+        known = await endpoint.connection().request(WitnessedSize(trail.key.name))
         durable = trail.status().durable
-        if isinstance(answer, Witnessed) and answer.size > durable:
+        if isinstance(known, Witnessed) and known.size > durable:
             raise CorruptionError(
-                f"{endpoint.region} cosigned {answer.size} leaves of the egress log, which has {durable}: it was rolled "
+                f"{endpoint.region} cosigned {known.size} leaves of the egress log, which has {durable}: it was rolled "
                 "back.",
                 code=Code.ROLLED_BACK,
-                hint="Restore the log's newest copy; nothing crosses until then.",
+                hint=EGRESS_HINT,
             )
         source = self.shop.source
         async with self._comparing:
             sessions = (source.link(), endpoint.link())
             if self._compared.get(endpoint.region) != sessions:
-                await self._check_region_log(endpoint, source)
-                await self._check_region_log(source, endpoint)
+                if isinstance(known, Witnessed) and known.cosigned:
+                    await asyncio.to_thread(_require_egress, trail, known, endpoint.region)
+                await check_region_log(endpoint, source, self.config.mesh)
+                await check_region_log(source, endpoint, self.config.mesh)
                 self._compared[endpoint.region] = sessions
-
-    async def _check_region_log(self, of: RegionEndpoint, witness: RegionEndpoint) -> None:
-        """Raises RolledBackError where `witness` cosigned more of a region's own log than that region has."""
-        known = await witness.connection().request(WitnessedSize(region_origin(of.region, self.config.mesh)))
-        if not isinstance(known, Witnessed) or not known.size:
-            return
-        answer = await of.connection().request(GetCheckpoint(known.size))
-        if isinstance(answer, CheckpointAnswer) and answer.size < known.size:
-            raise RolledBackError(
-                f"{witness.region} cosigned {known.size} leaves of the audit log of {of.region}, which has {answer.size}: it "
-                "was rolled back.",
-                hint=f"Have {of.region} restore its log's newest copy; nothing crosses until then. Where there is none, "
-                "docs/operations.md says how to go on.",
-            )
 
     async def _log_grant(self, row: PlannedLink) -> None:
         """All that a link's grant rests on stands in the egress log, durable on return, and both regions were brought what
@@ -668,8 +656,8 @@ class Agent:
             try:
                 await self._cosign_egress(endpoint, final)
                 if source.is_up:
-                    await self._cosign_region(endpoint, source)
-                    await self._cosign_region(source, endpoint)
+                    await cosign_region_log(endpoint, source, self.config.mesh)
+                    await cosign_region_log(source, endpoint, self.config.mesh)
                 self._uncosigned.pop(region, None)
             except FelixError as error:
                 if not isinstance(error, UnavailableError):
@@ -698,19 +686,6 @@ class Agent:
         if isinstance(cosigned, Witnessed) and cosigned.cosigned:
             await asyncio.to_thread(trail.add_cosigned, cosigned.cosigned)
             self.shop.failpoints.at("cosign")
-
-    async def _cosign_region(self, of: RegionEndpoint, witness: RegionEndpoint) -> None:
-        """`of`'s own log, cosigned by `witness`."""
-        origin = region_origin(of.region, self.config.mesh)
-        known = await witness.connection().request(WitnessedSize(origin))
-        if not isinstance(known, Witnessed):
-            return
-        answer = await of.connection().request(GetCheckpoint(known.size))
-        if not isinstance(answer, CheckpointAnswer) or not answer.size or answer.size == known.size:
-            return
-        cosigned = await witness.connection().request(Cosign(answer.checkpoint, answer.proof))
-        if isinstance(cosigned, Witnessed) and cosigned.cosigned:
-            await of.connection().request(PutCosignature(cosigned.cosigned))
 
     async def _renew_identity(self) -> None:
         """Ask the source region for the next certificate once it is due; the file is read again below."""
@@ -760,3 +735,10 @@ class Agent:
                 self.shop.trail.trust_witnesses(
                     Trust.of(files.bundles.values()).witnesses_for(self.config.source)
                 )
+
+
+def _require_egress(trail: Trail, known: Witnessed, witness: str) -> None:
+    """Raises RolledBackError where the egress log is not the one that the witness cosigned. Blocks on disk."""
+    current = trail.publish()
+    proof = trail.consistency_proof(known.size, note_size(current))
+    require_continued(known.cosigned, current, proof, log="the egress log", witness=witness, hint=EGRESS_HINT)

@@ -755,7 +755,8 @@ class WitnessedSize(Message, frozen=True, tag="witnessed_size"):
 
 
 class Witnessed(Message, frozen=True, tag="witnessed"):
-    """How far the origin is cosigned here; `cosigned` is the note with the cosignature on it."""
+    """How far the origin is cosigned here. `cosigned`: the log's checkpoint note of that size, after `cosign` with the new
+    cosignature on it."""
 
     size: int
     cosigned: bytes = b""

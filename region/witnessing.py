@@ -77,9 +77,9 @@ class Witnessing:
         return Witnessed(note_size(note), note)
 
     async def witnessed_size(self, origin: str) -> Witnessed:
-        """How far this region has cosigned an origin; 0 where not at all."""
-        last = await asyncio.to_thread(self.witness.last, origin)
-        return Witnessed(0 if last is None else last.size)
+        """How far this region has cosigned an origin, and the log's checkpoint there; 0 where not at all."""
+        note = await asyncio.to_thread(self.witness.last_note, origin)
+        return Witnessed(0) if note is None else Witnessed(note_size(note), note)
 
     async def checkpoint(self, actor: SpiffeId, from_size: int) -> CheckpointAnswer:
         """The checkpoint that witnesses are to cosign now, and the proof that it continues `from_size` leaves."""

@@ -268,6 +268,15 @@ async def test_an_audit_log_put_back_to_an_older_copy_lets_nothing_cross(
         held = await link(agent, "denied")
         assert "rolled back" in held.reason and named in held.reason
         assert await mesh.arrived() == 10
+    # A region's log goes on from the older copy, past what was cosigned of it.
+    for region in ("us-east", "eu-west"):
+        async with mesh.operator(region) as client:
+            for _ in range(4):
+                await client.request(RotateKeys("root"))
+    async with mesh.agent() as agent:
+        held = await link(agent, "denied")
+        assert "rolled back" in held.reason and named in held.reason
+        assert await mesh.arrived() == 10
     await restart(mesh, lambda: put_back(tmp_path / "newest", folder))
     async with mesh.agent() as agent:
         await link(agent, "active", 15)

@@ -3,33 +3,27 @@ in this process, over loopback; real files.
 
 A sequence is drawn from a seed: the same seed draws the same operations. What the brokers and agents do meanwhile is theirs,
 so a sequence played again may interleave otherwise. Whatever a region refuses is an answer, not a failure: what counts is
-that the logs verify and agree when the sequence is over (`World.findings`).
+that the logs verify and agree when the sequence is over (`ordinary.evidence`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 import msgspec
+from ordinary.evidence import Envelope
 from region_home import running
 
 import felix
-from audit.leaf import ENTRY_BYTES, Kind, Leaf, Side, decode_leaf
 from audit.origin import egress_origin, region_origin
-from audit.position import LinkShard
-from audit.tile import read_entries
-from audit.tile_disk import Folder
 from audit.trust import Trust
-from audit.verify import verify_log
 from bridge.agent import Agent
 from bridge.config import BridgeConfig, DestinationConfig
 from felix.address import Address
@@ -67,8 +61,8 @@ STREAMS: Final = ("acme/ops/departures", "acme/ops/departures", "acme/ops/depart
 """Few, so that operations meet; one may stand here several times."""
 COPIES: Final = ("", "", "acme/ops/copy")
 """Under which name a granted stream arrives; empty: its own."""
-BRIDGE: Final = "carrier"
-"""The bridge of each source, to both other regions."""
+PLACES: Final = (("US", "US"), ("IE", "EU"), ("IN", "IN"))
+"""Country and jurisdiction of the regions, in their order."""
 STEPS: Final = 30
 SETTLE_S: Final = 5.0
 """How long a sequence waits, at most, for its links to stand still."""
@@ -77,7 +71,7 @@ QUIET_S: Final = 0.3
 _POLICY: Final = """
 version: 1
 name: {region}
-revision: 1
+revision: {revision}
 region: {region}
 regions:
 {regions}
@@ -125,9 +119,16 @@ class World:
 
     def __init__(self, home: Path, number: int) -> None:
         self.home, self.number = home, number
-        self.regions = (f"us-{number}", f"eu-{number}", f"ap-{number}")
+        self.regions = [f"us-{number}", f"eu-{number}", f"ap-{number}"]
+        """Those that run. The first two are sources; where each lies is in `PLACES`."""
+        self.bridges = dict.fromkeys(self.regions[:2], "carrier")
+        """The bridge of each source, to both other regions."""
+        self.ended: dict[str, Path] = {}
+        """Logs that go on no more, of bridges and regions that others took the place of."""
         self.random = Random(number)
         self.history: list[str] = []
+        self.doing = ""
+        """The operation that is under way."""
         self.counts: Counter[str] = Counter()
         self.grants: list[Granted] = []
         self.denied: list[tuple[str, str]] = []
@@ -138,7 +139,17 @@ class World:
         self._ports: dict[str, int] = {}
         self._stack: dict[str, Any] = {}
         self._sequence = 0
-        self._backups: dict[str, Path] = {}
+        self.backups: dict[str, Path] = {}
+        """Cold copies, by the region or the egress log that they are of."""
+        self.lost: set[Envelope] = set()
+        """What stood in the part of a log that is gone for good: the others' logs show it, and this one does not."""
+        self.forked: set[str] = set()
+        """Origins whose older copy others may have cosigned further, before the newest one was put back."""
+        self.alarms = 0
+        """Links that were seen to stand still because a log was rolled back."""
+        self.wrong: list[str] = []
+        """What was seen during the sequence that must not be."""
+        self._revision = 1
 
     # -- regions ---------------------------------------------------------------------------------------
 
@@ -149,38 +160,55 @@ class World:
         return decode_bundle(self.folder(region).bundle.read_bytes()).bundle
 
     @property
-    def sources(self) -> tuple[str, str]:
-        return self.regions[0], self.regions[1]
+    def names(self) -> list[str]:
+        """Of all regions that there were."""
+        return [path.parent.name for path in self.home.glob("*/bundle.json")]
+
+    @property
+    def sources(self) -> list[str]:
+        return self.regions[:2]
 
     def others(self, region: str) -> list[str]:
         return [other for other in self.regions if other != region]
 
-    def _found(self) -> None:
-        countries = (("US", "US"), ("IE", "EU"), ("IN", "IN"))
-        for region, (country, jurisdiction) in zip(self.regions, countries, strict=True):
-            folder = self.folder(region)
-            found_region(
-                folder, region=region, mesh="acme", country=country, jurisdiction=jurisdiction, entity=f"Acme {country}",
-                listen=Address("127.0.0.1", 0), health=None, now_ms=now_ms(),
-            )  # fmt: skip
-            config = load_config(folder.config)
-            issue_identity(folder, config, "approver", "dpo", now_ms())
-            if region in self.sources:
-                issue_identity(folder, config, "bridge", BRIDGE, now_ms())
-        self._exchange_bundles()
+    def found(self, region: str) -> None:
+        folder = self.folder(region)
+        country, jurisdiction = PLACES[self.regions.index(region)]
+        found_region(
+            folder, region=region, mesh="acme", country=country, jurisdiction=jurisdiction, entity=f"Acme {country}",
+            listen=Address("127.0.0.1", 0), health=None, now_ms=now_ms(),
+        )  # fmt: skip
+        self.issue(region, "approver", "dpo")
+        if region in self.sources:
+            self.issue(region, "bridge", self.bridges[region])
 
-    def _exchange_bundles(self) -> None:
+    def issue(self, region: str, kind: str, name: str) -> None:
+        folder = self.folder(region)
+        issue_identity(folder, load_config(folder.config), kind, name, now_ms())
+
+    async def exchange_bundles(self) -> None:
+        """Each region's bundle goes to the others, as with `felix region trust`."""
         for region in self.regions:
             for other in self.others(region):
-                trust_region(self.folder(region), decode_bundle(self.folder(other).bundle.read_bytes()))
+                file = self.folder(other).bundle.read_bytes()
+                trust_region(self.folder(region), decode_bundle(file))
+                if region in self._stack:
+                    await (await self.client(region)).request(PutDocument("bundle", file))
 
     def policy(self, region: str) -> ResidencyPolicy:
         countries = "\n".join(
             f"  {name}: {{country: {at}, jurisdiction: {of}}}"
-            for name, at, of in zip(self.regions, ("US", "IE", "IN"), ("US", "EU", "IN"), strict=True)
+            for name, (at, of) in zip(self.regions, PLACES, strict=True)
         )
-        text = _POLICY.format(region=region, regions=countries, others=", ".join(self.others(region)))
+        text = _POLICY.format(
+            region=region, regions=countries, others=", ".join(self.others(region)), revision=self._revision
+        )
         return parse_policy(text, region)
+
+    async def apply_policies(self) -> None:
+        for region in self.regions:
+            await self.put(region, "policy", sign_policy(self.policy(region), self.key(region)))
+        self._revision += 1
 
     async def start(self, region: str) -> None:
         changes = {"listen": Address("127.0.0.1", self._ports[region])} if region in self._ports else {}
@@ -199,7 +227,7 @@ class World:
 
     async def start_agent(self, region: str) -> None:
         config = BridgeConfig(
-            name=BRIDGE, source=region, mesh="acme", source_addresses=(f"127.0.0.1:{self._ports[region]}",),
+            name=self.bridges[region], source=region, mesh="acme", source_addresses=(f"127.0.0.1:{self._ports[region]}",),
             destinations=tuple(
                 DestinationConfig(region=other, addresses=(f"127.0.0.1:{self._ports[other]}",))
                 for other in self.others(region)
@@ -207,6 +235,23 @@ class World:
         )  # fmt: skip
         agent = self.agents[region] = Agent(config, self.folder(region).root)
         await agent.start()
+
+    async def start_agents(self) -> None:
+        for region in self.sources:
+            await self.start_agent(region)
+
+    async def stop_agents(self) -> None:
+        for region in self.sources:
+            await self.stop_agent(region)
+
+    async def admit_bridge(self, region: str) -> None:
+        """The rights of the source's bridge to what may be granted."""
+        streams = sorted({*STREAMS, *filter(None, COPIES)})
+        client = await self.client(region)
+        await client.put_rights(self.bridge_id(region), [f"bridge-read {stream}" for stream in streams])
+
+    def bridge_id(self, source: str) -> str:
+        return f"spiffe://{source}.acme/bridge/{self.bridges[source]}"
 
     async def stop_agent(self, region: str) -> None:
         agent = self.agents.pop(region, None)
@@ -239,44 +284,42 @@ class World:
 
     # -- a whole sequence ------------------------------------------------------------------------------
 
-    async def play(self, steps: int = STEPS) -> list[str]:
-        """Found the mesh, take so many steps, let it settle, stop it. Returns what does not hold about the logs."""
+    async def play(self, operations: Mapping[Operation, float], steps: int = STEPS) -> None:
+        """Found the mesh, take so many steps of these operations, by their weights, let it settle, stop it."""
         try:
-            await asyncio.to_thread(self._found)
+            for region in self.regions:
+                await asyncio.to_thread(self.found, region)
+            await self.exchange_bundles()
             for region in self.regions:
                 await self.start(region)
-                await self.put(region, "policy", sign_policy(self.policy(region), self.key(region)))
+            await self.apply_policies()
             for region in self.sources:
-                client = await self.client(region)
-                bridge = f"spiffe://{region}.acme/bridge/{BRIDGE}"
-                await client.put_rights(
-                    bridge, [f"bridge-read {stream}" for stream in sorted({*STREAMS, *filter(None, COPIES)})]
-                )
+                await self.admit_bridge(region)
                 await self.start_agent(region)
             await self.create()
             for _ in range(steps):
-                await self.step()
+                await self.step(operations)
             await self.settle(SETTLE_S)
         finally:
-            for region in self.sources:
-                await self.stop_agent(region)
+            await self.stop_agents()
             for region in self.regions:
                 await self.stop(region)
-        return await asyncio.to_thread(self.findings)
 
-    async def step(self) -> None:
+    async def step(self, operations: Mapping[Operation, float]) -> None:
         """One operation that applies now; a region's refusal is noted."""
-        names, weights = zip(*OPERATIONS.items(), strict=True)
+        choice, weights = zip(*operations.items(), strict=True)
         while True:
-            (name,) = self.random.choices(names, weights)
+            (operation,) = self.random.choices(choice, weights)
+            self.doing = operation.__name__
             try:
-                said = await getattr(self, name)()
+                said = await operation(self)
             except FelixError as error:
                 said = f"refused: {error.sentence}"
             if said is None:
                 continue
-            self.counts[name] += 1
-            self.history.append(f"{name}: {said}")
+            self.counts[self.doing] += 1
+            self.history.append(f"{self.doing}: {said}")
+            self.doing = ""
             return
 
     async def settle(self, most_s: float = 1.5) -> str:
@@ -300,7 +343,11 @@ class World:
     # -- operations: each returns what it did, or None where there is nothing to do it to ----------------
 
     def _pick_grant(self, condition: Callable[[Granted], bool]) -> Granted | None:
-        fitting = [grant for grant in self.grants if condition(grant)]
+        fitting = [
+            grant
+            for grant in self.grants
+            if {grant.terms.from_region, grant.terms.to_region} <= {*self.regions} and condition(grant)
+        ]
         return self.random.choice(fitting) if fitting else None
 
     async def create(self) -> str | None:
@@ -351,7 +398,7 @@ class World:
         lasts_ms = self.random.choice((3_600_000,) * 5 + (3_000,))
         terms = GrantTerms(**{
             "stream": stream, "from_region": source, "to_region": target, "destination_stream": arrives,
-            "bridge": f"spiffe://{source}.acme/bridge/{BRIDGE}", "purpose": f"analytics {len(self.grants)}", "basis": Basis.SCC,
+            "bridge": self.bridge_id(source), "purpose": f"analytics {len(self.grants)}", "basis": Basis.SCC,
             "reference": "SCC-2026-014", "exporter": "Acme US", "importer": "Acme", "owner": "operations",
             "drawn_up_by": f"spiffe://{source}.acme/operator/operator", "not_before": now - 1_000,
             "expires": now + lasts_ms,
@@ -475,9 +522,12 @@ class World:
         return await self._deny(region, stream, lifted=False)
 
     async def lift(self) -> str | None:
-        if not self.denied:
+        standing = [each for each in self.denied if each[0] in self.regions]
+        if not standing:
             return None
-        return await self._deny(*self.denied.pop(self.random.randrange(len(self.denied))), lifted=True)
+        lifted = self.random.choice(standing)
+        self.denied.remove(lifted)
+        return await self._deny(*lifted, lifted=True)
 
     async def _deny(self, region: str, stream: str, *, lifted: bool) -> str:
         entry = DenyEntry(
@@ -499,166 +549,43 @@ class World:
         await self.start_agent(region)
         return region
 
-    async def back_up(self) -> str | None:
-        """A cold copy of a broker's streams."""
-        region = self.random.choice(self.regions)
-        kept = self.home / f"backup-{region}"
-        await self.stop(region)
-        await asyncio.to_thread(shutil.rmtree, kept, ignore_errors=True)
-        await asyncio.to_thread(shutil.copytree, self.folder(region).root / "data" / "streams", kept)
-        await self.start(region)
-        self._backups[region] = kept
-        return region
-
-    async def put_back(self) -> str | None:
-        """What stands on a broker's disk of the streams that are in its backup is what stood there then."""
-        if not self._backups:
-            return None
-        region, kept = self.random.choice(sorted(self._backups.items()))
-        streams = self.folder(region).root / "data" / "streams"
-        await self.stop(region)
-        restored = []
-        for old in sorted(kept.iterdir()):
-            # A stream that was deleted since stays deleted: its folder is named by its incarnation.
-            if old.is_dir() and (streams / old.name).exists():
-                await asyncio.to_thread(shutil.rmtree, streams / old.name)
-                await asyncio.to_thread(shutil.copytree, old, streams / old.name)
-                restored.append(old.name)
-        await self.start(region)
-        return f"{len(restored)} streams of {region}"
-
-    async def put_agent_back(self) -> str | None:
-        """An agent's egress log is put back to an older copy: it must not go on. Then the newest copy is found."""
-        region = self.random.choice(self.sources)
-        log = self.folder(region).root / "bridges" / BRIDGE / "egress"
-        older, newest = self.home / f"older-{region}", self.home / f"newest-{region}"
-        await self.stop_agent(region)
-        if not older.exists():
-            await asyncio.to_thread(shutil.copytree, log, older)
-            await self.start_agent(region)
-            return f"kept {region}'s"
-        await asyncio.to_thread(shutil.copytree, log, newest)
-        await asyncio.to_thread(shutil.rmtree, log)
-        await asyncio.to_thread(shutil.copytree, older, log)
-        await self.start_agent(region)
-        await asyncio.sleep(1.0)
-        await self.stop_agent(region)
-        await asyncio.to_thread(shutil.rmtree, log)
-        await asyncio.to_thread(shutil.move, newest, log)
-        await self.start_agent(region)
-        return f"put {region}'s back, and the newest again"
-
     async def renew_identity(self) -> str | None:
         region = self.random.choice(self.sources)
-        folder = self.folder(region)
         await self.stop_agent(region)
-        await asyncio.to_thread(
-            issue_identity, folder, load_config(folder.config), "bridge", BRIDGE, now_ms()
-        )
+        await asyncio.to_thread(self.issue, region, "bridge", self.bridges[region])
         if self.random.random() < 0.8:
-            self._exchange_bundles()
+            await self.exchange_bundles()
         await self.start_agent(region)
         return region
 
-    # -- what the logs say -----------------------------------------------------------------------------
+    # -- logs ------------------------------------------------------------------------------------------
 
     @property
     def trust(self) -> Trust:
-        return Trust.of(self.bundle(region) for region in self.regions)
+        return Trust.of(self.bundle(region) for region in self.names)
 
     def logs(self) -> dict[str, Path]:
         """Every log that was written, by its origin."""
-        found = {
-            region_origin(region, "acme"): self.folder(region).root / "data" / "audit"
-            for region in self.regions
+        found = {region_origin(region, "acme"): self.audit_log(region) for region in self.regions}
+        found |= {
+            egress_origin(region, "acme", self.bridges[region]): self.egress_log(region)
+            for region in self.sources
         }
-        for region in self.sources:
-            found[egress_origin(region, "acme", BRIDGE)] = (
-                self.folder(region).root / "bridges" / BRIDGE / "egress"
-            )
-        return {origin: path for origin, path in found.items() if (path / "checkpoint").exists()}
+        return {
+            origin: path for origin, path in (self.ended | found).items() if (path / "checkpoint").exists()
+        }
 
-    def findings(self) -> list[str]:
-        """What verification finds in each log, and what does not agree between them; empty where all is well."""
-        found = []
-        logs = self.logs()
-        for origin, path in logs.items():
-            report = verify_log(Folder(path), self.trust, origin=origin, cosignatures_min=0)
-            found += [
-                f"{origin}: step {each.step}, leaf {each.leaf}: {each.sentence}" for each in report.findings
-            ]
-        leaves = [leaf for path in logs.values() for leaf in read_leaves(path)]
-        return found + disagreements(leaves)
+    def audit_log(self, region: str) -> Path:
+        return self.folder(region).root / "data" / "audit"
+
+    def egress_log(self, source: str) -> Path:
+        return self.folder(source).root / "bridges" / self.bridges[source] / "egress"
+
+    def notes_of(self, origin: str, region: str = "*") -> list[bytes]:
+        """The checkpoints of a log that regions, or one of them, remember to have cosigned."""
+        notes = [path.read_bytes() for path in self.home.glob(f"{region}/data/witness/*.checkpoint")]
+        return [note for note in notes if note.startswith(origin.encode() + b"\n")]
 
 
-OPERATIONS: Final[dict[str, float]] = {
-    "create": 2, "delete": 1.5, "publish": 9, "settle": 5, "allow": 4, "accept": 1, "approve": 1, "renew": 2, "pause": 1,
-    "resume": 1.5, "revoke": 1, "resend": 2, "accept_truncation": 4, "deny": 0.7, "lift": 1.5, "restart_broker": 1, "restart_agent": 1,
-    "back_up": 1, "put_back": 2.5, "put_agent_back": 0.5, "renew_identity": 0.5,
-}  # fmt: skip
-"""What may be done in a step, and how often beside the others; one that finds nothing to do is drawn again."""
-
-
-def read_leaves(path: Path) -> list[Leaf]:
-    """The leaves that a log's checkpoint covers."""
-    files = Folder(path)
-    note = files.read("checkpoint")
-    size = int(note.split(b"\n", 2)[1]) if note else 0
-    return [decode_leaf(data) for _, data in read_entries(files, 0, size, size)]
-
-
-def disagreements(leaves: list[Leaf]) -> list[str]:
-    """Envelope by envelope: what was announced and acknowledged arrived, entry by entry; nothing else did, and no record
-    twice. An envelope that was announced and not acknowledged may have arrived or not."""
-    sides: dict[Kind | str, dict[tuple[LinkShard, bytes, bytes], bytes]] = {
-        "intent": {},
-        "receipt": {},
-        "arrival": {},
-    }
-    found = []
-    for leaf in leaves:
-        header = leaf.header
-        key = (LinkShard.of(header), header.incarnation, header.envelope_sha256)
-        if header.kind is Kind.INTENT:
-            where = "intent"
-        elif header.kind is Kind.ACK:
-            where = "receipt" if header.side is Side.EGRESS else "arrival"
-        else:
-            continue
-        if key in sides[where] and header.parts == 1:
-            found.append(f"{where} of {key} stands in a log twice")
-        sides[where][key] = sides[where].get(key, b"") + leaf.entries
-    for key, entries in sides["arrival"].items():
-        if sides["intent"].get(key) != entries:
-            found.append(f"what arrived under {key} is not what was announced")
-    found += [
-        f"the receipt for {key} has no arrival" for key in sides["receipt"] if key not in sides["arrival"]
-    ]
-    offsets: Counter[tuple[LinkShard, bytes, bytes]] = Counter(
-        (link, incarnation, entries[at : at + 8])
-        for (link, incarnation, _), entries in sides["arrival"].items()
-        for at in range(0, len(entries), ENTRY_BYTES)
-    )
-    return found + [f"{key} arrived {count} times" for key, count in offsets.items() if count > 1]
-
-
-@asynccontextmanager
-async def played(home: Path, number: int) -> AsyncIterator[tuple[World, list[str]]]:
-    """A sequence from its seed, and what it left that does not hold."""
-    world = World(home, number)
-    yield world, await world.play()
-
-
-async def play_all(
-    seeds: list[int], home: Path, at_once: int, tell: Callable[[World, list[str]], Awaitable[None]]
-) -> None:
-    """Play sequences side by side; `tell` hears of each as it ends."""
-    gate = asyncio.Semaphore(at_once)
-
-    async def one(seed: int) -> None:
-        async with gate, played(home / str(seed), seed) as (world, found):
-            await tell(world, found)
-
-    async with asyncio.TaskGroup() as group:
-        for seed in seeds:
-            group.create_task(one(seed))
+Operation = Callable[[World], Awaitable[str | None]]
+"""Says what it did, or None where there is nothing to do it to."""

@@ -1,0 +1,116 @@
+"""What the logs of a sequence say: each by itself, each held against what others remember of it, and all against each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from audit.leaf import ENTRY_BYTES, Kind, Leaf, Side, decode_leaf
+from audit.position import LinkShard
+from audit.tile import read_entries
+from audit.tile_disk import Folder
+from audit.verify import verify_log
+
+if TYPE_CHECKING:
+    from ordinary.world import World
+
+
+class Envelope(NamedTuple):
+    """What an INTENT announces, and an ACK says of it."""
+
+    link: LinkShard
+    incarnation: bytes
+    sha256: bytes
+
+
+class Disagreement(NamedTuple):
+    """What one log says of an envelope, and another does not."""
+
+    envelope: Envelope
+    sentence: str
+
+
+def findings(world: World) -> list[str]:
+    """What verification finds in each log, and what does not agree between them; empty where all is well. What was lost
+    with a log that could not be put back is shown, and no finding."""
+    found = list(world.wrong)
+    logs = world.logs()
+    for origin, path in logs.items():
+        remembered = world.notes_of(origin) if origin not in world.ended.keys() | world.forked else []
+        report = verify_log(
+            Folder(path), world.trust, origin=origin, cosignatures_min=0, remembered=remembered
+        )
+        found += [
+            f"{origin}: step {each.step}, leaf {each.leaf}: {each.sentence}" for each in report.findings
+        ]
+    return found + [each.sentence for each in disagreements(logs) if each.envelope not in world.lost]
+
+
+def shown_losses(world: World) -> set[str]:
+    """The regions at either end of envelopes that a log lost for good, and another log shows: reports must say so."""
+    lost = [each.envelope for each in disagreements(world.logs()) if each.envelope in world.lost]
+    return {region for each in lost for region in (each.link.source_region, each.link.destination_region)}
+
+
+def size_of(path: Path) -> int:
+    """The leaves that a log's checkpoint covers."""
+    note = Folder(path).read("checkpoint")
+    return int(note.split(b"\n", 2)[1]) if note else 0
+
+
+def read_leaves(path: Path, first: int = 0) -> Iterator[Leaf]:
+    """The leaves that a log's checkpoint covers, from `first` on."""
+    size = size_of(path)
+    return (decode_leaf(data) for _, data in read_entries(Folder(path), first, size, size))
+
+
+def only_in(path: Path, other: Path) -> set[Envelope]:
+    """The envelopes of a log's leaves behind those that it shares with another copy of it."""
+    ours, theirs = (
+        [data for _, data in read_entries(Folder(each), 0, size_of(each), size_of(each))]
+        for each in (path, other)
+    )
+    shared = next((at for at, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))  # noqa: B905
+    return {envelope_of(decode_leaf(data)) for data in ours[shared:]}
+
+
+def envelope_of(leaf: Leaf) -> Envelope:
+    header = leaf.header
+    return Envelope(LinkShard.of(header), header.incarnation, header.envelope_sha256)
+
+
+def disagreements(logs: dict[str, Path]) -> list[Disagreement]:
+    """Envelope by envelope: what was announced and acknowledged arrived, entry by entry; nothing else did, and no record
+    twice. An envelope that was announced and not acknowledged may have arrived or not."""
+    sides: dict[Kind | str, dict[Envelope, bytes]] = {"intent": {}, "receipt": {}, "arrival": {}}
+    found = []
+    for leaf in (leaf for path in logs.values() for leaf in read_leaves(path)):
+        header = leaf.header
+        key = envelope_of(leaf)
+        if header.kind is Kind.INTENT:
+            where = "intent"
+        elif header.kind is Kind.ACK:
+            where = "receipt" if header.side is Side.EGRESS else "arrival"
+        else:
+            continue
+        if key in sides[where] and header.parts == 1:
+            found.append(Disagreement(key, f"{where} of {key} stands in a log twice"))
+        sides[where][key] = sides[where].get(key, b"") + leaf.entries
+    for key, entries in sides["arrival"].items():
+        if sides["intent"].get(key) != entries:
+            found.append(Disagreement(key, f"what arrived under {key} is not what was announced"))
+    found += [
+        Disagreement(key, f"the receipt for {key} has no arrival")
+        for key in sides["receipt"]
+        if key not in sides["arrival"]
+    ]
+    offsets: Counter[tuple[LinkShard, bytes, bytes]] = Counter()
+    for key, entries in sides["arrival"].items():
+        for at in range(0, len(entries), ENTRY_BYTES):
+            record = (key.link, key.incarnation, entries[at : at + 8])
+            offsets[record] += 1
+            if offsets[record] == 2:
+                found.append(Disagreement(key, f"{record} arrived twice"))
+    return found

@@ -1,0 +1,110 @@
+"""Plays sequences side by side, each within its time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import Context, ContextVar
+from io import StringIO
+from pathlib import Path
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from ordinary import restores
+from ordinary.evidence import findings
+from ordinary.world import Operation, World
+
+OPERATIONS: Final[dict[Operation, float]] = {
+    World.create: 2, World.delete: 1.5, World.publish: 9, World.settle: 5, World.allow: 4, World.accept: 1, World.approve: 1,
+    World.renew: 2.5, World.pause: 1, World.resume: 1.5, World.revoke: 1, World.resend: 2, World.accept_truncation: 4,
+    World.deny: 0.7, World.lift: 1.5, World.restart_broker: 1, World.restart_agent: 1, World.renew_identity: 0.5,
+    restores.back_up: 1.2, restores.back_up_agent: 0.6, restores.restore_streams: 2, restores.restore_metadata: 0.7,
+    restores.restore_audit_log: 0.7, restores.restore_broker: 0.7, restores.restore_agent: 0.7, restores.replace_bridge: 0.3,
+    restores.replace_region: 0.2,
+}  # fmt: skip
+"""What may be done in a step, and how often beside the others; one that finds nothing to do is drawn again."""
+SEQUENCE_S: Final = 300.0
+"""A sequence takes 10 s on a quiet machine; a minute where it shares two cores with many others."""
+END_S: Final = 30.0
+"""How long one that did not end may take to be cancelled, and how long the loop may stand still besides."""
+
+_PLAYING: ContextVar[int] = ContextVar("seed", default=0)
+
+
+async def play_all(
+    seeds: list[int], home: Path, at_once: int, tell: Callable[[World, list[str]], Awaitable[None]]
+) -> None:
+    """Play sequences side by side; `tell` hears of each as it ends, with what it left that does not hold."""
+    gate = asyncio.Semaphore(at_once)
+    seed_of = _follow_tasks()
+
+    async def one(seed: int) -> None:
+        async with gate:
+            world = World(home / str(seed), seed)
+            await tell(world, await _play(world, seed_of))
+
+    async with asyncio.TaskGroup() as group:
+        for seed in seeds:
+            group.create_task(one(seed))
+
+
+async def _play(world: World, seed_of: WeakKeyDictionary[asyncio.Task[Any], int]) -> list[str]:
+    _PLAYING.set(world.number)
+    task = asyncio.create_task(world.play(OPERATIONS))
+    blocked = threading.Timer(SEQUENCE_S + END_S, _give_up, (world,))
+    blocked.daemon = True
+    blocked.start()
+    try:
+        await asyncio.wait({task}, timeout=SEQUENCE_S)
+        if task.done():
+            task.result()
+            return await asyncio.to_thread(findings, world)
+        stacks = _stacks([each for each in asyncio.all_tasks() if seed_of.get(each) == world.number])
+        task.cancel()
+        await asyncio.wait({task}, timeout=END_S / 2)
+        return [f"did not end within {SEQUENCE_S:.0f} s, in {world.doing or 'its start or its end'}", stacks]
+    except Exception:
+        return [f"ended in {world.doing or 'its start or its end'}: {traceback.format_exc()}"]
+    finally:
+        blocked.cancel()
+
+
+def _follow_tasks() -> WeakKeyDictionary[asyncio.Task[Any], int]:
+    """Which sequence each task from now on belongs to: the one whose task made it."""
+    seed_of: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
+
+    def make(
+        loop: asyncio.AbstractEventLoop,
+        coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
+        context: Context | None = None,
+    ) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, context=context)  # type: ignore[arg-type]
+        seed_of[task] = _PLAYING.get()
+        return task
+
+    asyncio.get_running_loop().set_task_factory(make)  # type: ignore[arg-type]
+    return seed_of
+
+
+def _stacks(tasks: list[asyncio.Task[Any]]) -> str:
+    text = StringIO()
+    for task in tasks:
+        task.print_stack(file=text)
+    return text.getvalue()
+
+
+def _give_up(world: World) -> None:
+    """The loop itself stands still: nothing in this process can go on."""
+    print(
+        f"seed {world.number}: the loop stands still in {world.doing}, after:",
+        *world.history,
+        sep="\n  ",
+        flush=True,
+    )
+    for thread, frame in sys._current_frames().items():
+        print(f"thread {thread}:", *traceback.format_stack(frame), sep="\n", flush=True)
+    os._exit(1)

@@ -1,0 +1,238 @@
+"""Restores, each by the steps that docs/operations.md and the runbooks give: a broker's streams, its metadata, its audit log, all of
+its data, an agent's folder; and what follows where no newest copy of a log is left: another bridge, another region.
+
+What a log loses for good is noted as lost (`World.lost`): the logs of the others show it. Whatever else does not agree fails
+the sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Final
+
+from ordinary.evidence import only_in, size_of
+from ordinary.world import World
+
+from audit.origin import egress_origin, region_origin
+
+ALARM_S: Final = 2.0
+"""How long links may open, under a log that was put back, before the operator has seen what they say."""
+
+
+async def back_up(world: World) -> str | None:
+    """A cold copy of a broker's data."""
+    region = world.random.choice(world.regions)
+    kept = world.home / f"backup-{region}"
+    await world.stop(region)
+    await _copy(_data(world, region), kept)
+    await world.start(region)
+    world.backups[region] = kept
+    return region
+
+
+async def back_up_agent(world: World) -> str | None:
+    """A cold copy of an agent's folder."""
+    source = world.random.choice(world.sources)
+    origin, kept = _egress(world, source), world.home / f"backup-{world.bridges[source]}-{source}"
+    await world.stop_agent(source)
+    await _copy(world.egress_log(source).parent, kept)
+    await world.start_agent(source)
+    world.backups[origin] = kept
+    return source
+
+
+async def restore_streams(world: World) -> str | None:
+    """What stands on a broker's disk of the streams that are in its backup is what stood there then."""
+    region = _backed_up(world)
+    if region is None:
+        return None
+    streams = _data(world, region) / "streams"
+    await world.stop(region)
+    restored = 0
+    for old in sorted((world.backups[region] / "streams").iterdir()):
+        # A stream that was deleted since stays deleted: its folder is named by its incarnation.
+        if old.is_dir() and (streams / old.name).exists():
+            await _copy(old, streams / old.name)
+            restored += 1
+    await world.start(region)
+    return f"{restored} streams of {region}"
+
+
+async def restore_metadata(world: World) -> str | None:
+    """By docs/metadata.md: stop, move the database away, put the copy in its place, start."""
+    region = _backed_up(world)
+    if region is None:
+        return None
+    await world.stop(region)
+    for old in _data(world, region).glob("metadata.db*"):
+        old.unlink()
+    for kept in world.backups[region].glob("metadata.db*"):
+        shutil.copy2(kept, _data(world, region))
+    await world.start(region)
+    return region
+
+
+async def restore_audit_log(world: World) -> str | None:
+    """A region's audit log alone."""
+    region = _backed_up(world)
+    return None if region is None else await _restore_with_log(world, region, "audit")
+
+
+async def restore_broker(world: World) -> str | None:
+    """All that a broker has on its disk, by the runbook for a lost disk."""
+    region = _backed_up(world)
+    return None if region is None else await _restore_with_log(world, region, "")
+
+
+async def _restore_with_log(world: World, region: str, part: str) -> str:
+    origin, log = region_origin(region, "acme"), world.audit_log(region)
+    older, newest = world.backups[region] / "audit", world.home / f"newest-{region}"
+    await world.stop_agents()
+    await world.stop(region)
+    await _copy(log, newest)
+    await _copy(world.backups[region] / part, _data(world, region) / part)
+    await world.start(region)
+    said = f"{part or 'all'} of {region}, {size_of(older)} of {size_of(newest)} leaves"
+    knowing = _knowing(world, origin, size_of(older))
+    if not knowing:
+        # Nobody was told of more: the region goes on from there.
+        world.lost |= only_in(newest, older)
+        await world.start_agents()
+        return f"{said}; nobody cosigned more"
+    if world.random.random() < 0.5:
+        await world.start_agents()
+        world.forked.add(origin)
+        said += f"; {await _see_alarm(world, {region}, knowing)}"
+        await world.stop_agents()
+    await world.stop(region)
+    world.lost |= only_in(log, newest)
+    await _copy(newest, log)
+    await world.start(region)
+    await world.start_agents()
+    return f"{said}; {', '.join(sorted(knowing))} cosigned more: the newest copy was put back"
+
+
+async def restore_agent(world: World) -> str | None:
+    """An agent's folder, or its egress log alone."""
+    sources = [source for source in world.sources if _egress(world, source) in world.backups]
+    if not sources:
+        return None
+    source = world.random.choice(sources)
+    origin, log = _egress(world, source), world.egress_log(source)
+    kept, newest = world.backups[origin], world.home / f"newest-{world.bridges[source]}-{source}"
+    part = world.random.choice(("", "egress"))
+    await world.stop_agent(source)
+    await _copy(log.parent, newest)
+    await _copy(kept / part, log.parent / part)
+    said = f"{part or 'all'} of {origin}, {size_of(kept / 'egress')} of {size_of(newest / 'egress')} leaves"
+    knowing = _knowing(world, origin, size_of(kept / "egress"))
+    await world.start_agent(source)
+    if not knowing:
+        world.lost |= only_in(newest / "egress", kept / "egress")
+        return f"{said}; nobody cosigned more"
+    world.forked.add(origin)
+    said += f"; {await _see_alarm(world, {source}, knowing)}"
+    await world.stop_agent(source)
+    world.lost |= only_in(log, newest / "egress")
+    await _copy(newest, log.parent)
+    await world.start_agent(source)
+    return f"{said}; {', '.join(sorted(knowing))} cosigned more: the newest copy was put back"
+
+
+async def replace_bridge(world: World) -> str | None:
+    """Of an agent's log there is only an older copy: another bridge with an identity and a log of its own, and grants for
+    it (`allow`, `renew`). The old copy is kept."""
+    sources = [source for source in world.sources if _egress(world, source) in world.backups]
+    if not sources:
+        return None
+    source = world.random.choice(sources)
+    origin, log = _egress(world, source), world.egress_log(source)
+    older = world.backups.pop(origin) / "egress"
+    await world.stop_agent(source)
+    world.lost |= only_in(log, older)
+    await _copy(older, log)
+    world.ended[origin] = log
+    world.bridges[source] = f"carrier-{len(world.ended) + 1}"
+    await asyncio.to_thread(world.issue, source, "bridge", world.bridges[source])
+    await world.exchange_bundles()
+    await world.admit_bridge(source)
+    await world.start_agent(source)
+    return f"{source} goes on with {world.bridges[source]}"
+
+
+async def replace_region(world: World) -> str | None:
+    """Of a region's audit log there is only an older copy: a region under another name, with an authority and a log of its own,
+    and grants for it (`allow`). The old copy is kept."""
+    region = _backed_up(world)
+    if region is None:
+        return None
+    place, log = world.regions.index(region), world.audit_log(region)
+    older = world.backups.pop(region) / "audit"
+    await world.stop_agents()
+    await world.stop(region)
+    world.lost |= only_in(log, older)
+    await _copy(older, log)
+    world.ended[region_origin(region, "acme")] = log
+    again = f"{region.split('-')[0]}{len(world.ended) + 1}-{world.number}"
+    if region in world.bridges:
+        world.ended[_egress(world, region)] = world.egress_log(region)
+        world.bridges[again] = "carrier"
+    world.regions[place] = again
+    await asyncio.to_thread(world.found, again)
+    await world.start(again)
+    await world.exchange_bundles()
+    await world.apply_policies()
+    if again in world.sources:
+        await world.admit_bridge(again)
+    await world.start_agents()
+    return f"{region} goes on as {again}"
+
+
+async def _see_alarm(world: World, ends: set[str], knowing: set[str]) -> str:
+    """What links say between regions of which one knows more of a log than stands in it. None of them may be active."""
+    loop = asyncio.get_running_loop()
+    end, said = loop.time() + ALARM_S, ""
+    while loop.time() < end and not said:
+        for agent in world.agents.values():
+            for link in agent.links():
+                pair = {link.from_region, link.to_region}
+                if not (pair & ends and pair & knowing):
+                    continue
+                if link.state == "active":
+                    world.wrong.append(f"a link is active, though a log was rolled back: {link}")
+                if "rolled back" in link.reason:
+                    world.alarms += 1
+                    said = f"{link.from_region} to {link.to_region}: {link.reason}"
+        await asyncio.sleep(0.05)
+    return said or "no link asked"
+
+
+def _knowing(world: World, origin: str, size: int) -> set[str]:
+    """The regions that cosigned more of a log."""
+    return {
+        region
+        for region in world.regions
+        for note in world.notes_of(origin, region)
+        if int(note.split(b"\n", 2)[1]) > size
+    }
+
+
+def _backed_up(world: World) -> str | None:
+    regions = [region for region in world.regions if region in world.backups]
+    return world.random.choice(regions) if regions else None
+
+
+def _egress(world: World, source: str) -> str:
+    return egress_origin(source, "acme", world.bridges[source])
+
+
+def _data(world: World, region: str) -> Path:
+    return world.folder(region).root / "data"
+
+
+async def _copy(of: Path, to: Path) -> None:
+    """The folder takes the place of whatever stands there."""
+    await asyncio.to_thread(shutil.rmtree, to, ignore_errors=True)
+    await asyncio.to_thread(shutil.copytree, of, to)
