@@ -863,6 +863,7 @@ LEAF_COLUMNS: Final[tuple[tuple[str, str], ...]] = (
 _TERMS_FROM: Final = [name for name, _ in LEAF_COLUMNS].index("purpose")
 _HEADER_NAMES: Final = tuple(name for name, _ in LEAF_COLUMNS[:_TERMS_FROM])
 _TERMS_NAMES: Final = tuple(name for name, _ in LEAF_COLUMNS[_TERMS_FROM:-2])
+_NO_TERMS: Final = dict.fromkeys(_TERMS_NAMES)
 _HEX_NAMES: Final = frozenset((*_DIGESTS, *_IDS))
 _ZERO_IS_NULL: Final = frozenset(("code", "attempt", "policy_version"))
 
@@ -889,18 +890,23 @@ def leaf_row(leaf: Leaf) -> dict[str, Any]:
         elif isinstance(value, StrEnum):
             value = value.value
         row[name] = value
-    terms = header.terms
+    row |= _NO_TERMS if header.terms is None else _terms_row(header.terms)
+    row["version"] = leaf.version
+    row["entries_sha256"] = sha256(leaf.entries).hexdigest() if leaf.entries else None
+    return row
+
+
+def _terms_row(terms: Terms) -> dict[str, Any]:
+    row = {}
     for name in _TERMS_NAMES:
-        value = None if terms is None else getattr(terms, name)
-        if name == "lineage" and terms is not None:
+        value = getattr(terms, name)
+        if name == "lineage":
             value = [(item.field, item.action, item.output or item.field) for item in terms.lineage]
         elif isinstance(value, tuple):
             value = list(value)
         elif value == "":
             value = None
         row[name] = value
-    row["version"] = leaf.version
-    row["entries_sha256"] = sha256(leaf.entries).hexdigest() if leaf.entries else None
     return row
 
 

@@ -10,13 +10,15 @@ accepted and approved; the report must list the same crossings as breaches, unde
 leaf but documents that do not hold (world_reports.py). What a log does not show by design is listed in world_logs.py.
 
 `FELIX_ATTACK_SCALE=500 python -m pytest --log-cli-level=INFO tests/attacks/test_worlds.py` tries 100,000 worlds of both kinds, and says
-how far it is.
+how far it is. Logs are drawn in slices of 2,000 worlds, each from a seed of its own: `FELIX_WORLDS_FROM=20` begins with slice 20, to go
+on where a run was ended, or to see a disagreement again that its message names with its slice.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
@@ -62,8 +64,9 @@ Tally = Callable[[str, int], None]
 WORLDS = 600
 LOG_WORLDS = 200
 WORLDS_MAX = 100_000
-LOGS_OF_A_JOB = 4_000
-"""A Spark job costs seconds, whatever it is about."""
+WORLDS_OF_A_SLICE = 2_000
+"""A Spark job costs seconds, whatever it is about: all logs of a slice are one."""
+FIRST_SLICE = "FELIX_WORLDS_FROM"
 CROSSINGS = 12
 """of each log"""
 SEED = 20_130_101
@@ -324,10 +327,29 @@ def reported(spark: Any, logs: world_reports.Logs, due: dict[str, Due], counts: 
             for breach in wanted:
                 counts[f"{breach} in the report"] += 1
             assert listed == wanted, (
-                f"{log['side']} leaf {index}: {told.leaves[index].header}: the report says {listed or 'nothing'}, the oracle "
+                f"{name}, {log['side']} leaf {index}: {told.leaves[index].header}: the report says {listed or 'nothing'}, the oracle "
                 f"{wanted or 'nothing'}; {[sentence for at, sentence in told.story if at == index]}\n{told_of(log)}"
             )
-    due.clear()
+
+
+def ask_slice(spark: Any, number: int, worlds: int, drawn: Pools, counts: Counter[str]) -> None:
+    """Draw this slice of worlds, and compare what verifier, register and report say of their logs with the oracle."""
+    random, logs, due = Random(f"{SEED} {number}"), world_reports.Logs(), dict[str, Due]()
+    for world_number in range(worlds):
+        world = draw(random, drawn)
+        for side in Side:
+            log = world_logs.draw_log(random, world, side)
+            told = verified(log["world"], log, random, counts)
+            documents = rows_of(
+                world_logs.ORIGINS[side], enumerate(told.leaves), MemoryFiles({}), world_logs.trust()
+            )
+            wrong = told.wrong + registered(log["world"], log, told, documents, counts)
+            assert not wrong, "\n".join([f"slice {number}, world {world_number}", *wrong, told_of(log)])
+            name = f"{number}-{world_number}-{side}"
+            logs.add(name, told.leaves, documents, told.story)
+            due[name] = Due(log, told)
+    counts["logs of worlds"] += 2 * worlds
+    reported(spark, logs, due, counts)
 
 
 @pytest.mark.spark
@@ -336,27 +358,11 @@ def reported(spark: Any, logs: world_reports.Logs, due: dict[str, Due], counts: 
 def test_verifier_register_and_report_find_what_may_not_stand_in_a_log(
     attack_scale: int, tally: Tally, spark: Any
 ) -> None:
-    random, counts = Random(SEED + 2), Counter[str]()
-    tried = min(WORLDS_MAX, LOG_WORLDS * attack_scale)
-    logs, due = world_reports.Logs(), dict[str, Due]()
-    for number in range(tried):
-        world = draw(random, pools(attack_scale))
-        for side in Side:
-            log = world_logs.draw_log(random, world, side)
-            told = verified(log["world"], log, random, counts)
-            documents = rows_of(
-                world_logs.ORIGINS[side], enumerate(told.leaves), MemoryFiles({}), world_logs.trust()
-            )
-            wrong = told.wrong + registered(log["world"], log, told, documents, counts)
-            assert not wrong, "\n".join([*wrong, told_of(log)])
-            name = f"{number}-{side}"
-            logs.add(name, told.leaves, documents, told.story)
-            due[name] = Due(log, told)
-        if logs.count >= LOGS_OF_A_JOB:
-            reported(spark, logs, due, counts)
-            log_.info("%d of %d worlds: no disagreement", number + 1, tried)
-    if due:
-        reported(spark, logs, due, counts)
+    counts, tried = Counter[str](), min(WORLDS_MAX, LOG_WORLDS * attack_scale)
+    first, drawn = int(os.environ.get(FIRST_SLICE, "0")), pools(attack_scale)
+    for number, done in enumerate(range(0, tried, WORLDS_OF_A_SLICE), first):
+        ask_slice(spark, number, min(WORLDS_OF_A_SLICE, tried - done), drawn, counts)
+        log_.info("slices %d to %d: no disagreement, %s", first, number, dict(counts))
     seen = {name.strip("()"): count for name, count in counts.items() if name.startswith("(")}
     for kind in (
         "allowed", "denied", "export-missing", "import-missing", "terms-mismatch", "wrong-bridge", "revoked", "not-yet",
@@ -367,7 +373,6 @@ def test_verifier_register_and_report_find_what_may_not_stand_in_a_log(
         "crossed-without-terms", "crossed-after-expiry", "crossed-before-start", "crossed-after-revocation", "rule-broken",
     ):  # fmt: skip
         assert counts[f"{breach} in the report"] >= tried // 50, (breach, counts)
-    tally("logs of worlds", 2 * tried)
     for what, count in sorted(counts.items()):
         if not what.startswith("("):
             tally(what, count)
