@@ -10,37 +10,43 @@
 Source: https://c2sp.org/tlog-proof. What stands in `extra` is not authenticated; ours is the leaf itself and the source
 offset that is meant, so that its hash can be computed, and the inclusion proof then authenticates the leaf:
 ``felix/tlog-proof/1``, a zero byte, the offset (u64), the leaf's bytes. Tools that know nothing of Felix check the rest.
-A crossing has two such proofs: of its INTENT leaf, and of its ACK leaf, which has the destination's receipt.
+A crossing has two such proofs: of its INTENT leaf, and of its ACK leaf, which has the destination's receipt. The receipt is for
+the records whose entries have the SHA-256 in it, so the ACK's proof has those entries, and the record is one of them:
+``felix/tlog-proof/2``, a zero byte, the offset (u64), the leaf's length (u32), the leaf, the entries of the batch.
 
-Invariants: `decode_proof(encode_proof(p)) == p`, and a file has one reading; `check_leaf(prove_leaf(…), …)` holds for every
-leaf under the checkpoint. Callers: cli, tests.
+Invariants: `decode_proof(encode_proof(p)) == p`, and a file has one reading; `check_leaf` holds for every proof that
+`prove_leaves` makes; one of an ACK shows that this record arrived, or says in `unsupported` that it does not. Callers: cli, tests.
 """
 
 from __future__ import annotations
 
 import binascii
 from base64 import b64decode, b64encode
+from hashlib import sha256
 from struct import Struct
 from typing import Final, NamedTuple
 
 import msgspec
 
 from audit.checkpoint import SignedCheckpoint
-from audit.leaf import Entry, Header, Kind, Leaf, Side, decode_leaf, find_entry
+from audit.leaf import ENTRY_BYTES, Entry, Header, Kind, Leaf, Side, decode_leaf, find_entry
 from audit.merkle import PROOF_HASHES_MAX, inclusion_proof, leaf_hash, verify_inclusion
 from audit.note import encode_note
 from audit.proof import choose_checkpoint, cosigned_by, find_crossing, read_checkpoints
-from audit.receipt import Receipt, differences
-from audit.tile import Files, TileHashes
+from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, Receipt, differences, read_unverified
+from audit.tile import Files, TileHashes, read_entries
 from audit.tree_head import decode_hash, parse_size
 from audit.trust import COSIGNATURES_MIN, Trust
 from felix.errors import TamperError
 
 FIRST_LINE: Final = "c2sp.org/tlog-proof@v1"
 SUFFIX: Final = ".tlog-proof"
-PROOF_BYTES_MAX: Final = 1 << 20
-_EXTRA_MAGIC: Final = b"felix/tlog-proof/1\0"
+PROOF_BYTES_MAX: Final = 8 << 20
+"""The entries of 65,536 records are 4.5 MB, and a third more as base64."""
+_LEAF_ALONE: Final = b"felix/tlog-proof/1\0"
+_WITH_ENTRIES: Final = b"felix/tlog-proof/2\0"
 _OFFSET: Final = Struct(">Q")
+_LENGTH: Final = Struct(">I")
 
 
 class TlogProof(NamedTuple):
@@ -108,13 +114,17 @@ def is_tlog_proof(data: bytes) -> bool:
     return data.startswith(FIRST_LINE.encode() + b"\n")
 
 
-def prove_leaf(files: Files, signed: SignedCheckpoint, index: int, leaf: bytes, offset: int) -> bytes:
-    """The proof that this leaf stands at this index under this checkpoint of the log. Raises TamperError where the
-    log's files do not hold."""
+def prove_leaf(
+    files: Files, signed: SignedCheckpoint, index: int, leaf: bytes, offset: int, entries: bytes = b""
+) -> bytes:
+    """The proof that this leaf stands at this index under this checkpoint of the log. `entries`: of the batch, of which the leaf
+    is the ACK. Raises TamperError where the log's files do not hold."""
     size = signed.checkpoint.size
     path = inclusion_proof(index, size, TileHashes(files, size))
     verify_inclusion(leaf_hash(leaf), index, size, path, signed.checkpoint.root)
-    extra = _EXTRA_MAGIC + _OFFSET.pack(offset) + leaf
+    extra = _LEAF_ALONE + _OFFSET.pack(offset) + leaf
+    if entries:
+        extra = _WITH_ENTRIES + _OFFSET.pack(offset) + _LENGTH.pack(len(leaf)) + leaf + entries
     return encode_proof(TlogProof(extra, index, tuple(path), encode_note(signed.note)))
 
 
@@ -126,7 +136,7 @@ class ProvenLeaf(msgspec.Struct, frozen=True):
     offset: int
     """the source offset that it is about"""
     entry: Entry | None
-    """the record's, where the leaf has entries"""
+    """the record's; None in the proof of an ACK whose receipt does not say which records it is for"""
     header: Header
     receipt: Receipt | None
     origin: str
@@ -134,13 +144,15 @@ class ProvenLeaf(msgspec.Struct, frozen=True):
     """leaves that the checkpoint covers"""
     cosigned: tuple[tuple[str, int], ...]
     """regions and outside witnesses, with the POSIX seconds of their cosignature"""
+    unsupported: tuple[str, ...] = ()
+    """what it does not show: which records of its range a receipt of before is for"""
 
 
 def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURES_MIN) -> ProvenLeaf:
     """Verify a proof file without the log; the steps are those of the specification. Raises TamperError."""
     proof = decode_proof(data)
     # 1. The leaf, from the extra data, and its hash.
-    leaf_data, offset = _read_extra(proof.extra)
+    leaf_data, offset, entries = _read_extra(proof.extra)
     # 2. The checkpoint is signed by a key of the log that its origin names.
     log = trust.log_of(proof.checkpoint)
     signed = log.open(proof.checkpoint)
@@ -163,31 +175,51 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
         raise TamperError(
             f"The proof's leaf {proof.leaf_index} is no INTENT and no ACK of the record at offset {offset}."
         )
-    # 5. The receipt in an ACK is the destination's, and says the same.
+    # 5. The receipt in an ACK is the destination's, says the same, and is for this record among others.
     receipt: Receipt | None = None
+    listed, unsupported = leaf, tuple[str, ...]()
     if header.kind is Kind.ACK:
         receipt = trust.open_receipt(header.receipt)
         differing = differences(receipt, header)
         if differing:
             raise TamperError(f"The proof's receipt and ACK differ in {', '.join(differing)}.")
+        listed = Leaf(header, entries)
+        if not receipt.entries_sha256:
+            unsupported = WITHOUT_ENTRIES_UNSUPPORTED
+    if header.kind is Kind.INTENT or receipt is None or not receipt.entries_sha256:
+        if entries:
+            raise TamperError("The proof carries entries that no receipt is for.")
+    elif len(entries) % ENTRY_BYTES or receipt.entries_sha256 != sha256(entries).digest():
+        raise TamperError("The proof's receipt is for other records than the proof lists.")
+    elif find_entry(listed, offset) is None:
+        raise TamperError(f"The proof's receipt is not for the record at offset {offset}: it stayed.")
     return ProvenLeaf(
         header.kind.name,
         proof.leaf_index,
         offset,
-        find_entry(leaf, offset),
+        find_entry(listed, offset),
         header,
         receipt,
         checkpoint.origin,
         checkpoint.size,
         cosigned_by(log, signed),
+        unsupported,
     )
 
 
-def _read_extra(extra: bytes | None) -> tuple[bytes, int]:
-    start = len(_EXTRA_MAGIC) + _OFFSET.size
-    if extra is None or not extra.startswith(_EXTRA_MAGIC) or len(extra) <= start:
+def _read_extra(extra: bytes | None) -> tuple[bytes, int, bytes]:
+    """The leaf, the offset that is meant, and the entries of the batch."""
+    start = len(_LEAF_ALONE) + _OFFSET.size
+    magic = b"" if extra is None else extra[: len(_LEAF_ALONE)]
+    if extra is None or magic not in (_LEAF_ALONE, _WITH_ENTRIES) or len(extra) <= start + _LENGTH.size:
         raise TamperError("The tlog-proof does not carry a leaf of Felix in its extra data.")
-    return extra[start:], _OFFSET.unpack_from(extra, len(_EXTRA_MAGIC))[0]
+    (offset,) = _OFFSET.unpack_from(extra, len(magic))
+    if magic == _LEAF_ALONE:
+        return extra[start:], offset, b""
+    end = start + _LENGTH.size + _LENGTH.unpack_from(extra, start)[0]
+    if end >= len(extra):
+        raise TamperError("The tlog-proof says that it carries entries, and has none.")
+    return extra[start + _LENGTH.size : end], offset, extra[end:]
 
 
 def _covers(leaf: Leaf, offset: int) -> bool:
@@ -206,4 +238,16 @@ def prove_leaves(
     intent, ack = find_crossing(files, checkpoints[0], stream, shard, offset, destination_region)
     found = [intent] if ack is None else [intent, ack]
     chosen = choose_checkpoint(checkpoints, 1 + max(index for index, _, _ in found), trust)
-    return [prove_leaf(files, chosen, index, data, offset) for index, _, data in found]
+    proofs = [prove_leaf(files, chosen, intent[0], intent[2], offset)]
+    if ack is not None:
+        named = read_unverified(ack[1].header.receipt).entries_sha256
+        entries = _entries(files, chosen, intent[0], intent[1].header) if named else b""
+        proofs.append(prove_leaf(files, chosen, ack[0], ack[2], offset, entries))
+    return proofs
+
+
+def _entries(files: Files, signed: SignedCheckpoint, index: int, intent: Header) -> bytes:
+    """What all INTENT leaves of the batch list: they were appended together."""
+    first = index - intent.part
+    leaves = read_entries(files, first, first + intent.parts, signed.checkpoint.size)
+    return b"".join(decode_leaf(data).entries for _, data in leaves)

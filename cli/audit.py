@@ -509,6 +509,8 @@ def _show_leaf(file: Path, proven: ProvenLeaf, json: bool) -> None:
         ["log", f"{proven.origin}, {proven.size:,} leaves"],
         ["cosigned", _cosigners(proven.cosigned)],
     ]
+    if proven.unsupported:
+        rows.append(["does not show", "; ".join(proven.unsupported)])
     table("What it proves", ["", ""], rows)
 
 

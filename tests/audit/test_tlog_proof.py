@@ -18,7 +18,7 @@ from audit.tile_disk import Folder
 from audit.tlog_proof import TlogProof, check_leaf, decode_proof, encode_proof, is_tlog_proof, prove_leaves
 from audit.trail import Trail, TrailSettings
 from audit.witness import MemoryWitnessStore, Witness
-from felix.errors import TamperError
+from felix.errors import RequestError, TamperError
 
 SIGNER, WITNESS = log_signer(), witness_signer()
 
@@ -66,7 +66,10 @@ def test_a_reader_that_knows_only_the_specification_verifies_both_proofs(log: Fo
             first, extra, index, *path = head.decode().split("\n")
             assert first == "c2sp.org/tlog-proof@v1"
             assert extra.startswith("extra ") and index.startswith("index ")
-            leaf = b64decode(extra[6:])[len("felix/tlog-proof/1\0") + 8 :]
+            carried = b64decode(extra[6:])
+            leaf = carried[len("felix/tlog-proof/1\0") + 8 :]
+            if carried.startswith(b"felix/tlog-proof/2"):
+                leaf = leaf[4 : 4 + int.from_bytes(leaf[:4], "big")]
             note = parse_note(checkpoint)
             assert len(verify_note(note, [SIGNER.key, WITNESS.key])) == 2
             _, size, root = note.text.split("\n")[:3]
@@ -80,6 +83,7 @@ def test_both_proofs_of_a_record_are_of_one_envelope_and_the_second_has_the_rece
     assert intent.header.envelope_sha256 == ack.header.envelope_sha256
     assert intent.entry is not None and intent.entry.offset == 3 and intent.receipt is None
     assert ack.receipt is not None and ack.receipt.first_offset <= 3 <= ack.receipt.last_offset
+    assert ack.entry == intent.entry and not ack.unsupported
     assert intent.cosigned == (("eu-west", 1_760_000_000),)
 
 
@@ -95,6 +99,45 @@ def test_no_changed_byte_of_a_proof_passes_with_another_meaning(log: Folder) -> 
                 continue
             # The offset that is meant may be changed to another one of the same leaf: that is another true proof.
             assert found.header == whole.header and found.index == whole.index
+
+
+def test_the_receipt_is_for_the_record_that_is_meant_and_not_for_another_of_its_range(log: Folder) -> None:
+    """The audit log's batches leave records out: one that stayed lies in the range of a receipt all the same."""
+    crossed = [offset for offset in range(40) if _crossed(log, offset)]
+    stayed = next(offset for offset in range(40) if offset not in crossed and offset + 1 in crossed)
+    neighbour = next(offset for offset in (stayed + 1, stayed - 1) if _range_of(log, offset, stayed))
+    data = prove_leaves(log, trust(), STREAM, 0, neighbour)[1]
+    proof = decode_proof(data)
+    assert proof.extra is not None
+    magic = len("felix/tlog-proof/2\0")
+    meant = proof.extra[:magic] + stayed.to_bytes(8, "big") + proof.extra[magic + 8 :]
+    with pytest.raises(TamperError, match="it stayed"):
+        check_leaf(encode_proof(proof._replace(extra=meant)), trust())
+    # Its entries changed, cut short, or left out: never the record's arrival.
+    end = magic + 12 + int.from_bytes(proof.extra[magic + 8 : magic + 12], "big")
+    forged = bytearray(proof.extra)
+    forged[end : end + 8] = stayed.to_bytes(8, "big")
+    for extra in (bytes(forged), proof.extra[:-68], proof.extra[:-1], proof.extra[:end]):
+        with pytest.raises(TamperError):
+            check_leaf(encode_proof(proof._replace(extra=extra)), trust())
+    alone = b"felix/tlog-proof/1\0" + stayed.to_bytes(8, "big") + proof.extra[magic + 12 : end]
+    with pytest.raises(TamperError, match="other records"):
+        check_leaf(encode_proof(proof._replace(extra=alone)), trust())
+
+
+def _crossed(log: Folder, offset: int) -> bool:
+    try:
+        return bool(prove_leaves(log, trust(), STREAM, 0, offset))
+    except RequestError:
+        return False
+
+
+def _range_of(log: Folder, offset: int, other: int) -> bool:
+    """Whether the receipt for this record is for a range in which another one lies."""
+    if not _crossed(log, offset):
+        return False
+    receipt = check_leaf(prove_leaves(log, trust(), STREAM, 0, offset)[1], trust()).receipt
+    return receipt is not None and receipt.first_offset <= other <= receipt.last_offset
 
 
 def test_the_leaf_must_be_there_and_be_about_the_offset(log: Folder) -> None:
