@@ -23,15 +23,14 @@ from region.log.directory import (
     shard_folder,
     stored_streams,
 )
-from region.log.files import Files
 from region.log.fsspec_store import check_url, list_names
 from region.log.inspect import DamageLine, EntryLine, inspect_entries
-from region.log.lock import FolderLock
 from region.log.offload import object_url
 from region.log.offloader import check_object, restore_shard
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, decode_segment_header
 from region.log.verify import ShardVerdict, shard_bytes, verify_shard
 from region.sealing import KeyringSeal
+from region.storage.disk import DiskFiles, FileLock
 from region.views.journal import JournalKind
 
 app = typer.Typer(no_args_is_help=True)
@@ -65,14 +64,14 @@ def verify(
     with ExitStack() as held:
         if os.access(streams, os.W_OK):
             try:
-                held.enter_context(FolderLock(streams))
+                held.enter_context(FileLock(streams))
             except RequestError as error:
                 raise UnavailableError(
                     error.sentence, hint="Stop the broker, or verify a copy with --data."
                 ) from error
         shards = [
             (stored, number)
-            for stored in stored_streams(streams)
+            for stored in stored_streams(streams, DiskFiles())
             for number in stored.shards
             if wanted in (None, stored.name) and shard in (-1, number & 0xFFFF)
         ]
@@ -124,12 +123,12 @@ def restore(
             hint="Name one with --incarnation." if chosen else "",
         )
     rows = []
-    with FolderLock(streams):
+    with FileLock(streams):
         base = object_url(url, f"{config.region}/{folder_name(name, chosen[0])}")
         for number in sorted(int(each) for each in list_names(base) if each.isdecimal()):
             identity = ShardIdentity(config.region, str(name), chosen[0], number)
             target = shard_folder(streams, name, chosen[0], number)
-            state = restore_shard(offload_base(url, identity), target, identity, Files())
+            state = restore_shard(offload_base(url, identity), target, identity, DiskFiles())
             rows.append({"shard": number, "segments": len(state.segments) + 1, "folder": str(target)})
     if json:
         print_json({"stream": str(name), "incarnation": chosen[0].hex(), "shards": rows})

@@ -18,12 +18,13 @@ from region.broker import Broker
 from region.budget import Budgets
 from region.config import LimitsConfig, RegionConfig
 from region.log.directory import LogDirectory
-from region.log.files import Files
 from region.log.ring import Entry
 from region.log.shard import ShardLog
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.records import StreamConfig
+from region.storage.disk import DiskFiles
+from region.storage.port import Files
 from region.streams import StreamTable
 from region.transactions.coordinator import SYSTEM_STREAM, Coordinator
 
@@ -58,7 +59,7 @@ class Home:
     """What outlives a process: the metadata store and the folder. `open` is a start, `close` a stop or a crash."""
 
     folder: Path
-    files: Files = field(default_factory=Files)
+    files: Files = field(default_factory=DiskFiles)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     store: MemoryStore = field(default_factory=MemoryStore)
     crash_at: tuple[str, int] | None = None

@@ -27,7 +27,8 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from region.log.files import Files, read_file, write_all
+from region.storage.port import Files, write_all
+from region.storage.small_file import read_file
 
 AHEAD_NAMES: Final = ("ahead-0", "ahead-1")
 AHEAD_BYTES_MAX: Final = 4 << 20
@@ -98,7 +99,7 @@ class Ahead:
     def clear(self) -> None:
         """Let go of all that `read` gave: it is done."""
         for half in self._halves:
-            if half.path.exists():
+            if self._files.exists(half.path):
                 self._open(half)
                 self._empty(half)
 
@@ -136,7 +137,7 @@ class Ahead:
     def _open(self, half: _Half) -> None:
         if half.descriptor >= 0:
             return
-        fresh = not half.path.exists()
+        fresh = not self._files.exists(half.path)
         half.descriptor = self._files.open(half.path, os.O_RDWR | os.O_CREAT)
         if fresh:
             self._files.sync_folder(self._folder)

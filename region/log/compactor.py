@@ -48,7 +48,6 @@ from region.log.compaction import (
 )
 from region.log.disk import DiskLog
 from region.log.epochs import EpochStart
-from region.log.files import TEMPORARY_SUFFIX, Files, write_all
 from region.log.index import SparseIndex
 from region.log.recovery import SegmentState, damaged, scan_bytes
 from region.log.segment import (
@@ -59,6 +58,8 @@ from region.log.segment import (
     encode_entry_header,
     segment_name,
 )
+from region.storage.port import Files, write_all
+from region.storage.small_file import TEMPORARY_SUFFIX
 
 WRITE_BYTES: Final = 1 << 20
 """Gathered before a write."""
@@ -143,7 +144,7 @@ class Compactor:
                 with self._writer:
                     exchanged = disk.replace_segments(group, written, _aside(written.path))
             finally:
-                self._files.unlink(_aside(written.path))
+                self._files.remove(_aside(written.path))
             if not exchanged:
                 # Retention took them in the meantime.
                 return None
@@ -353,7 +354,7 @@ class _SegmentWriter:
         self._files.sync(self._descriptor)
         path = self._folder / segment_name(header.base_offset, generation)
         if _aside(path) != self._path:
-            self._files.replace(self._path, _aside(path))
+            self._files.rename(self._path, _aside(path))
         return SegmentState(path, header, self._start, end_offset, self.length, index.last_time_ms, index)
 
     def close(self, *, keep: Path | None) -> None:
@@ -361,7 +362,7 @@ class _SegmentWriter:
         self._files.close(self._descriptor)
         if keep is None:
             with suppress(OSError):
-                self._files.unlink(self._path)
+                self._files.remove(self._path)
 
 
 def _aside(path: Path) -> Path:

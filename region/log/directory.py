@@ -4,7 +4,7 @@ Layout: `<data>/lock`, `<data>/<tenant>~<namespace>~<name>~<incarnation hex>/<sh
 name has no `~` (felix.names), so folder names parse back to what they were made from; they fit a file name
 (at most 224 bytes). Folders of names that do not parse are left alone and not listed.
 
-Invariants: one process holds the folder (region.log.lock); a stream's folder is deleted on explicit request
+Invariants: one process holds the folder (`Files.lock`); a stream's folder is deleted on explicit request
 only, never because something else does not know it.
 """
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -25,12 +25,13 @@ from region.log.compaction import CompactionReport
 from region.log.disk import storage_error
 from region.log.durability import Kind
 from region.log.durable_mark import MARK_NAME
-from region.log.files import Files, load_checked
-from region.log.lock import FolderLock
 from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, OffloadReport, delete_object
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore
+from region.storage.disk import DiskFiles
+from region.storage.port import Files
+from region.storage.small_file import load_checked
 
 log = logging.getLogger("felix.region.log")
 
@@ -74,13 +75,13 @@ def _own_name(name: StreamName, incarnation: bytes) -> str | None:
     return folder_name(name, incarnation) if len(incarnation) == 16 else None
 
 
-def stored_streams(data: Path) -> list[StoredStream]:
+def stored_streams(data: Path, files: Files) -> list[StoredStream]:
     """The streams that have a folder in `data`, in the order of their names. Blocking."""
     found = []
-    for folder in sorted(data.iterdir()):
-        parsed = parse_folder_name(folder.name)
-        if parsed and folder.is_dir():
-            shards = sorted(int(shard.name) for shard in folder.iterdir() if shard.name.isdecimal())
+    for name in files.names(data):
+        parsed = parse_folder_name(name)
+        if parsed and files.is_folder(data / name):
+            shards = sorted(int(shard) for shard in files.names(data / name) if shard.isdecimal())
             found.append(StoredStream(*parsed, tuple(shards)))
     return found
 
@@ -109,16 +110,16 @@ class LogDirectory:
         fetched_bytes_max: int = FETCHED_BYTES_MAX,
         runtime: Runtime = REAL,
     ) -> None:
-        self._lock = FolderLock(data)
+        self._files = files or DiskFiles()
+        self._lock = self._files.lock(data)
         self._data = data
         self._region = region
-        self._files = files or Files()
         self._commit_pool = ThreadPoolExecutor(COMMIT_THREADS_MAX, thread_name_prefix="log-commit")
         self._read_pool = ThreadPoolExecutor(READ_THREADS_MAX, thread_name_prefix="log-read")
         self._maintenance_pool = ThreadPoolExecutor(1, thread_name_prefix="log-maintenance")
         self._store = ShardStore(
             ThreadPoolExecutor(OFFLOAD_THREADS_MAX, thread_name_prefix="log-offload"),
-            FetchedCache(fetched_bytes_max),
+            FetchedCache(fetched_bytes_max, self._files),
             offload_rate_bytes,
             runtime.clock,
         )
@@ -138,7 +139,7 @@ class LogDirectory:
 
     def stored(self) -> list[StoredStream]:
         """The streams that have a folder here, in the order of their names. Blocking."""
-        return stored_streams(self._data)
+        return stored_streams(self._data, self._files)
 
     def shard_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path:
         """Where a shard is kept."""
@@ -200,9 +201,9 @@ class LogDirectory:
 
     def _make(self, folder: Path) -> None:
         """Create a shard's folder so that a crash does not undo it."""
-        if (folder / MARK_NAME).exists():
+        if self._files.exists(folder / MARK_NAME):
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        self._files.make_folder(folder)
         self._files.sync_folder(folder.parent)
         self._files.sync_folder(self._data)
 
@@ -238,11 +239,11 @@ class LogDirectory:
 
     def _delete(self, name: StreamName, incarnation: bytes) -> None:
         folder = self._data / folder_name(name, incarnation)
-        if not folder.exists():
+        if not self._files.exists(folder):
             return
         # Renamed first: a crash in the middle leaves no half of a stream under its name.
         doomed = folder.with_name(folder.name + _DELETED_SUFFIX)
-        folder.rename(doomed)
+        self._files.rename(folder, doomed)
         self._files.sync_folder(self._data)
         if self._shed(doomed):
             self._store.pool.submit(self._finish_deletion, doomed)
@@ -255,9 +256,9 @@ class LogDirectory:
 
     def _doomed(self) -> list[Path]:
         return [
-            folder
-            for folder in self._data.glob(f"*{_DELETED_SUFFIX}")
-            if parse_folder_name(folder.name.removesuffix(_DELETED_SUFFIX))
+            self._data / name
+            for name in self._files.names(self._data)
+            if name.endswith(_DELETED_SUFFIX) and parse_folder_name(name.removesuffix(_DELETED_SUFFIX))
         ]
 
     def retry_deletions(self) -> None:
@@ -265,33 +266,37 @@ class LogDirectory:
         for folder in self._doomed():
             self._finish_deletion(folder)
 
-    @staticmethod
-    def _shed(doomed: Path) -> bool:
+    def _shed(self, doomed: Path) -> bool:
         """Remove all of a deleted stream's folder but the names of its objects in stores; whether there are any."""
-        left = False
-        for shard in list(doomed.iterdir()):
-            if not (shard / OFFLOADED_NAME).exists():
-                shutil.rmtree(shard, ignore_errors=True)
+        files, left = self._files, False
+        for shard in (doomed / name for name in files.names(doomed)):
+            if not files.exists(shard / OFFLOADED_NAME):
+                self._remove_folder(shard)
                 continue
             left = True
-            for path in shard.iterdir():
-                if path.name != OFFLOADED_NAME:
-                    path.unlink(missing_ok=True)
+            for held in files.names(shard):
+                if held != OFFLOADED_NAME:
+                    files.remove(shard / held)
         if not left:
-            shutil.rmtree(doomed, ignore_errors=True)
+            self._remove_folder(doomed)
         return left
+
+    def _remove_folder(self, folder: Path) -> None:
+        # What stays keeps its name of a deleted stream: the next start tries again.
+        with suppress(OSError):
+            self._files.remove_folder(folder)
 
     def _finish_deletion(self, doomed: Path) -> None:
         """Delete a deleted stream's objects, then the last of its folder. Called again where a store does not answer."""
         try:
-            for path in sorted(doomed.glob(f"*/{OFFLOADED_NAME}")):
-                payload = load_checked(self._files, path)
+            for shard in (doomed / name for name in self._files.names(doomed)):
+                payload = load_checked(self._files, shard / OFFLOADED_NAME)
                 for url in decode_offload(payload).urls if payload else ():
                     delete_object(url)
-                path.unlink()
-            shutil.rmtree(doomed)
+                self._files.remove(shard / OFFLOADED_NAME)
+            self._files.remove_folder(doomed)
         except (OSError, FelixError) as error:
-            if doomed.exists():
+            if self._files.exists(doomed):
                 log.error("objects of a deleted stream are left in their store, %s: %s", doomed.name, error)
 
     async def close(self) -> None:

@@ -33,7 +33,6 @@ from felix.runtime.real import REAL
 from region.log.compaction import COMPACTION_NAME, CompactionState, DirtySpan, encode_compaction
 from region.log.durable_mark import MARK_NAME, Mark
 from region.log.epochs import EpochHistory
-from region.log.files import Files, create_durably, is_full, read_file, save_checked, write_all
 from region.log.index import INDEX_INTERVAL_BYTES, SparseIndex, decode_index
 from region.log.offload import OFFLOADED_NAME, Offloaded, OffloadState, encode_offload
 from region.log.producers import ProducerTable
@@ -61,6 +60,9 @@ from region.log.segment import (
     encode_entry_header,
     segment_name,
 )
+from region.storage.disk import DiskFiles
+from region.storage.port import Files, is_full, write_all
+from region.storage.small_file import create_durably, read_file, save_checked
 
 SEGMENT_BYTES_MAX: Final = 256 << 20
 """Large enough that a roll is rare, small enough that retention is fine-grained and a tail scan takes a second."""
@@ -209,8 +211,8 @@ class DiskLog:
 
         Raises CorruptionError (region.log.recovery), OSError.
         """
-        files = files or Files()
-        folder.mkdir(parents=True, exist_ok=True)
+        files = files or DiskFiles()
+        files.make_folder(folder)
         recovered = recover(folder, identity, files=files, full=full_verify)
         log = cls(
             folder,
@@ -717,7 +719,7 @@ class DiskLog:
             )
         for segment in gone:
             for path in (segment.path, segment.index_path, segment.fetched_path):
-                self._files.unlink(path)
+                self._files.remove(path)
         self._files.sync_folder(self.folder)
 
     # Compaction. What is to be written where is region.log.compactor's; here, as in all writing, by one at a time.
@@ -766,7 +768,7 @@ class DiskLog:
             return False
         assert new.index is not None and new.base_offset == old[0].base_offset
         assert new.next_offset == old[-1].next_offset
-        self._files.replace(aside, new.path)
+        self._files.rename(aside, new.path)
         with self._fatal("A sync", self.folder):
             self._files.sync_folder(self.folder)
         write_index(self._files, new.index_path, new.index.encode())
@@ -774,8 +776,8 @@ class DiskLog:
         self._segments = (*segments[:at], new, *segments[at + len(old) :])
         with self._fatal("Deleting what was compacted", self.folder):
             for segment in old:
-                self._files.unlink(segment.path)
-                self._files.unlink(segment.index_path)
+                self._files.remove(segment.path)
+                self._files.remove(segment.index_path)
             self._files.sync_folder(self.folder)
         return True
 
@@ -809,7 +811,7 @@ class DiskLog:
         if read_file(self._files, segment.index_path) is None:
             write_index(self._files, segment.index_path, self._index(segment).encode())
         segment.is_local = False
-        self._files.unlink(segment.path)
+        self._files.remove(segment.path)
         self._files.sync_folder(self.folder)
 
     def truncate(self, offset: int) -> ProducerTable:
@@ -836,7 +838,7 @@ class DiskLog:
         target, later = self._segments[at], self._segments[at + 1 :]
         index, annotations = self._rescan(target, target.segment_bytes, offset)
         # What no longer holds goes first: a snapshot, then the claim that these bytes are there.
-        self._files.unlink(self.folder / PRODUCERS_NAME)
+        self._files.remove(self.folder / PRODUCERS_NAME)
         self._files.sync_folder(self.folder)
         target.index, target.next_offset = index, index.next_offset
         target.segment_bytes, target.last_time_ms = index.segment_bytes, index.last_time_ms
@@ -847,9 +849,9 @@ class DiskLog:
         self._write_mark()
         self.sync_mark()
         for segment in reversed(later):
-            self._files.unlink(segment.path)
-            self._files.unlink(segment.index_path)
-        self._files.unlink(target.index_path)
+            self._files.remove(segment.path)
+            self._files.remove(segment.index_path)
+        self._files.remove(target.index_path)
         self._files.sync_folder(self.folder)
         self._files.close(self._active)
         self._active = self._files.open(target.path, os.O_RDWR)

@@ -24,10 +24,10 @@ from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from region.log.compactor import ROOM_BYTES_MIN
 from region.log.counters import ShardCounters
 from region.log.disk import DiskLog, NotLocalError, SealedBatch, storage_error
-from region.log.files import Files
 from region.log.offloader import Throttle, fetch
 from region.log.recovery import SegmentState
 from region.log.shard_settings import ShardStore
+from region.storage.port import Files
 
 FETCHES_PER_READ_MAX: Final = 4
 """A read reaches into one segment, rarely two; a cache that is too small for its readers must not keep one for ever."""
@@ -142,6 +142,7 @@ class DiskReader:
                 if self._files.free_bytes(self._folder) < entry.segment_bytes + ROOM_BYTES_MIN:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder))
                 fetch(
+                    self._files,
                     entry,
                     segment.fetched_path,
                     self._store.cache,

@@ -17,6 +17,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
+from region.storage.port import Files, write_all
 
 CHUNK_BYTES: Final = 1 << 20
 """Moved at a time: what a throttle counts, and what a stop waits for."""
@@ -109,18 +110,22 @@ def _reaching(url: str) -> Iterator[tuple[Any, str]]:
         ) from error
 
 
-def put_file(source: Path, url: str, pace: Pace = no_pace) -> Digest:
+def put_file(files: Files, source: Path, url: str, pace: Pace = no_pace) -> Digest:
     """Write a file as an object, over what was there; what was read from the file."""
     digest, size = hashlib.sha256(), 0
-    with source.open("rb") as reader, _reaching(url) as (files, path):
-        files.makedirs(files._parent(path), exist_ok=True)
-        with files.open(path, "wb") as writer:
-            while chunk := reader.read(CHUNK_BYTES):
-                writer.write(chunk)
-                digest.update(chunk)
-                size += len(chunk)
-                pace(len(chunk))
-        _settle(files, path)
+    descriptor = files.open(source, os.O_RDONLY)
+    try:
+        with _reaching(url) as (remote, path):
+            remote.makedirs(remote._parent(path), exist_ok=True)
+            with remote.open(path, "wb") as writer:
+                while chunk := files.pread(descriptor, CHUNK_BYTES, size):
+                    writer.write(chunk)
+                    digest.update(chunk)
+                    size += len(chunk)
+                    pace(len(chunk))
+            _settle(remote, path)
+    finally:
+        files.close(descriptor)
     return Digest(size, digest.hexdigest())
 
 
@@ -151,14 +156,16 @@ def get_bytes(url: str) -> bytes:
         return found
 
 
-def get_file(url: str, target: Path, pace: Pace = no_pace) -> Digest:
+def get_file(files: Files, url: str, target: Path, pace: Pace = no_pace) -> Digest:
     """Read an object into a file, over what was there; what was read. The file is not synced."""
     digest, size = hashlib.sha256(), 0
-    with target.open("wb") as writer:
+    descriptor = files.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
         for chunk in _chunks(url, pace):
-            writer.write(chunk)
             digest.update(chunk)
-            size += len(chunk)
+            size = write_all(files, descriptor, (chunk,), size)
+    finally:
+        files.close(descriptor)
     return Digest(size, digest.hexdigest())
 
 

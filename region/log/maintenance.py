@@ -25,10 +25,10 @@ from region.log.compactor import Compactor, PassSettings, WorkEndedError
 from region.log.counters import ShardCounters
 from region.log.disk import DiskLog, StorageFailedError, storage_error
 from region.log.epochs import EpochHistory
-from region.log.files import Files
 from region.log.offloader import Offloader, OffloadReport, Throttle
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.states import State
+from region.storage.port import Files
 
 COMPACTION_SHARE: Final = 0.5
 """Of a thread's time that compaction takes at most: it sleeps as long as it worked, and appends come first."""

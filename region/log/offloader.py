@@ -30,7 +30,6 @@ from region.log import fsspec_store as store
 from region.log.compactor import WorkEndedError
 from region.log.disk import DiskLog
 from region.log.epochs import EpochHistory, EpochStart
-from region.log.files import TEMPORARY_SUFFIX, Files, save_checked
 from region.log.offload import (
     MANIFEST_SUFFIX,
     OFFLOADED_NAME,
@@ -44,6 +43,9 @@ from region.log.offload import (
 )
 from region.log.recovery import EPOCHS_NAME, SegmentState, damaged, encode_epochs, scan_file
 from region.log.segment import SEGMENT_SUFFIX, EntryDamagedError, ShardIdentity
+from region.storage.disk import DiskFiles
+from region.storage.port import Files
+from region.storage.small_file import TEMPORARY_SUFFIX, save_checked
 
 RATE_BYTES: Final = 64 << 20
 """Moved per second unless the region says otherwise: uploads leave the network and the disk to the brokers' clients."""
@@ -84,38 +86,39 @@ class FetchedCache:
     A file may go while it is being read: the reader asks for it again.
     """
 
-    def __init__(self, bytes_max: int = FETCHED_BYTES_MAX) -> None:
+    def __init__(self, bytes_max: int = FETCHED_BYTES_MAX, files: Files | None = None) -> None:
         self.bytes_max = bytes_max
+        self._files = files or DiskFiles()
         self.held_bytes = 0
-        self._files: OrderedDict[Path, int] = OrderedDict()
+        self._sizes: OrderedDict[Path, int] = OrderedDict()
         self._lock = Lock()
 
     def touch(self, path: Path) -> bool:
         """True where the file is there; it is then the most recently used."""
         with self._lock:
-            if path not in self._files:
+            if path not in self._sizes:
                 return False
-            self._files.move_to_end(path)
+            self._sizes.move_to_end(path)
             return True
 
     def admit(self, path: Path, size: int) -> None:
         """Count a file that was fetched, and let others go; the newest always stays."""
         with self._lock:
-            self.held_bytes += size - self._files.pop(path, 0)
-            self._files[path] = size
-            while self.held_bytes > self.bytes_max and len(self._files) > 1:
-                gone, freed = self._files.popitem(last=False)
+            self.held_bytes += size - self._sizes.pop(path, 0)
+            self._sizes[path] = size
+            while self.held_bytes > self.bytes_max and len(self._sizes) > 1:
+                gone, freed = self._sizes.popitem(last=False)
                 self.held_bytes -= freed
                 with suppress(OSError):
-                    gone.unlink(missing_ok=True)
+                    self._files.remove(gone)
 
     def forget(self, folder: Path) -> None:
         """The files below a folder are no longer wanted."""
         with self._lock:
-            for path in [path for path in self._files if folder in path.parents]:
-                self.held_bytes -= self._files.pop(path)
+            for path in [path for path in self._sizes if folder in path.parents]:
+                self.held_bytes -= self._sizes.pop(path)
                 with suppress(OSError):
-                    path.unlink(missing_ok=True)
+                    self._files.remove(path)
 
 
 class Offloader:
@@ -168,7 +171,7 @@ class Offloader:
         url = object_url(self._base, segment.path.name)
         self._save(lambda state: _begin(state, url))  # 1
         self._verify(segment)  # 2
-        sent = store.put_file(segment.path, url, self._pace)
+        sent = store.put_file(self._files, segment.path, url, self._pace)
         if sent.size != segment.segment_bytes:
             raise damaged(
                 segment.path, sent.size, segment.base_offset, "the file has another length than it had"
@@ -230,16 +233,16 @@ def delete_object(url: str) -> None:
     store.delete(url)
 
 
-def fetch(entry: Offloaded, target: Path, cache: FetchedCache, pace: store.Pace) -> None:
+def fetch(files: Files, entry: Offloaded, target: Path, cache: FetchedCache, pace: store.Pace) -> None:
     """Bring a segment back for reading, whole and compared. Raises UnavailableError, CorruptionError, OSError."""
     aside = target.with_name(target.name + TEMPORARY_SUFFIX)
     try:
-        found = store.get_file(entry.url, aside, pace)
+        found = store.get_file(files, entry.url, aside, pace)
         _compare(entry, found)
-        aside.replace(target)
+        files.rename(aside, target)
     finally:
         with suppress(OSError):
-            aside.unlink(missing_ok=True)
+            files.remove(aside)
     cache.admit(target, entry.segment_bytes)
 
 
@@ -265,7 +268,7 @@ def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files
     RequestError: CONFLICT where the folder has segments, NOT_FOUND where the store has none; CorruptionError,
     UnavailableError.
     """
-    if folder.is_dir() and any(path.suffix == SEGMENT_SUFFIX for path in folder.iterdir()):
+    if files.is_folder(folder) and any(name.endswith(SEGMENT_SUFFIX) for name in files.names(folder)):
         raise RequestError(
             f"{folder} has segments: it is not lost.",
             code=Code.CONFLICT,
@@ -290,7 +293,7 @@ def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files
             raise CorruptionError(f"Offsets {following} to {header.base_offset - 1} are missing at {base}.")
         following = one.next_offset
     newest = manifests[-1]
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder)
     history = EpochHistory(list(newest.epochs))
     history.begin(history.current + 1, following)
     save_checked(files, folder / EPOCHS_NAME, encode_epochs(history))
@@ -299,13 +302,13 @@ def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files
     # The segment last: without it the folder still counts as lost.
     target = folder / f"{newest.segment.base_offset:020d}{SEGMENT_SUFFIX}"
     aside = target.with_name(target.name + TEMPORARY_SUFFIX)
-    _compare(newest.segment, store.get_file(newest.segment.url, aside))
+    _compare(newest.segment, store.get_file(files, newest.segment.url, aside))
     descriptor = files.open(aside, os.O_RDWR)
     try:
         files.sync(descriptor)
     finally:
         files.close(descriptor)
-    files.replace(aside, target)
+    files.rename(aside, target)
     files.sync_folder(folder)
     files.sync_folder(folder.parent)
     return state

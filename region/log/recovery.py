@@ -53,7 +53,6 @@ from felix.errors import CorruptionError
 from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compaction
 from region.log.durable_mark import MARK_NAME, Mark, decode_mark
 from region.log.epochs import EpochHistory, EpochStart
-from region.log.files import TEMPORARY_SUFFIX, Files, is_full, load_checked, read_file, write_all
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
 from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, OffloadState, decode_offload
 from region.log.producers import ProducerTable, Remembered, decode_snapshot
@@ -74,6 +73,8 @@ from region.log.segment import (
     scan_window,
     segment_name,
 )
+from region.storage.port import Files, is_full, write_all
+from region.storage.small_file import TEMPORARY_SUFFIX, load_checked, read_file
 
 EPOCHS_NAME: Final = "epochs"
 PRODUCERS_NAME: Final = "producers"
@@ -264,7 +265,7 @@ def _load_offload(files: Files, folder: Path) -> OffloadState:
     path = folder / OFFLOADED_NAME
     payload = load_checked(files, path)
     if payload is None:
-        if path.exists():
+        if files.exists(path):
             raise damaged(
                 path, 0, 0, "its checksum does not hold, and it names the segments that are offloaded"
             )
@@ -497,10 +498,11 @@ class _Recovery:
         # what is kept be told: they are on the disk first.
         self.files.sync_folder(self.folder)
         mark = self._synced_mark()
-        paths = sorted(path for path in self.folder.iterdir() if path.suffix == SEGMENT_SUFFIX)
-        for pattern in (f"*{TEMPORARY_SUFFIX}", f"*{FETCHED_SUFFIX}"):
-            for path in self.folder.glob(pattern):
-                self.files.unlink(path)
+        found = [self.folder / name for name in self.files.names(self.folder)]
+        paths = [path for path in found if path.suffix == SEGMENT_SUFFIX]
+        for path in found:
+            if path.suffix in (TEMPORARY_SUFFIX, FETCHED_SUFFIX):
+                self.files.remove(path)
         for path in paths:
             if parse_segment_name(path.name) is None:
                 raise damaged(path, 0, 0, "this is not the name of a segment")
@@ -521,7 +523,7 @@ class _Recovery:
         segments.append(state)
         if self.replay_from > state.next_offset:
             # Acknowledged under `interval` and lost with the power, or cut by hand: the snapshot knows too much.
-            self.files.unlink(self.folder / PRODUCERS_NAME)
+            self.files.remove(self.folder / PRODUCERS_NAME)
             again = _Recovery(self.files, self.folder, self.identity, full=False)
             again.cut = self.cut
             return again.run()
@@ -613,12 +615,13 @@ class _Recovery:
                 if base <= base_of(other) < span.end_offset and _place(other)[1] < generation
             )
         for path in gone:
-            self.files.unlink(path)
+            self.files.remove(path)
         kept = [path for path in paths if path not in gone]
         names = {path.stem for path in kept} | {f"{one.base_offset:020d}" for one in self.offload.segments}
-        for path in self.folder.glob(f"*{INDEX_SUFFIX}"):
-            if path.stem not in names:
-                self.files.unlink(path)
+        for name in self.files.names(self.folder):
+            path = self.folder / name
+            if path.suffix == INDEX_SUFFIX and path.stem not in names:
+                self.files.remove(path)
         return kept
 
     def _finish_deletion(self, paths: list[Path], mark: Mark) -> list[Path]:
@@ -643,8 +646,8 @@ class _Recovery:
             )
         if kept:
             for path in paths[: len(paths) - len(kept)]:
-                self.files.unlink(path)
-                self.files.unlink(path.with_suffix(INDEX_SUFFIX))
+                self.files.remove(path)
+                self.files.remove(path.with_suffix(INDEX_SUFFIX))
         return kept
 
 

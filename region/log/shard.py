@@ -67,7 +67,6 @@ from region.log.disk import (
 from region.log.disk_reader import DiskReader
 from region.log.durability import Kind
 from region.log.epochs import EpochHistory
-from region.log.files import Files, is_full
 from region.log.maintenance import COMPACTION_SHARE, Maintenance
 from region.log.message_ids import Identified, MessageIds, identified, message_ids, repeated_offsets, sift
 from region.log.offloader import OffloadReport
@@ -77,6 +76,8 @@ from region.log.ring import Entry, Ring
 from region.log.segment import ANNOTATION_BYTES_MAX, ShardIdentity
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.states import TRANSITIONS, Event, State
+from region.storage.disk import DiskFiles
+from region.storage.port import Files, is_full
 
 __all__ = [
     "TRANSITIONS",
@@ -202,7 +203,7 @@ class ShardLog:
         # With `acked` retention nothing goes before the subscriptions have said what they need.
         self._held_from: int | None = 0
         self._closed = False
-        self._files = Files()
+        self._files: Files = DiskFiles()
         self._reader: DiskReader | None = None
         self._maintenance: Maintenance | None = None
         self._ahead: Ahead | None = None
@@ -244,7 +245,7 @@ class ShardLog:
             return shard
         assert folder is not None
         shard_folder = shard._folder = folder
-        shard._files = files or Files()
+        shard._files = files or DiskFiles()
 
         def recover() -> tuple[DiskLog, Recovered]:
             return DiskLog.open(

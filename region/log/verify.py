@@ -33,7 +33,6 @@ from felix.errors import CorruptionError, FelixError
 from region.log.ahead import AHEAD_NAMES
 from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compaction
 from region.log.durable_mark import MARK_NAME, Mark, decode_mark
-from region.log.files import TEMPORARY_SUFFIX, Files, load_checked, read_file
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
 from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, OffloadState, decode_offload
 from region.log.producers import decode_snapshot
@@ -56,6 +55,9 @@ from region.log.segment import (
     parse_segment_name,
     segment_name,
 )
+from region.storage.disk import DiskFiles
+from region.storage.port import Files
+from region.storage.small_file import TEMPORARY_SUFFIX, load_checked, read_file
 
 FINDINGS_MAX: Final = 1_000
 """Of one shard: a folder of rubbish must not fill the memory with sentences."""
@@ -170,7 +172,7 @@ class _Verification:
         path = self._folder / OFFLOADED_NAME
         payload = load_checked(self._files, path)
         if payload is None:
-            if path.exists():
+            if self._files.exists(path):
                 self._find(path, "its checksum does not hold, and it names the segments that are in a store")
             return OffloadState()
         try:
@@ -203,7 +205,8 @@ class _Verification:
 
     def _names(self) -> list[Path]:
         segments = []
-        for path in sorted(self._folder.iterdir()):
+        for name in self._files.names(self._folder):
+            path = self._folder / name
             if path.name.endswith(TEMPORARY_SUFFIX):
                 self._note(path, "left by a crash; the next start removes it")
             elif path.suffix == SEGMENT_SUFFIX:
@@ -214,7 +217,7 @@ class _Verification:
             elif path.suffix == INDEX_SUFFIX:
                 offloaded = {segment_name(one.base_offset) for one in self._offload.segments}
                 segment = path.with_suffix(SEGMENT_SUFFIX)
-                if not segment.exists() and segment.name not in offloaded:
+                if not self._files.exists(segment) and segment.name not in offloaded:
                     self._note(path, "an index without its segment")
             elif path.suffix == FETCHED_SUFFIX:
                 self._note(path, "a copy for reading; the next start removes it")
@@ -446,7 +449,7 @@ class _Verification:
 
     def _payload(self, name: str) -> bytes | None:
         payload = load_checked(self._files, self._folder / name)
-        if payload is None and (self._folder / name).exists():
+        if payload is None and self._files.exists(self._folder / name):
             self._note(self._folder / name, "its checksum does not hold; it is made anew")
         return payload
 
@@ -478,7 +481,7 @@ def verify_shard(
     check_object: CheckObject | None = None,
 ) -> ShardVerdict:
     """Look at every byte of a shard that no broker serves at the moment. Raises OSError where a file cannot be read."""
-    return _Verification(folder, identity, files or Files(), open_batch, progress, check_object).run()
+    return _Verification(folder, identity, files or DiskFiles(), open_batch, progress, check_object).run()
 
 
 def shard_bytes(folder: Path) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 from audit_log import Link, log_signer, witness_signer
 
@@ -21,6 +22,7 @@ from audit.witness import MemoryWitnessStore, Witness
 from felix.errors import Code, FelixError
 from felix.messages import CheckpointAnswer
 from felix.names import SpiffeId
+from felix.runtime.real import REAL
 from region.witnessing import CHECKPOINTS_BURST, COSIGNATURES_BURST, WAITING_MAX, Witnessing
 
 Tally = Callable[[str, int], None]
@@ -40,7 +42,7 @@ def test_asking_for_checkpoints_forces_none_and_is_refused_beyond_a_burst(
             settings=TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30),
         )
         witnessing = Witnessing(
-            Witness(witness_signer(), [], MemoryWitnessStore(), lambda: 1), trail, "eu-west"
+            Witness(witness_signer(), [], MemoryWitnessStore(), lambda: 1), trail, "eu-west", REAL.clock
         )
         own = Folder.write
 
@@ -91,8 +93,9 @@ def test_bringing_checkpoints_is_bounded_per_log_and_asker(
     async def bring() -> tuple[int, int, int]:
         witnessing = Witnessing(
             Witness(witness_signer(), [log.key], Counting(), lambda: 1),
-            None,  # type: ignore[arg-type]
+            SimpleNamespace(held_back=lambda: None),  # type: ignore[arg-type]
             "eu-west",
+            REAL.clock,
         )
         at_once = await asyncio.gather(
             *(witnessing.cosign(ROGUE, note, []) for _ in range(COSIGNATURES_BURST)), return_exceptions=True

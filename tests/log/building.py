@@ -22,10 +22,11 @@ from felix.batch import (
 from region.log.compaction import CompactionReport
 from region.log.compactor import Compactor, PassSettings
 from region.log.disk import DiskLog, Frame, SegmentLimits
-from region.log.files import Files
 from region.log.ring import Entry
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
+from region.storage.disk import DiskFiles
+from region.storage.port import Files
 
 IDENTITY = ShardIdentity("us-east", "acme/payments/orders", bytes(range(16)), 3)
 SMALL = SegmentLimits(segment_bytes_max=2_000)
@@ -123,7 +124,7 @@ def compact(
 ) -> CompactionReport | None:
     return Compactor(
         log,
-        files or Files(),
+        files or DiskFiles(),
         PassSettings(now_ms, lag_ms, tombstone_ms, log.end_offset, keys_bytes_max),
         seal=masked,
         open_batch=masked,
@@ -171,7 +172,7 @@ async def serving(
             await shard.close()
 
 
-class FailingFiles(Files):
+class FailingFiles(DiskFiles):
     """The real calls, each of which fails while its error number is set. Paths opened are kept by descriptor."""
 
     def __init__(self) -> None:
@@ -184,18 +185,18 @@ class FailingFiles(Files):
         self.room_left: int | None = None
         """What the file system says is free, where it is asked."""
         self.syncs = 0
-        self.names: dict[int, str] = {}
+        self.opened: dict[int, str] = {}
 
     def open(self, path: Path, flags: int) -> int:
         descriptor = super().open(path, flags)
-        self.names[descriptor] = path.name
+        self.opened[descriptor] = path.name
         return descriptor
 
     def free_bytes(self, folder: Path) -> int:
         return super().free_bytes(folder) if self.room_left is None else self.room_left
 
     def _is_segment(self, descriptor: int) -> bool:
-        return ".seg" in self.names[descriptor]
+        return ".seg" in self.opened[descriptor]
 
     def sync(self, descriptor: int) -> None:
         if self._is_segment(descriptor):
@@ -205,7 +206,7 @@ class FailingFiles(Files):
         super().sync(descriptor)
 
     def pwritev(self, descriptor: int, buffers: Sequence[bytes | memoryview], position: int) -> int:
-        if self.small_error and "offloaded" in self.names[descriptor]:
+        if self.small_error and "offloaded" in self.opened[descriptor]:
             raise OSError(self.small_error, os.strerror(self.small_error))
         if self._is_segment(descriptor):
             if self.write_error:

@@ -11,10 +11,10 @@ import pytest
 
 from region.log import ahead
 from region.log.ahead import AHEAD_NAMES, Ahead, Note, decode_notes, encode_note
-from region.log.files import Files
+from region.storage.disk import DiskFiles
 
 
-class Unsynced(Files):
+class Unsynced(DiskFiles):
     """For what is about bytes and not about the disk."""
 
     def sync(self, descriptor: int) -> None: ...
@@ -22,14 +22,14 @@ class Unsynced(Files):
 
 def held(folder: Path) -> list[int]:
     """The numbers of what the next start finds."""
-    return [note.number for note in Ahead(folder, Files()).read()]
+    return [note.number for note in Ahead(folder, DiskFiles()).read()]
 
 
 def test_what_is_written_and_not_released_is_read_again(tmp_path: Path) -> None:
-    notes = Ahead(tmp_path, Files())
+    notes = Ahead(tmp_path, DiskFiles())
     notes.write([Note(0, b"one"), Note(1, b"")])
     notes.write([Note(2, b"FXah" * 9)])
-    assert Ahead(tmp_path, Files()).read() == [Note(0, b"one"), Note(1, b""), Note(2, b"FXah" * 9)]
+    assert Ahead(tmp_path, DiskFiles()).read() == [Note(0, b"one"), Note(1, b""), Note(2, b"FXah" * 9)]
     notes.released = 2
     notes.tidy()
     assert held(tmp_path) == [0, 1, 2]
@@ -55,7 +55,7 @@ def test_a_cut_or_changed_file_gives_the_notes_that_are_whole(tmp_path: Path) ->
 
 
 def test_a_disk_without_room_leaves_nothing_behind(tmp_path: Path) -> None:
-    class Full(Files):
+    class Full(DiskFiles):
         room = 100
 
         def pwritev(self, descriptor: int, buffers: Sequence[bytes | memoryview], position: int) -> int:
@@ -98,10 +98,10 @@ def test_the_files_take_turns_once_the_other_is_released(
 
 
 def test_what_a_start_has_dealt_with_is_let_go_of(tmp_path: Path) -> None:
-    before = Ahead(tmp_path, Files())
+    before = Ahead(tmp_path, DiskFiles())
     before.write([Note(7, b"old")])
     before.close()
-    after = Ahead(tmp_path, Files())
+    after = Ahead(tmp_path, DiskFiles())
     assert after.read() == [Note(7, b"old")]
     after.clear()
     after.write([Note(0, b"new")])

@@ -44,11 +44,12 @@ from region.log.compaction import (
     judge,
 )
 from region.log.disk import DiskLog, Frame, SegmentLimits
-from region.log.files import Files
 from region.log.recovery import PRODUCERS_NAME
 from region.log.retention import Retention
 from region.log.segment import parse_segment_name
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
+from region.storage.disk import DiskFiles
+from region.storage.port import Files
 
 LIMITS = SegmentLimits(segment_bytes_max=1_500)
 KEYS = [b"a", b"b", b"c", b"d", b"e"]
@@ -304,7 +305,7 @@ class Crash(BaseException):
     """The machine stops here."""
 
 
-class CrashingFiles(Files):
+class CrashingFiles(DiskFiles):
     """The real calls; after so many that change something, none does anything any more."""
 
     def __init__(self, calls: int) -> None:
@@ -332,13 +333,13 @@ class CrashingFiles(Files):
         self._count()
         super().sync_folder(folder)
 
-    def replace(self, source: Path, target: Path) -> None:
+    def rename(self, source: Path, target: Path) -> None:
         self._count()
-        super().replace(source, target)
+        super().rename(source, target)
 
-    def unlink(self, path: Path) -> None:
+    def remove(self, path: Path) -> None:
         self._count()
-        super().unlink(path)
+        super().remove(path)
 
 
 class CompactedLogAgainstDict(RuleBasedStateMachine):
@@ -404,7 +405,7 @@ class CompactedLogAgainstDict(RuleBasedStateMachine):
         keys_bytes_max=st.sampled_from([1, 300, 1 << 20]),
     )
     def compact(self, lag_ms: int, tombstone_ms: int, keys_bytes_max: int) -> None:
-        self._compact(Files(), lag_ms, tombstone_ms, keys_bytes_max)
+        self._compact(DiskFiles(), lag_ms, tombstone_ms, keys_bytes_max)
 
     @rule(calls=st.integers(0, 40), tombstone_ms=st.integers(1, 2_000), full=st.booleans())
     def crash_in_a_compaction(self, calls: int, tombstone_ms: int, full: bool) -> None:

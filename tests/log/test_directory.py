@@ -17,8 +17,8 @@ from felix.errors import FelixError, RequestError, UnavailableError
 from felix.names import StreamName
 from region.log.directory import LogDirectory, StoredStream, folder_name, parse_folder_name
 from region.log.durability import EPHEMERAL
-from region.log.lock import FolderLock
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
+from region.storage.disk import FileLock
 
 NAME = StreamName.parse("acme/payments/orders")
 FIRST, SECOND = bytes(16), bytes(range(16))
@@ -95,8 +95,8 @@ async def test_another_region_does_not_open_the_folder(tmp_path: Path) -> None:
 
 
 def test_second_process_is_refused_by_name_of_the_first(tmp_path: Path) -> None:
-    holder = "import sys; from pathlib import Path; from region.log.lock import FolderLock;"
-    holder += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    holder = "import sys; from pathlib import Path; from region.storage.disk import FileLock;"
+    holder += "lock = FileLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     root = Path(__file__).parents[2]
     child = subprocess.Popen(
         [sys.executable, "-c", holder, str(tmp_path)],
@@ -107,10 +107,10 @@ def test_second_process_is_refused_by_name_of_the_first(tmp_path: Path) -> None:
     try:
         assert child.stdout is not None and child.stdout.readline() == b"held\n"
         with pytest.raises(UnavailableError, match=f"pid {child.pid}"):
-            FolderLock(tmp_path)
+            FileLock(tmp_path)
     finally:
         child.kill()
         child.communicate()
-    with FolderLock(tmp_path), pytest.raises(UnavailableError, match=f"pid {os.getpid()}"):
-        FolderLock(tmp_path)
-    FolderLock(tmp_path).release()
+    with FileLock(tmp_path), pytest.raises(UnavailableError, match=f"pid {os.getpid()}"):
+        FileLock(tmp_path)
+    FileLock(tmp_path).release()

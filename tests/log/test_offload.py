@@ -33,16 +33,19 @@ from log.test_compaction import Crash, CrashingFiles
 from felix.batch import decode_batch, decode_records
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.names import StreamName
+from felix.runtime.real import REAL
 from felix.settings import Offload
 from region.log import fsspec_store as store
 from region.log.directory import LogDirectory, offload_base
 from region.log.disk import DiskLog, Frame, NotLocalError, SegmentLimits
-from region.log.files import Files, load_checked
 from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
 from region.log.offloader import FetchedCache, Offloader, Throttle, check_object, fetch, restore_shard
 from region.log.retention import Retention
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore, WorkEndedError
 from region.log.verify import verify_shard
+from region.storage.disk import DiskFiles
+from region.storage.port import Files
+from region.storage.small_file import load_checked
 
 SMALL = SegmentLimits(segment_bytes_max=1_000)
 HOOKS = ShardHooks(seal=masked, open_batch=masked)
@@ -67,7 +70,9 @@ def append(log: DiskLog, payload: bytes, time_ms: int = 1_000) -> None:
 
 
 def offload(log: DiskLog, base: str, local_bytes: int = 0, files: Files | None = None) -> object:
-    offloader = Offloader(log, files or Files(), base, local_bytes, writer=nullcontext(), pace=store.no_pace)
+    offloader = Offloader(
+        log, files or DiskFiles(), base, local_bytes, writer=nullcontext(), pace=store.no_pace
+    )
     return offloader.run(log.end_offset, (), upload=True)
 
 
@@ -80,7 +85,7 @@ def read_all(log: DiskLog, cache: FetchedCache | None = None) -> list[bytes]:
             batches = log.read(offset, 4_096, log.end_offset)
         except NotLocalError as error:
             assert error.segment.remote is not None
-            fetch(error.segment.remote, error.segment.fetched_path, cache, store.no_pace)
+            fetch(DiskFiles(), error.segment.remote, error.segment.fetched_path, cache, store.no_pace)
             continue
         if not batches:
             return found
@@ -229,10 +234,10 @@ def test_a_lost_folder_is_made_anew_from_the_store(tmp_path: Path) -> None:
     offload(log, place)
     log.close()
     with pytest.raises(RequestError) as refused:
-        restore_shard(place, folder, IDENTITY, Files())
+        restore_shard(place, folder, IDENTITY, DiskFiles())
     assert refused.value.code is Code.CONFLICT
     shutil.rmtree(folder)
-    restore_shard(place, folder, IDENTITY, Files())
+    restore_shard(place, folder, IDENTITY, DiskFiles())
     again = open_disk(folder, limits=SMALL)
     assert read_all(again) == [*everything, b"last offloaded" * 20]
     assert again.annotations == {5: b"where a source stands"}
@@ -243,10 +248,10 @@ def test_a_lost_folder_is_made_anew_from_the_store(tmp_path: Path) -> None:
     verdict = verify_shard(folder, IDENTITY, check_object=check_object)
     assert verdict.is_whole and not [one for one in verdict.findings if one.is_damage]
     with pytest.raises(RequestError) as nothing:
-        restore_shard(object_url(place, "elsewhere"), tmp_path / "new", IDENTITY, Files())
+        restore_shard(object_url(place, "elsewhere"), tmp_path / "new", IDENTITY, DiskFiles())
     assert nothing.value.code is Code.NOT_FOUND
     with pytest.raises(CorruptionError):
-        restore_shard(place, tmp_path / "other", IDENTITY._replace(shard=4), Files())
+        restore_shard(place, tmp_path / "other", IDENTITY._replace(shard=4), DiskFiles())
 
 
 def test_a_hole_in_the_store_is_not_restored(tmp_path: Path, place: str) -> None:
@@ -255,7 +260,7 @@ def test_a_hole_in_the_store_is_not_restored(tmp_path: Path, place: str) -> None
     store.delete(log.offload.segments[2].manifest_url)
     log.close()
     with pytest.raises(CorruptionError, match="are missing"):
-        restore_shard(place, tmp_path / "new", IDENTITY, Files())
+        restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles())
 
 
 def test_the_cache_of_fetched_segments_is_bounded(tmp_path: Path, place: str) -> None:
@@ -273,7 +278,7 @@ def test_the_cache_of_fetched_segments_is_bounded(tmp_path: Path, place: str) ->
 
 def test_a_throttle_ends_when_it_is_asked_to() -> None:
     end = Event()
-    pace = Throttle(1_000, end)
+    pace = Throttle(1_000, end, REAL.clock)
     pace(1)
     end.set()
     with pytest.raises(WorkEndedError):
@@ -604,5 +609,5 @@ async def test_closing_ends_an_upload(tmp_path: Path, place: str) -> None:
         with pytest.raises(UnavailableError) as ended:
             await upload
         assert ended.value.code is Code.SHUTTING_DOWN
-    payload = load_checked(Files(), tmp_path / OFFLOADED_NAME)
+    payload = load_checked(DiskFiles(), tmp_path / OFFLOADED_NAME)
     assert payload is not None and decode_offload(payload).segments == ()

@@ -31,9 +31,10 @@ from log.building import (
 
 from region.log.disk import DiskLog, Frame, SegmentLimits
 from region.log.durability import Durability, Kind
-from region.log.files import Files
 from region.log.retention import Retention
 from region.log.shard import ShardSettings
+from region.storage.disk import DiskFiles
+from region.storage.port import Files
 
 LIMITS = SegmentLimits(segment_bytes_max=600)
 CALLS_MAX = 60
@@ -52,12 +53,12 @@ class Node:
 
 
 @dataclass
-class PowerFiles(Files):
+class PowerFiles(DiskFiles):
     """The real calls, without their syncs, in one folder. `kill_after` so many calls that change something, the process ends."""
 
     folder: Path
     kill_after: int | None = None
-    names: dict[str, Node] = field(default_factory=dict)
+    entries: dict[str, Node] = field(default_factory=dict)
     synced_names: dict[str, Node] = field(default_factory=dict)
     nodes: dict[int, Node] = field(default_factory=dict)
 
@@ -68,11 +69,11 @@ class PowerFiles(Files):
                 raise Killed
 
     def open(self, path: Path, flags: int) -> int:
-        if flags & os.O_CREAT and path.name not in self.names:
+        if flags & os.O_CREAT and path.name not in self.entries:
             self._change()
-            self.names[path.name] = Node()
+            self.entries[path.name] = Node()
         descriptor = super().open(path, flags)
-        self.nodes[descriptor] = self.names[path.name]
+        self.nodes[descriptor] = self.entries[path.name]
         return descriptor
 
     def pwritev(self, descriptor: int, buffers: Sequence[bytes | memoryview], position: int) -> int:
@@ -90,28 +91,30 @@ class PowerFiles(Files):
     def sync_folder(self, folder: Path) -> None:
         self._change()
         assert folder == self.folder
-        self.synced_names = dict(self.names)
+        self.synced_names = dict(self.entries)
 
-    def replace(self, source: Path, target: Path) -> None:
+    def rename(self, source: Path, target: Path) -> None:
         self._change()
-        self.names[target.name] = self.names.pop(source.name)
-        super().replace(source, target)
+        self.entries[target.name] = self.entries.pop(source.name)
+        super().rename(source, target)
 
-    def unlink(self, path: Path) -> None:
+    def remove(self, path: Path) -> None:
         self._change()
-        self.names.pop(path.name, None)
-        super().unlink(path)
+        self.entries.pop(path.name, None)
+        super().remove(path)
 
     def lose_power(self, *, deletions_stay: bool) -> None:
         """Of names that were not synced, deletions may have reached the disk before the rest did."""
         left = {
-            name: node for name, node in self.synced_names.items() if not deletions_stay or name in self.names
+            name: node
+            for name, node in self.synced_names.items()
+            if not deletions_stay or name in self.entries
         }
         shutil.rmtree(self.folder)
         self.folder.mkdir()
         for name, node in left.items():
             (self.folder / name).write_bytes(node.synced)
-        self.names, self.synced_names = dict(left), dict(left)
+        self.entries, self.synced_names = dict(left), dict(left)
 
 
 @dataclass(frozen=True)

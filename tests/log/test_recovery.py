@@ -14,10 +14,10 @@ from log.building import IDENTITY, SMALL, batch_of, open_disk, placed, stored, w
 from felix.errors import CorruptionError
 from region.log.disk import DiskLog, Frame
 from region.log.durable_mark import MARK_NAME
-from region.log.files import Files
 from region.log.recovery import judge_tail, recover
 from region.log.retention import Retention
 from region.log.segment import ShardIdentity
+from region.storage.disk import DiskFiles
 
 
 def only_segment(folder: Path) -> Path:
@@ -85,7 +85,7 @@ def test_flip_of_every_byte_inside_is_reported_and_refused(tmp_path: Path, mark_
         damaged = whole[:at] + bytes([whole[at] ^ 0x01]) + whole[at + 1 :]
         path.write_bytes(damaged)
         with pytest.raises(CorruptionError) as refused:
-            recover(folder, IDENTITY, files=Files())
+            recover(folder, IDENTITY, files=DiskFiles())
         assert str(path) in refused.value.sentence
         assert "offset" in refused.value.sentence
         assert path.read_bytes() == damaged, "a refused log is not changed"
@@ -107,7 +107,7 @@ def test_acknowledged_tail_is_never_cut(tmp_path: Path) -> None:
         for damaged in (whole[:at], whole[:at] + bytes([whole[at] ^ 0x80]) + whole[at + 1 :]):
             path.write_bytes(damaged)
             with pytest.raises(CorruptionError, match="acknowledged"):
-                recover(folder, IDENTITY, files=Files())
+                recover(folder, IDENTITY, files=DiskFiles())
             assert path.read_bytes() == damaged
 
 
@@ -181,7 +181,7 @@ def test_later_group_proves_that_a_damaged_one_was_synced_even_with_a_stale_mark
     whole[second + 150] ^= 1
     path.write_bytes(whole)
     with pytest.raises(CorruptionError, match="acknowledged"):
-        recover(folder, IDENTITY, files=Files())
+        recover(folder, IDENTITY, files=DiskFiles())
 
 
 def test_entry_inside_a_payload_is_no_evidence(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_every_way_to_lose_a_whole_segment_is_refused(tmp_path: Path) -> None:
         shutil.copytree(source, folder)
         (folder / name).unlink()
         with pytest.raises(CorruptionError):
-            recover(folder, IDENTITY, files=Files())
+            recover(folder, IDENTITY, files=DiskFiles())
 
 
 def test_damage_in_a_closed_segment_is_found_by_full_verification_and_by_reading(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_damage_in_a_closed_segment_is_found_by_full_verification_and_by_reading
     data[data.index(b"1" * 50)] ^= 1
     first.write_bytes(data)
     with pytest.raises(CorruptionError, match=first.name):
-        recover(tmp_path, IDENTITY, files=Files(), full=True)
+        recover(tmp_path, IDENTITY, files=DiskFiles(), full=True)
     log = open_disk(tmp_path, limits=SMALL)
     with pytest.raises(CorruptionError, match=first.name):
         stored(log)
@@ -242,7 +242,7 @@ def test_closed_segment_cut_short_is_refused(tmp_path: Path) -> None:
     first = min(tmp_path.glob("*.seg"))
     first.write_bytes(first.read_bytes()[:-1])
     with pytest.raises(CorruptionError, match=first.name):
-        recover(tmp_path, IDENTITY, files=Files())
+        recover(tmp_path, IDENTITY, files=DiskFiles())
 
 
 def test_damaged_or_missing_indexes_lose_nothing(tmp_path: Path) -> None:
@@ -272,15 +272,15 @@ def test_shard_of_another_region_or_incarnation_is_refused(tmp_path: Path) -> No
         ShardIdentity("us-east", "acme/payments/cards", IDENTITY.incarnation, 3),
     ):
         with pytest.raises(CorruptionError, match="belongs to"):
-            recover(tmp_path, other, files=Files())
+            recover(tmp_path, other, files=DiskFiles())
 
 
 def test_interrupted_deletion_is_finished(tmp_path: Path) -> None:
-    class Interrupted(Files):
-        def unlink(self, path: Path) -> None:
+    class Interrupted(DiskFiles):
+        def remove(self, path: Path) -> None:
             if path.suffix == ".seg":
                 raise OSError(5, "the power went")
-            super().unlink(path)
+            super().remove(path)
 
     log = open_disk(tmp_path, Interrupted(), limits=SMALL)
     for number in range(40):

@@ -23,7 +23,7 @@ from felix.names import StreamName
 from felix.settings import Deduplication, Views
 from policy.quantity import Duration, Size
 from region.config import LimitsConfig
-from region.log.files import Files
+from region.storage.disk import DiskFiles
 from region.transactions import state
 from region.transactions.coordinator import OPEN_PER_IDENTITY_MAX, PARTS_PER_SHARD_MAX
 from region.transactions.state import TransactionState
@@ -220,7 +220,7 @@ async def test_message_ids_count_in_transactions_too(home: Home) -> None:
     assert await home.records("acme/shop/once") == [b"one"]
 
 
-class Choosy(Files):
+class Choosy(DiskFiles):
     """A disk that is full, or fails, for segments below some folders."""
 
     def __init__(self) -> None:

@@ -1,0 +1,130 @@
+"""The disk of this machine: one thin class over the operating system's calls, and the lock on a folder (flock)."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Self
+
+from felix.errors import Code, UnavailableError
+
+LOCK_NAME: Final = "lock"
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    """Random, new with each start of the machine; empty where the system has none (it is Linux's)."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+class DiskFiles:
+    """The real calls. Each raises OSError as the operating system gives it."""
+
+    def open(self, path: Path, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def pwritev(self, descriptor: int, buffers: Sequence[bytes | memoryview], position: int) -> int:
+        return os.pwritev(descriptor, buffers, position)
+
+    def pread(self, descriptor: int, length: int, position: int) -> bytes:
+        return os.pread(descriptor, length, position)
+
+    def truncate(self, descriptor: int, length: int) -> None:
+        os.ftruncate(descriptor, length)
+
+    def size(self, descriptor: int) -> int:
+        return os.fstat(descriptor).st_size
+
+    def sync(self, descriptor: int) -> None:
+        os.fdatasync(descriptor)
+
+    def sync_folder(self, folder: Path) -> None:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def names(self, folder: Path) -> list[str]:
+        return sorted(os.listdir(folder))  # noqa: PTH208 - names are what is wanted
+
+    def exists(self, path: Path) -> bool:
+        return path.exists()
+
+    def is_folder(self, path: Path) -> bool:
+        return path.is_dir()
+
+    def make_folder(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def remove_folder(self, folder: Path) -> None:
+        if folder.exists():
+            shutil.rmtree(folder)
+
+    def free_bytes(self, folder: Path) -> int:
+        found = os.statvfs(folder)
+        return found.f_bavail * found.f_frsize
+
+    def lock(self, folder: Path) -> FileLock:
+        return FileLock(folder)
+
+
+class FileLock:
+    """A folder's lock, held from construction to `release` (or the process's end). Raises UnavailableError where another holds it.
+
+    It goes with the process: it needs no cleaning up after a crash. The file names the holder for people.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / LOCK_NAME
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise UnavailableError(
+                f"The folder {folder} is in use by another process, pid {holder}.",
+                code=Code.CONFLICT,
+                hint="Stop that one first, or give this one another folder.",
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        self._descriptor: int | None = descriptor
+
+    @property
+    def identity(self) -> str:
+        """Of the locked file: see `FolderLock`. A copy of the folder has another one, also on the same machine; so has
+        the same volume on another machine."""
+        assert self._descriptor is not None
+        status = os.fstat(self._descriptor)
+        boot = boot_id()
+        return f"{boot}:{status.st_dev}:{status.st_ino}" if boot else ""
+
+    def release(self) -> None:
+        """Let go. The file stays: removing it would let two processes hold two files of one name."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -1,0 +1,59 @@
+"""Files that exist whole or not at all: written aside, synced, renamed; the small ones with a checksum."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from region.storage.port import Files, write_all
+
+TEMPORARY_SUFFIX: Final = ".tmp"
+_MAGIC: Final = b"FELIXSML"
+
+
+def create_durably(files: Files, path: Path, buffers: Sequence[bytes | memoryview]) -> int:
+    """Write a new file, sync it, then give it its name and sync the folder: it exists whole or not at all.
+
+    Returns the open descriptor. On OSError nothing is left under `path` that was not there before.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    descriptor = files.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        write_all(files, descriptor, buffers, 0)
+        files.sync(descriptor)
+        files.rename(temporary, path)
+        files.sync_folder(path.parent)
+    except OSError:
+        files.close(descriptor)
+        files.remove(temporary)
+        raise
+    return descriptor
+
+
+def read_file(files: Files, path: Path) -> bytes | None:
+    """The whole of a small file; None where there is none."""
+    try:
+        descriptor = files.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        return files.pread(descriptor, files.size(descriptor), 0)
+    finally:
+        files.close(descriptor)
+
+
+def save_checked(files: Files, path: Path, payload: bytes) -> None:
+    """Replace a small file durably: magic, XXH3-64 of the payload, payload."""
+    files.close(create_durably(files, path, (_MAGIC, xxhash.xxh3_64_digest(payload), payload)))
+
+
+def load_checked(files: Files, path: Path) -> bytes | None:
+    """The payload of such a file; None where it is missing or damaged."""
+    data = read_file(files, path)
+    if data is None or data[:8] != _MAGIC or xxhash.xxh3_64_digest(data[16:]) != data[8:16]:
+        return None
+    return data[16:]

@@ -1,0 +1,195 @@
+"""`region.storage.port.Files`: what holds for the disk and for its twin in memory, held against each other."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from felix.errors import Code, UnavailableError
+from region.storage.disk import DiskFiles
+from region.storage.memory import MemoryDisk
+from region.storage.port import Files, write_all
+from region.storage.small_file import create_durably, load_checked, read_file, save_checked
+
+NEW = os.O_RDWR | os.O_CREAT
+
+
+@pytest.fixture(params=["disk", "memory"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
+    if request.param == "disk":
+        return DiskFiles()
+    memory = MemoryDisk().mount()
+    memory.make_folder(tmp_path)
+    return memory
+
+
+def content(files: Files, path: Path) -> bytes | None:
+    return read_file(files, path)
+
+
+def test_what_is_written_at_a_position_is_read_there_and_a_hole_reads_as_zeros(
+    files: Files, tmp_path: Path
+) -> None:
+    descriptor = files.open(tmp_path / "one", NEW)
+    assert files.pwritev(descriptor, [b"ab", memoryview(b"cd")], 3) == 4
+    assert files.pwritev(descriptor, [b"X"], 4) == 1
+    assert files.size(descriptor) == 7
+    assert files.pread(descriptor, 100, 0) == b"\0\0\0aXcd"
+    assert files.pread(descriptor, 2, 5) == b"cd"
+    assert files.pread(descriptor, 2, 7) == b""
+    files.truncate(descriptor, 4)
+    files.truncate(descriptor, 6)
+    assert files.pread(descriptor, 100, 0) == b"\0\0\0a\0\0"
+    files.sync(descriptor)
+    files.close(descriptor)
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        files.size(descriptor)
+
+
+def test_what_a_descriptor_was_not_opened_for_is_refused(files: Files, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        files.open(tmp_path / "one", os.O_RDONLY)
+    with pytest.raises(FileNotFoundError):
+        files.open(tmp_path / "no folder" / "one", NEW)
+    files.close(files.open(tmp_path / "one", NEW))
+    with pytest.raises(FileExistsError):
+        files.open(tmp_path / "one", NEW | os.O_EXCL)
+    with pytest.raises(IsADirectoryError):
+        files.open(tmp_path, os.O_RDWR)
+    reader = files.open(tmp_path / "one", os.O_RDONLY)
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        files.pwritev(reader, [b"a"], 0)
+    writer = files.open(tmp_path / "one", os.O_WRONLY)
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        files.pread(writer, 1, 0)
+    files.close(reader)
+    files.close(writer)
+
+
+def test_names_come_go_and_change_and_who_has_a_file_open_reads_on(files: Files, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    files.make_folder(folder)
+    files.make_folder(folder)
+    assert files.is_folder(folder) and files.names(tmp_path) == ["a"] and files.names(folder) == []
+    for name, data in (("two", b"2"), ("one", b"1")):
+        descriptor = files.open(folder / name, NEW)
+        write_all(files, descriptor, (data,), 0)
+        files.close(descriptor)
+    files.sync_folder(folder)
+    assert files.names(folder) == ["one", "two"] and not files.is_folder(folder / "one")
+    held = files.open(folder / "two", os.O_RDONLY)
+    files.rename(folder / "one", folder / "two")
+    assert files.names(folder) == ["two"] and content(files, folder / "two") == b"1"
+    assert files.pread(held, 9, 0) == b"2"
+    files.close(held)
+    files.remove(folder / "two")
+    files.remove(folder / "two")
+    assert not files.exists(folder / "two") and files.names(folder) == []
+    with pytest.raises(FileNotFoundError):
+        files.rename(folder / "two", folder / "three")
+    files.rename(tmp_path / "a", tmp_path / "z")
+    assert files.names(tmp_path) == ["z"] and files.names(tmp_path / "z") == ["b"]
+    files.remove_folder(tmp_path / "z")
+    files.remove_folder(tmp_path / "z")
+    assert files.names(tmp_path) == []
+    for missing in (files.names, files.sync_folder, files.free_bytes):
+        with pytest.raises(FileNotFoundError):
+            missing(tmp_path / "z")
+    assert files.free_bytes(tmp_path) > 1 << 20
+
+
+def test_a_folder_has_one_holder_at_a_time(files: Files, tmp_path: Path) -> None:
+    lock = files.lock(tmp_path / "data")
+    with pytest.raises(UnavailableError) as refused:
+        files.lock(tmp_path / "data")
+    assert refused.value.code is Code.CONFLICT
+    lock.release()
+    lock.release()
+    files.lock(tmp_path / "data").release()
+
+
+def test_a_small_file_is_whole_or_not_there_and_a_damaged_one_says_nothing(
+    files: Files, tmp_path: Path
+) -> None:
+    path = tmp_path / "small"
+    assert load_checked(files, path) is None
+    save_checked(files, path, b"first")
+    save_checked(files, path, b"second")
+    assert load_checked(files, path) == b"second" and files.names(tmp_path) == ["small"]
+    descriptor = files.open(path, os.O_RDWR)
+    files.pwritev(descriptor, [b"S"], 16)
+    files.close(descriptor)
+    assert load_checked(files, path) is None
+
+
+def test_many_buffers_are_written_in_turn(files: Files, tmp_path: Path) -> None:
+    buffers = [bytes([number % 256]) * (number % 3) for number in range(2_500)]
+    descriptor = create_durably(files, tmp_path / "many", buffers)
+    assert files.pread(descriptor, 10_000, 0) == b"".join(buffers)
+    files.close(descriptor)
+
+
+Call = Callable[[Files], object]
+
+
+def any_call(random: Random, root: Path) -> Call:
+    """One call on a few names, by chance."""
+    names = [root / name for name in ("a", "b", "c/d", "c/e")]
+    path, other = random.choice(names), random.choice(names)
+    position, length = random.randrange(0, 1_500), random.randrange(0, 1_500)
+    data = random.randbytes(length)
+
+    def write(files: Files) -> object:
+        descriptor = files.open(path, NEW)
+        try:
+            return files.pwritev(descriptor, [data[:100], data[100:]], position)
+        finally:
+            files.close(descriptor)
+
+    def cut(files: Files) -> object:
+        descriptor = files.open(path, os.O_RDWR)
+        try:
+            files.truncate(descriptor, position)
+            files.sync(descriptor)
+            return files.size(descriptor)
+        finally:
+            files.close(descriptor)
+
+    return random.choice(
+        [
+            write,
+            write,
+            cut,
+            lambda files: content(files, path),
+            lambda files: files.names(path.parent),
+            lambda files: files.exists(path),
+            lambda files: files.remove(path),
+            lambda files: files.rename(path, path.parent / other.name),
+            lambda files: files.make_folder(root / "c"),
+            lambda files: files.sync_folder(path.parent),
+            lambda files: files.remove_folder(root / "c") if not position % 10 else None,
+        ]
+    )
+
+
+def outcome(call: Call, files: Files) -> object:
+    try:
+        return call(files)
+    except OSError as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_twin_answers_every_call_as_the_disk_does(seed: int, tmp_path: Path) -> None:
+    disk, memory, random = DiskFiles(), MemoryDisk().mount(), Random(seed)
+    memory.make_folder(tmp_path)
+    for _ in range(300):
+        call = any_call(random, tmp_path)
+        assert outcome(call, memory) == outcome(call, disk)
+    for name in ("a", "b", "c/d", "c/e"):
+        assert content(memory, tmp_path / name) == content(disk, tmp_path / name)
