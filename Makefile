@@ -84,9 +84,7 @@ format: $(STAMP) ## format and mend what the linter can mend
 
 bench: $(STAMP) ## throughput and latency on this machine, beside a raw QUIC relay; across a border, audited; beside Redis and NATS
 	@$(BIN)/felix bench publish && $(BIN)/felix bench deliver && $(BIN)/felix bench bridge \
-	  && $(BIN)/felix bench fanout && $(BIN)/felix bench queue \
-	  && $(BIN)/felix bench cache && $(BIN)/felix bench fairness && $(BIN)/felix bench slow-consumer \
-	  && $(BIN)/felix bench report
+	  && $(BIN)/felix bench report && for each in fanout queue cache fairness slow-consumer; do $(BIN)/python -m benchmarks $$each || exit; done
 
 clean: ## remove what make made
 	rm -rf $(VENV) demo-state bench-results .mypy_cache .ruff_cache .pytest_cache

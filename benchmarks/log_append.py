@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from felix.batch import Batch, NewRecord, encode_batch
@@ -111,6 +112,10 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
+def reopen(folder: Path, full_verify: bool) -> None:
+    DiskLog.open(folder, IDENTITY, now_ms=0, full_verify=full_verify)[0].close()
+
+
 def main(folder: Path) -> None:
     batch = encode_batch([NewRecord(bytes(256))] * RECORDS_PER_BATCH)
     size = batch.header.total_length
@@ -149,13 +154,11 @@ def main(folder: Path) -> None:
     count = RECOVERY_BYTES // size
     asyncio.run(append_all(folder / "large", Durability.parse("interval:1000ms"), batch, count))
     for name, full in (("clean stop", False), ("every byte verified", True)):
-        elapsed = timed(
-            lambda full=full: DiskLog.open(folder / "large", IDENTITY, now_ms=0, full_verify=full)[0].close()
-        )
+        elapsed = timed(partial(reopen, folder / "large", full))
         print(f"recovery of 1 GiB, {name:20} {elapsed:6.2f} s")
     for stale in (folder / "large").glob("producers"):
         stale.unlink()
-    elapsed = timed(lambda: DiskLog.open(folder / "large", IDENTITY, now_ms=0)[0].close())
+    elapsed = timed(partial(reopen, folder / "large", False))
     print(f"recovery of 1 GiB, {'no producer snapshot':20} {elapsed:6.2f} s")
 
 

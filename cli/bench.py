@@ -14,7 +14,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from cli import bench_beside, bench_report, bench_tenants
+from cli import bench_report
 from cli.benchmark.accounting import PAYLOAD_BYTES_MIN
 from cli.benchmark.crossing import ENGINES, CrossingPlan, CrossingReport, measure_crossing
 from cli.benchmark.figures import LatencySpread, Spread
@@ -41,11 +41,6 @@ CROSSING_BATCH_MAX: Final = 2_000
 """Records of some 340 bytes, each with an audit entry: well below what one batch and its leaves may have."""
 
 app = typer.Typer(no_args_is_help=True)
-app.command("fairness")(bench_tenants.fairness)
-app.command("slow-consumer")(bench_tenants.slow_consumer)
-app.command("fanout")(bench_beside.fanout)
-app.command("queue")(bench_beside.queue)
-app.command("cache")(bench_beside.cache)
 app.command("report")(bench_report.report)
 
 

@@ -76,10 +76,10 @@ def _leave_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def main() -> None:
-    """Run the command line. Every error that has a reason outside this program becomes a sentence and an exit code."""
+def main(command: typer.Typer = app) -> None:
+    """Run a command line, `felix` where none is given. Every error that has a reason outside this program becomes a sentence and an exit code."""
     try:
-        ended = app(standalone_mode=False)
+        ended = command(standalone_mode=False)
         sys.stdout.flush()
     except FelixError as error:
         ended = exit_code(error)

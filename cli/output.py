@@ -100,13 +100,13 @@ def verdict(holds: bool, good: str, bad: str) -> tuple[str, str]:
     return (good, "green") if holds else (bad, "bold red")
 
 
-def print_json(value: Any, **more: Any) -> None:
+def print_json(value: Any, *, kind: str = "", **more: Any) -> None:
     """What a command has found, in the form that is asked for; `more` stands beside the items of a list.
 
-    A sequence becomes a list of objects, anything else one object.
+    A sequence becomes a list of objects, anything else one object. `kind`: what they are, where the command's words do not say it.
     """
     chosen.printed = True
-    kind = kind_of(chosen.command)
+    kind = kind or kind_of(chosen.command)
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
         items = [_object(kind, each) for each in value]
         whole = {"kind": f"{kind}List", **{name: plain(each) for name, each in more.items()}, "items": items}

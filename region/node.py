@@ -92,7 +92,7 @@ COMPACT_CHECK_S: Final = 5.0
 """How often the broker looks whether a compacted stream's shards are worth a pass."""
 SWITCH_S = 0.0005
 """How long a thread may hold the interpreter while another wants it. Python's own 5 ms is what the event loop would wait for each thread
-that seals and writes a noisy tenant's batches; measured with `felix bench fairness`."""
+that seals and writes a noisy tenant's batches; measured with `python -m benchmarks fairness`."""
 MEASURE_S = 1.0
 """How often the broker looks what is used and stored; rates are over this long."""
 RENEW_CHECK_S = 60.0

@@ -1,5 +1,5 @@
-"""`felix bench fairness` and `felix bench slow-consumer`: what one client notices of another. The modules fairness and slow_consumer of
-cli.benchmark say how it is measured. The verbs are registered by cli.bench.
+"""`python -m benchmarks fairness` and `python -m benchmarks slow-consumer`: what one client notices of another. The modules fairness and slow_consumer
+say how it is measured.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import msgspec
 import typer
 from rich.table import Table
 
+from benchmarks.fairness import FairnessPlan, FairnessReport, measure_fairness
+from benchmarks.slow_consumer import SlowPlan, SlowReport, measure_slow_consumer
 from cli.benchmark.accounting import Account
-from cli.benchmark.fairness import FairnessPlan, FairnessReport, measure_fairness
 from cli.benchmark.figures import LatencySpread, Spread
-from cli.benchmark.slow_consumer import SlowPlan, SlowReport, measure_slow_consumer
 from cli.exits import EXIT_UNRECONCILED
 from cli.output import err, out, print_json
 from felix.errors import Code, RequestError
@@ -81,7 +81,7 @@ def fairness(
     )
     report = _measured(lambda said: measure_fairness(plan, folder, said))
     _settle([(result.phase, result.account) for result in report.results])
-    _print(report) if json else print_fairness(report)
+    print_json(report, kind="Benchmark") if json else print_fairness(report)
 
 
 def slow_consumer(
@@ -114,7 +114,7 @@ def slow_consumer(
         )
     report = _measured(lambda said: measure_slow_consumer(plan, folder, said))
     _settle([("the one that reads", report.reader), ("the slow one", report.slow)])
-    _print(report) if json else print_slow(report)
+    print_json(report, kind="Benchmark") if json else print_slow(report)
     if not report.memory.is_within:
         err.print("The broker took more memory than its limits allow.", style="bold red")
         raise typer.Exit(EXIT_UNRECONCILED)
@@ -148,10 +148,6 @@ def _settle(books: list[tuple[str, Account]]) -> None:
     if wrong:
         err.print("No latency stands for records that did not all come once and in order.")
         raise typer.Exit(EXIT_UNRECONCILED)
-
-
-def _print(report: msgspec.Struct) -> None:
-    print_json(report)
 
 
 def print_fairness(report: FairnessReport) -> None:

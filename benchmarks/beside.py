@@ -1,5 +1,5 @@
-"""`felix bench fanout`, `queue` and `cache`: Felix beside Redis and NATS, on the same payloads in the same run. The modules
-fanout, queueing and caching of cli.benchmark say how it is measured. The verbs are registered by cli.bench.
+"""`python -m benchmarks fanout`, `queue` and `cache`: Felix beside Redis and NATS, on the same payloads in the same run. The modules
+fanout, queueing and caching say how it is measured.
 
 What is not installed is left out, with a sentence that says how to get it; that is no failure.
 """
@@ -15,12 +15,12 @@ import msgspec
 import typer
 from rich.table import Table
 
+from benchmarks.caching import STAMP_BYTES, CacheAccount, CachePlan, CacheReport, measure_cache
+from benchmarks.fanout import FanoutPlan, FanoutReport, FanoutResult, measure_fanout
+from benchmarks.queueing import QueueAccount, QueuePlan, QueueReport, measure_queue
+from benchmarks.systems import CACHES, FELIX, QUEUES, SYSTEMS
 from cli.benchmark.accounting import PAYLOAD_BYTES_MIN, Account
-from cli.benchmark.caching import STAMP_BYTES, CacheAccount, CachePlan, CacheReport, measure_cache
-from cli.benchmark.fanout import FanoutPlan, FanoutReport, FanoutResult, measure_fanout
 from cli.benchmark.figures import LatencySpread, Spread
-from cli.benchmark.queueing import QueueAccount, QueuePlan, QueueReport, measure_queue
-from cli.benchmark.systems import CACHES, FELIX, QUEUES, SYSTEMS
 from cli.exits import EXIT_UNRECONCILED
 from cli.output import err, out, print_json
 from felix.batch import BATCH_BYTES_MAX
@@ -77,7 +77,7 @@ def fanout(
         print_losses([(str(result.case), result.account) for result in report.results])
         raise typer.Exit(EXIT_UNRECONCILED)
     if json:
-        _print_json(report)
+        print_json(report, kind="Benchmark")
     else:
         print_fanout(report)
 
@@ -156,7 +156,7 @@ def queue(
         print_losses([(str(result.case), result.account) for result in report.results])
         raise typer.Exit(EXIT_UNRECONCILED)
     if json:
-        _print_json(report)
+        print_json(report, kind="Benchmark")
     else:
         print_queue(report)
 
@@ -196,7 +196,7 @@ def cache(
         print_losses([(str(result.case), result.account) for result in report.results])
         raise typer.Exit(EXIT_UNRECONCILED)
     if json:
-        _print_json(report)
+        print_json(report, kind="Benchmark")
     else:
         print_cache(report)
 
@@ -220,10 +220,6 @@ def _measured(measure: Callable[[Callable[[str], None]], R]) -> R:
 def _say_skipped(skipped: Sequence[str]) -> None:
     for sentence in skipped:
         err.print(sentence)
-
-
-def _print_json(report: msgspec.Struct) -> None:
-    print_json(report)
 
 
 def print_losses(accounts: Sequence[tuple[str, Account | QueueAccount | CacheAccount]]) -> None:

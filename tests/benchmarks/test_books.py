@@ -1,11 +1,11 @@
-"""The books of `felix bench queue` and `cache` find what they must find."""
+"""The books of `python -m benchmarks queue` and `cache` find what they must find."""
 
 from __future__ import annotations
 
 import pytest
 
-from cli.benchmark.caching import CacheAccount
-from cli.benchmark.queueing import QueueAccount, settle_queue
+from benchmarks.caching import CacheAccount
+from benchmarks.queueing import QueueAccount, settle_queue
 
 
 def test_jobs_that_were_each_finished_once_are_lossless() -> None:

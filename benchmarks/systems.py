@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
-from cli.benchmark.peers import NATS, REDIS, REDIS_SYNCED
+from benchmarks.peers import NATS, REDIS, REDIS_SYNCED
 
 Payloads = Sequence[bytes | memoryview]
 
@@ -162,4 +162,4 @@ def cache_client(system: str, place: Place, cache: str) -> CacheClient:
 
 
 def _module(system: str) -> Any:
-    return import_module(f"cli.benchmark.{SYSTEMS[system].module}")
+    return import_module(f"benchmarks.{SYSTEMS[system].module}")

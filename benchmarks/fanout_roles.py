@@ -15,9 +15,9 @@ from typing import Final
 
 import msgspec
 
+from benchmarks.systems import FanoutReader, FanoutWriter, Payloads, Place, fanout_reader, fanout_writer
 from cli.benchmark.accounting import Account, Ledger, Made, checksum_of, fillers, made_at_ns, payloads_of
 from cli.benchmark.processes import next_message, send_whole
-from cli.benchmark.systems import FanoutReader, FanoutWriter, Payloads, Place, fanout_reader, fanout_writer
 
 READERS: Final = 2
 """Processes of subscribers. More than there are CPUs would measure the machine's scheduler."""

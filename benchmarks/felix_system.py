@@ -1,4 +1,4 @@
-"""Felix as a system among others (cli.benchmark.systems): the public SDK, one client for each reader and writer."""
+"""Felix as a system among others (benchmarks.systems): the public SDK, one client for each reader and writer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Final
 
 import felix
+from benchmarks.systems import Job, Payloads, Place
 from cli.benchmark.roles import REGION, RING_BYTES
-from cli.benchmark.systems import Job, Payloads, Place
 from felix.profile import load_profile
 from felix.publisher import Publisher
 from felix.queue import QueueConsumer
@@ -90,12 +90,12 @@ class _Reader:
 
 
 def fanout_writer(system: str, place: Place, stream: str) -> _Writer:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _Writer(place, stream, _DURABILITIES[system])
 
 
 def fanout_reader(_system: str, place: Place, stream: str) -> _Reader:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _Reader(place, stream)
 
 
@@ -126,7 +126,7 @@ class _Cache:
 
 
 def cache_client(_system: str, place: Place, cache: str) -> _Cache:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _Cache(place, cache)
 
 
@@ -194,10 +194,10 @@ class _QueueWorker:
 
 
 def queue_writer(_system: str, place: Place, queue: str) -> _QueueWriter:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _QueueWriter(place, queue)
 
 
 def queue_worker(_system: str, place: Place, queue: str) -> _QueueWorker:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _QueueWorker(place, queue)

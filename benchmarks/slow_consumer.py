@@ -99,7 +99,7 @@ class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlowReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `felix bench slow-consumer --json` prints. `catch_up`: bytes per second of the slow one once it reads."""
+    """What `python -m benchmarks slow-consumer --json` prints. `catch_up`: bytes per second of the slow one once it reads."""
 
     kind: str
     machine: Machine

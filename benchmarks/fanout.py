@@ -15,8 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from cli.benchmark.accounting import Account
-from cli.benchmark.fanout_roles import (
+from benchmarks.fanout_roles import (
     READERS,
     Collect,
     Got,
@@ -27,12 +26,13 @@ from cli.benchmark.fanout_roles import (
     publish,
     subscribe,
 )
+from benchmarks.peers import Peers, running_peers
+from benchmarks.systems import FELIX, SYSTEMS, Place
+from cli.benchmark.accounting import Account
 from cli.benchmark.figures import Latency, LatencySpread, Spread, rate_per_second
 from cli.benchmark.measurement import WHOLE_TIMEOUT_S, Machine, machine
-from cli.benchmark.peers import Peers, running_peers
 from cli.benchmark.processes import Processes
 from cli.benchmark.roles import WARM_SHARE, broker
-from cli.benchmark.systems import FELIX, SYSTEMS, Place
 
 PACE_PER_SECOND: Final = 250.0
 """Single records, of which each has arrived everywhere before the next is made."""
@@ -88,7 +88,7 @@ class FanoutResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FanoutReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `felix bench fanout --json` prints."""
+    """What `python -m benchmarks fanout --json` prints."""
 
     machine: Machine
     plan: FanoutPlan

@@ -1,4 +1,4 @@
-"""`felix bench fairness` and `slow-consumer`: small runs reconcile, memory stays within its limits, and what is wrong is said."""
+"""`python -m benchmarks fairness` and `slow-consumer`: small runs reconcile, memory stays within its limits, and what is wrong is said."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from cli import bench_tenants
+from benchmarks import tenants
+from benchmarks.__main__ import app
+from benchmarks.fairness import FairnessPlan, FairnessReport
+from benchmarks.slow_consumer import MemoryReport, SlowPlan, SlowReport
 from cli.benchmark.accounting import Account
-from cli.benchmark.fairness import FairnessPlan, FairnessReport
-from cli.benchmark.slow_consumer import MemoryReport, SlowPlan, SlowReport
-from cli.main import app
 from felix.errors import RequestError
 
 
 def test_a_small_run_of_fairness_reconciles(monkeypatch: pytest.MonkeyPatch) -> None:
     small = FairnessPlan(seconds=0.3, repeats=1, noisy_records_max=20_000, quota_bytes=16 << 20)
-    monkeypatch.setattr(bench_tenants, "QUICK_FAIRNESS", small)
-    said = CliRunner().invoke(app, ["bench", "fairness", "--quick", "--json", "--quota", "16MiB/s"])
+    monkeypatch.setattr(tenants, "QUICK_FAIRNESS", small)
+    said = CliRunner().invoke(app, ["fairness", "--quick", "--json", "--quota", "16MiB/s"])
     assert said.exit_code == 0, said.output
     report = msgspec.json.decode(said.stdout, type=FairnessReport)
     assert report.is_lossless
@@ -27,21 +27,21 @@ def test_a_small_run_of_fairness_reconciles(monkeypatch: pytest.MonkeyPatch) -> 
     assert (alone.noise.median, alone.p99_ratio.values) == (0, [1.0])
     assert unbound.noise.median > 0 < bound.noise.median
     assert all(result.latency.samples for result in report.results)
-    bench_tenants.print_fairness(report)
+    tenants.print_fairness(report)
 
 
 def test_a_small_run_of_a_slow_consumer_reconciles_within_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     small = SlowPlan(seconds=0.3, repeats=1, backlog_bytes=16 << 20)
-    monkeypatch.setattr(bench_tenants, "QUICK_SLOW", small)
-    monkeypatch.setattr(bench_tenants, "BACKLOG_BYTES_MIN", 1)
-    said = CliRunner().invoke(app, ["bench", "slow-consumer", "--quick", "--json"])
+    monkeypatch.setattr(tenants, "QUICK_SLOW", small)
+    monkeypatch.setattr(tenants, "BACKLOG_BYTES_MIN", 1)
+    said = CliRunner().invoke(app, ["slow-consumer", "--quick", "--json"])
     assert said.exit_code == 0, said.output
     report = msgspec.json.decode(said.stdout, type=SlowReport)
     assert report.is_lossless
     assert report.memory.is_within
     assert report.slow.received == report.reader.received >= (16 << 20) // 1024
     assert report.memory.budgets["ring"][0] > 0
-    bench_tenants.print_slow(report)
+    tenants.print_slow(report)
 
 
 def test_memory_beyond_a_limit_and_lost_records_are_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,9 +49,9 @@ def test_memory_beyond_a_limit_and_lost_records_are_said(capsys: pytest.CaptureF
     assert within.is_within
     assert not msgspec.structs.replace(within, resident_most=10).is_within
     assert not msgspec.structs.replace(within, budgets={"ring": (4, 3)}).is_within
-    with pytest.raises(bench_tenants.typer.Exit) as caught:
-        bench_tenants._settle([("the noise", Account(published=5, received=4, lost=1))])
-    assert caught.value.exit_code == bench_tenants.EXIT_UNRECONCILED
+    with pytest.raises(tenants.typer.Exit) as caught:
+        tenants._settle([("the noise", Account(published=5, received=4, lost=1))])
+    assert caught.value.exit_code == tenants.EXIT_UNRECONCILED
     assert "the noise: not lossless" in capsys.readouterr().err
 
 
@@ -64,7 +64,7 @@ def test_memory_beyond_a_limit_and_lost_records_are_said(capsys: pytest.CaptureF
     ],
 )
 def test_what_cannot_be_measured_is_refused(words: list[str]) -> None:
-    said = CliRunner().invoke(app, ["bench", *words])
+    said = CliRunner().invoke(app, words)
     assert isinstance(said.exception, RequestError)
 
 

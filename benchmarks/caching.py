@@ -17,12 +17,12 @@ from typing import Any, Final
 
 import msgspec
 
+from benchmarks.peers import running_peers
+from benchmarks.systems import CACHES, SYSTEMS, CacheClient, Place, cache_client
 from cli.benchmark.figures import Latency, LatencySpread, Spread, rate_per_second
 from cli.benchmark.measurement import WHOLE_TIMEOUT_S, Machine, machine
-from cli.benchmark.peers import running_peers
 from cli.benchmark.processes import Processes, next_message, send_whole
 from cli.benchmark.roles import WARM_SHARE, broker
-from cli.benchmark.systems import CACHES, SYSTEMS, CacheClient, Place, cache_client
 
 STAMP_BYTES: Final = 16
 """At the head of a value: its key's number and which put it is."""
@@ -95,7 +95,7 @@ class CacheResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `felix bench cache --json` prints."""
+    """What `python -m benchmarks cache --json` prints."""
 
     machine: Machine
     plan: CachePlan

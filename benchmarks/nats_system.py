@@ -1,4 +1,4 @@
-"""NATS as a system among others (cli.benchmark.systems): core subjects, and JetStream with a store in files.
+"""NATS as a system among others (benchmarks.systems): core subjects, and JetStream with a store in files.
 
 JetStream is written with `publish_async` and read by ordered push consumers, its fastest ways in this client; a stream with
 work-queue retention and a pull consumer is its queue, a key-value bucket its cache.
@@ -14,9 +14,9 @@ import nats
 from nats.js.api import ConsumerConfig, RetentionPolicy, StorageType
 from nats.js.errors import KeyNotFoundError
 
-from cli.benchmark.peers import NATS
+from benchmarks.peers import NATS
+from benchmarks.systems import Job, Payloads, Place
 from cli.benchmark.processes import HOST
-from cli.benchmark.systems import Job, Payloads, Place
 
 GROUP: Final = "workers"
 VISIBILITY_S: Final = 30.0
@@ -110,12 +110,12 @@ class _Reader:
 
 
 def fanout_writer(system: str, place: Place, stream: str) -> _CoreWriter:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _StreamWriter(place, stream) if system == "jetstream" else _CoreWriter(place, stream)
 
 
 def fanout_reader(system: str, place: Place, stream: str) -> _Reader:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _Reader(place, stream, system == "jetstream")
 
 
@@ -193,15 +193,15 @@ class _Cache:
 
 
 def queue_writer(_system: str, place: Place, queue: str) -> _QueueWriter:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _QueueWriter(place, queue)
 
 
 def queue_worker(_system: str, place: Place, queue: str) -> _QueueWorker:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _QueueWorker(place, queue)
 
 
 def cache_client(_system: str, place: Place, cache: str) -> _Cache:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _Cache(place, cache)

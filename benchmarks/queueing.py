@@ -20,14 +20,14 @@ from typing import Any, Final
 
 import msgspec
 
+from benchmarks.fanout_roles import STILL_S
+from benchmarks.peers import Peers, running_peers
+from benchmarks.systems import QUEUES, SYSTEMS, Job, Place, QueueWorker, queue_worker, queue_writer
 from cli.benchmark.accounting import FILLERS, Made, fillers, filling_of, made_at_ns, payloads_of, sequence_of
-from cli.benchmark.fanout_roles import STILL_S
 from cli.benchmark.figures import Latency, LatencySpread, Spread, rate_per_second
 from cli.benchmark.measurement import WHOLE_TIMEOUT_S, Machine, machine
-from cli.benchmark.peers import Peers, running_peers
 from cli.benchmark.processes import Processes, next_message, send_whole
 from cli.benchmark.roles import WARM_SHARE, broker
-from cli.benchmark.systems import QUEUES, SYSTEMS, Job, Place, QueueWorker, queue_worker, queue_writer
 
 PACE_PER_SECOND: Final = 200.0
 """Single jobs, of which each is finished before the next is put."""
@@ -105,7 +105,7 @@ class QueueResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `felix bench queue --json` prints."""
+    """What `python -m benchmarks queue --json` prints."""
 
     machine: Machine
     plan: QueuePlan

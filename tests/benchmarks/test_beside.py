@@ -1,4 +1,4 @@
-"""`felix bench fanout`, `queue` and `cache`: each system reconciles in a tiny run, what is not installed is left out with a word, and
+"""`python -m benchmarks fanout`, `queue` and `cache`: each system reconciles in a tiny run, what is not installed is left out with a word, and
 no rate is printed for what was lost."""
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from cli import bench_beside
-from cli.benchmark import peers
+from benchmarks import beside, peers
+from benchmarks.__main__ import app
+from benchmarks.caching import CacheAccount, CachePlan, CacheReport, measure_cache
+from benchmarks.fanout import FanoutPlan, FanoutReport, measure_fanout
+from benchmarks.queueing import QueueAccount, QueuePlan, QueueReport, measure_queue
+from benchmarks.systems import CACHES, QUEUES, SYSTEMS
 from cli.benchmark.accounting import Account
-from cli.benchmark.caching import CacheAccount, CachePlan, CacheReport, measure_cache
-from cli.benchmark.fanout import FanoutPlan, FanoutReport, measure_fanout
-from cli.benchmark.queueing import QueueAccount, QueuePlan, QueueReport, measure_queue
-from cli.benchmark.systems import CACHES, QUEUES, SYSTEMS
-from cli.main import app
 from felix.errors import RequestError
 
 TINY = FanoutPlan(
@@ -63,8 +62,8 @@ def test_what_is_not_installed_is_left_out_with_what_to_do(monkeypatch: pytest.M
 def test_felix_alone_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers.shutil, "which", lambda name: None)
     tiny = msgspec.structs.replace(TINY, subscribers=(1,), repeats=1)
-    monkeypatch.setattr(bench_beside, "QUICK_FANOUT", tiny)
-    answer = CliRunner().invoke(app, ["bench", "fanout", "--quick", "--json", "--size", "64"])
+    monkeypatch.setattr(beside, "QUICK_FANOUT", tiny)
+    answer = CliRunner().invoke(app, ["fanout", "--quick", "--json", "--size", "64"])
     assert answer.exit_code == 0
     assert "redis is left out: redis-server is not installed (apt-get install redis-server)" in answer.stderr
     document = json.loads(answer.stdout)
@@ -72,8 +71,8 @@ def test_felix_alone_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_people_see_a_table(report: FanoutReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_beside, "measure_fanout", lambda *_: report)
-    answer = CliRunner().invoke(app, ["bench", "fanout", "--quick"], env={"COLUMNS": "200"})
+    monkeypatch.setattr(beside, "measure_fanout", lambda *_: report)
+    answer = CliRunner().invoke(app, ["fanout", "--quick"], env={"COLUMNS": "200"})
     assert answer.exit_code == 0
     assert "in order and unchanged" in answer.stdout
 
@@ -81,8 +80,8 @@ def test_people_see_a_table(report: FanoutReport, monkeypatch: pytest.MonkeyPatc
 def test_no_rate_is_printed_for_what_was_lost(report: FanoutReport, monkeypatch: pytest.MonkeyPatch) -> None:
     lossy = msgspec.structs.replace(report.results[0], account=Account(published=9, received=8, lost=1))
     found = msgspec.structs.replace(report, results=[lossy, *report.results[1:]])
-    monkeypatch.setattr(bench_beside, "measure_fanout", lambda *_: found)
-    answer = CliRunner().invoke(app, ["bench", "fanout"])
+    monkeypatch.setattr(beside, "measure_fanout", lambda *_: found)
+    answer = CliRunner().invoke(app, ["fanout"])
     assert answer.exit_code == 6
     assert "records/s" not in answer.stdout
     assert "lost 1" in answer.stderr
@@ -106,15 +105,15 @@ def test_every_cache_answers_the_newest_value(cache_report: CacheReport) -> None
 def test_caches_are_printed_and_wrong_ones_are_not(
     cache_report: CacheReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_beside, "measure_cache", lambda *_: cache_report)
-    answer = CliRunner().invoke(app, ["bench", "cache", "--quick"], env={"COLUMNS": "200"})
+    monkeypatch.setattr(beside, "measure_cache", lambda *_: cache_report)
+    answer = CliRunner().invoke(app, ["cache", "--quick"], env={"COLUMNS": "200"})
     assert answer.exit_code == 0
     assert "each of the newest value" in answer.stdout
     first, *others = cache_report.results
     stale = msgspec.structs.replace(first, account=CacheAccount(put=5, got=5, stale=1))
     wrong = msgspec.structs.replace(cache_report, results=[stale, *others])
-    monkeypatch.setattr(bench_beside, "measure_cache", lambda *_: wrong)
-    answer = CliRunner().invoke(app, ["bench", "cache"])
+    monkeypatch.setattr(beside, "measure_cache", lambda *_: wrong)
+    answer = CliRunner().invoke(app, ["cache"])
     assert answer.exit_code == 6
     assert "stale 1" in " ".join(answer.stderr.split())
 
@@ -136,15 +135,15 @@ def test_every_queue_has_every_job_finished_once(queue_report: QueueReport) -> N
 def test_queues_are_printed_and_wrong_ones_are_not(
     queue_report: QueueReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_beside, "measure_queue", lambda *_: queue_report)
-    answer = CliRunner().invoke(app, ["bench", "queue", "--quick"], env={"COLUMNS": "200"})
+    monkeypatch.setattr(beside, "measure_queue", lambda *_: queue_report)
+    answer = CliRunner().invoke(app, ["queue", "--quick"], env={"COLUMNS": "200"})
     assert answer.exit_code == 0
     assert "each finished once and nothing left" in answer.stdout
     first, *others = queue_report.results
     twice = msgspec.structs.replace(first, account=QueueAccount(put=5, finished=6, handed_out_twice=1))
     wrong = msgspec.structs.replace(queue_report, results=[twice, *others])
-    monkeypatch.setattr(bench_beside, "measure_queue", lambda *_: wrong)
-    answer = CliRunner().invoke(app, ["bench", "queue"])
+    monkeypatch.setattr(beside, "measure_queue", lambda *_: wrong)
+    answer = CliRunner().invoke(app, ["queue"])
     assert answer.exit_code == 6
     assert "handed out twice 1" in " ".join(answer.stderr.split())
 
@@ -158,6 +157,6 @@ def test_queues_are_printed_and_wrong_ones_are_not(
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(options: list[str], sentence: str) -> None:
-    answer = CliRunner().invoke(app, ["bench", "fanout", *options])
+    answer = CliRunner().invoke(app, ["fanout", *options])
     assert isinstance(answer.exception, RequestError)
     assert sentence in str(answer.exception)

@@ -79,7 +79,7 @@ class PhaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FairnessReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `felix bench fairness --json` prints."""
+    """What `python -m benchmarks fairness --json` prints."""
 
     kind: str
     machine: Machine

@@ -1,4 +1,4 @@
-"""Redis as a system among others (cli.benchmark.systems): streams, written in pipelines, read by blocking XREAD; a stream
+"""Redis as a system among others (benchmarks.systems): streams, written in pipelines, read by blocking XREAD; a stream
 with a consumer group as a queue; plain keys as a cache."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from redis.asyncio import Redis
 
+from benchmarks.systems import SYSTEMS, Job, Payloads, Place
 from cli.benchmark.processes import HOST
-from cli.benchmark.systems import SYSTEMS, Job, Payloads, Place
 
 READ_RECORDS: Final = 256
 """Of one XREAD: several pipelines' worth."""
@@ -100,12 +100,12 @@ def _entries_of(answer: Any) -> list[list[tuple[bytes, dict[bytes, bytes]]]]:
 
 
 def fanout_writer(system: str, place: Place, stream: str) -> _Writer:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _Writer(client(system, place), stream)
 
 
 def fanout_reader(system: str, place: Place, stream: str) -> _Reader:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _Reader(client(system, place), stream)
 
 
@@ -178,15 +178,15 @@ class _Cache:
 
 
 def queue_writer(system: str, place: Place, queue: str) -> _QueueWriter:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _QueueWriter(client(system, place), queue)
 
 
 def queue_worker(system: str, place: Place, queue: str) -> _QueueWorker:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _QueueWorker(client(system, place), queue)
 
 
 def cache_client(system: str, place: Place, cache: str) -> _Cache:
-    """See cli.benchmark.systems."""
+    """See benchmarks.systems."""
     return _Cache(client(system, place), cache)

@@ -1,0 +1,1 @@
+"""Measurements that stand in the clone alone: beside other systems, of tenants beside each other, and of single parts."""
