@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from client.scripted_broker import MemoryEngine, ScriptedBroker, profile
+from client.scripted_broker import ScriptedBroker, ScriptedEngine, profile
 
 import felix
 
@@ -29,7 +29,7 @@ def connected(broker: ScriptedBroker, **options: object) -> felix.RegionClient:
     """A client of the scripted broker, with waits that suit a test."""
     return felix.connect(
         profile=profile(),
-        engine=MemoryEngine(broker=broker),
+        engine=ScriptedEngine(broker=broker),
         backoff=felix.BackoffPolicy(first_ms=1, ceiling_ms=4),
         **options,
     )

@@ -4,13 +4,13 @@ to happen. It keeps the rules that a broker keeps (sequences, credit both ways) 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from random import Random
 
 from felix.batch import BATCH_BYTES_MAX, Batch, NewRecord, decode_batch, decode_records, encode_batch
 from felix.connection import CORRELATION_MAX
@@ -54,7 +54,8 @@ from felix.messages import (
 from felix.names import SpiffeId
 from felix.profile import Profile
 from felix.session import Authenticated, CreditGranted, Requested, ServerSession
-from felix.transport.port import ClientTls, Connection, Handler, ServerTls, TransportLimits
+from felix.transport.memory import MemoryConnection, MemoryEngine, MemoryNetwork
+from felix.transport.port import Connection, ServerTls
 from keys.authority import RegionAuthority, create_authority
 
 NOW_MS = 1_800_000_000_000
@@ -98,102 +99,23 @@ def profile(*addresses: str) -> Profile:
 # -- the transport ---------------------------------------------------------------------------------------
 
 
-class MemoryConnection:
-    """One end of a connection in this process. Bytes cross at the next loop turn, in order."""
-
-    engine_name = "memory"
-    peer_address = ("127.0.0.1", 1)
-    server_leaf_sha256 = bytes(range(32))
-    """There is no certificate; both ends see the same."""
-
-    def __init__(self, *, is_client: bool, server_name: str) -> None:
-        self.is_client = is_client
-        self.server_name = server_name
-        self.handler: Handler | None = None
-        self.peer: MemoryConnection | None = None
-        self.is_closed = False
-        self.backlog = 0
-        self._opened = defaultdict(int)
-        self._told = asyncio.Event()
-
-    def admit(self, bytes_max: int = 0) -> None:
-        """Nothing is bounded here."""
-
-    def open_stream(self, *, bidirectional: bool) -> int:
-        if self.is_closed:
-            raise UnavailableError("The connection is closed.", code=Code.DISCONNECTED)
-        number = self._opened[bidirectional]
-        self._opened[bidirectional] += 1
-        return number * 4 + (0 if self.is_client else 1) + (0 if bidirectional else 2)
-
-    def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
-        if self.is_closed:
-            raise UnavailableError("The connection is closed.", code=Code.DISCONNECTED)
-        peer = self.peer
-        asyncio.get_running_loop().call_soon(peer._arrive, stream_id, bytes(data), end)
-
-    def _arrive(self, stream_id: int, data: bytes, end: bool) -> None:
-        # As with QUIC, what was sent before a close still arrives before it.
-        if not self._told.is_set():
-            self.handler.stream_data(stream_id, data, end)
-
-    def backlog_bytes(self) -> int:
-        return self.backlog
-
-    def reset_stream(self, stream_id: int, code: int) -> None:
-        asyncio.get_running_loop().call_soon(self.peer.handler.stream_reset, stream_id, code)
-
-    def close(self, code: int = 0, reason: str = "") -> None:
-        if self.is_closed:
-            return
-        for end in (self, self.peer):
-            end.is_closed = True
-            asyncio.get_running_loop().call_soon(end._tell_closed, code, reason)
-
-    def _tell_closed(self, code: int, reason: str) -> None:
-        self._told.set()
-        self.handler.closed(code, reason)
-
-    async def wait_closed(self) -> None:
-        await self._told.wait()
-
-
-class MemoryEngine:
-    """Connects to brokers of this process by address."""
-
-    name = "memory"
+class ScriptedEngine(MemoryEngine):
+    """Connects to scripted brokers by the host of their address, over a network that delays nothing."""
 
     def __init__(self, **brokers: ScriptedBroker) -> None:
+        self.network = MemoryNetwork(Random(1))
+        super().__init__(self.network, "client")
         self.brokers: dict[str, ScriptedBroker] = dict(brokers)
         self.attempts: list[str] = []
-        self.broker_leaf_sha256 = MemoryConnection.server_leaf_sha256
 
-    async def connect(
-        self,
-        host: str,
-        port: int,
-        tls: ClientTls,
-        handler: Handler,
-        limits: TransportLimits | None = None,
-        alpn: str = "",
-        timeout: float = 1.0,  # noqa: ASYNC109 - the port says so
-    ) -> MemoryConnection:
+    async def connect(self, host: str, port: int, *more: object, **how: object) -> MemoryConnection:
         self.attempts.append(host)
-        await asyncio.sleep(0)
         broker = self.brokers.get(host)
         if broker is None or broker.down:
             raise UnavailableError(f"Nobody answers at {host}.", code=Code.DISCONNECTED)
-        client = MemoryConnection(is_client=True, server_name=tls.server_name)
-        server = MemoryConnection(is_client=False, server_name="")
-        server.server_leaf_sha256 = self.broker_leaf_sha256
-        client.peer, server.peer = server, client
-        client.handler = handler
-        server.handler = BrokerSession(broker, server)
-        handler.connected(client)
-        return client
-
-    async def listen(self, *_: object) -> None:
-        raise NotImplementedError
+        if self.network.listener(host, port) is None:
+            await self.listen(host, port, server_tls(), lambda: BrokerSession(broker))
+        return await super().connect(host, port, *more, **how)
 
 
 # -- the broker ------------------------------------------------------------------------------------------
@@ -267,6 +189,8 @@ class ScriptedBroker:
         self.streams: dict[str, StreamLog] = {}
         self.sessions: list[BrokerSession] = []
         self.down = False
+        self.leaf_sha256 = b""
+        """Of the certificate that it believes to have shown; empty: the real one."""
         self.requests: list[Request] = []
         self.received: list[Batch] = []
         """Batches in the order in which they came, repeated ones too."""
@@ -342,7 +266,7 @@ class BrokerSession:
             mesh=broker.mesh,
             broker="b1",
             nonce=os.urandom(32),
-            leaf_sha256=connection.server_leaf_sha256,
+            leaf_sha256=broker.leaf_sha256 or connection.server_leaf_sha256,
             verify=lambda proof, binding: verify_peer(
                 proof, binding, TrustBundle([authority().anchor()]), now_ms()
             ),

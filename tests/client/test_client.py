@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from client.conftest import ORDERS, connected, until
-from client.scripted_broker import BrokerSession, MemoryEngine, ScriptedBroker, profile
+from client.scripted_broker import BrokerSession, ScriptedBroker, ScriptedEngine, profile
 
 import felix
 from felix import Code, ProtocolError, RequestError, UnavailableError
@@ -158,7 +158,7 @@ async def test_a_request_that_is_never_answered_times_out(
 
 
 async def test_the_addresses_are_tried_in_turn(broker: ScriptedBroker) -> None:
-    engine = MemoryEngine(second=broker)
+    engine = ScriptedEngine(second=broker)
     async with felix.connect(profile=profile("first:1", "second:2"), engine=engine) as region:
         assert str(region.session.address) == "second:2"
     assert engine.attempts == ["first", "second"]
@@ -186,8 +186,8 @@ async def test_another_mesh_behind_the_address_gets_no_proof() -> None:
 
 
 async def test_a_proof_for_another_certificate_is_refused_by_the_broker(broker: ScriptedBroker) -> None:
-    engine = MemoryEngine(broker=broker)
-    engine.broker_leaf_sha256 = bytes(32)
+    engine = ScriptedEngine(broker=broker)
+    broker.leaf_sha256 = bytes(32)
     with pytest.raises(RequestError) as caught:
         await felix.connect(profile=profile(), engine=engine).open()
     assert caught.value.code is Code.IDENTITY_REFUSED
@@ -196,7 +196,7 @@ async def test_a_proof_for_another_certificate_is_refused_by_the_broker(broker: 
 async def test_goodbye_moves_the_client_to_the_next_broker(broker: ScriptedBroker) -> None:
     second = ScriptedBroker()
     second.streams = broker.streams
-    engine = MemoryEngine(first=broker, second=second)
+    engine = ScriptedEngine(first=broker, second=second)
     async with felix.connect(
         profile=profile("first:1", "second:2"),
         engine=engine,

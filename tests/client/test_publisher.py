@@ -267,16 +267,17 @@ async def test_whole_batches_fly_up_to_what_a_broker_remembers(
 
 
 async def test_a_high_backlog_holds_batches_until_it_has_drained(
-    region: felix.RegionClient, broker: ScriptedBroker
+    region: felix.RegionClient, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with region.stream(ORDERS).publisher() as publisher:
         client_end = broker.session.connection.peer
-        client_end.backlog = 1 << 30
+        held = 1 << 30
+        monkeypatch.setattr(client_end, "backlog_bytes", lambda: held)
         await publisher.send(b"x")
         await asyncio.sleep(0.01)
         assert not broker.received
-        client_end.backlog = 0
-        client_end.handler.drained()
+        held = 0
+        client_end._handler.drained()
         await publisher.flush()
         assert len(broker.received) == 1
 
