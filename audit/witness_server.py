@@ -15,13 +15,13 @@ import asyncio
 import logging
 import ssl
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from audit.witness_protocol import ADD_CHECKPOINT, REQUEST_BYTES_MAX
 from audit.witness_service import Answer, WitnessService
+from felix.runtime.real import REAL
 
 log = logging.getLogger("felix.audit.witness")
 
@@ -79,7 +79,7 @@ class WitnessServer:
         self._service, self._host, self._tls = service, host, tls
         self._prefix = prefix.rstrip("/")
         self._limits = limits or ServerLimits()
-        self._worker = ThreadPoolExecutor(1, "witness")
+        self._worker = REAL.pool(1, "witness")
         self._connections: set[asyncio.Task[None]] = set()
         self._from: Counter[str] = Counter()
         self._server: asyncio.Server | None = None

@@ -231,7 +231,7 @@ class Node:
         )
         self.caches = CacheService(broker)
         broker.caches = self.caches.traffic
-        memory = Memory(data / "governance")
+        memory = Memory(data / "governance", self._runtime)
         self._stack.push_async_callback(asyncio.to_thread, memory.close)
         governance = Governance(
             broker, catalog, mirror, keyring, trail, witness, own,

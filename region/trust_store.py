@@ -16,11 +16,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from felix.files import replace_file
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from policy.grant import DenyEntry, Standing, StandingAction
 from policy.signed import Purpose, SignedDocument, decode_body
 
@@ -113,9 +114,9 @@ class Remembered(NamedTuple):
 class Memory:
     """One broker's copies. `folder` is made with the first."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, runtime: Runtime = REAL) -> None:
         self.folder = folder
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="governance")
+        self._writer = runtime.pool(1, "governance")
 
     def load(self) -> Remembered:
         """What is kept. Blocking."""

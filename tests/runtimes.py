@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL, SystemClock
@@ -18,7 +19,7 @@ class _Wall(SystemClock):
 
 def with_wall(now_ms: Callable[[], int]) -> Runtime:
     """This machine's, apart from the wall clock: `now_ms` says what it shows."""
-    return Runtime(_Wall(now_ms), REAL.random)
+    return replace(REAL, clock=_Wall(now_ms))
 
 
 class _Boot(SystemClock):
@@ -31,4 +32,4 @@ class _Boot(SystemClock):
 
 def with_boot(boot_ms: Callable[[], int]) -> Runtime:
     """The same with the clock that leases go by."""
-    return Runtime(_Boot(boot_ms), REAL.random)
+    return replace(REAL, clock=_Boot(boot_ms))

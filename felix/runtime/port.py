@@ -7,6 +7,8 @@ in another runtime runs on a loop that agrees with its clock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from random import Random as Random
 from typing import Protocol
@@ -35,3 +37,6 @@ class Runtime:
     clock: Clock
     random: Random
     """For keys and nonces as well as for the spread of retries: on a real machine its source is the kernel's."""
+    pool: Callable[[int, str], Executor]
+    """Makes so many threads, under this name, for work that blocks; whoever made it shuts it down. Work that needs no
+    threads of its own goes to those of the loop (`asyncio.to_thread`)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from random import SystemRandom
 from typing import Final
 
@@ -24,7 +25,11 @@ class SystemClock:
         return time.clock_gettime_ns(_BOOT) // 1_000_000
 
 
-REAL: Final = Runtime(SystemClock(), SystemRandom())
+def _pool(threads: int, name: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix=name)
+
+
+REAL: Final = Runtime(SystemClock(), SystemRandom(), _pool)
 """SystemRandom has no state: threads and forked processes may share it, and its bytes are fit for keys."""
 
 now_ms: Final = REAL.clock.now_ms

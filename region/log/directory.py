@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -114,11 +113,11 @@ class LogDirectory:
         self._lock = self._files.lock(data)
         self._data = data
         self._region = region
-        self._commit_pool = ThreadPoolExecutor(COMMIT_THREADS_MAX, thread_name_prefix="log-commit")
-        self._read_pool = ThreadPoolExecutor(READ_THREADS_MAX, thread_name_prefix="log-read")
-        self._maintenance_pool = ThreadPoolExecutor(1, thread_name_prefix="log-maintenance")
+        self._commit_pool = runtime.pool(COMMIT_THREADS_MAX, "log-commit")
+        self._read_pool = runtime.pool(READ_THREADS_MAX, "log-read")
+        self._maintenance_pool = runtime.pool(1, "log-maintenance")
         self._store = ShardStore(
-            ThreadPoolExecutor(OFFLOAD_THREADS_MAX, thread_name_prefix="log-offload"),
+            runtime.pool(OFFLOAD_THREADS_MAX, "log-offload"),
             FetchedCache(fetched_bytes_max, self._files),
             offload_rate_bytes,
             runtime.clock,

@@ -17,7 +17,7 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
@@ -328,7 +328,7 @@ class _Database:
 class EmbeddedStore(LocalStore):
     """Open with `await EmbeddedStore.open(path)`; `close` lets go of the file and its lock."""
 
-    def __init__(self, path: Path, worker: ThreadPoolExecutor, runtime: Runtime) -> None:
+    def __init__(self, path: Path, worker: Executor, runtime: Runtime) -> None:
         super().__init__(str(path), runtime)
         self.path = path
         self._worker = worker
@@ -350,7 +350,7 @@ class EmbeddedStore(LocalStore):
         Raises RequestError(CONFLICT) where another process has it open, CorruptionError where it is damaged.
         Leases found in it get their whole TTL again: their holders may still be there.
         """
-        worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="felix-metadata")
+        worker = runtime.pool(1, "felix-metadata")
         store = cls(path, worker, runtime)
 
         def start() -> tuple[_Database, list[tuple[int, int]]]:
