@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 import typer
@@ -19,7 +19,7 @@ from cli.output import iso, note, out
 from cli.peer import addresses_of
 from cli.process import read_state, start_detached
 from cli.setting import RegionOption, choose_region, folder_of, known_regions, preferred_region
-from felix.errors import Code, RequestError
+from felix.errors import Code, FelixError, RequestError
 from felix.files import PUBLIC, replace_file
 from felix.profile import load_profile, parse_address
 from felix.runtime.real import now_ms
@@ -277,18 +277,87 @@ def init(
     out.print(f"Next: felix bridge up {name} --region {config.region}")
 
 
-def agent_rows(region: str) -> list[list[str]]:
-    """Each agent that has a configuration in the region's folder: name, state, where it leads, the file."""
-    from bridge.config import load_config
+class AgentState(NamedTuple):
+    """What is known on this machine of an agent. `not_after_ms`: when its identity ends; None where the file cannot be read.
 
-    rows = []
-    for files in agents_here(region):
-        state = read_state(files.pid)
+    `problems`: why its configuration does not hold, or where it looks for a region that has moved.
+    """
+
+    name: str
+    region: str
+    state: Literal["up", "down"]
+    pid: int | None
+    health: str
+    started_ms: int | None
+    leads_to: tuple[str, ...]
+    identity: str
+    not_after_ms: int | None
+    config: Path
+    problems: tuple[str, ...]
+
+
+def agents_of(region: str) -> list[AgentState]:
+    """Each agent that has a configuration in the region's folder, as it is now."""
+    return [_look_at(files) for files in agents_here(region)]
+
+
+def _look_at(files: AgentFiles) -> AgentState:
+    from bridge.config import load_config, paths_of
+    from felix.identity import load_identity
+
+    running = read_state(files.pid) or {}
+    leads: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    name, not_after_ms = "", None
+    try:
+        config = load_config(files.config)
+        leads = tuple(each.region for each in config.destinations)
+        problems = tuple(moved(config))
+        identity = load_identity(paths_of(config, files.config.parent).identity)
+        name, not_after_ms = str(identity.spiffe_id), identity.not_after_ms
+    except FelixError as error:
+        problems = (*problems, error.sentence)
+    return AgentState(
+        name=files.name,
+        region=files.region,
+        state="up" if running else "down",
+        pid=running.get("pid"),
+        health=running.get("health", ""),
+        started_ms=running.get("started_ms"),
+        leads_to=leads,
+        identity=name,
+        not_after_ms=not_after_ms,
+        config=files.config,
+        problems=problems,
+    )
+
+
+def moved(config: BridgeConfig) -> list[str]:
+    """A sentence for each region that the agent looks for where it is not any more, as its profile or offer here says.
+
+    Only ports are compared: another name of a host may well be the same machine.
+    """
+    folder = RegionFolder.of(config.source)
+    told = []
+    for region, addresses in (
+        (config.source, config.source_addresses),
+        *((each.region, each.addresses) for each in config.destinations),
+    ):
         try:
-            leads = ", ".join(each.region for each in load_config(files.config).destinations)
-        except RequestError as error:
-            leads = error.sentence
-        rows.append(
-            [files.name, "down" if state is None else f"process {state['pid']}", leads, str(files.config)]
+            known = addresses_of(folder, region)
+        except FelixError:
+            continue  # nothing says where else it would be
+        if not _all_moved(addresses, known):
+            continue
+        leads = " ".join(f"--to {each.region}" for each in config.destinations)
+        told.append(
+            f"{config.name} looks for {region} at {', '.join(addresses)}, and it is at {', '.join(known)} now: "
+            f"felix bridge up {config.name} {leads} --region {config.source} writes that into bridge.yaml."
         )
-    return rows
+    return told
+
+
+def _all_moved(configured: Iterable[str], known: Iterable[str]) -> bool:
+    there = {parse_address(each) for each in known}
+    hosts = {each.host for each in there}
+    return all(each not in there and each.host in hosts for each in map(parse_address, configured))

@@ -13,9 +13,10 @@ import typer
 from cli.agent import (
     AgentFiles,
     agent_files,
-    agent_rows,
+    agents_of,
     choose_agent,
     init,
+    moved,
     start_agent,
     write_agent_config,
 )
@@ -125,7 +126,10 @@ def allow(
     mechanism: Annotated[str, typer.Option(help="Which one exactly, as in 'module 1'.")] = "",
     assessment: Annotated[str, typer.Option(help="The transfer assessment's reference.")] = "",
     category: Annotated[list[str] | None, typer.Option(help="A category of data; may be repeated.")] = None,
-    owner: Annotated[str, typer.Option(help="Who answers for the stream.")] = "",
+    owner: Annotated[
+        str,
+        typer.Option(help="Who answers for the stream; the region's contact if left out, else the exporter."),
+    ] = "",
     exporter: Annotated[str, typer.Option(help="The entity that sends.")] = "",
     importer: Annotated[str, typer.Option(help="The entity that receives.")] = "",
     destination: Annotated[
@@ -177,7 +181,7 @@ def allow(
         categories=tuple(category or ()),
         exporter=parties.exporter,
         importer=parties.importer,
-        owner=owner or f"operator of {config.region}",
+        owner=owner or config.contact or parties.exporter,
         drawn_up_by=operator_id(config.region, identity),
         not_before=parse_moment(not_before, now) if not_before else now,
         expires=parse_moment(expires, now),
@@ -364,7 +368,7 @@ def deny(
         region=config.region,
         sequence=book.next_deny_sequence(config.region, streams, to),
         at=now_ms(),
-        by=f"operator of {config.region}",
+        by=operator_id(config.region),
         reason=reason,
         lifted=lift,
     )
@@ -761,9 +765,14 @@ def plan_rows(found: Sample) -> dict[str, Any]:
 @app.command()
 def status(region: RegionOption = "", json: JsonOption = False) -> None:
     """Show what each link does: state and reason, position, lag in records, bytes and seconds."""
+    from cli.expiry import expiring
+
     links, told = run(_links(region))
+    agents = agents_of(choose_region(region))
+    folder, config = folder_of(region)
+    ending = [each for each in expiring(folder, config, now_ms(), told) if each["type"].endswith("bridge")]
     if json:
-        print_json(links)
+        print_json(links, agents=agents, expiring=ending)
         return
     table(
         f"Links of {choose_region(region)}",
@@ -801,17 +810,26 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
             for link in links
         ],
     )
-
-    agents = agent_rows(choose_region(region))
     if agents:
-        table("Agents on this machine", ["bridge", "state", "leads to", "configuration"], agents)
-
-    from cli.expiry import expiring
-
-    folder, config = folder_of(region)
-    for each in expiring(folder, config, now_ms(), told):
-        if each["type"].endswith("bridge"):
-            note(f"{each['name']} {until_text(each['not_after_ms'], now_ms())}: {each['advice']}")
+        table(
+            "Agents on this machine",
+            ["bridge", "state", "leads to", "holds until", "configuration"],
+            [
+                [
+                    each.name,
+                    each.state if each.pid is None else f"process {each.pid}",
+                    ", ".join(each.leads_to),
+                    iso(each.not_after_ms or 0),
+                    str(each.config),
+                ]
+                for each in agents
+            ],
+        )
+    for agent in agents:
+        for problem in agent.problems:
+            note(problem)
+    for notice in ending:
+        note(f"{notice['name']} {until_text(notice['not_after_ms'], now_ms())}: {notice['advice']}")
 
 
 async def _links(region: str) -> tuple[list[Any], list[ExpiryState]]:
@@ -847,6 +865,7 @@ def up(
 ) -> None:
     """Run a bridge agent: it carries what both regions granted, and nothing else."""
     from bridge.config import load_config as load_agent_config
+    from cli.clash import told
 
     if config_file is not None:
         if to:
@@ -866,6 +885,9 @@ def up(
         files = agent_files(folder, name)
     else:
         files = choose_agent(name, region)
+    if not to:
+        for each in moved(load_agent_config(files.config)):
+            note(each)
     if detach:
         called = load_agent_config(files.config).name
         state = start_agent(files, called)
@@ -876,7 +898,8 @@ def up(
     agent_config = load_agent_config(config_file)
     pid = PidFile(files.pid, f"The bridge {agent_config.name}")
     try:
-        run(_run_agent(agent_config, config_file, pid))
+        with told(f"set another address in {config_file} (health:, with port 0 for any)."):
+            run(_run_agent(agent_config, config_file, pid))
     finally:
         pid.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.resources import files
@@ -10,12 +11,13 @@ from typing import Annotated, Final
 
 import typer
 
+from cli.clash import told
 from cli.console_server import HOST, ConsoleServer, Page
 from cli.console_view import encode_view, view_of
 from cli.mesh_map import Survey, survey
 from cli.output import err, note
 from cli.setting import IdentityOption, choose_region, connect, known_regions, run, stop_signals
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import AddressInUseError, Code, FelixError, RequestError
 from felix.runtime.real import now_ms
 
 INTERVAL_S: Final = 2.0
@@ -33,7 +35,8 @@ def console(
 ) -> None:
     """Serve a page with the mesh as it is now, on 127.0.0.1, until interrupted. It shows and changes nothing."""
     regions = [choose_region(name) for name in region] if region else known_regions() or [choose_region()]
-    run(_serve(regions, identity, port))
+    with told("name another port with --port, or none."):
+        run(_serve(regions, identity, port))
 
 
 async def _serve(regions: Sequence[str], identity: str, port: int) -> None:
@@ -49,6 +52,8 @@ async def _serve(regions: Sequence[str], identity: str, port: int) -> None:
     try:
         await server.start(port)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUseError(f"{HOST}:{port}", "TCP") from error
         raise RequestError(
             f"{HOST}:{port} cannot be used: {error.strerror or error}.",
             code=Code.CONFIG_INVALID,

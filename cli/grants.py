@@ -81,7 +81,7 @@ def stand(
         region=config.region,
         sequence=book.next_sequence(grant, config.region),
         at=now_ms(),
-        by=f"operator of {config.region}",
+        by=operator_id(config.region),
         reason=reason,
         truncation=truncation,
     )

@@ -65,6 +65,7 @@ def _say(
         return
     from cli.output import err
 
+    # A process that runs apart says so in its log, and whoever started it reads it there (cli.process.last_words).
     err.print(f"felix: {sentence}", style="bold red")
     if hint:
         err.print(f"       {hint}")

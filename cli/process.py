@@ -15,12 +15,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final, NamedTuple
 
 from felix.errors import Code, RequestError, UnavailableError
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
+FAILURE: Final = "felix: "
+"""What the line begins with that says why a command failed; its hint, then its code, stand below, as far in."""
 LOCK_TIMEOUT_S = 0.5
 """Longer than anybody who asks whether a process runs holds its lock."""
 
@@ -108,11 +110,31 @@ def start_detached(command: Sequence[str], pid_file: Path, log_file: Path, what:
         if process.poll() is not None:
             with log_file.open("rb") as log:
                 log.seek(start)
-                said = log.read()[-2000:].decode(errors="replace").strip()
-            raise UnavailableError(f"{what} ended before it served:\n{said}", hint=f"See {log_file}.")
+                said = last_words(log.read().decode(errors="replace"))
+            raise UnavailableError(
+                f"{what} ended before it served: {said.sentence}",
+                hint=f"{said.hint} See {log_file}.".lstrip(),
+            )
         time.sleep(0.05)
     process.terminate()
     raise UnavailableError(f"{what} did not serve within {START_TIMEOUT_S:.0f} s.", hint=f"See {log_file}.")
+
+
+class LastWords(NamedTuple):
+    """Why a process ended, as its log has it last: what `cli.main` says of a failure, else the last line."""
+
+    sentence: str
+    hint: str
+
+
+def last_words(log: str) -> LastWords:
+    """Pure."""
+    lines = log.strip().splitlines() or ["it said nothing."]
+    for at in reversed(range(len(lines))):
+        if lines[at].startswith(FAILURE):
+            more = [line.strip() for line in lines[at + 1 :] if line.startswith(" " * len(FAILURE))]
+            return LastWords(lines[at].removeprefix(FAILURE), " ".join(more[:-1]))
+    return LastWords(lines[-1], "")
 
 
 def stop(pid_file: Path, what: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -58,6 +59,9 @@ def init(
     country: Annotated[str, typer.Option(help="ISO 3166-1 alpha-2, for reports.")] = "",
     jurisdiction: Annotated[str, typer.Option(help="As policies call it, for example EU.")] = "",
     entity: Annotated[str, typer.Option(help="The legal entity that runs it, for reports.")] = "",
+    contact: Annotated[
+        str, typer.Option(help="Whom others ask about it, as in 'Data Office, +1 206 555 0100'.")
+    ] = "",
     listen: Annotated[str, typer.Option(help="host:port (UDP) of the broker.")] = "",
     health: Annotated[str, typer.Option(help="host:port of metrics and health; `none` for none.")] = "",
 ) -> None:
@@ -92,6 +96,7 @@ def init(
         country=country,
         jurisdiction=jurisdiction or ("EU" if country in _EU else country),
         entity=entity,
+        contact=contact,
         listen=address,
         health=health_address,
         now_ms=now_ms(),
@@ -99,6 +104,7 @@ def init(
     out.print(styled("Region ", (name, "bold"), f" of mesh {mesh} is founded in {folder.root}"))
     out.print(f"  listens at    {address} (UDP), health {health_address or 'none'}")
     out.print(f"  country       {signed.bundle.country}, jurisdiction {signed.bundle.jurisdiction}")
+    out.print(f"  entity        {entity or 'not named'}, contact {contact or 'not named'}")
     out.print(f"  fingerprint   {signed.bundle.fingerprint()}")
     out.print(
         f"Regions exchange within one mesh, and its name stays: agree on {mesh!r} with the others' operators."
@@ -186,6 +192,7 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Run apart from this terminal.")] = False,
 ) -> None:
     """Run the region's broker, in the foreground until it is interrupted, or apart with --detach."""
+    from cli.clash import told
     from region.node import Node
 
     name = choose_region(name)
@@ -202,7 +209,8 @@ def up(
     logging.getLogger("felix").setLevel(logging.INFO)
     pid = PidFile(folder.broker_pid, f"The broker of {name}")
     try:
-        run(_serve(folder, Node(folder, config), pid))
+        with told(f"set another address in {folder.config} (listen:, or health:)."):
+            run(_serve(folder, Node(folder, config), pid))
     finally:
         pid.close()
 
@@ -222,6 +230,7 @@ async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
             address = node.address
             if config.listen.port == 0 or _is_outdated(folder, config.region, address):
                 await asyncio.to_thread(write_profile, folder, config.region, config.mesh, address)
+                await asyncio.to_thread(_tell_of_agents)
             health = node.health.address if node.health is not None else None
             pid.announce(
                 address=str(address),
@@ -237,6 +246,17 @@ async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
             notifier.stopping()
             await node.stop()
             stop_tracing()
+
+
+def _tell_of_agents() -> None:
+    """Say which agents of this home look for a region where it is not any more."""
+    from bridge.config import load_config
+    from cli.agent import agents_here, moved
+
+    for files in agents_here():
+        with suppress(RequestError):
+            for each in moved(load_config(files.config)):
+                note(each)
 
 
 def _status_line(node: Node) -> str:
@@ -311,6 +331,8 @@ def status(
     for row in found:
         for notice in row["expiring"]:
             out.print(f"{notice['name']} {until_text(notice['not_after_ms'], now_ms())}: {notice['advice']}")
+    if name and found:
+        out.print(f"entity {found[0]['entity'] or 'not named'}, contact {found[0]['contact'] or 'not named'}")
     if name and found and found[0]["gauges"]:
         gauges = found[0]["gauges"]
         assert isinstance(gauges, dict)
@@ -328,10 +350,19 @@ def _status(region: str) -> dict[str, Any]:
 
     folder = RegionFolder.of(region)
     row: dict[str, Any] = {"region": region, "mesh": "", "country": "", "state": "down", "address": ""}
-    row |= {"pid": None, "started": "", "gauges": {}, "problem": "", "expiring": []}
+    row |= {
+        "entity": "",
+        "contact": "",
+        "pid": None,
+        "started": "",
+        "gauges": {},
+        "problem": "",
+        "expiring": [],
+    }
     try:
         _, config = folder_of(region)
         row |= {"mesh": config.mesh, "country": config.country, "address": str(config.listen)}
+        row |= {"entity": config.entity, "contact": config.contact}
         row["expiring"] = expiring(folder, config, now_ms())
         state = read_state(folder.broker_pid)
         if state is not None:

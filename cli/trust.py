@@ -32,7 +32,9 @@ def offer(
             help="host:port where others reach its brokers; may be repeated. Else where it listens."
         ),
     ] = None,
-    contact: Annotated[str, typer.Option(help="Whom to ask, as in 'Data Office, +1 206 555 0100'.")] = "",
+    contact: Annotated[
+        str, typer.Option(help="Whom to ask, as in 'Data Office, +1 206 555 0100'; kept in region.yaml.")
+    ] = "",
     output: Annotated[Path | None, typer.Option("--out", help="Where to write it.")] = None,
     region: RegionOption = "",
     json: JsonOption = False,
@@ -41,7 +43,12 @@ def offer(
 
     Send it by any way; nothing in it is secret. Read the fingerprint to their operator by another one.
     """
+    from region.bootstrap import keep_contact
+
     folder, config = folder_of(region)
+    if contact and contact != config.contact:
+        keep_contact(folder, contact)
+        note(f"{folder.config} names that contact from now on.")
     signed = make_offer(folder, config, address or (), contact, now_ms())
     made, bundle = signed.offer, signed.offer.bundle.bundle
     path = output or Path(f"{config.region}.offer")

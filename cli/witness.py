@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import ssl
 import time
@@ -20,7 +21,7 @@ from cli.notify import Notifier
 from cli.output import note, out, print_json, table
 from cli.setting import JsonOption, read_file, run, stop_signals
 from felix.address import Address
-from felix.errors import Code, RequestError
+from felix.errors import AddressInUseError, Code, RequestError
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -123,10 +124,13 @@ def serve(
             tls.load_cert_chain(tls_cert, tls_key)
         except OSError as error:
             raise RequestError(f"The certificate or its key cannot be read: {error}.") from error
+    from cli.clash import told
+
     logging.getLogger("felix").setLevel(logging.INFO)
     state = WitnessState.open(folder, serve=True)
     try:
-        run(_serve(state, address, prefix, tls))
+        with told("name another one with --listen."):
+            run(_serve(state, address, prefix, tls))
     finally:
         state.close()
 
@@ -138,6 +142,8 @@ async def _serve(state: WitnessState, address: Address, prefix: str, tls: ssl.SS
     try:
         await server.start()
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUseError(str(address), "TCP") from error
         raise RequestError(
             f"{address} cannot be used: {error.strerror or error}.",
             code=Code.CONFIG_INVALID,

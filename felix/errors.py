@@ -144,6 +144,20 @@ class RequestError(FelixError):
     default_code = Code.INVALID
 
 
+class AddressInUseError(RequestError):
+    """Another socket of this machine has the address that was to be listened at. `transport` is UDP or TCP."""
+
+    default_code = Code.CONFIG_INVALID
+
+    def __init__(self, address: str, transport: str) -> None:
+        super().__init__(
+            f"Cannot listen on {address} ({transport}): another process of this machine does.",
+            hint="Choose another address or port, or stop the process that uses this one.",
+        )
+        self.address = address
+        self.transport = transport
+
+
 class OffsetMismatchError(RequestError):
     """The log of a shard does not end where a conditional publish expects it; nothing was appended.
 

@@ -6,6 +6,7 @@ agents use it; applications need not.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Iterable
 from socketserver import ThreadingMixIn
@@ -16,7 +17,8 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.registry import Collector
 
-from felix.errors import Code, RequestError
+from felix.address import Address
+from felix.errors import AddressInUseError, Code, RequestError
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -57,6 +59,8 @@ class HealthServer:
         try:
             self._server = make_server(host, port, app, _Server, _Quiet)
         except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise AddressInUseError(str(Address(host, port)), "TCP") from error
             raise RequestError(
                 f"The health address {host}:{port} cannot be used: {error.strerror or error}.",
                 code=Code.CONFIG_INVALID,

@@ -26,6 +26,7 @@ from keys.hybrid import HybridKeyPair, load_key_pair, save_key_pair
 from keys.keyring import create_keyring
 from keys.post_quantum import MlDsaKey, load_ml_dsa_key, save_ml_dsa_key
 from keys.signing import SigningKey, load_signing_key, save_signing_key
+from policy.documents import decode_document
 from region.config import IdentitiesConfig, RegionConfig
 from region.folder import RegionFolder
 
@@ -38,6 +39,7 @@ region: {region}
 mesh: {mesh}
 country: {country}
 entity: {entity}
+contact: {contact}
 broker: b1
 listen: {listen}
 health: {health}
@@ -55,6 +57,7 @@ def found_region(
     country: str,
     jurisdiction: str,
     entity: str,
+    contact: str = "",
     listen: Address,
     health: Address | None,
     now_ms: int,
@@ -132,6 +135,7 @@ def found_region(
         mesh=mesh,
         country=country,
         entity=json.dumps(entity),
+        contact=json.dumps(contact),
         listen=json.dumps(str(listen)),
         health=json.dumps(str(health)) if health else "null",
         operator=OPERATOR,
@@ -139,6 +143,27 @@ def found_region(
     create_file(folder.config, text.encode(), PUBLIC)
     write_profile(folder, region, mesh, listen)
     return bundle
+
+
+def keep_contact(folder: RegionFolder, contact: str) -> None:
+    """Write into the configuration whom to ask about the region; whatever else stands there stays. Raises RequestError(CONFIG_INVALID)."""
+    text = folder.config.read_text(encoding="utf-8")
+    line = f"contact: {json.dumps(contact)}"
+    if re.search(r"^contact:", text, re.M):
+        text = re.sub(r"^contact:.*$", lambda _: line, text, count=1, flags=re.M)
+    else:
+        text = f"{text.rstrip()}\n{line}\n"
+    try:
+        is_so = decode_document(text, RegionConfig, str(folder.config)).contact == contact
+    except RequestError:
+        is_so = False
+    if not is_so:
+        raise RequestError(
+            f"The contact in {folder.config} is written over several lines.",
+            code=Code.CONFIG_INVALID,
+            hint="Change it there.",
+        )
+    replace_file(folder.config, text.encode(), PUBLIC)
 
 
 def write_profile(folder: RegionFolder, region: str, mesh: str, address: Address) -> None:

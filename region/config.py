@@ -17,6 +17,7 @@ from felix.errors import Code, RequestError
 from felix.names import parse_region
 from felix.quota import QuotaLimits
 from felix.telemetry import TracingConfig
+from keys.offer import Line
 from policy.documents import Parsed, decode_document
 from policy.quantity import Duration, Rate, Size
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES
@@ -240,12 +241,13 @@ class IdentitiesConfig(Part, frozen=True):
 
 
 class RegionConfig(Part, frozen=True):
-    """One broker of one region. `entity` is the legal entity that runs it, `operators` have every right."""
+    """One broker of one region. `entity` is the legal entity that runs it, `contact` whom to ask; `operators` have every right."""
 
     region: Label
     mesh: Label
     country: Annotated[str, msgspec.Meta(pattern="^[A-Z]{2}$")]
     entity: str = ""
+    contact: Line = ""
     broker: Label = "b1"
     listen: Address = Address("127.0.0.1", DEFAULT_PORT)
     health: Address | None = Address("127.0.0.1", 8080)

@@ -20,6 +20,7 @@ def make_offer(
     folder: RegionFolder, config: RegionConfig, addresses: Sequence[str], contact: str, now_ms: int
 ) -> SignedOffer:
     """The region's offer as of now. `addresses`: how it is reached from elsewhere; empty: where its broker listens.
+    `contact`: whom to ask; empty: as the configuration says.
 
     Raises RequestError(CONFIG_INVALID) where the broker listens at every address of its machine, which says none.
     """
@@ -29,7 +30,7 @@ def make_offer(
             addresses=tuple(str(parse_address(address)) for address in addresses)
             or _listening(folder, config),
             entity=config.entity,
-            contact=contact,
+            contact=contact or config.contact,
             bundle=decode_bundle(folder.bundle.read_bytes()),
         ),
         load_signing_key(folder.policy_key),

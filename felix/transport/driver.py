@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import ipaddress
 import logging
@@ -27,7 +28,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Protocol
 
-from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.errors import (
+    AddressInUseError,
+    Code,
+    FelixError,
+    ProtocolError,
+    RequestError,
+    UnavailableError,
+)
 from felix.runtime.real import REAL
 from felix.transport import packet
 from felix.transport.certificate import explain_refusal
@@ -1330,6 +1338,8 @@ class DriverEngine:
             family, address = (await _resolve(loop, host, port))[0]
             sock = open_socket(family, bind=address, buffer_bytes=limits.socket_buffer_bytes)
         except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise AddressInUseError(_shown((host, port)), "UDP") from error
             raise RequestError(
                 f"Cannot listen on {_shown((host, port))} (UDP): {error.strerror or error}.",
                 code=Code.CONFIG_INVALID,

@@ -69,6 +69,7 @@ SCENARIO: Sequence[str] = (
     "bridge list",
     "bridge show GRANT",
     "bridge explain stream acme/ops/orders --to eu-west",
+    "bridge init --to eu-west --address 127.0.0.1:7444",
     "bridge status",
     "keys list",
     "region status",
@@ -123,10 +124,19 @@ async def test_what_commands_print_is_what_the_schema_says(
                 stream = client.stream(STREAM)
                 await stream.publish(b'{"a": 12345}', key=b"k", headers={"h": b"\xff"})
                 await stream.publish(b"\xff", key=b"\xff")
+            if words == "bridge status":
+                (agent,) = made["agents"]
+                assert (agent["name"], agent["state"], agent["leads_to"]) == (
+                    "us-east-to-eu-west",
+                    "down",
+                    ["eu-west"],
+                )
+                assert agent["identity"].endswith("/bridge/us-east-to-eu-west") and agent["not_after_ms"]
+                assert made["expiring"] == [], "the identity was issued just now"
             if words == "stream list":
                 await same_in_other_forms()
     assert set(SCHEMA["$defs"]) - seen == {
-        "list", "data", "Error", "Publication", "ReportSummary", "Restoration", "CheckedProof",
+        "list", "agent", "expiring", "data", "Error", "Publication", "ReportSummary", "Restoration", "CheckedProof",
         "Benchmark", "Finding", "WitnessedLog", "Segment", "ShardVerdict",
     }, "other tests know these, or nothing is made here that would show them"  # fmt: skip
 

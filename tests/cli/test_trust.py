@@ -16,6 +16,7 @@ from felix.address import Address
 from felix.errors import Code, FelixError
 from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
+from keys.offer import decode_offer
 from region.bootstrap import issue_identity, write_profile
 from region.config import RegionConfig
 from region.config import load_config as load_region
@@ -85,6 +86,23 @@ def test_an_offer_is_compared_once_and_its_updates_are_taken_as_far_as_they_may(
     assert region("trust", "third", "--yes").exit_code == 0
     kept = kept_offer(sides.us, "eu-west")
     assert kept is not None and kept.entity == "Initech"
+
+
+def test_a_contact_is_kept_in_the_configuration_and_offered_again(sides: Sides) -> None:
+    def offered(*words: str) -> str:
+        said = region("offer", "--address", "us.example.org:7443", "--out", "mine", *words)
+        assert said.exit_code == 0, said.output
+        return decode_offer((sides.path / "mine").read_bytes()).offer.contact
+
+    sides.us.config.write_text(sides.us.config.read_text().replace('contact: ""\n', "").rstrip() + "  # end")
+    assert offered() == "", "a file of an earlier version says nothing of it"
+    for contact in ("Data Office", 'Ada "the" \\1 Lovelace: +1 206'):
+        assert offered("--contact", contact) == contact
+        assert offered() == contact == load_region(sides.us.config).contact
+    text = sides.us.config.read_text()
+    assert text.count("contact:") == 1 and "  # end" in text and "entity: " in text
+    sides.us.config.write_text(text.replace("contact: ", "contact: >\n  "))
+    assert "several lines" in refused(region("offer", "--contact", "Other")).sentence
 
 
 def test_an_offer_under_a_key_that_is_not_trusted_any_more_says_nothing(sides: Sides) -> None:
