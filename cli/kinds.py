@@ -47,7 +47,7 @@ KINDS: Final = {
     "queue list": "Stream",
     "queue peek": "QueueRecord",
     "queue purge": "Count",
-    "queue put": "Count",
+    "queue put": "Publication",
     "queue redrive": "Count",
     "quota list": "Quota",
     "quota set": "Quota",

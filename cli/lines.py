@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import select
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import IO, Any, Final, NamedTuple, Self
@@ -20,7 +19,7 @@ from typing import IO, Any, Final, NamedTuple, Self
 import msgspec
 
 from cli.exits import EXIT_FAILED
-from felix.batch import BATCH_BYTES_MAX, KEY_BYTES_MAX, NewRecord
+from felix.batch import BATCH_BYTES_MAX, KEY_BYTES_MAX, Headers, NewRecord
 from felix.errors import RequestError
 from felix.publisher import with_message_id
 
@@ -106,11 +105,12 @@ def _line(raw: bytes) -> Line:
 
 
 class LineParser:
-    """A record of each line, with the key and the message id that its fields say."""
+    """A record of each line, with the key and the message id that its fields say, and the same headers on each."""
 
-    def __init__(self, key_field: str = "", id_field: str = "") -> None:
+    def __init__(self, key_field: str = "", id_field: str = "", headers: Headers | None = None) -> None:
         self._key_field = key_field
         self._id_field = id_field
+        self._headers = headers
         self._decoder = msgspec.json.Decoder(dict[str, Any])
 
     def parse(self, number: int, line: Line) -> NewRecord | None:
@@ -120,7 +120,7 @@ class LineParser:
         if not line:
             return None
         if not self._key_field and not self._id_field:
-            return NewRecord(line)
+            return NewRecord(line, None, self._headers)
         try:
             fields = self._decoder.decode(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -132,10 +132,10 @@ class LineParser:
                 f"{KEY_BYTES_MAX:,} are allowed"
             )  # fmt: skip
         if not self._id_field:
-            return NewRecord(line, key)
+            return NewRecord(line, key, self._headers)
         message_id = self._field(fields, self._id_field, number, "--message-id")
         try:
-            return NewRecord(line, key, with_message_id(None, message_id))
+            return NewRecord(line, key, with_message_id(self._headers, message_id))
         except RequestError as error:
             raise InvalidLineError(
                 number, f"has no message id in its field {self._id_field!r}: {error.sentence}".rstrip(".")
@@ -147,20 +147,6 @@ class LineParser:
             why = f"has a field {name!r} that is null" if name in fields else f"has no field {name!r}"
             raise InvalidLineError(number, why, f"Leave {option} away, or correct the line.")
         return value.encode() if isinstance(value, str) else msgspec.json.encode(value)
-
-
-def records_of_lines(source: IO[bytes], parser: LineParser) -> Iterator[NewRecord]:
-    """A record of every line that is not blank; reads as it goes, and blocks. Raises InvalidLineError."""
-    splitter, number = LineSplitter(), 0
-    while True:
-        data = source.read(READ_BYTES)
-        for line in splitter.feed(data) if data else splitter.finish():
-            number += 1
-            record = parser.parse(number, line)
-            if record is not None:
-                yield record
-        if not data:
-            return
 
 
 class InputReader:

@@ -1,4 +1,4 @@
-"""`felix stream publish`: records from the lines of a file or a pipe, as they come.
+"""`felix stream publish`, and the lines of `felix queue put`: records from the lines of a file or a pipe, as they come.
 
 A line is published as soon as it is read, and read only once the one before it has room: the publisher's buffer is the bound.
 However it ends (end of input, an invalid line, a signal, a refusal), what was read as whole lines is published first where
@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Annotated, Any, Final, Self
+from typing import IO, Annotated, Any, Final, NamedTuple, Self
 
 import msgspec
 import typer
@@ -182,6 +182,45 @@ def publish(
         "compress": level if compress else 0,
         "linger_ms": int(Duration.parse(linger)) if linger else 0,
     }
+    publish_lines(
+        name,
+        file,
+        LineParser(key_field, message_id),
+        settings,
+        condition=None if expect_offset is None else Condition(shard, expect_offset),
+        skip_invalid=skip_invalid,
+        from_line=from_line,
+        region=region,
+        identity=identity,
+        as_json=json,
+    )
+
+
+class Condition(NamedTuple):
+    """All lines as one batch, and only where the log of its shard ends at `offset`. `shard`: None where keys say it."""
+
+    shard: int | None
+    offset: int
+
+
+def publish_lines(
+    name: str,
+    file: Path | None,
+    parser: LineParser,
+    settings: dict[str, Any],
+    *,
+    region: str,
+    identity: str,
+    condition: Condition | None = None,
+    skip_invalid: Path | None = None,
+    from_line: int = 1,
+    noun: str = "record",
+    as_json: bool = False,
+) -> None:
+    """Publish the lines of a file, or of standard input as they come, and say how far that came, however it ended.
+
+    `settings` are those of a publisher. Raises FelixError, and typer.Exit where a signal ended it.
+    """
     if file is None and sys.stdin is None:
         raise RequestError("There is no standard input.", hint="Give it a pipe, or name a file with --file.")
     try:
@@ -190,28 +229,22 @@ def publish(
         raise RequestError(f"{file} cannot be read: {error.strerror}.", code=Code.NOT_FOUND) from error
     with source:
         skipped = SkippedLines(skip_invalid) if skip_invalid else None
-        work = LinePublishing(LineParser(key_field, message_id), skipped, from_line)
+        work = LinePublishing(parser, skipped, from_line, noun)
         began = time.monotonic()
         ended: int | None = None
         failed = True
         try:
-            if expect_offset is None:
+            if condition is None:
                 run(work.publish_all(source, connect(region, identity), name, settings))
             else:
-                run(
-                    work.publish_batch(
-                        source, connect(region, identity), name, settings, shard, expect_offset
-                    )
-                )
+                run(work.publish_batch(source, connect(region, identity), name, settings, *condition))
             failed, ended = False, work.signal
         finally:
             if skipped is not None:
                 skipped.__exit__(None, None, None)
             if work.opened:
-                said = Summary(
-                    name, work.tally, time.monotonic() - began, acks == "all", ended, failed, skip_invalid
-                )
-                said.show(as_json=json)
+                said = Summary(name, work.tally, time.monotonic() - began, ended, failed, skip_invalid, noun)
+                said.show(as_json=as_json)
     if ended is not None:
         raise typer.Exit(128 + ended)
 
@@ -219,8 +252,15 @@ def publish(
 class LinePublishing:
     """One run of the command: lines in, records out. `tally` says how far it came, whatever ended it."""
 
-    def __init__(self, parser: LineParser, skipped: SkippedLines | None, from_line: int) -> None:
+    def __init__(
+        self,
+        parser: LineParser,
+        skipped: SkippedLines | None = None,
+        from_line: int = 1,
+        noun: str = "record",
+    ) -> None:
         self._parser = parser
+        self._noun = noun
         self._skipped = skipped
         self._from_line = from_line
         self.tally = Tally(0)
@@ -280,7 +320,7 @@ class LinePublishing:
                         self._skip(error, line)
                         continue
                     tally.publish(number, len(record.payload), publisher)
-                bar.update(task, description=f"publishing: {tally.records:,} records")
+                bar.update(task, description=f"publishing: {counted(tally.records, self._noun)}")
 
     def _skip(self, error: InvalidLineError, line: Line) -> None:
         if self._skipped is None:
@@ -399,10 +439,10 @@ class Summary:
     stream: str
     tally: Tally
     seconds: float
-    acks: bool
-    signal: int | None
-    failed: bool
-    skip_file: Path | None
+    signal: int | None = None
+    failed: bool = False
+    skip_file: Path | None = None
+    noun: str = "record"
 
     def show(self, *, as_json: bool) -> None:
         """On standard output; on standard error where that cannot be written, so that it is not lost."""
@@ -438,8 +478,8 @@ class Summary:
         come, tally = self.tally.progress, self.tally
         whole = come.acknowledged == tally.records
         rate = f": {come.acknowledged / max(self.seconds, 1e-9):,.0f} a second" if whole else ""
-        count = f"{counted(come.acknowledged, 'record')} ({tally.size:,} bytes)" if whole else (
-            f"{come.acknowledged:,} of {counted(tally.records, 'record')} acknowledged"
+        count = f"{counted(come.acknowledged, self.noun)} ({tally.size:,} bytes)" if whole else (
+            f"{come.acknowledged:,} of {counted(tally.records, self.noun)} acknowledged"
         )  # fmt: skip
         said = [f"{count} in {self.seconds:.1f} s{rate}"]
         if come.offsets:
@@ -456,7 +496,7 @@ class Summary:
             )
         if self.failed or self.signal is not None:
             later = come.acknowledged - come.contiguous
-            again = f"; {counted(later, 'later record')} acknowledged already" if later else ""
+            again = f"; {counted(later, f'later {self.noun}')} acknowledged already" if later else ""
             said.append(f"  go on with --from-line {tally.next_line}{again}")
         return said
 

@@ -6,16 +6,15 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from cli.exits import EXIT_FAILED
-from cli.lines import LineParser, records_of_lines
+from cli.lines import LineParser
 from cli.output import (
     Printed,
     counted,
@@ -29,12 +28,12 @@ from cli.output import (
     write_data,
     write_json_line,
 )
+from cli.publish import Summary, Tally, publish_lines
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run, stop_signals
 from cli.stream import Name, format_durability, parse_durability, parse_retention
-from felix.batch import NewRecord
 from felix.errors import Code, RequestError
 from felix.messages import StreamState
-from felix.queue import Job
+from felix.queue import Job, job_headers
 from felix.queue_messages import Held, QueueState
 from policy.quantity import Duration, Size
 
@@ -239,57 +238,64 @@ def put(
         str | None, typer.Argument(help="The job's payload; left out: one job a line of --file.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="One job a line; standard input if left out.", dir_okay=False)
+        Path | None,
+        typer.Option(help="One job a line; standard input, as it comes, if left out.", dir_okay=False),
     ] = None,
     key: Annotated[str, typer.Option(help="The key of PAYLOAD.")] = "",
     key_field: Annotated[str, typer.Option(help="The JSON field of a line that becomes its key.")] = "",
     delay: Annotated[str, typer.Option(help="Not before so long, as in 10m.")] = "",
     priority: Annotated[int | None, typer.Option(help="0 to 9; the highest goes first. Default: 4.")] = None,
+    skip_invalid: Annotated[
+        Path | None,
+        typer.Option(
+            help="Go on after a line that cannot be a job; it is added to this file, with its number and the reason."
+        ),
+    ] = None,
+    from_line: Annotated[
+        int, typer.Option(min=1, help="Leave out the lines before this one, as after an end that named it.")
+    ] = 1,
     region: RegionOption = "",
     identity: IdentityOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Put jobs into a queue, and wait until they are as durable as it is."""
-    if payload is not None and file is not None:
+    """Put jobs into a queue, one a line as they come, and wait until they are as durable as it is."""
+    if payload is None:
+        parser = LineParser(key_field, headers=job_headers(None, delay=_seconds(delay), priority=priority))
+        publish_lines(
+            name,
+            file,
+            parser,
+            {},
+            skip_invalid=skip_invalid,
+            from_line=from_line,
+            noun="job",
+            region=region,
+            identity=identity,
+            as_json=json,
+        )
+        return
+    if file is not None:
         raise RequestError("Give the payload or a file, not both.")
-    delay_s = int(Duration.parse(delay)) / 1000 if delay else 0.0
+    job = payload.encode()
+    tally, began = Tally(0), time.monotonic()
 
-    async def put_one(payload: str) -> int:
-        async with connect(region, identity) as client:
-            await client.queue(name).put(
-                payload.encode(), key=key.encode() or None, delay=delay_s, priority=priority
-            )
-        return 1
+    async def put_one() -> None:
+        async with connect(region, identity) as client, client.stream(name).publisher() as publisher:
+            tally.publish(1, len(job), publisher)
+            headers = job_headers(None, delay=_seconds(delay), priority=priority)
+            await publisher.send(job, key.encode() or None, headers)
+            await publisher.flush()
+            tally.progress = publisher.progress
 
-    async def put_lines(source: IO[bytes]) -> int:
-        count = 0
-        async with connect(region, identity) as client:
-            for some in _chunks(records_of_lines(source, LineParser(key_field))):
-                await client.queue(name).put_many(
-                    [record.payload for record in some],
-                    [record.key for record in some],
-                    delay=delay_s,
-                    priority=priority,
-                )
-                count += len(some)
-        return count
-
-    if payload is not None:
-        count = run(put_one(payload))
-    elif file is not None:
-        with file.open("rb") as source:
-            count = run(put_lines(source))
-    else:
-        count = run(put_lines(sys.stdin.buffer))
+    run(put_one())
     if json:
-        print_json({"count": count})
+        print_json(Summary(name, tally, time.monotonic() - began).row())
     else:
-        out.print(f"{_counted(count, 'job is', 'jobs are')} in {name}")
+        out.print(f"1 job is in {name}")
 
 
-def _chunks(records: Iterator[NewRecord], size: int = 5_000) -> Iterator[list[NewRecord]]:
-    while some := list(islice(records, size)):
-        yield some
+def _seconds(delay: str) -> float:
+    return int(Duration.parse(delay)) / 1000 if delay else 0.0
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import cast
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import felix
-from cli.lines import LINE_BYTES_MAX, InvalidLineError, LineParser, LineSplitter, LongLine, records_of_lines
+from cli.lines import LINE_BYTES_MAX, InvalidLineError, LineParser, LineSplitter, LongLine
 from cli.publish import RUNS_MAX, Tally
 from felix.batch import MESSAGE_ID_HEADER, NewRecord
 from felix.publisher import PublishProgress
@@ -58,11 +57,17 @@ def test_an_invalid_line_says_its_number_and_why(line: bytes | LongLine, why: st
 
 
 def test_fields_become_key_and_message_id() -> None:
-    source = io.BytesIO(b'{"id": "a", "n": 7}\n\r\n{"id": "b", "n": [1, 2]}')
-    assert list(records_of_lines(source, LineParser("n", "id"))) == [
-        NewRecord(b'{"id": "a", "n": 7}', b"7", {MESSAGE_ID_HEADER: b"a"}),
-        NewRecord(b'{"id": "b", "n": [1, 2]}', b"[1,2]", {MESSAGE_ID_HEADER: b"b"}),
+    parser = LineParser("n", "id", {"h": b"x"})
+    assert [parser.parse(1, line) for line in (b'{"id": "a", "n": 7}', b"", b'{"id": "b", "n": [1, 2]}')] == [
+        NewRecord(b'{"id": "a", "n": 7}', b"7", {"h": b"x", MESSAGE_ID_HEADER: b"a"}),
+        None,
+        NewRecord(b'{"id": "b", "n": [1, 2]}', b"[1,2]", {"h": b"x", MESSAGE_ID_HEADER: b"b"}),
     ]
+    for parser, key in (
+        (LineParser("n", headers={"h": b"x"}), b"7"),
+        (LineParser(headers={"h": b"x"}), None),
+    ):
+        assert parser.parse(1, b'{"n":7}') == NewRecord(b'{"n":7}', key, {"h": b"x"})
     with pytest.raises(InvalidLineError, match="has no message id in its field 'id': A message id is"):
         LineParser("", "id").parse(1, b'{"id": ""}')
 

@@ -170,16 +170,24 @@ def spawn(*words: str, stdout: int = subprocess.PIPE, **how: Any) -> subprocess.
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGINT, ("stream", "publish")),
+        (signal.SIGTERM, ("stream", "publish")),
+        (signal.SIGTERM, ("queue", "put")),
+    ],
+    ids=["SIGINT", "SIGTERM", "jobs"],
+)
 def test_a_pipe_is_published_line_by_line_and_a_signal_says_what_was(
-    felix_command: Command, stream: str, number: signal.Signals
+    felix_command: Command, stream: str, number: signal.Signals, words: tuple[str, str]
 ) -> None:
-    felix_command("stream", "create", stream)
+    felix_command(words[0], "create", stream)
     # A shell starts what runs in the background with SIGINT ignored; so does this test, where it is to stay so.
     ignored = number is not signal.SIGINT
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
     try:
-        process = spawn("stream", "publish", stream, "--json")
+        process = spawn(*words, stream, "--json")
     finally:
         signal.signal(signal.SIGINT, before)
     assert process.stdin is not None

@@ -10,6 +10,7 @@ import pytest
 from e2e.command_mesh import felix_command, free_port
 from typer.testing import CliRunner
 
+from cli.lines import InvalidLineError
 from cli.main import app
 from cli.queue import _age
 from felix.errors import Code, FelixError
@@ -69,7 +70,7 @@ def test_an_age_has_the_two_units_that_count(ms: int, text: str) -> None:
     assert _age(ms) == text
 
 
-def test_a_queue_from_create_to_delete(home: Home) -> None:
+def test_a_queue_from_create_to_delete(home: Home, tmp_path: Path) -> None:
     assert NAME in home.queue("create", "--attempts", "2", "--retry", "10ms", "--visibility", "1m").out
     assert json.loads(home.felix("queue", "list", "--json").out)["items"][0]["stream"] == NAME
     assert NAME in home.felix("queue", "list", "acme/").out
@@ -78,7 +79,23 @@ def test_a_queue_from_create_to_delete(home: Home) -> None:
     home.queue("alter", refused=Code.INVALID)
     home.queue("alter", "--ordered", refused=Code.CONFIG_INVALID)
     lines = b'{"id": "a"}\n\n{"id": "b"}\n{"id": "c"}\n'
-    assert json.loads(home.queue("put", "--key-field", "id", "--json", stdin=lines).out)["count"] == 3
+    said = json.loads(home.queue("put", "--key-field", "id", "--json", stdin=lines).out)
+    assert (said["kind"], said["records"], said["blank"], said["ended"]) == ("Publication", 3, 1, "end")
+    # What is wrong ends it with the line to go on from; told so, it goes into a file, and the rest is put in.
+    mixed, left = b'{"id": "x"}\nno json\n{"id": "y"}\n', tmp_path / "left.jsonl"
+    other = "acme/ops/mixed"
+    home.felix("queue", "create", other)
+    ended = CliRunner().invoke(app, ["queue", "put", other, "--key-field", "id"], input=mixed)
+    assert isinstance(ended.exception, InvalidLineError) and "go on with --from-line 2" in ended.stdout
+    said = json.loads(
+        home.felix(
+            "queue", "put", other, "--key-field", "id", "--from-line", "2", "--skip-invalid", str(left),
+            "--delay", "10m", "--json", stdin=mixed,
+        ).out
+    )  # fmt: skip
+    assert (said["records"], said["invalid"], len(left.read_text().splitlines())) == (1, 1, 1)
+    shown = json.loads(home.felix("queue", "peek", other, "--json").out)["items"]
+    assert [(each["key"], each["phase"]) for each in shown] == [("x", "ready"), ("y", "delayed")]
     assert home.queue("put", "later", "--delay", "10m").out == f"1 job is in {NAME}\n"
     home.queue("put", "first", "--priority", "9", "--key", "k")
 
