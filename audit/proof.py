@@ -532,6 +532,11 @@ def check_record(proven: Proven, key: CommitmentKey, record: SourceRecord) -> No
         raise TamperError(f"That record is not the one that crossed as record {proven.offset}.")
 
 
+def looks_like_proof(data: bytes) -> bool:
+    """False where a file is something else altogether, so that nobody takes the wrong file for a proof that was changed."""
+    return data.lstrip().startswith(b"{") or b'"format"' in data
+
+
 def _parse(data: bytes) -> _Proof:
     if len(data) > PROOF_BYTES_MAX:
         raise TamperError(f"A proof file of {len(data)} bytes is over the limit of {PROOF_BYTES_MAX}.")

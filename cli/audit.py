@@ -12,7 +12,7 @@ import typer
 from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
 from audit.note import parse_note
 from audit.origin import Origin
-from audit.proof import Proven, check_proof, prove
+from audit.proof import Proven, check_proof, looks_like_proof, prove
 from audit.receipt import Receipt
 from audit.tile import CHECKPOINT_PATH, read_entries
 from audit.tile_disk import Folder
@@ -459,6 +459,11 @@ def check_proof_(
     if is_tlog_proof(data):
         _show_leaf(file, check_leaf(data, trust, cosignatures_min=cosignatures), json)
         return
+    if not looks_like_proof(data):
+        raise RequestError(
+            f"{file} is no proof.",
+            hint="Give a file that `felix audit prove` wrote, or one of c2sp.org/tlog-proof.",
+        )
     proven = check_proof(data, trust, cosignatures_min=cosignatures)
     if json:
         print_json(proven)

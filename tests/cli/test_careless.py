@@ -177,7 +177,7 @@ CASES: list[tuple[str, int, str]] = [
     ("audit prove --stream acme/ops/careless --offset 0", 1, "0 egress logs"),
     ("audit prove --stream acme/ops/careless --offset 0 --log nowhere", 1, "There is no audit log"),
     ("audit check-proof nowhere.json", 1, "nowhere.json cannot be read"),
-    ("audit check-proof us-east/region.yaml", 5, "proof"),
+    ("audit check-proof us-east/region.yaml", 2, "is no proof"),
     ("audit verify --bundle nowhere.json", 1, "nowhere.json cannot be read"),
     ("audit report --log nowhere", 1, "nowhere"),
     ("audit report --since soonish", 2, "'soonish'"),
@@ -251,15 +251,15 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         felix_command(tmp_path, *init, "us-a", "--listen", f"127.0.0.1:{port}", "--health", "none")
         said = felix_command(tmp_path, "region", "up", "us-a", code=None)
         assert said.code in (1, 4)
-        assert f"127.0.0.1:{port}" in said.err
+        assert f"127.0.0.1:{port} (UDP) is taken by process {os.getpid()}" in said.err
         is_sentence(said)
         felix_command(
             tmp_path, *init, "us-b", "--listen", "127.0.0.1:0", "--health", f"127.0.0.1:{health_port}"
         )
         said = felix_command(tmp_path, "region", "up", "us-b", code=1)
-        assert f"The health address 127.0.0.1:{health_port} cannot be used" in said.err
+        assert f"127.0.0.1:{health_port} (TCP) is taken by process {os.getpid()}" in said.err
         said = felix_command(tmp_path, "region", "up", "us-b", "--detach", code=4)
-        assert "ended before it served" in said.err
+        assert f"ended before it served: 127.0.0.1:{health_port} (TCP) is taken" in said.err
         said = felix_command(tmp_path, "region", "down", "us-b", code=1)
         assert "The broker of us-b does not run" in said.err
 

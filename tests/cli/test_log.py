@@ -8,7 +8,9 @@ from region_home import make_region, running
 from typer.testing import CliRunner
 
 import felix
+from cli.exits import exit_code
 from cli.main import app
+from felix.errors import UnavailableError
 
 
 async def segment_of(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -82,4 +84,5 @@ async def test_a_running_broker_is_not_verified(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("FELIX_HOME", str(tmp_path))
     async with running(make_region(tmp_path, "us-east")):
         answer = CliRunner().invoke(app, ["log", "verify"])
-        assert "in use by another process" in str(answer.exception)
+        assert isinstance(answer.exception, UnavailableError)
+        assert "in use by another process" in answer.exception.sentence and exit_code(answer.exception) == 4
