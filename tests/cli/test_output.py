@@ -136,7 +136,7 @@ async def test_what_commands_print_is_what_the_schema_says(
             if words == "stream list":
                 await same_in_other_forms()
     assert set(SCHEMA["$defs"]) - seen == {
-        "list", "agent", "expiring", "data", "Error", "Publication", "ReportSummary", "Restoration", "CheckedProof",
+        "list", "agent", "expiring", "data", "Error", "ReportSummary", "Restoration", "CheckedProof",
         "Benchmark", "Finding", "WitnessedLog", "Segment", "ShardVerdict",
     }, "other tests know these, or nothing is made here that would show them"  # fmt: skip
 
