@@ -2,7 +2,8 @@
 
 Calls are pipelined: many may be under way, and their replies come in any order. When the link is lost the exchange is opened
 again on the next one, by itself; what was under way fails with UnavailableError(DISCONNECTED), which says that nobody knows
-whether it was carried out, unless the caller said that asking twice does no harm: then it is asked again.
+whether it was carried out, unless the caller said that asking twice does no harm: then it is asked again. Where the exchange ends
+for good, what was under way fails with what ended it, as every later call does.
 
 Invariants: at most `calls_max` calls are under way; an event is given to the listener in the order it came, between `opened` and
 `lost`; after `close` nothing is called any more. On the event loop. Only felix/ itself may use this module.
@@ -108,8 +109,8 @@ class Exchange:
     async def call(self, message: Message, *, again: bool, timeout_s: float | None = None) -> Any:
         """One call and its reply, decoded. `again`: asking twice does no harm, so a lost or refused-for-now one is.
 
-        Raises what the broker refuses it with; UnavailableError: TIMEOUT, or DISCONNECTED where it is not known whether it was
-        carried out.
+        Raises what the broker refuses it with, or ended the exchange with meanwhile; UnavailableError: TIMEOUT, or DISCONNECTED
+        where it is not known whether it was carried out.
         """
         limit_s = self._limit_s(timeout_s)
         backoff: Backoff | None = None
@@ -282,14 +283,14 @@ class Exchange:
                 future.set_exception(error)
         elif not correlation or correlation == self._opening:
             # The exchange as a whole: worth another try only where the broker says that it will pass.
+            if not isinstance(error, UnavailableError):
+                self._end(error)
+                return
             stream_id, link = self._stream_id, self._link
             self._lose(error)
             if link is not None:
                 link.close_exchange(stream_id)
-            if isinstance(error, UnavailableError):
-                self._again(error)
-            else:
-                self._end(error)
+            self._again(error)
 
     # -- endings --------------------------------------------------------------------------------------
 
@@ -300,14 +301,19 @@ class Exchange:
         self._link = None
         self._opening = 0
         calls, self._calls = self._calls, {}
-        unknown = UnavailableError(
-            f"The exchange was lost before the call was answered: {error.sentence}",
-            code=Code.DISCONNECTED,
-            hint="Whether it was carried out is not known; look before asking again.",
+        is_final = self._dead is not None and not isinstance(error, UnavailableError)
+        unanswered: FelixError = (
+            error
+            if is_final
+            else UnavailableError(
+                f"The exchange was lost before the call was answered: {error.sentence}",
+                code=Code.DISCONNECTED,
+                hint="Whether it was carried out is not known; look before asking again.",
+            )
         )
         for future in calls.values():
             if not future.done():
-                future.set_exception(unknown)
+                future.set_exception(unanswered)
         if was_open and self._listener is not None:
             self._listener.lost(error)
 
