@@ -18,8 +18,12 @@ SEQUENCES ?= 500
 SEED      ?= 1
 # Test processes side by side; a file's tests stay together, since they share brokers and Spark.
 WORKERS ?= 2
+# Test files that do more of something in `make test-long`.
+LONG = $(shell grep -rl --include='test_*.py' '^from long_runs import' tests)
+# Tests start hundreds of processes: each would read the sources anew where the environment forbids compiled files.
+export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo runbooks test wheels attack ordinary lock soak check format bench clean help
+.PHONY: demo runbooks test test-long wheels attack ordinary lock soak check format bench clean help
 
 help: ## show this list
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +60,9 @@ demo-%: $(STAMP) ## a demo of its own, one of examples/demos: make demo-slow-con
 
 test: $(STAMP) ## all tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+test-long: $(STAMP) ## the tests that have larger counts than in `make test`, with those (minutes)
+	@FELIX_LONG=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 $(LONG)
 
 wheels: $(STAMP) ## the packages felix-sdk and felix-mesh of this version, into dist/
 	@cd sdk && ../$(BIN)/hatchling build --target wheel --directory ../dist

@@ -57,7 +57,7 @@ from region.node import Node
 
 BRIDGE = "us-to-eu"
 STREAM = "acme/ops/departures"
-WAIT_S = 30.0
+WAIT_S = 120.0
 APPROVER = "dpo"
 ACCEPTED_BY = "spiffe://eu-west.acme/operator/operator"
 

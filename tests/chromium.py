@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Chromium:

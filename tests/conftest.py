@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import schedule
 from hypothesis import settings
 
 settings.register_profile("felix", deadline=None, print_blob=True)
@@ -15,6 +16,9 @@ settings.load_profile("felix")
 
 REQUIRE = "FELIX_REQUIRE_PARTS"
 """Set by .ci/run, which installs the parts first: Java, etcd, chromium, systemd's and Prometheus' tools, and every package of the `dev` extra."""
+
+RECORD_COSTS = "FELIX_RECORD_COSTS"
+"""Set to write down what each file costs (schedule.COSTS)."""
 
 WANTED = (
     "could not import",
@@ -54,6 +58,28 @@ def spark() -> Iterator[Any]:
         yield session
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What costs most first. Within a unit the order stays, and units without a cost keep theirs."""
+    costs = schedule.costs()
+    items.sort(key=lambda item: -costs.get(schedule.unit_of(item.nodeid), 0))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`: hand units out in that order."""
+    from xdist.scheduler import LoadFileScheduling
+
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+
+    class LoadUnitScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return schedule.unit_of(nodeid)
+
+    return LoadUnitScheduling(config, log)
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
     """Remember skips that name a missing part."""
@@ -72,6 +98,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which part was missing, and where."""
+    """Say which part was missing, and where; and keep what each file cost, where that is asked for."""
     for line in _missing:
         terminalreporter.write_line(f"skipped where {REQUIRE} is set: {line}", red=True)
+    if os.environ.get(RECORD_COSTS):
+        reports = [each for kind in terminalreporter.stats.values() for each in kind]
+        schedule.record(
+            (each.nodeid, each.duration) for each in reports if isinstance(each, pytest.TestReport)
+        )

@@ -19,7 +19,7 @@ from felix.transport.port import ClientTls, Connection, engine_named
 from keys.bundle import decode_bundle
 from region.folder import RegionFolder
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 """Longest wait for something that must happen; only a failing test waits this long."""
 
 

@@ -19,7 +19,7 @@ from cli.process import read_state
 from region.folder import RegionFolder
 
 ROOT = Path(__file__).parents[1]
-START_S = 60.0
+START_S = 120.0
 
 
 def free_port(kind: socket.SocketKind = socket.SOCK_DGRAM) -> int:
@@ -80,7 +80,7 @@ class BrokerProcess:
     def terminate(self) -> int:
         """SIGTERM, and the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=120)
 
     def rss_bytes(self) -> int:
         rss: int = psutil.Process(self.process.pid).memory_info().rss

@@ -21,6 +21,7 @@ from region.folder import RegionFolder
 
 REGION = "us-east"
 EXIT_UNRECONCILED = 6
+FELIX = [sys.executable, "-m", "cli.main"]
 COMMAND_S = 120
 _out = Console(highlight=False)
 
@@ -56,7 +57,7 @@ class OwnRegion:
         """Run a `felix` command in this region's home; what it printed. Raises RuntimeError where it fails."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("FELIX_")}
         done = subprocess.run(
-            [sys.executable, "-m", "cli.main", *words],
+            [*FELIX, *words],
             env={**kept, "FELIX_HOME": str(self.home)},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -45,7 +45,7 @@ class Target:
 
     async def own_people(self, *, first: bool = False) -> None:
         """An operator gets in and publishes."""
-        async with asyncio.timeout(60), client(self.folder) as own:
+        async with asyncio.timeout(120), client(self.folder) as own:
             if first:
                 await own.create_stream(STREAM)
             await own.stream(STREAM).publish(b"still here")

@@ -196,7 +196,7 @@ class Border:
         self.idle_bytes = self.most_bytes = self.process.rss_bytes()
 
     async def own_people(self, *, first: bool = False) -> None:
-        async with asyncio.timeout(60), client(self.folder) as own:
+        async with asyncio.timeout(120), client(self.folder) as own:
             if first:
                 await own.create_stream(STREAM)
             await own.stream(STREAM).publish(b"still here")

@@ -21,6 +21,7 @@ from audit_log import (
     trust,
     witness_signer,
 )
+from long_runs import count
 
 from audit.checkpoint import Checkpoint, open_checkpoint
 from audit.leaf import Kind, Leaf, Side, decode_leaf, encode_leaf
@@ -99,10 +100,16 @@ def test_a_log_as_written_passes_every_step(log: dict[str, bytes]) -> None:
 
 
 def test_one_changed_bit_in_any_file_is_found(log: dict[str, bytes]) -> None:
-    """Every file; in each, bytes at a stride and both ends, every one of the small ones."""
+    """Every file; in each, bytes at a stride and both ends; in `make test-long` every one of the small ones."""
     assert {path.split("/")[0] for path in log} == {"checkpoint", "checkpoint.cosigned", "tile", "wal"}
     for path, data in log.items():
-        stride = 1 if len(data) < 300 else 7 if path.startswith("checkpoint") else max(1, len(data) // 30)
+        stride = (
+            count(5, 1)
+            if len(data) < 300
+            else count(21, 7)
+            if path.startswith("checkpoint")
+            else max(1, len(data) // count(8, 30))
+        )
         for at in sorted({*range(0, len(data), stride), 1, len(data) - 1}):
             changed = bytearray(data)
             changed[at] ^= 1 << at % 8

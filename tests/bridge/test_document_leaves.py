@@ -211,7 +211,7 @@ async def test_killed_at_each_step_a_document_has_one_leaf_and_it_comes_first(me
     for times in (1, 1, 2):
         child = await mesh.child(f"{step}:{times}")
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 # Later ones may find that everything is logged and brought.
                 await until(lambda c=child: c.returncode is not None or _complete(mesh), "the child's end")
             ends.append(child.returncode)

@@ -85,12 +85,12 @@ async def test_a_region_that_never_answers_delays_only_itself() -> None:
 
     send_all()
     assert document_sync.is_between("eu-west", "us-east")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         assert sorted([await journeys.get(), await journeys.get()]) == [1, 2]
     send_all()
     assert not document_sync.is_between("eu-west", "us-east"), "what was taken is not brought again at once"
     assert document_sync.is_between("us-east", "ap-south")
     assert (sorted(other.asked), source.asked) == (["export", "standing"], ["standing"])
     assert silent.asked == ["export"], "of one way there is one journey at a time"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         await document_sync.close()

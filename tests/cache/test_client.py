@@ -29,7 +29,7 @@ async def cache(request: pytest.FixtureRequest, region: felix.RegionClient) -> C
 async def told(watch: felix.Watch, until_: str) -> list[Change]:
     """Changes up to one of this kind, or of this key."""
     found: list[Change] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         async for change in watch:
             found.append(change)
             if until_ in (change.kind, change.key.decode()):

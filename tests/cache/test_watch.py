@@ -64,7 +64,7 @@ class Replica:
                 self.task.result()
             return self.values == wanted
 
-        await until(same, 60)
+        await until(same, 120)
 
     async def end(self) -> None:
         self.watch.close()

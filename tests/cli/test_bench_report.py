@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from long_runs import only_long
+from shared_spark import shared_session
 from typer.testing import CliRunner
 
 from audit.leaf import Kind, decode_leaf
@@ -18,7 +21,14 @@ from audit.verify import verify_log
 from cli import bench_report
 from cli.benchmark.audit_logs import LogBooks, LogPlan, make_logs
 from cli.benchmark.measurement import machine
-from cli.benchmark.reporting import ReportPlan, ReportSize, ReportTimes, measure_reports, unaccounted
+from cli.benchmark.reporting import (
+    ReportPlan,
+    ReportSize,
+    ReportTimes,
+    _measure,
+    measure_reports,
+    unaccounted,
+)
 from cli.benchmark.tree_memory import tree_bytes
 from cli.main import app
 
@@ -108,7 +118,23 @@ def test_memory_of_a_process_is_that_of_its_descendants_too(tmp_path: Path) -> N
 
 
 @pytest.mark.spark
-def test_a_report_over_made_logs_accounts_for_every_record(tmp_path: Path) -> None:
+def test_a_report_over_made_logs_accounts_for_every_record(tmp_path: Path, spark: Any) -> None:
+    """In this process, where Spark has started: what is measured is not the report's alone, what is accounted for is."""
+    ours, theirs = multiprocessing.Pipe()
+    plan = ReportPlan(sizes=(5_000,), batch_records=2_500)
+    with shared_session(spark):
+        _measure(theirs, plan, 5_000, str(tmp_path / "home"))
+    size = ours.recv()
+    while isinstance(size, str):
+        size = ours.recv()
+    assert isinstance(size, ReportSize)
+    assert size.problems == () and size.records == 5_000 and size.cpu_seconds > 0
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+@pytest.mark.spark
+@only_long
+def test_each_size_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     times = measure_reports(ReportPlan(sizes=(5_000,), batch_records=2_500), tmp_path)
     (size,) = times.sizes
     assert size.problems == () and size.records == 5_000 and size.cpu_seconds > 0

@@ -97,7 +97,7 @@ async def asked(server: ConsoleServer, line: str, *headers: str, host: str = "")
     reader, writer = await asyncio.open_connection(HOST, server.port)
     host = host or f"{HOST}:{server.port}"
     writer.write("\r\n".join((f"{line} HTTP/1.1", f"Host: {host}", *headers, "", "")).encode())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         answer = (await reader.read()).decode()
     writer.close()
     return int(answer.split()[1]), answer
@@ -176,7 +176,7 @@ async def test_viewers_are_bounded_and_who_does_not_read_is_dropped() -> None:
             # 1 MiB each: more than the kernel takes for the slow one.
             for _ in range(40):
                 server.publish(b"x" * (1 << 20))
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(120):
                     await reader.readexactly(len(b"data: \n\n") + (1 << 20))
                 if server.dropped:
                     break
@@ -188,7 +188,7 @@ async def test_viewers_are_bounded_and_who_does_not_read_is_dropped() -> None:
             assert (await asked(server, "GET /events", key))[0] == 503
             for each in others:
                 await each.__aexit__(None, None, None)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while server.watched.is_set():  # noqa: ASYNC110 - nobody announces it
                 await asyncio.sleep(0.01)
 
@@ -297,7 +297,7 @@ async def test_the_command_serves_an_observer_what_its_region_answers(
         serving = await asyncio.create_subprocess_exec(*words, stderr=asyncio.subprocess.PIPE)
         assert serving.stderr is not None
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 said = ""
                 while "#" not in said:
                     said = (await serving.stderr.readline()).decode()

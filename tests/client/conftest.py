@@ -35,7 +35,7 @@ def connected(broker: ScriptedBroker, **options: object) -> felix.RegionClient:
     )
 
 
-async def until(true: Callable[[], object], timeout_s: float = 10.0) -> None:
+async def until(true: Callable[[], object], timeout_s: float = 120.0) -> None:
     """Return once it is true."""
     async with asyncio.timeout(timeout_s):
         while not true():  # noqa: ASYNC110 - what is waited for happens in plain attributes

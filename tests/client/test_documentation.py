@@ -45,7 +45,7 @@ async def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         write_profile(folder, "us-east", "acme", node.address)
         for number, example in enumerate(examples):
             code = compile(example, f"docs/sdk.md example {number}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 if code.co_flags & inspect.CO_COROUTINE:
                     await types.FunctionType(code, {"__name__": "example"})()
                 else:

@@ -50,7 +50,7 @@ async def test_records_go_round_through_crashes(client: str, server: str) -> Non
                 if len(found) >= len(payloads):
                     return
 
-    async with asyncio.timeout(60), served(broker, server) as address, client_of(address, client) as region:
+    async with asyncio.timeout(120), served(broker, server) as address, client_of(address, client) as region:
         consumer = asyncio.create_task(consume(region))
         async with region.stream(ORDERS).publisher(batch_bytes=8 * 1024) as publisher:
             for at in range(0, len(payloads), 1_000):

@@ -33,7 +33,7 @@ NAME = StreamName.parse(ORDERS)
 async def read(subscription: felix.Subscription, count: int) -> list[bytes]:
     """The next `count` payloads."""
     found: list[bytes] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         async for record in subscription:
             found.append(record.payload)
             if len(found) == count:
@@ -473,7 +473,7 @@ def test_whatever_happens_each_record_is_read_once_and_in_order(data: st.DataObj
         broker.fill(ORDERS, numbers(0, total), per_batch=per_batch)
         found: list[bytes] = []
         async with (
-            asyncio.timeout(30),
+            asyncio.timeout(120),
             connected(broker) as region,
             region.stream(ORDERS).subscribe(start) as subscription,
         ):

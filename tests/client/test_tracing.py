@@ -33,7 +33,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 async def test_a_trace_goes_from_publish_to_consumer(
     broker: ScriptedBroker, spans: InMemorySpanExporter
 ) -> None:
-    async with asyncio.timeout(10), connected(broker, tracing=True) as region:
+    async with asyncio.timeout(120), connected(broker, tracing=True) as region:
         orders = region.stream(ORDERS)
         await orders.publish(b"x", headers={"mine": b"1"})
         record = await anext(orders.subscribe("earliest"))

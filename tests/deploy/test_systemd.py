@@ -26,7 +26,7 @@ from region.config import load_config
 
 UNITS = DEPLOY / "systemd"
 SERVICES = sorted(UNITS.glob("*.service"))
-WAIT_S = 60.0
+WAIT_S = 120.0
 EXPOSURE_MAX = 15
 """Tenths of what `systemd-analyze security` calls the overall exposure: what remains is the network and the host's files."""
 

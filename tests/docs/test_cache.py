@@ -35,7 +35,7 @@ async def test_every_example_and_command_runs(tmp_path: Path, monkeypatch: pytes
     async with running(make_region(tmp_path, "us-east")):
         for number, example in enumerate(examples):
             code = compile(example, f"docs/cache.md example {number}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 if code.co_flags & inspect.CO_COROUTINE:
                     await types.FunctionType(code, {"__name__": "example"})()
                 else:

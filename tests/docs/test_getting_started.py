@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from warm.commands import warm_command
 
 from cli.process import read_state
 
@@ -50,7 +52,7 @@ def script() -> str:
 def place(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "bin").mkdir()
     felix = tmp_path / "bin" / "felix"
-    felix.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cli.main "$@"\n')
+    felix.write_text(f'#!/bin/sh\nexec {shlex.join(warm_command())} "$@"\n')
     felix.chmod(0o755)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     yield tmp_path

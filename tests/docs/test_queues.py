@@ -37,7 +37,7 @@ async def test_the_example_and_every_command_run(tmp_path: Path, monkeypatch: py
             await asyncio.to_thread(felix_command, tmp_path, *(word.strip("'") for word in words[1:]))
         (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
         code = compile(example, "docs/queues.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await types.FunctionType(code, {"__name__": "example"})()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from e2e.command_mesh import felix_command
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "examples" / "sdk"
@@ -25,13 +26,14 @@ def run(environment: dict[str, str], *command: str) -> str:
 @pytest.fixture
 def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     held = {**os.environ, "FELIX_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    felix = ("-m", "cli.main", "region")
-    run(held, *felix, "init", "us-east", "--mesh", "acme", "--listen", "127.0.0.1:0", "--health", "none")
-    run(held, *felix, "up", "us-east", "--detach")
+    felix_command(
+        tmp_path, "region", "init", "us-east", "--mesh", "acme", "--listen", "127.0.0.1:0", "--health", "none"
+    )
+    felix_command(tmp_path, "region", "up", "us-east", "--detach")
     try:
         yield held
     finally:
-        run(held, *felix, "down", "us-east")
+        felix_command(tmp_path, "region", "down", "us-east")
 
 
 def test_programs_run(environment: dict[str, str]) -> None:

@@ -41,7 +41,7 @@ async def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         await region.stream(DEPARTURES).publish(b"AA 1")
         (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.S | re.M)
         code = compile(example, "docs/subscriptions.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await types.FunctionType(code, {"__name__": "example"})()
         state = await region.stream(DEPARTURES).describe_subscription("billing")
         assert state.shards[0].committed == 1

@@ -7,6 +7,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_runs import count
 
 from felix.batch import (
     BATCH_BYTES_MAX,
@@ -69,7 +70,7 @@ def test_every_cut_is_found(records: list[NewRecord], data: st.DataObject) -> No
         decode_batch(raw[: data.draw(st.integers(0, len(raw) - 1))])
 
 
-@settings(max_examples=2000)
+@settings(max_examples=count(600, 2_000))
 @given(st.binary(max_size=400), st.integers(0, 15), st.integers(1, 50))
 def test_a_valid_header_over_any_body_decodes_or_is_refused(body: bytes, flags: int, records: int) -> None:
     # The checksum holds, so a hostile producer gets as far as the columns: nothing but a refusal may come of it.

@@ -5,6 +5,7 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_runs import count
 
 from felix.errors import Code, ProtocolError
 from felix.frames import (
@@ -47,7 +48,7 @@ def test_frames_come_out_however_the_bytes_are_cut(
     decoder.finish()
 
 
-@settings(max_examples=3000)
+@settings(max_examples=count(1_000, 3_000))
 @given(st.lists(st.binary(max_size=64), max_size=8))
 def test_any_bytes_decode_or_are_refused_and_nothing_grows(pieces: list[bytes]) -> None:
     decoder = FrameDecoder()

@@ -6,6 +6,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from long_runs import count
 
 from felix.errors import Code, FelixError, ProtocolError, RequestError
 from felix.frames import HANDSHAKE_BYTES_MAX, AppendedBody, FrameType, encode_frame
@@ -158,7 +159,9 @@ def test_versions_that_do_not_meet_are_refused(authority: RegionAuthority) -> No
     assert refused.value.code is Code.VERSION_UNSUPPORTED
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=count(300, 1_000), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(body=st.binary(max_size=12), type_=st.sampled_from(list(FrameType)), correlation=st.integers(0, 3))
 def test_any_control_frame_is_understood_or_refused(
     authority: RegionAuthority,

@@ -77,7 +77,7 @@ def flip(path: Path, content: bytes) -> None:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until something is so; a test's timeout bounds it."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110 - what is waited for is not an event
             await asyncio.sleep(0.002)
 

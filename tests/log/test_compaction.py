@@ -30,6 +30,7 @@ from log.building import (
     stored,
     write_batches,
 )
+from long_runs import count
 
 from felix.batch import TOMBSTONE_HEADER, Batch, Record, decode_batch, decode_records
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
@@ -282,7 +283,7 @@ def test_a_compacted_log_cannot_be_cut_where_it_was_compacted(tmp_path: Path) ->
     st.data(),
     st.booleans(),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=count(150, 400), deadline=None)
 def test_a_part_of_a_batch_holds_its_records(
     records: list[tuple[bytes | None, bytes | None]], data: st.DataObject, compress: bool
 ) -> None:
@@ -507,7 +508,9 @@ class CompactedLogAgainstDict(RuleBasedStateMachine):
 
 
 TestCompactedLogAgainstDict = CompactedLogAgainstDict.TestCase
-TestCompactedLogAgainstDict.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
+TestCompactedLogAgainstDict.settings = settings(
+    max_examples=count(80, 250), stateful_step_count=30, deadline=None
+)
 
 
 # -- the shard -----------------------------------------------------------------------------------------

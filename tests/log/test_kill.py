@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from log.building import IDENTITY, masked, payloads_of
+from long_runs import count
 
 from felix.batch import Batch, decode_batch
 from region.log.disk import DiskLog
 from region.log.ring import Entry
 
 ROOT = Path(__file__).parents[2]
-KILLS = 24
+KILLS = count(10, 24)
 
 
 def append_until_killed(folder: Path, run: int, acknowledgements: int) -> list[tuple[int, str]]:

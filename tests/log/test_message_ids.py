@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from log.building import IDENTITY, SMALL, FailingFiles, serving
+from long_runs import count
 from runtimes import with_wall
 
 from felix.batch import MESSAGE_ID_HEADER, Batch, NewRecord, decode_batch, decode_records, encode_batch
@@ -105,7 +106,7 @@ async def test_a_repetition_waits_for_the_first_one_and_fails_with_it(tmp_path: 
         )
         assert [type(answer) for answer in both] == [UnavailableError, UnavailableError]
         files.room = None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     again = await shard.append(batch_of(("a", "1"), ("kept", "0")))
@@ -324,4 +325,4 @@ class ShardAgainstModel(RuleBasedStateMachine):
 
 
 TestShardAgainstModel = ShardAgainstModel.TestCase
-TestShardAgainstModel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestShardAgainstModel.settings = settings(max_examples=count(30, 80), stateful_step_count=40, deadline=None)

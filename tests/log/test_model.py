@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from log.building import batch_of, first_segment, open_disk, placed, stored
+from long_runs import count
 
 from felix.batch import decode_batch, decode_records
 from region.log.disk import DiskLog, Frame, OffsetOutOfRangeError, SegmentLimits
@@ -151,4 +152,4 @@ class LogAgainstList(RuleBasedStateMachine):
 
 
 TestLogAgainstList = LogAgainstList.TestCase
-TestLogAgainstList.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestLogAgainstList.settings = settings(max_examples=count(60, 150), stateful_step_count=30, deadline=None)

@@ -19,6 +19,7 @@ from log.building import (
     placed,
     write_batches,
 )
+from long_runs import count
 
 from felix.batch import FLAG_SEALED, Batch
 from felix.errors import TamperError
@@ -76,7 +77,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(data=st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=count(200, 600), deadline=None)
 def test_a_change_of_any_bit_of_a_segment_is_damage(whole: Path, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(sorted(whole.glob("*.seg"))))
     content = path.read_bytes()

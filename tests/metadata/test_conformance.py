@@ -32,7 +32,7 @@ from region.metadata.port import (
 
 __all__ = ["etcd"]  # the fixture, by its name
 
-PATIENCE_S = 30
+PATIENCE_S = 120
 HISTORY_EVENTS = 40
 
 

@@ -23,7 +23,7 @@ from region.metadata.port import CompactedError, Delete, Entry, OutcomeUnknownEr
 __all__ = ["etcd"]  # the fixture, by its name
 
 pytestmark = pytest.mark.etcd
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 @asynccontextmanager

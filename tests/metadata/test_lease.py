@@ -14,7 +14,7 @@ from region.metadata.lease import Deadlines, Lease, LeaseLostError, lease_lost
 from region.metadata.memory import MemoryStore
 from region.metadata.port import Put
 
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 class Clock:

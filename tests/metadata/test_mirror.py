@@ -22,7 +22,7 @@ from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import Absent, Delete, Put
 from region.metadata.records import Policy, StreamConfig, Subscription
 
-PATIENCE_S = 30
+PATIENCE_S = 120
 ORDERS = StreamName.parse("acme/payments/orders")
 CLIENT = SpiffeId.parse("spiffe://us-east.acme/client/orders-svc")
 

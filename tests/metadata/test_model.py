@@ -13,6 +13,7 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from long_runs import count
 
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.local import LocalStore
@@ -172,7 +173,7 @@ class EmbeddedMachine(StoreMachine):
 
 
 MACHINE = settings(stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
-MemoryMachine.TestCase.settings = settings(MACHINE, max_examples=60)
-EmbeddedMachine.TestCase.settings = settings(MACHINE, max_examples=20)
+MemoryMachine.TestCase.settings = settings(MACHINE, max_examples=count(25, 60))
+EmbeddedMachine.TestCase.settings = settings(MACHINE, max_examples=count(10, 20))
 TestMemory = MemoryMachine.TestCase
 TestEmbedded = EmbeddedMachine.TestCase

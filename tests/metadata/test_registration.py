@@ -18,7 +18,7 @@ from region.metadata.port import Put
 from region.metadata.registration import Holder, Registration
 
 LEASE_MS = 1_000
-PATIENCE_S = 30
+PATIENCE_S = 120
 KEYS = "/felix/1/us-east/"
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_runs import count
 
 from felix.batch import encode_headers
 from felix.errors import RequestError
@@ -115,7 +116,7 @@ HEADERS = st.dictionaries(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=count(200, 600), deadline=None)
 @given(
     specs(), st.lists(st.tuples(RECORDS, st.none() | st.binary(min_size=1, max_size=9), HEADERS), max_size=6)
 )

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from long_runs import count
 
 from felix.errors import RequestError
 from policy.fieldpath import FieldPath
@@ -424,7 +425,7 @@ def texts(value: Any) -> set[str]:
     return {text for part in parts for text in texts(part)}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=count(150, 400), deadline=None)
 @given(_rules, st.dictionaries(_names, _value, max_size=4), st.sampled_from(list(KeyRule)), st.booleans())
 def test_no_protected_value_ever_appears_in_what_crosses(
     rules: list[FieldRule], record: dict[str, Any], key_rule: KeyRule, pick_key: bool

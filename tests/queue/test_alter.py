@@ -26,7 +26,7 @@ def hosted(node: Node) -> Queue:
 
 
 async def one(consumer: felix.QueueConsumer) -> Job:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         return await anext(consumer)
 
 
@@ -74,7 +74,7 @@ async def test_attempts_and_dead_letters_are_those_that_are_set_when_a_job_fails
     first, second = await jobs.lease(2, wait=20)
     assert first.attempts == 3
     await first.nack()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while (await jobs.describe()).dead_lettered != 1:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     assert (await jobs.describe()).dead_letter == "acme/ops/morgue"
@@ -115,7 +115,7 @@ async def test_nothing_is_lost_while_settings_change_all_the_time(operator: feli
                 else:
                     await job.nack()
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         putting = jobs.put_many([b"%d" % n for n in range(count)])
         await asyncio.gather(alter(), work(), work(), putting)
     state = await jobs.describe()

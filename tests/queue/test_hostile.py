@@ -180,7 +180,7 @@ async def test_workers_that_vanish_leave_nothing_but_their_leases(node: Node, jo
             peer.send(call(Grant(5, 1 << 20, 500), 3), stream)
             await until(lambda peer=peer, stream=stream: pushed(peer, stream))  # type: ignore[misc]
             peer.go_deaf()
-    await until(lambda: len(node.broker.sessions) == 1, 60)
+    await until(lambda: len(node.broker.sessions) == 1, 120)
     queue = await node.queues.queue(next(iter(node.broker.streams)))
     assert len(queue.workers) <= 1
     assert not node.broker.budgets.exchange.used_bytes

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from long_runs import count
 from region_peer import client, until
 from region_process import ROOT, BrokerProcess, fixed_region
 
@@ -21,7 +22,7 @@ from region.folder import RegionFolder
 pytestmark = pytest.mark.timeout(600)
 JOBS = "acme/ops/jobs"
 COUNT = 1_500
-KILLS = int(os.environ.get("FELIX_QUEUE_KILLS", "4"))
+KILLS = int(os.environ.get("FELIX_QUEUE_KILLS", count(2, 4)))
 """Of the broker, and as many of workers."""
 ATTEMPTS = 1_000
 
@@ -114,7 +115,7 @@ async def test_no_job_is_lost_and_none_is_done_twice(tmp_path: Path) -> None:
                 for line in await doomed_worker(folder, tmp_path, chance):
                     recorded[line] = recorded.get(line, 0) + 1
                 before = len(recorded)
-                await until(lambda before=before: len(recorded) >= min(COUNT, before + 20), 60)  # type: ignore[misc]
+                await until(lambda before=before: len(recorded) >= min(COUNT, before + 20), 120)  # type: ignore[misc]
                 broker.kill()
                 broker = BrokerProcess(folder, tmp_path)
                 await asyncio.to_thread(broker.wait)

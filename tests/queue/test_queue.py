@@ -30,7 +30,7 @@ JOBS = "acme/ops/jobs"
 
 async def take(consumer: felix.QueueConsumer, count: int) -> list[Job]:
     found: list[Job] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while len(found) < count:
             found.append(await anext(consumer))
     return found
@@ -38,7 +38,7 @@ async def take(consumer: felix.QueueConsumer, count: int) -> list[Job]:
 
 async def letters(queue: felix.Queue, count: int) -> None:
     """Wait until so many dead letters have landed."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while (await queue.describe()).dead_lettered != count:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -251,7 +251,7 @@ async def test_leases_acknowledgements_and_attempts_outlast_a_restart(
         kept = [Held(job.shard, job.offset, 1, job.token) for job in leased[6:8]]
     async with running(folder, data=data) as node, client(node.folder) as region:
         jobs = region.queue(JOBS)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while await state_of(jobs) != (11, 4, 0, 0):  # noqa: ASYNC110 - until the log is read ahead
                 await asyncio.sleep(0.005)
         assert await jobs.settle("ack", kept) == []
@@ -495,7 +495,7 @@ async def test_redriving_from_dead_letters_that_are_deleted_meanwhile_is_answere
     redriven = asyncio.ensure_future(jobs.redrive())
     await until(lambda: dead._coming_back)
     await operator.delete_stream(JOBS + ".dead")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         with pytest.raises(UnavailableError) as closing:
             await redriven
     assert closing.value.code is Code.SHUTTING_DOWN

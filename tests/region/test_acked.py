@@ -25,7 +25,7 @@ def shard_of(node: Node) -> ShardLog:
 
 
 async def acknowledge(region: felix.RegionClient, name: str, count: int) -> None:
-    async with asyncio.timeout(30), region.stream(BAGS).consumer(name) as consumer:
+    async with asyncio.timeout(120), region.stream(BAGS).consumer(name) as consumer:
         for _ in range(count):
             assert await consumer.ack(await anext(consumer))
 

@@ -27,7 +27,7 @@ async def read_all(
 ) -> dict[int, bytes]:
     """Offset → payload, up to the record at offset `until`; fails where the SDK saw a gap."""
     found: dict[int, bytes] = {}
-    async with asyncio.timeout(30), region.stream(SEATS).subscribe(start, on_gap="raise") as reader:
+    async with asyncio.timeout(120), region.stream(SEATS).subscribe(start, on_gap="raise") as reader:
         async for record in reader:
             found[record.offset] = bytes(record.payload)
             if record.offset >= until:

@@ -173,7 +173,7 @@ async def test_a_full_disk_refuses_writes_and_serves_reads(folder: RegionFolder,
         ballast.write_bytes(bytes(10 << 20))
         publisher = region.stream(CREW).publisher(deadline_ms=700)
         await publisher.open()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while not refusals:
                 try:
                     await publisher.publish(bytes(500_000))

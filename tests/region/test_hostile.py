@@ -14,6 +14,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from long_runs import count
 from region_home import running
 from region_peer import RawPeer, batch_frame, client, encode_request, raw_peer, take, until
 
@@ -36,7 +37,7 @@ from region.folder import RegionFolder
 from region.node import Node
 
 CREW = "acme/ops/crew"
-REQUEST_CASES = int(os.environ.get("FELIX_HOSTILE_CASES", "500"))
+REQUEST_CASES = int(os.environ.get("FELIX_HOSTILE_CASES", count(200, 500)))
 FRAME_CASES = 3 * REQUEST_CASES
 """`make soak` asks for more."""
 
@@ -124,7 +125,7 @@ async def live(node: Node, operator: felix.RegionClient) -> AsyncIterator[felix.
 async def unaffected(operator: felix.RegionClient, reader: felix.Subscription) -> None:
     token = os.urandom(8)
     await operator.stream(CREW).publish(token)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while bytes((await anext(reader)).payload) != token:
             pass
 

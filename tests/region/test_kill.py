@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from long_runs import count
 from region_peer import client, take, until
 from region_process import BrokerProcess, fixed_region
 
@@ -18,7 +19,7 @@ from felix import Durability
 from region.folder import RegionFolder
 
 CREW = "acme/ops/crew"
-KILLS = 4
+KILLS = count(2, 4)
 SOAK_KILLS = int(os.environ.get("FELIX_SOAK_KILLS", "100"))
 PRODUCERS = 3
 
@@ -65,16 +66,16 @@ async def killed_under_load(home: Path, kills: int) -> int:
             for _ in range(kills):
                 before = len(acknowledged)
                 enough = before + 40 + chance.randrange(400)
-                await until(lambda enough=enough: len(acknowledged) >= enough, 60)  # type: ignore[misc]
+                await until(lambda enough=enough: len(acknowledged) >= enough, 120)  # type: ignore[misc]
                 broker.kill()
                 broker = BrokerProcess(folder, home)
                 await asyncio.to_thread(broker.wait)
             over.set()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 await asyncio.gather(*producers)
             state = await region.describe_stream(CREW)
             total = sum(shard.high_watermark for shard in state.state)
-            await until(lambda: len(followed) >= total, 60)
+            await until(lambda: len(followed) >= total, 120)
             following.cancel()
             async with region.stream(CREW).subscribe("earliest") as reader:
                 batches: list[tuple[int, int, bytes]] = []
@@ -117,13 +118,13 @@ async def test_sigterm_says_goodbye_and_keeps_what_was_acknowledged(tmp_path: Pa
             acknowledged: dict[bytes, tuple[int, int]] = {}
             over = asyncio.Event()
             producer = asyncio.ensure_future(publish_forever(region, 0, acknowledged, over))
-            await until(lambda: len(acknowledged) >= 200, 30)
+            await until(lambda: len(acknowledged) >= 200)
             assert await asyncio.to_thread(broker.terminate) == 0
             assert "Traceback" not in broker.said()
             before = dict(acknowledged)
             broker = BrokerProcess(folder, tmp_path)
             await asyncio.to_thread(broker.wait)
-            await until(lambda: len(acknowledged) >= len(before) + 200, 30)
+            await until(lambda: len(acknowledged) >= len(before) + 200)
             over.set()
             await producer
             async with region.stream(CREW).subscribe("earliest") as reader:
@@ -155,7 +156,7 @@ async def test_memory_of_a_broker_under_a_stalled_subscriber(tmp_path: Path) -> 
                     await publisher.send(os.urandom(8) * 1000)
                     if not at % 500:
                         most = max(most, broker.rss_bytes())
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 assert await reading == records + 1
             most = max(most, broker.rss_bytes())
             gauges = (await region.describe()).gauges
@@ -163,7 +164,7 @@ async def test_memory_of_a_broker_under_a_stalled_subscriber(tmp_path: Path) -> 
                 assert gauges[f"{name}_bytes"] <= gauges[f"{name}_bytes_limit"]
             # 96 MB went through. Budgets, the shard's pending appends and the transport's own windows are the bound.
             assert most - start < (64 + 32 + 16 + 32 + 32 + 32) << 20
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 assert [r.offset for r in await take(stalled[0], records + 1)] == list(range(records + 1))
             for each in stalled:
                 await each.close()
@@ -187,7 +188,7 @@ def test_a_second_process_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     try:
         first.wait()
         second = BrokerProcess(folder, tmp_path)
-        assert second.process.wait(timeout=60) != 0
+        assert second.process.wait(timeout=120) != 0
         assert "runs already, as process" in second.said()
         assert first.process.poll() is None
         assert psutil.Process(first.process.pid).is_running()

@@ -42,7 +42,7 @@ async def fill(region: felix.RegionClient, first: int, count: int) -> None:
 
 async def read_all(region: felix.RegionClient, count: int) -> list[bytes]:
     found: list[bytes] = []
-    async with asyncio.timeout(30), region.stream(ROLLS).subscribe("earliest", on_gap="raise") as reader:
+    async with asyncio.timeout(120), region.stream(ROLLS).subscribe("earliest", on_gap="raise") as reader:
         async for record in reader:
             found.append(bytes(record.payload))
             if len(found) == count:

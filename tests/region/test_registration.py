@@ -58,7 +58,7 @@ async def test_a_second_broker_is_refused_and_one_that_etcd_forgot_writes_nothin
         assert refused.value.code is Code.SERVED_ELSEWHERE
 
         etcd.freeze()
-        await until(lambda: shard.held_back() is not None, 60)
+        await until(lambda: shard.held_back() is not None, 120)
         with pytest.raises(UnavailableError, match="another broker may serve us-east") as unwritten:
             await shard.append(None, annotation=b"x")
         assert unwritten.value.code is Code.NOT_LEADER

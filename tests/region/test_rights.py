@@ -19,7 +19,7 @@ SVC = "spiffe://us-east.acme/client/orders-svc"
 
 async def ended(reader: felix.Subscription) -> felix.FelixError:
     with pytest.raises(felix.FelixError) as caught:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while True:
                 await anext(reader)
     return caught.value

@@ -71,7 +71,7 @@ async def test_every_subscriber_sees_each_shard_in_the_same_order(
 
 async def by_shard(reader: felix.Subscription, count: int) -> dict[int, list[tuple[int, bytes, bytes]]]:
     found: dict[int, list[tuple[int, bytes, bytes]]] = defaultdict(list)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         async for batch in reader.batches():
             for record in batch.records():
                 assert record.key is not None

@@ -134,7 +134,7 @@ class CachePart:
         whole = {**held, COUNTED: b"%d" % counted}
         mirror = self._mirror
         try:
-            await until(lambda: dict(mirror) == whole, 60)
+            await until(lambda: dict(mirror) == whole, 120)
         except TimeoutError:
             problems.append("the mirror differs from the cache")
         await mirror.close()

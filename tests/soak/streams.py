@@ -70,7 +70,7 @@ class StreamPart:
 
     async def stop(self) -> None:
         self._over.set()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             await asyncio.gather(*self._producing)
         assert self._worker is not None
         await asyncio.to_thread(self._worker.end)
@@ -80,7 +80,7 @@ class StreamPart:
         assert self._worker is not None
         state = await region.describe_stream(STREAM)
         total = sum(shard.high_watermark for shard in state.state)
-        await until(lambda: len(self._followed) >= total or self._following.done(), 60)  # type: ignore[union-attr]
+        await until(lambda: len(self._followed) >= total or self._following.done(), 120)  # type: ignore[union-attr]
         self._following.cancel()
         held: dict[tuple[int, int], bytes] = {}
         async with region.stream(STREAM).subscribe("earliest", on_gap="raise") as reader:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from long_runs import count
 from soak.caches import CachePart
 from soak.harness import Part, soak
 from soak.pipelines import PipelinePart
@@ -24,7 +25,7 @@ PARTS: dict[str, Callable[[Path], Part]] = {
     "transactions": TransactionPart,
     "pipelines": PipelinePart,
 }
-KILLS = 6
+KILLS = count(3, 6)
 SOAK_KILLS = int(os.environ.get("FELIX_SOAK_KILLS", "100"))
 
 

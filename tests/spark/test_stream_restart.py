@@ -14,8 +14,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from long_runs import count
+from shared_spark import shared_session
+from spark import two_sinks
 from spark_region import SparkRegion
 
 pq = pytest.importorskip("pyarrow.parquet")
@@ -24,7 +28,7 @@ pytest.importorskip("pyspark")
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.fault]
 
 ROOT = Path(__file__).parents[2]
-KILLS = int(os.environ.get("FELIX_SPARK_KILLS", "2"))
+KILLS = int(os.environ.get("FELIX_SPARK_KILLS", count(1, 5)))
 STEP_S = 240.0
 """Far longer than a driver takes to start and to write something, on a busy machine."""
 
@@ -32,12 +36,12 @@ STEP_S = 240.0
 class Driver:
     """`two_sinks.py` with everything that it starts, in a process group of its own."""
 
-    def __init__(self, region: SparkRegion, stream: str, folder: Path, mode: str) -> None:
+    def __init__(self, region: SparkRegion, stream: str, folder: Path) -> None:
         script = Path(__file__).with_name("two_sinks.py")
         self.log = folder / "driver.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(script), str(region.home), stream, str(folder), mode],
+                [sys.executable, str(script), str(region.home), stream, str(folder), "run"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -86,7 +90,7 @@ def publishing(region: SparkRegion, stream: str) -> Iterator[list[int]]:
 
 def run_and_kill(region: SparkRegion, stream: str, folder: Path, after_s: float) -> None:
     """Let a driver write something, then kill it `after_s` later, wherever it is."""
-    driver, before = Driver(region, stream, folder, "run"), written(folder)
+    driver, before = Driver(region, stream, folder), written(folder)
     limit = time.monotonic() + STEP_S
     try:
         while written(folder) < before + 500:
@@ -97,25 +101,22 @@ def run_and_kill(region: SparkRegion, stream: str, folder: Path, after_s: float)
         driver.kill()
 
 
-def drain(region: SparkRegion, stream: str, folder: Path) -> None:
-    """Let a driver read all there is."""
-    driver = Driver(region, stream, folder, "drain")
-    try:
-        assert driver.process.wait(timeout=STEP_S) == 0, driver.said()
-    finally:
-        driver.kill()
+def drain(region: SparkRegion, stream: str, folder: Path, spark: Any) -> None:
+    """Let a driver read all there is: in this process, where Spark has started, from the checkpoints of those that were killed."""
+    with shared_session(spark):
+        two_sinks.main(str(region.home), stream, folder, "drain")
 
 
 @pytest.mark.timeout(STEP_S * (KILLS + 2))
 def test_nothing_is_lost_or_doubled_however_often_the_driver_is_killed(
-    region: SparkRegion, tmp_path: Path
+    region: SparkRegion, tmp_path: Path, spark: Any
 ) -> None:
     stream, chance = region.stream(), random.Random(7)
     with publishing(region, stream) as count:
         for _ in range(KILLS):
             run_and_kill(region, stream, tmp_path, chance.random())
     total = count[0]
-    drain(region, stream, tmp_path)
+    drain(region, stream, tmp_path, spark)
 
     with sqlite3.connect(tmp_path / "table.sqlite") as database:
         upserted = database.execute("SELECT shard, place, text FROM records ORDER BY shard, place").fetchall()

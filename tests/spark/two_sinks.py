@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import felix.spark
-from audit.spark.session import open_session
+from audit.spark import session
 
 PAUSE_S = 0.3
 
@@ -38,7 +38,7 @@ def main(home: str, stream: str, folder: Path, mode: str) -> None:
             "CREATE TABLE IF NOT EXISTS records "
             "(shard INT, place INT, text TEXT, batch INT, times INT, PRIMARY KEY (shard, place))"
         )
-    with open_session("local[2]", small=True) as spark:
+    with session.open_session("local[2]", small=True) as spark:
         felix.spark.register(spark)
         draining = mode == "drain"
         trigger: dict[str, Any] = (

@@ -25,13 +25,13 @@ async def publish(region: felix.RegionClient, *payloads: bytes, shard: int = 0) 
 
 
 async def take(consumer: Consumer, count: int) -> list[ConsumerRecord]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         return [await anext(consumer) for _ in range(count)]
 
 
 async def asked_for(consumer: Consumer) -> ConsumerRecord:
     """The next record, for a consumer that asks again: one that acknowledges nothing has to show that it lives."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while True:
             try:
                 async with asyncio.timeout(0.2):
@@ -93,12 +93,12 @@ async def test_attempts_and_dead_letters_count_for_what_fails_from_then_on(
         )
         assert state.settings.retries == Retries(3, 1, 1, "acme/payments/morgue")
         await consumer.nack(first)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while (await orders.describe_subscription("billing")).dead != 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         await orders.alter_subscription("billing", retries=RetriesChange(dead_letter=""))
         await consumer.nack(second)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while (await orders.describe_subscription("billing")).dead != 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         shard = (await orders.describe_subscription("billing")).shards[0]

@@ -31,7 +31,7 @@ async def publish(region: felix.RegionClient, *payloads: bytes, shard: int = 0) 
 
 
 async def take(consumer: Consumer, count: int) -> list[ConsumerRecord]:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         return [await anext(consumer) for _ in range(count)]
 
 
@@ -160,12 +160,12 @@ async def test_dead_letters_have_their_reason_and_the_rest_goes_on(region: felix
         async def dead() -> int:
             return (await region.stream(ORDERS).describe_subscription("billing")).dead
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not await dead():  # noqa: ASYNC110 - nobody announces it
                 await asyncio.sleep(0.01)
     assert (await region.stream(ORDERS).describe_subscription("billing")).shards[0].committed == 3
     async with region.stream(f"{ORDERS}.dead").subscribe("earliest") as reader:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             letter = await anext(reader)
     assert bytes(letter.payload) == b"poison"
     assert letter.headers["felix.dead.reason"] == b"it does not parse"
@@ -200,7 +200,7 @@ async def test_shards_are_shared_and_change_hands_without_loss(region: felix.Reg
         if n == 45:
             await until(lambda: len(first.shards) == 2 and len(second.shards) == 2)
             await first.close()
-    await until(lambda: set(seen) == wanted, 60)
+    await until(lambda: set(seen) == wanted, 120)
     assert second.shards == [0, 1, 2, 3] and not stop.is_set()
     assert max(seen.values()) == 1, "what was acknowledged did not come again"
     state = await orders.describe_subscription("billing")
@@ -242,7 +242,7 @@ async def test_a_stalled_consumer_is_found_by_its_timeout(
         assert await other.ack(again)
         assert not await stalled.ack(record), "its acknowledgement comes too late"
         assert stalled.lost_acks == 1
-        await until(lambda: len(stalled.shards) == 1, 20)
+        await until(lambda: len(stalled.shards) == 1)
 
 
 async def test_exclusive_has_one_active_consumer(region: felix.RegionClient) -> None:
@@ -430,7 +430,7 @@ async def test_who_is_inactive_for_long_is_deleted(folder: RegionFolder, tmp_pat
         async with orders.consumer("billing", start="earliest", inactive_ttl=0.2):
             await asyncio.sleep(0.4)
             assert len(await orders.subscriptions()) == 1
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while await orders.subscriptions():  # noqa: ASYNC110 - nobody announces it
                 await asyncio.sleep(0.02)
 

@@ -7,6 +7,7 @@ import random
 
 import msgspec
 import pytest
+from long_runs import count
 from region_peer import RawPeer, client, encode_request, raw_peer, until
 
 import felix
@@ -47,7 +48,7 @@ def call(message: Message, correlation: int) -> bytes:
 
 async def unaffected(node: Node, region: felix.RegionClient) -> None:
     async with region.stream(ORDERS).consumer("other", start="earliest") as consumer:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             record = await anext(consumer)
         assert await consumer.ack(record)
     assert not node.broker.metrics.refusals["internal"]
@@ -60,7 +61,7 @@ async def test_calls_of_any_shape_are_answered_or_end_the_session_with_a_code(
     await region.create_stream(ORDERS, shards=2)
     await region.stream(ORDERS).publish_many([b"%d" % n for n in range(20)])
     chance = random.Random(3)
-    for _ in range(40):
+    for _ in range(count(15, 40)):
         async with raw_peer(node.folder, node.address) as peer:
             stream = await opened(peer, asking())
             for number in range(1, 25):
@@ -143,7 +144,7 @@ async def test_consumers_that_vanish_leave_their_shards(node: Node, region: feli
         async with raw_peer(node.folder, node.address) as peer:
             await opened(peer, asking())
     async with region.stream(ORDERS).consumer("billing") as consumer:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             record = await anext(consumer)
         assert record.attempt >= 1 and await consumer.ack(record)
     await unaffected(node, region)
@@ -156,7 +157,7 @@ async def test_a_position_that_cannot_be_written_is_read_back_before_anything_el
     orders = region.stream(ORDERS)
     await orders.publish_batch([felix.NewRecord(b"%d" % n) for n in range(4)], shard=0)
     async with orders.consumer("billing", start="earliest") as consumer:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             records = [await anext(consumer) for _ in range(4)]
             assert await consumer.ack(records[0])
             held = next(iter(node.subscriptions._held.values()))
@@ -180,7 +181,7 @@ async def test_acknowledged_retention_waits_for_the_slowest_subscription(
     await orders.publish_batch([felix.NewRecord(b"%d" % n) for n in range(4)], shard=0)
     await orders.create_subscription("slow", SubscriptionSettings("earliest"))
     async with orders.consumer("fast", start="earliest") as consumer:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             records = [await anext(consumer) for _ in range(4)]
         assert await consumer.ack_through(records[2])
     stream = next(iter(node.broker.streams))

@@ -263,7 +263,7 @@ class World:
         if not dead:
             return
         self.subscription._tick()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             for shard, offset in dead:
                 while not self.is_settled(shard, offset):  # noqa: ASYNC110 - nobody announces it
                     await asyncio.sleep(0.001)
@@ -295,7 +295,7 @@ class World:
 
     async def arrived(self) -> None:
         """What is read from disk takes its time."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while True:
                 for _ in range(8):
                     await asyncio.sleep(0)
@@ -555,7 +555,7 @@ class DurableAgainstModel(RuleBasedStateMachine):
                 player.delivery.close()
             world.players.clear()
             await self.join_one()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while any(len(world.settled[n]) < world.ends[n] for n in range(SHARDS)):
                     world.now_ms += DELAY_MS * 2
                     world.subscription._tick()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from felix.transport.port import Connection
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 """Longest wait for something that must happen; only a failing test waits this long."""
 
 

@@ -162,7 +162,7 @@ async def test_a_move_asked_for_the_moment_the_last_one_landed_is_carried(folder
         for n in range(50):
             landed.clear()
             view.dead.send([n], [1], "")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await landed.wait()
         assert view.moved == list(range(50))
 

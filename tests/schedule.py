@@ -1,0 +1,50 @@
+"""In which order test files are run, and which of them by the same process: for `pytest -n`.
+
+A file's tests stay together, since they share brokers and regions; so do the files that use Spark, since each process starts a JVM of
+its own, and a JVM's first queries cost most. What costs most is begun first, so that at the end no process works alone at a long file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+COSTS = Path(__file__).with_name("costs.json")
+"""Seconds by unit, where it takes some; `FELIX_RECORD_COSTS=1 make test` writes it anew."""
+COST_LEAST_S = 2.0
+"""Shorter files fill the gaps in whatever order."""
+UNITS = {
+    "tests/spark": (
+        "tests/spark/",
+        "tests/attacks/test_half_told_evidence.py",
+        "tests/attacks/test_worlds.py",
+        "tests/cli/test_bench_report.py",
+        "tests/docs/test_spark_example.py",
+        "tests/e2e/test_tampering.py",
+    ),
+    "tests/e2e": ("tests/e2e/test_crossing.py", "tests/e2e/test_refusal.py"),
+}
+"""Files that share more than a process: Spark's session (the `spark` fixture), and the mesh of tests/e2e/conftest.py."""
+
+
+def unit_of(nodeid: str) -> str:
+    """What is run by one process without a pause: a file, or several that share what is dear."""
+    path = nodeid.split("::", 1)[0]
+    return next((unit for unit, files in UNITS.items() if path.startswith(files)), path)
+
+
+def costs() -> dict[str, float]:
+    """Seconds by unit as they were recorded."""
+    held: dict[str, float] = json.loads(COSTS.read_text())
+    return held
+
+
+def record(durations: Iterable[tuple[str, float]]) -> None:
+    """Write COSTS from the seconds of each phase of each test."""
+    found: Counter[str] = Counter()
+    for nodeid, seconds in durations:
+        found[unit_of(nodeid)] += seconds  # type: ignore[assignment]
+    rows = {unit: round(seconds) for unit, seconds in found.most_common() if seconds >= COST_LEAST_S}
+    COSTS.write_text(json.dumps(rows, indent=1) + "\n")
