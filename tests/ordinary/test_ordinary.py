@@ -2,7 +2,8 @@
 
 A few in every run. `make ordinary SEQUENCES=500` plays so many, reports them all with Spark, and prints every seed that
 failed with its operations; `make ordinary SEQUENCES=1 SEED=17` plays that one again. What failed is left in its folder.
-After each block the totals so far are printed: a run that is cut off has shown what it played, and `SEED` goes on from there.
+It says how each sequence ended, and after each report the totals so far: a run that is cut off has shown what it played, and
+`SEED` goes on from there.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ SEED = int(os.environ.get("FELIX_ORDINARY_SEED", "1"))
 IS_LONG = "FELIX_ORDINARY_SEQUENCES" in os.environ
 AT_ONCE = 4
 """Sequences side by side: each mostly waits."""
-PER_REPORT = 20
-"""Sequences whose logs one report shows: a hundred logs."""
+PER_REPORT = 50
+"""Sequences whose logs one report shows, 250 logs: a report costs about the same for one sequence as for these."""
 
 
 class Tally:
@@ -48,7 +49,7 @@ class Tally:
         self.played += 1
         self.done += world.counts
         self.leaves["alarms"] += world.alarms
-        self.leaves["envelopes lost with a log"] += len(shown_losses(world))
+        self.leaves["regions with losses to show"] += len(shown_losses(world))
         for path in world.logs().values():
             for leaf in read_leaves(path):
                 header = leaf.header
@@ -62,17 +63,24 @@ class Tally:
                     self.leaves[header.action] += 1
         if found:
             self.fail(world, found)
+        print(
+            f"seed {world.number} {'FAILED' if found else 'holds'}: {self.played} of {SEQUENCES}, {self.pace()}",
+            flush=True,
+        )
 
     def fail(self, world: World, found: list[str]) -> None:
         lines = [f"seed {world.number}:", *found, f"left in {world.home}, after:", *world.history]
         self.failed[world.number] = "\n  ".join([*self.failed.get(world.number, "").splitlines(), *lines])
         print(self.failed[world.number], flush=True)
 
-    def __str__(self) -> str:
+    def pace(self) -> str:
         minutes = (time.monotonic() - self._began_s) / 60
+        return f"{len(self.failed)} failed, {self.played / minutes:.1f} per minute"
+
+    def __str__(self) -> str:
         return (
-            f"{self.played} sequences, {self.done.total()} operations, {len(self.failed)} failed {sorted(self.failed)}, "
-            f"{self.played / minutes:.1f} per minute\n  {dict(self.done)}\n  {dict(self.leaves)}\n  {dict(self.records)}"
+            f"{self.played} sequences, {self.done.total()} operations, {self.pace()} {sorted(self.failed)}"
+            f"\n  {dict(self.done)}\n  {dict(self.leaves)}\n  {dict(self.records)}"
         )
 
 
