@@ -22,6 +22,7 @@ from cli.agent import (
 )
 from cli.approval import approve, submit
 from cli.exits import EXIT_REFUSED
+from cli.grant_notes import backlog_note, waiting_notes
 from cli.grants import (
     add_right,
     default_bridge,
@@ -205,7 +206,7 @@ def allow(
     if wildcard:
         note(f"{name} is a pattern: every stream that fits it, now or later, is granted and reported as such")
     else:
-        _look(config.region, terms)
+        _look(folder, config.region, terms)
     policy = run(fetch_policy(config.region))
     document = sign_export(terms, policy, load_signing_key(folder.policy_key).private_key, now)
     run(put_document(config.region, "export", document, identity))
@@ -272,8 +273,9 @@ def _bridge_of(folder: RegionFolder, config: RegionConfig, to: str, given: str) 
     return identity
 
 
-def _look(region: str, terms: GrantTerms) -> None:
-    """Say which fields of the terms no recent record of the stream has. A stream that cannot be read is no hindrance."""
+def _look(folder: RegionFolder, region: str, terms: GrantTerms) -> None:
+    """Say which fields of the terms no recent record of the stream has, and what it holds that crosses, too. A stream that
+    cannot be read is no hindrance."""
     try:
         found = run(_plan_as_reader(region, "", terms, LOOKED_AT, ""))
     except FelixError as error:
@@ -284,6 +286,16 @@ def _look(region: str, terms: GrantTerms) -> None:
     if found.records and not found.count("crosses"):
         first = found.records[0]
         note(f"none of the newest {len(found.records)} records would cross: {first.outcome}. {first.reason}")
+    if not terms.wildcard and (said := run(_backlog(folder, region, terms))):
+        note(said)
+
+
+async def _backlog(folder: RegionFolder, region: str, terms: GrantTerms) -> str:
+    views = (await fetch_book(region, folder)).list(now_ms())
+    async with connect(region) as client:
+        return backlog_note(
+            terms, views, await client.describe_stream(terms.stream), await client.list_links()
+        )
 
 
 @app.command()
@@ -507,10 +519,18 @@ def list_(region: RegionOption = "", json: JsonOption = False) -> None:
             ["streams", "other region", "by", "reason"],
             [[d.streams, d.peer, d.region, d.reason] for d in denials],
         )
+    for sentence in waiting_notes(views, config.region, run(_connected(config.region))):
+        note(sentence)
     for problem in book.problems:
         note(f"not believed: a document signed as {problem.document.region}: {problem.sentence}")
     for claim in book.left_out:
         note(f"left out, because there are more documents than one book takes: {claim.grant}")
+
+
+async def _connected(region: str) -> list[str]:
+    """The region's bridges that have a session with it."""
+    async with connect(region) as client:
+        return (await client.describe()).bridges
 
 
 def _view(view: GrantView) -> dict[str, Any]:
@@ -565,6 +585,8 @@ def show(
     if view.accepted is not None:
         rows.append(("accepted", f"by {view.accepted.accepted_by}, {iso(view.accepted.signed_at)}"))
     table(grant, ["", ""], rows)
+    for sentence in waiting_notes([view], config.region, run(_connected(config.region))):
+        note(sentence)
 
 
 @app.command()

@@ -417,7 +417,7 @@ class ExpiryState(Message, frozen=True, tag="expiry"):
 
 class RegionState(Message, frozen=True, tag="region"):
     """Gauges of one broker, by name; limits stand beside what they limit (docs/operations.md). `expiring`: the certificates that end
-    first, of those that are near their end."""
+    first, of those that are near their end. `bridges`: the region's own that have a session with this broker."""
 
     region: Name
     mesh: Name
@@ -427,6 +427,7 @@ class RegionState(Message, frozen=True, tag="region"):
     audit_origin: Name = ""
     audit_size: int = 0
     expiring: list[ExpiryState] = []
+    bridges: list[Name] = []
 
 
 class DescribeTraffic(Message, frozen=True, tag="describe_traffic"):

@@ -550,6 +550,20 @@ class GrantView(NamedTuple):
     approvals: tuple[Tally, ...] = ()
     """how far the source's and the destination's approvals have come, as their halves ask"""
 
+    @property
+    def waits_for(self) -> str:
+        """What an offered grant waits for, and who paused a paused one; else empty."""
+        if self.state is GrantState.PAUSED:
+            return f"paused by {' and '.join(self.paused_by)}"
+        if self.state is not GrantState.OFFERED:
+            return ""
+        if self.export is None:
+            return "waits for the source's half"
+        if self.accepted is None:
+            return f"waits for {self.export.terms.to_region} to accept"
+        missing = [f"{tally.region} {tally.missing}" for tally in self.approvals if tally.missing]
+        return f"waits for approvals: {', '.join(missing)}"
+
 
 class _Step(IntEnum):
     """How far a candidate came; of several refused candidates the one that came furthest tells why."""

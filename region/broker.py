@@ -410,6 +410,16 @@ class Broker:
         found += [each for readers in self.readers for each in readers()]
         return sorted(found, key=lambda each: (each.stream, each.kind, each.name))
 
+    def bridges(self) -> list[str]:
+        """The names of this region's bridges that have a session."""
+        held = [session.identity for session in list(self.sessions) if not session.ended]
+        own = {
+            each.name
+            for each in held
+            if each is not None and (each.kind, each.region) == ("bridge", self.region)
+        }
+        return sorted(own)
+
     # -- figures ---------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:

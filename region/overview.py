@@ -14,7 +14,7 @@ from audit.trail import Trail
 from audit.witness import Witness
 from felix.messages import AuditLog, Cosigner, Denial, GrantSummary, KnownRegion
 from keys.bundle import RegionBundle
-from policy.grant import DenyEntry, GrantState, GrantView
+from policy.grant import DenyEntry, GrantView
 
 
 def known_region(bundle: RegionBundle) -> KnownRegion:
@@ -33,22 +33,9 @@ def grant_summary(view: GrantView) -> GrantSummary:
         to_region=half.to_region,
         state=view.state.value,
         destination_stream=half.destination_stream,
-        reason=_waits_for(view),
+        reason=view.waits_for,
         expires_ms=view.export.terms.expires if view.export is not None else 0,
     )
-
-
-def _waits_for(view: GrantView) -> str:
-    if view.state is GrantState.PAUSED:
-        return f"paused by {' and '.join(view.paused_by)}"
-    if view.state is not GrantState.OFFERED:
-        return ""
-    if view.export is None:
-        return "waits for the source's half"
-    if view.accepted is None:
-        return f"waits for {view.export.terms.to_region} to accept"
-    missing = [f"{tally.region} {tally.missing}" for tally in view.approvals if tally.missing]
-    return f"waits for approvals: {', '.join(missing)}"
 
 
 def denial(entry: DenyEntry) -> Denial:

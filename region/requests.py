@@ -478,6 +478,7 @@ class Requests:
                 ExpiryState(each.name, each.kind, each.life.not_after_ms, each.stage.name.lower())
                 for each in broker.expiries.expiring(broker.clock_ms(), EXPIRING_MAX)
             ],
+            broker.bridges(),
         )  # fmt: skip
 
     async def describe_traffic(self, identity: SpiffeId, request: DescribeTraffic) -> TrafficPage:

@@ -1,0 +1,81 @@
+"""What a person should know of grants beside their terms: what an offered one waits for, and what a new one lets across. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from felix.messages import LinkState, StreamState
+from felix.names import SpiffeId
+from policy.grant import GrantState, GrantView
+from policy.terms import GrantTerms
+
+
+def waiting_notes(views: Iterable[GrantView], region: str, connected: Collection[str]) -> list[str]:
+    """A sentence for each grant under which nothing crosses yet, or now, for want of a half, an approval or a bridge.
+
+    `connected`: the names of the region's own bridges that have a session with it.
+    """
+    found = []
+    for view in views:
+        said = []
+        if view.waits_for:
+            said.append(view.waits_for)
+        terms = None if view.export is None else view.export.terms
+        if (
+            terms is not None
+            and terms.from_region == region
+            and view.state in (GrantState.OFFERED, GrantState.ACTIVE)
+        ):
+            bridge = SpiffeId.parse(terms.bridge).name
+            if bridge not in connected:
+                brings = (
+                    ", and what is signed there comes only with it"
+                    if view.state is GrantState.OFFERED
+                    else ""
+                )
+                said.append(
+                    f"its bridge {bridge} is not connected{brings} (felix bridge up {bridge} --region {region})"
+                )
+        if said:
+            found.append(f"{view.grant} {'; '.join(said)}")
+    return found
+
+
+def backlog_note(
+    terms: GrantTerms, views: Iterable[GrantView], state: StreamState, links: Iterable[LinkState]
+) -> str:
+    """What the stream holds that would cross under these terms; empty where it is nothing.
+
+    A link goes on where the one before stopped, whatever grant that was under: `views` are the grants of the region's book,
+    `links` what agents last said of theirs.
+    """
+    into = terms.destination_stream or terms.stream
+    before = [
+        view.grant
+        for view in views
+        if view.export is not None
+        and view.accepted is not None
+        and view.export.terms.to_region == terms.to_region
+        and view.export.terms.stream == terms.stream
+        and (view.export.terms.destination_stream or view.export.terms.stream) == into
+    ]
+    known = [link for link in links if link.grant in before and link.stream == terms.stream]
+    waiting, held = 0, 0
+    for shard, each in enumerate(state.state):
+        stopped = max((link.position for link in known if link.shard == shard), default=0)
+        waiting += max(0, each.high_watermark - max(each.log_start, stopped))
+        held += each.high_watermark - each.log_start
+    records = f"{waiting} record{'' if waiting == 1 else 's'}"
+    if not before:
+        return f"the stream holds {records}: they cross under this grant, too" if held else ""
+    if not known:
+        return (
+            f"{before[-1]} led into the same stream there: this grant goes on where its link stopped, and what was published "
+            "since crosses, too"
+        )
+    if not waiting:
+        return ""
+    return (
+        f"{before[-1]} led into the same stream there, and its link stopped {records} ago: they cross under this grant, too. "
+        "A filter on one of their fields leaves them out, on the record (--filter)"
+    )
