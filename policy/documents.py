@@ -118,7 +118,7 @@ class Document(Generic[T]):
         """Where the part at `path` stands; the nearest enclosing part's place where it has none of its own."""
         while path and path not in self.places:
             path = path[:-1]
-        return self.places.get(path, Place(self.source, 1, 1))
+        return self.places.get(path, Place(self.source, 1, 1))._replace(source=self.source)
 
 
 def decode_document(text: str, type_: type[T], source: str) -> T:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, Final, Literal, NamedTuple
@@ -206,9 +206,22 @@ class ResidencyPolicy:
         return self.document.place(*path)
 
 
-@lru_cache(maxsize=POLICIES_KEPT)
 def parse_policy(text: str, source: str) -> ResidencyPolicy:
-    """Raises ConfigError(CONFIG_INVALID) with every mistake, names that nothing declares included."""
+    """`source` names the text in messages. Raises ConfigError(CONFIG_INVALID) with every mistake, names that nothing declares
+    included."""
+    try:
+        policy = _read_once(text)
+    except ConfigError:
+        return _read(text, source)
+    return replace(policy, document=replace(policy.document, source=source))
+
+
+@lru_cache(maxsize=POLICIES_KEPT)
+def _read_once(text: str) -> ResidencyPolicy:
+    return _read(text, "")
+
+
+def _read(text: str, source: str) -> ResidencyPolicy:
     document = decode_placed(text, PolicyFile, source)
     mistakes = list(_undeclared(document))
     if mistakes:
