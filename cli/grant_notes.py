@@ -65,17 +65,31 @@ def backlog_note(
         stopped = max((link.position for link in known if link.shard == shard), default=0)
         waiting += max(0, each.high_watermark - max(each.log_start, stopped))
         held += each.high_watermark - each.log_start
-    records = f"{waiting} record{'' if waiting == 1 else 's'}"
+    records = _records(waiting)
     if not before:
-        return f"the stream holds {records}: they cross under this grant, too" if held else ""
+        return f"the grant covers the {records} that the stream holds already" if held else ""
     if not known:
         return (
-            f"{before[-1]} led into the same stream there: this grant goes on where its link stopped, and what was published "
-            "since crosses, too"
+            f"{before[-1]} led into the same stream there: this grant goes on where its link stopped, and covers what was "
+            "published since"
         )
-    if not waiting:
-        return ""
-    return (
-        f"{before[-1]} led into the same stream there, and its link stopped {records} ago: they cross under this grant, too. "
-        "A filter on one of their fields leaves them out, on the record (--filter)"
+    said = []
+    if waiting:
+        said.append(
+            f"{before[-1]} led into the same stream there, and its link stopped {records} ago: this grant covers them, too. "
+            "A filter on one of their fields leaves them out, on the record (--filter)"
+        )
+    withheld = sum(
+        max(link.withheld for link in known if link.shard == shard)
+        for shard in {link.shard for link in known}
     )
+    if withheld:
+        said.append(
+            f"{_records(withheld)} stayed under earlier grants into that stream: what of them has not crossed since, felix bridge "
+            "resend sends again under this one"
+        )
+    return ". ".join(said)
+
+
+def _records(count: int) -> str:
+    return f"{count} record{'' if count == 1 else 's'}"

@@ -1,0 +1,97 @@
+"""What is said of grants beside their terms."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from departures import terms
+
+from cli.grant_notes import backlog_note, waiting_notes
+from felix.messages import LinkState
+from policy.grant import GrantState, GrantView
+
+BRIDGE = "spiffe://us-east.acme/bridge/us-to-eu"
+
+
+def view(
+    state: GrantState = GrantState.OFFERED, *, grant: str = "g-old", accepted: bool = False, **more: Any
+) -> GrantView:
+    export = SimpleNamespace(terms=terms(bridge=BRIDGE, **more))
+    return GrantView(grant, state, export, object() if accepted else None, ())  # type: ignore[arg-type]
+
+
+def state(*shards: tuple[int, int]) -> Any:
+    return SimpleNamespace(
+        state=[SimpleNamespace(log_start=start, high_watermark=end) for start, end in shards]
+    )
+
+
+def link(shard: int, position: int, withheld: int = 0, grant: str = "g-old") -> LinkState:
+    return LinkState(
+        grant,
+        terms().stream,
+        shard,
+        "us-east",
+        "eu-west",
+        BRIDGE,
+        "stopped",
+        position=position,
+        withheld=withheld,
+    )
+
+
+def test_an_offered_grant_says_what_it_waits_for_and_that_its_bridge_is_away() -> None:
+    (said,) = waiting_notes([view()], "us-east", [])
+    assert said == (
+        "g-old waits for eu-west to accept; its bridge us-to-eu is not connected, and what is signed there comes only with "
+        "it (felix bridge up us-to-eu --region us-east)"
+    )
+    assert waiting_notes([view()], "us-east", ["us-to-eu"]) == ["g-old waits for eu-west to accept"]
+    assert waiting_notes([view()], "eu-west", []) == ["g-old waits for eu-west to accept"]
+
+
+def test_an_active_grant_whose_bridge_is_away_says_so_and_one_that_is_over_says_nothing() -> None:
+    (said,) = waiting_notes([view(GrantState.ACTIVE, accepted=True)], "us-east", [])
+    assert said.startswith("g-old its bridge us-to-eu is not connected (")
+    assert waiting_notes([view(GrantState.ACTIVE, accepted=True)], "us-east", ["us-to-eu"]) == []
+    assert waiting_notes([view(GrantState.REVOKED), view(GrantState.EXPIRED)], "us-east", []) == []
+
+
+def test_a_first_grant_covers_what_the_stream_holds() -> None:
+    assert (
+        backlog_note(terms(), [], state((0, 10), (5, 7)), [])
+        == "the grant covers the 12 records that the stream holds already"
+    )
+    assert backlog_note(terms(), [], state((3, 3)), []) == ""
+
+
+def test_a_renewed_grant_goes_on_where_the_link_before_stopped() -> None:
+    before = [view(GrantState.EXPIRED, accepted=True)]
+    said = backlog_note(
+        terms(), before, state((0, 10), (0, 4)), [link(0, 9), link(1, 4), link(0, 3, grant="g-else")]
+    )
+    assert said.startswith(
+        "g-old led into the same stream there, and its link stopped 1 record ago: this grant covers"
+    )
+    assert backlog_note(terms(), before, state((0, 9)), [link(0, 9)]) == ""
+    assert "goes on where its link stopped" in backlog_note(terms(), before, state((0, 9)), [])
+
+
+def test_what_stayed_under_the_grant_before_is_said() -> None:
+    said = backlog_note(
+        terms(), [view(GrantState.REVOKED, accepted=True)], state((0, 9)), [link(0, 9, withheld=9)]
+    )
+    assert (
+        said.startswith("9 records stayed under earlier grants into that stream")
+        and "felix bridge resend" in said
+    )
+
+
+@pytest.mark.parametrize("change", [{"to_region": "ap-south"}, {"destination_stream": "acme/ops/copy"}])
+def test_a_grant_that_leads_elsewhere_does_not_count(change: dict[str, str]) -> None:
+    new = msgspec.structs.replace(terms(), **change)
+    said = backlog_note(new, [view(GrantState.EXPIRED, accepted=True)], state((0, 9)), [link(0, 9)])
+    assert said == "the grant covers the 9 records that the stream holds already"
