@@ -31,7 +31,8 @@ from felix.identity import load_identity
 from felix.messages import PutDocument, StreamState
 from felix.names import SpiffeId, StreamName
 from felix.profile import Profile
-from felix.runtime.real import now_ms
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL, now_ms
 from keys.bundle import RegionBundle, decode_bundle
 from keys.signing import load_signing_key
 from policy.approval import Approval, Document, sign_approval
@@ -364,8 +365,8 @@ class Mesh:
         return msgspec.structs.replace(config, **changes)
 
     @asynccontextmanager
-    async def agent(self, **changes: Any) -> AsyncIterator[Agent]:
-        agent = Agent(self.bridge_config(**changes), self.us.root)
+    async def agent(self, runtime: Runtime = REAL, **changes: Any) -> AsyncIterator[Agent]:
+        agent = Agent(self.bridge_config(**changes), self.us.root, runtime=runtime)
         await agent.start()
         try:
             yield agent

@@ -12,6 +12,7 @@ from urllib.request import urlopen
 import msgspec
 import pytest
 from bridge_mesh import STREAM, WAIT_S, Mesh, flight, two_regions, until
+from runtimes import with_wall
 
 from audit.leaf import GapKind, Kind
 from bridge.agent import Agent
@@ -201,9 +202,10 @@ async def test_nothing_crosses_under_half_a_grant(mesh: Mesh) -> None:
     body, export, accepted = mesh.sign_grant()
     await mesh.put("us-east", "export", export)
     async with mesh.agent() as agent:
-        waiting = await state(agent, "waiting")
-        assert "has not accepted" in (await until(lambda: (h := link(agent)) and h.reason, "a reason")), (
-            waiting
+        await state(agent, "waiting")
+        await until(
+            lambda: (h := link(agent)) and "has not accepted" in h.reason,
+            "a link that says what it waits for",
         )
         assert await mesh.arrived() == 0
         await mesh.put("eu-west", "import", accepted)
@@ -218,9 +220,11 @@ async def test_nothing_crosses_under_half_a_grant(mesh: Mesh) -> None:
 async def test_an_expired_grant_stops_mid_stream(mesh: Mesh) -> None:
     await mesh.create()
     await mesh.publish([flight(number) for number in range(50)])
-    await mesh.grant(expires=now_ms() + 3_000)
-    async with mesh.agent() as agent:
+    life_ms, passed_ms = 3_600_000, 0
+    await mesh.grant(expires=now_ms() + life_ms)
+    async with mesh.agent(with_wall(lambda: now_ms() + passed_ms)) as agent:
         await mesh.crossed(50)
+        passed_ms = life_ms
         stopped = await state(agent, "stopped")
         assert "expired" in stopped.reason
         await mesh.publish([flight(number) for number in range(50, 100)])
@@ -313,12 +317,14 @@ async def test_a_second_agent_waits_for_the_egress_log_and_takes_over(mesh: Mesh
 
 
 async def test_a_gap_at_the_source_is_logged_alarmed_and_passed(mesh: Mesh) -> None:
-    await mesh.create(retention=Retention(age_ms=1_500))
+    await mesh.create()
     await mesh.grant()
     await mesh.publish([flight(number) for number in range(10)])
     async with mesh.agent() as agent:
         await position(agent, 10)
     await mesh.publish([flight(number) for number in range(10, 60)])
+    async with mesh.operator("us-east") as operator:
+        await operator.alter_stream(STREAM, retention=Retention(age_ms=1_000))
     # Only segments that are not written to any more are deleted; the next one is begun here, not in an hour.
     shard = mesh.nodes["us-east"].broker.stream(StreamName.parse(STREAM)).shards[0]
     assert shard._disk is not None

@@ -209,7 +209,7 @@ def test_a_policy_revision_stops_a_grant_that_it_outlaws(mesh: CommandMesh) -> N
 
 def test_an_expired_grant_lets_nothing_more_cross(mesh: CommandMesh) -> None:
     stream = "acme/ops/expired"
-    grant = crossing(mesh, stream, expires_ms=4_000)
+    grant = crossing(mesh, stream, expires_ms=10_000)
     assert "expired" in mesh.link_state(stream, "stopped").reason
     stands_still(mesh, stream, 30)
     error = refused(mesh, stream, grant)

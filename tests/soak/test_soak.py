@@ -25,7 +25,7 @@ PARTS: dict[str, Callable[[Path], Part]] = {
     "transactions": TransactionPart,
     "pipelines": PipelinePart,
 }
-KILLS = count(3, 6)
+KILLS = count(2, 6)
 SOAK_KILLS = int(os.environ.get("FELIX_SOAK_KILLS", "100"))
 
 
