@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,13 +84,29 @@ SCENARIO: Sequence[str] = (
 )
 
 
+@cache
+def validators() -> Any:
+    """What makes validators of the schema's parts. The schema itself is checked once, which costs most."""
+    made = jsonschema.validators.validator_for(SCHEMA)
+    made.check_schema(SCHEMA)
+    return made
+
+
+@cache
+def definition(name: str) -> Any:
+    """The validator of one of the schema's definitions."""
+    return validators()({"$ref": f"#/$defs/{name}", "$defs": SCHEMA["$defs"]})
+
+
 def check(value: Any) -> None:
     """Held to the definition of its kind; a list, each of its items. Raises jsonschema.ValidationError."""
     kind = value["kind"]
-    wanted = {"$ref": f"#/$defs/{'list' if kind.endswith('List') else kind}", "$defs": SCHEMA["$defs"]}
     items = value.get("items", []) if kind.endswith("List") else []
     # The items one by one: an error then names the field, not every kind that an item is not.
-    jsonschema.validate({**value, "items": []} if kind.endswith("List") else value, wanted)
+    if kind.endswith("List"):
+        definition("list").validate({**value, "items": []})
+    else:
+        definition(kind).validate(value)
     for item in items:
         assert f"{item['kind']}List" == kind
         check(item)
