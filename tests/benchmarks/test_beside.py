@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 import pytest
+from long_runs import count
 from typer.testing import CliRunner
 
 from benchmarks import beside, peers
@@ -20,8 +21,15 @@ from benchmarks.systems import CACHES, QUEUES, SYSTEMS
 from cli.benchmark.accounting import Account
 from felix.errors import RequestError
 
+REPEATS = count(1, 2)
 TINY = FanoutPlan(
-    subscribers=(1, 3), payload_bytes=(64,), chunk=8, repeats=2, load_s=2.0, paced_s=0.1, records_max=400
+    subscribers=(1, 3),
+    payload_bytes=(64,),
+    chunk=8,
+    repeats=REPEATS,
+    load_s=2.0,
+    paced_s=0.1,
+    records_max=400,
 )
 
 
@@ -89,14 +97,14 @@ def test_no_rate_is_printed_for_what_was_lost(report: FanoutReport, monkeypatch:
 
 @pytest.fixture(scope="module")
 def cache_report() -> CacheReport:
-    return measure_cache(CachePlan(concurrency=(1, 8), keys=20, calls=200, lone_calls=50, repeats=2))
+    return measure_cache(CachePlan(concurrency=(1, 8), keys=20, calls=200, lone_calls=50, repeats=REPEATS))
 
 
 def test_every_cache_answers_the_newest_value(cache_report: CacheReport) -> None:
     assert cache_report.is_lossless
     assert {result.case.system for result in cache_report.results} == installed(CACHES)
     for result in cache_report.results:
-        calls = 2 * (50 if result.case.concurrency == 1 else 200)
+        calls = REPEATS * (50 if result.case.concurrency == 1 else 200)
         assert (result.account.put, result.account.got) == (calls, calls)
         assert result.get is not None
         assert (result.felix_get is None) == (result.case.system == "felix-fsync")

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from long_runs import count
 from region_peer import until
 from transaction_home import OTHER, OWNER, Home, payloads_of
 
@@ -28,7 +29,7 @@ from region.transactions import state
 from region.transactions.coordinator import OPEN_PER_IDENTITY_MAX, PARTS_PER_SHARD_MAX
 from region.transactions.state import TransactionState
 
-EXAMPLES = int(os.environ.get("FELIX_MODEL_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("FELIX_MODEL_EXAMPLES", count(10, 100)))
 """Runs of the model, 40 steps each; 260 are ten thousand steps and some minutes."""
 
 pytestmark = pytest.mark.timeout(120 + 5 * EXAMPLES)
