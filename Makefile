@@ -23,7 +23,7 @@ LONG = $(shell grep -rl --include='test_*.py' '^from long_runs import' tests)
 # Tests start hundreds of processes: each would read the sources anew where the environment forbids compiled files.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo runbooks test test-long wheels attack ordinary lock soak check format bench clean help
+.PHONY: demo runbooks test test-long sync wheels attack ordinary lock soak check format bench clean help
 
 help: ## show this list
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -63,6 +63,9 @@ test: $(STAMP) ## all tests
 
 test-long: $(STAMP) ## the tests that have larger counts than in `make test`, with those (minutes)
 	@FELIX_LONG=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 $(LONG)
+
+sync: $(STAMP) ## write felix/sync.py anew from the asynchronous client
+	@$(BIN)/python sdk/sync_face.py
 
 wheels: $(STAMP) ## the packages felix-sdk and felix-mesh of this version, into dist/
 	@cd sdk && ../$(BIN)/hatchling build --target wheel --directory ../dist

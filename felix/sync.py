@@ -13,36 +13,63 @@
 One thread with one event loop per client; any thread may call. A call blocks until it is done, and Ctrl-C ends the wait
 (what was already sent stays sent). Inside a running event loop use `felix.connect`; from there a blocking call is refused,
 but for the loop that runs a notebook's cells: a cell blocks it anyway, as any cell does until it is done.
-Errors are those of `felix.client`.
+Errors are those of `felix.client`. Functions that are handed over (`on_gap`, `on_refused`, ...) run in the background thread.
+
+Written by sdk/sync_face.py from the asynchronous classes (`make sync`): change those, and felix.blocking.
 """
 
 from __future__ import annotations
 
-import asyncio
-import sys
-import threading
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
-from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Literal, Self
 
-from felix import cache, client, publisher, queue, subscription, transaction
-from felix.batch import Headers, NewRecord, Record
-from felix.cache_messages import CacheStats
+from felix import cache_messages as wire
+from felix import client
+from felix.backoff import BackoffPolicy
+from felix.batch import Headers, NewRecord
+from felix.blocking import (
+    Background,
+    Blocking,
+    BlockingConsumer,
+    BlockingJob,
+    BlockingMirror,
+    BlockingRegion,
+    BlockingTransaction,
+    ChangeIterator,
+    GatheringPublisher,
+    JobIterator,
+    RecordIterator,
+    inner_of,
+)
+from felix.cache import (
+    EXCHANGES_DEFAULT,
+    WATCH_CREDIT_BYTES,
+    Cache,
+    Entry,
+    Key,
+    Position,
+    Value,
+)
+from felix.client import Stream
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SessionInfo
-from felix.consumer import AckMode, Consumer, ConsumerBatch, ConsumerRecord
-from felix.errors import Code, RequestError
+from felix.consumer import AckMode, ConsumerBatch, ConsumerRecord
 from felix.identity import Identity
 from felix.messages import (
     Answer,
+    CacheTraffic,
     Durability,
+    KeyState,
     LinkState,
+    MeshPage,
+    QuotaState,
+    ReaderTraffic,
     RegionState,
     Request,
     Retention,
     StreamState,
+    StreamTraffic,
     SubscriptionState,
     Throttled,
 )
@@ -60,82 +87,28 @@ from felix.publisher import (
     Receipt,
     Refusal,
 )
-from felix.queue_messages import LEASE_BYTES_MAX, PeekedJob, QueueState
+from felix.queue import PREFETCH_BYTES_DEFAULT, PREFETCH_DEFAULT, Queue
+from felix.queue_messages import LEASE_BYTES_MAX, Held, PeekedJob, QueueState
+from felix.quota import QuotaLimits
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from felix.settings import (
     NO_VIEWS,
     CacheChange,
     CacheSettings,
     Compaction,
     Deduplication,
+    NamespaceSettings,
     Offload,
     QueueChange,
+    Retries,
     RetriesChange,
     SubscriptionSettings,
     Views,
 )
-from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, ReceivedBatch, StartAt
-from felix.transport.port import Engine
-
-STOP_TIMEOUT_S: Final = 5.0
-"""How long `close` waits for the background thread."""
-
-T = TypeVar("T")
-
-
-class _Background:
-    """A thread that runs an event loop, and calls into it."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="felix-sync", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
-        self.loop.close()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it on the loop and wait. Raises what it raises."""
-        try:
-            if threading.current_thread() is self._thread or _loop_would_wait():
-                raise RequestError(
-                    "felix.sync would block the event loop that runs in this thread.",
-                    code=Code.STATE,
-                    hint="Use `felix.connect` there, with await.",
-                )
-            if not self._thread.is_alive():
-                raise RequestError("This client is closed.", code=Code.STATE)
-        except RequestError:
-            work.close()
-            raise
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def stop(self) -> None:
-        if self._thread.is_alive():
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(STOP_TIMEOUT_S)
-
-
-def _loop_would_wait() -> bool:
-    """Whether a loop runs in this thread that is not one of ipykernel's own, on which a notebook's cells run."""
-    try:
-        running = asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    application = sys.modules.get("ipykernel.kernelapp")
-    if application is None or not application.IPKernelApp.initialized():
-        return True
-    # A kernel's main shell has its loop; a subshell is a thread of ipykernel's with a loop of its own.
-    shells = (application.IPKernelApp.instance().kernel, threading.current_thread())
-    return not any(
-        getattr(getattr(shell, "io_loop", None), "asyncio_loop", None) is running for shell in shells
-    )
+from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, StartAt
+from felix.transaction import TRANSACTION_TIMEOUT_S, TransactionRecord
+from felix.transport.port import Engine, TransportLimits
 
 
 def connect(
@@ -144,21 +117,29 @@ def connect(
     identity: Identity | Path | str | None = None,
     profile: Profile | None = None,
     engine: Engine | None = None,
+    transport_limits: TransportLimits | None = None,
+    backoff: BackoffPolicy | None = None,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     request_timeout_s: float = REQUEST_TIMEOUT_S,
+    wait_for_broker: bool = True,
     tracing: bool | None = None,
+    runtime: Runtime = REAL,
 ) -> SyncRegion:
     """Connect now; arguments and errors are those of `felix.connect`. Close it, or use it as `with`."""
-    background = _Background()
+    background = Background()
     try:
         made = client.connect(
             region,
             identity=identity,
             profile=profile,
             engine=engine,
+            transport_limits=transport_limits,
+            backoff=backoff,
             connect_timeout_s=connect_timeout_s,
             request_timeout_s=request_timeout_s,
+            wait_for_broker=wait_for_broker,
             tracing=tracing,
+            runtime=runtime,
         )
         background.call(made.open())
     except BaseException:
@@ -167,46 +148,82 @@ def connect(
     return SyncRegion(background, made)
 
 
-class SyncRegion:
-    """A region, as `felix.client.RegionClient`, blocking."""
+class SyncRegion(BlockingRegion):
+    """As `felix.client.RegionClient`, blocking."""
 
-    def __init__(self, background: _Background, region: client.RegionClient) -> None:
-        self._background = background
-        self._region = region
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the session and the background thread. Idempotent."""
-        if self._background._thread.is_alive():
-            try:
-                self._background.call(self._region.close())
-            finally:
-                self._background.stop()
+    __slots__ = ()
 
     @property
     def session(self) -> SessionInfo:
-        """The newest session."""
-        return self._region.session
+        """Who answered, as whom we came, what we may: of the newest session."""
+        return self._inner.session
 
     @property
     def is_connected(self) -> bool:
-        return self._region.is_connected
+        """True while a session stands; False while a new one is being made."""
+        return self._inner.is_connected
 
     @property
     def throttled(self) -> Throttled | None:
         """The quota that slows this session down now, as the broker says; None where none does."""
-        return self._region.throttled
+        return self._inner.throttled
+
+    @property
+    def reconnects(self) -> int:
+        """How often the session was made anew."""
+        return self._inner.reconnects
 
     def stream(self, name: str | StreamName, *, linger_ms: float = 0, compress: int = 0) -> SyncStream:
-        """A stream by its name, as `RegionClient.stream`. Raises RequestError(NAME_INVALID)."""
-        return SyncStream(self._background, self._region.stream(name, linger_ms=linger_ms, compress=compress))
+        """A stream by its name, tenant/namespace/name; whether it exists is not asked. Raises RequestError(NAME_INVALID).
+
+        `linger_ms` and `compress` are of `Stream.publish` and its like, as in `Stream.publisher`: what is set when the first record
+        of this stream is published counts for this client.
+        """
+        return SyncStream(
+            self._background,
+            self._background.run(self._inner.stream, name, linger_ms=linger_ms, compress=compress),
+        )
+
+    def queue(self, name: str | StreamName) -> SyncQueue:
+        """A queue by its name; whether it exists is not asked. Raises RequestError(NAME_INVALID)."""
+        return SyncQueue(self._background, self._background.run(self._inner.queue, name))
+
+    def create_queue(
+        self,
+        name: str | StreamName,
+        *,
+        visibility: float = 30,
+        attempts: int = 5,
+        retry: float = 1,
+        retry_max: float = 300,
+        dead_letter: str = "",
+        ordered_by_key: bool = False,
+        shards: int = 1,
+        durability: Durability | None = None,
+        retention: Retention | None = None,
+        ring_bytes: int = 0,
+    ) -> StreamState:
+        """Create a queue: a stream whose records are leased to workers. Raises as `create_stream`.
+
+        `visibility`: seconds that a lease lasts; `attempts`: deliveries before a record goes to the dead letters (0: without bound);
+        `retry`: seconds until a record that was given back is tried again, doubled each time up to `retry_max`; `dead_letter`: a
+        stream for them, else the queue's name with `.dead`; `ordered_by_key`: one record of a key is out at a time.
+        """
+        return self._background.call(
+            self._inner.create_queue(
+                name,
+                visibility=visibility,
+                attempts=attempts,
+                retry=retry,
+                retry_max=retry_max,
+                dead_letter=dead_letter,
+                ordered_by_key=ordered_by_key,
+                shards=shards,
+                durability=durability,
+                retention=retention,
+                ring_bytes=ring_bytes,
+            )
+        )
 
     def create_stream(
         self,
@@ -218,8 +235,13 @@ class SyncRegion:
         ring_bytes: int = 0,
         views: Views = NO_VIEWS,
     ) -> StreamState:
+        """Create a stream. Raises RequestError: ALREADY_EXISTS, FORBIDDEN, CONFIG_INVALID.
+
+        `durability`: fsync unless said; `retention`: without bound unless said; `ring_bytes`: memory of an ephemeral shard;
+        `views`: queue, cache, compaction, deduplication, offload (felix.settings).
+        """
         return self._background.call(
-            self._region.create_stream(
+            self._inner.create_stream(
                 name,
                 shards=shards,
                 durability=durability,
@@ -242,8 +264,13 @@ class SyncRegion:
         remove: Sequence[str] = (),
         incarnation: bytes = b"",
     ) -> StreamState:
+        """Change settings of a stream while it serves; what is None stays. `remove` names what is taken away: compaction,
+        deduplication, offload. `queue` and `cache`: as `Queue.alter` and `Cache.alter`, which have plainer arguments. Raises
+        RequestError: NOT_FOUND_OR_FORBIDDEN, CONFIG_INVALID, UNSUPPORTED for a stream that is no queue or cache, CONFLICT for
+        another incarnation.
+        """
         return self._background.call(
-            self._region.alter_stream(
+            self._inner.alter_stream(
                 name,
                 retention=retention,
                 compaction=compaction,
@@ -257,67 +284,27 @@ class SyncRegion:
         )
 
     def describe_stream(self, name: str | StreamName) -> StreamState:
-        return self._background.call(self._region.describe_stream(name))
+        """Settings and offsets of a stream. Raises RequestError(NOT_FOUND_OR_FORBIDDEN)."""
+        return self._background.call(self._inner.describe_stream(name))
 
     def delete_stream(self, name: str | StreamName, *, incarnation: bytes = b"") -> None:
-        self._background.call(self._region.delete_stream(name, incarnation=incarnation))
+        """Delete a stream and its records; with `incarnation`, only if it is still that one."""
+        self._background.call(self._inner.delete_stream(name, incarnation=incarnation))
 
-    def list_links(self) -> Rows[LinkState]:
-        """Links of bridges, as their agents last said."""
-        return Rows(self._background.call(self._region.list_links()))
+    def list_subscriptions(self, stream: str = "") -> Rows[SubscriptionState]:
+        """Durable subscriptions of a stream, or of all that this identity may subscribe to, without shards and consumers."""
+        return self._background.collect(self._inner.list_subscriptions, stream)
 
     def list_streams(self, prefix: str = "") -> Rows[StreamState]:
-        async def all_of_them() -> Rows[StreamState]:
-            return Rows([state async for state in self._region.list_streams(prefix)])
+        """The streams that this identity may see, by name, page after page."""
+        return self._background.collect(self._inner.list_streams, prefix)
 
-        return self._background.call(all_of_them())
+    def cache(self, name: str | StreamName, *, exchanges: int = EXCHANGES_DEFAULT) -> SyncCache:
+        """A cache by its name; whether it exists is not asked. The same one for the same name; `exchanges` is of the first.
 
-    def queue(self, name: str | StreamName) -> SyncQueue:
-        """A queue by its name. Raises RequestError(NAME_INVALID)."""
-
-        async def make() -> queue.Queue:
-            return self._region.queue(name)
-
-        return SyncQueue(self._background, self._background.call(make()))
-
-    def create_queue(
-        self,
-        name: str | StreamName,
-        *,
-        visibility: float = 30,
-        attempts: int = 5,
-        retry: float = 1,
-        retry_max: float = 300,
-        dead_letter: str = "",
-        ordered_by_key: bool = False,
-        shards: int = 1,
-        durability: Durability | None = None,
-        retention: Retention | None = None,
-        ring_bytes: int = 0,
-    ) -> StreamState:
-        return self._background.call(
-            self._region.create_queue(
-                name,
-                visibility=visibility,
-                attempts=attempts,
-                retry=retry,
-                retry_max=retry_max,
-                dead_letter=dead_letter,
-                ordered_by_key=ordered_by_key,
-                shards=shards,
-                durability=durability,
-                retention=retention,
-                ring_bytes=ring_bytes,
-            )
-        )
-
-    def cache(self, name: str | StreamName) -> SyncCache:
-        """A cache by its name. Raises RequestError(NAME_INVALID)."""
-
-        async def make() -> cache.Cache:
-            return self._region.cache(name)
-
-        return SyncCache(self._background, self._background.call(make()))
+        Raises RequestError(NAME_INVALID, CONFIG_INVALID).
+        """
+        return SyncCache(self._background, self._background.run(self._inner.cache, name, exchanges=exchanges))
 
     def create_cache(
         self,
@@ -327,50 +314,115 @@ class SyncRegion:
         shards: int = 1,
         durability: Durability | None = None,
     ) -> SyncCache:
-        made = self._background.call(
-            self._region.create_cache(name, settings, shards=shards, durability=durability)
+        """Create a cache: a compacted stream with the latest value of each key in memory. Errors as `create_stream`."""
+        return SyncCache(
+            self._background,
+            self._background.call(
+                self._inner.create_cache(name, settings, shards=shards, durability=durability)
+            ),
         )
-        return SyncCache(self._background, made)
 
     def transaction(
-        self,
-        *,
-        timeout_s: float = transaction.TRANSACTION_TIMEOUT_S,
-        transactional_id: str = "",
-        compress: int = 0,
+        self, *, timeout_s: float = TRANSACTION_TIMEOUT_S, transactional_id: str = "", compress: int = 0
     ) -> SyncTransaction:
-        """As `RegionClient.transaction`; use it as `with`."""
+        """Records for several streams, and acknowledgements, that become visible together or not at all; use it as `async with`.
 
-        async def make() -> transaction.Transaction:
-            return self._region.transaction(
-                timeout_s=timeout_s, transactional_id=transactional_id, compress=compress
-            )
-
-        return SyncTransaction(self._background, self._background.call(make()))
+        It is aborted where it is open for longer than `timeout_s` (the broker says how long it may be). With a
+        `transactional_id`, the first transaction of this client under it ends what an older instance has open.
+        """
+        return SyncTransaction(
+            self._background,
+            self._background.run(
+                self._inner.transaction,
+                timeout_s=timeout_s,
+                transactional_id=transactional_id,
+                compress=compress,
+            ),
+        )
 
     def describe(self) -> RegionState:
-        return self._background.call(self._region.describe())
+        """Gauges of the broker that answers."""
+        return self._background.call(self._inner.describe())
+
+    def put_namespace(self, namespace: str, settings: NamespaceSettings) -> None:
+        """Say how a namespace (`tenant/namespace`) treats streams that do not exist; counts at once. For operators."""
+        self._background.call(self._inner.put_namespace(namespace, settings))
+
+    def delete_namespace(self, namespace: str) -> str:
+        """Streams of the namespace are created by hand again; answers what a person should know of it."""
+        return self._background.call(self._inner.delete_namespace(namespace))
+
+    def list_namespaces(self) -> dict[str, NamespaceSettings]:
+        """Namespaces with settings of their own."""
+        return self._background.call(self._inner.list_namespaces())
+
+    def put_quota(self, scope: str, name: str, limits: QuotaLimits, unset: Sequence[str] = ()) -> QuotaState:
+        """Set the limits that `limits` names, of a `tenant` or an `identity` (by its SPIFFE id), and take away those in
+        `unset`; they count at once."""
+        return self._background.call(self._inner.put_quota(scope, name, limits, unset))
+
+    def delete_quota(self, scope: str, name: str) -> str:
+        """Back to the region's defaults; answers what a person should know of it."""
+        return self._background.call(self._inner.delete_quota(scope, name))
+
+    def list_quotas(self, scope: str = "", name: str = "") -> Rows[QuotaState]:
+        """Limits and use of tenants and identities at the broker that answers, tenants first. An identity that is no
+        operator's may ask for its own alone."""
+        return Rows(self._background.call(self._inner.list_quotas(scope, name)))
+
+    def stream_traffic(self, prefix: str = "") -> tuple[int, list[StreamTraffic]]:
+        """What went through each stream at the broker that answers, since its start, and when that was counted (ms)."""
+        return self._background.call(self._inner.stream_traffic(prefix))
+
+    def reader_traffic(self, prefix: str = "") -> Rows[ReaderTraffic]:
+        """Who reads at the broker that answers, what they were sent, how far behind they are and what they wait for."""
+        return Rows(self._background.call(self._inner.reader_traffic(prefix)))
+
+    def cache_traffic(self, prefix: str = "") -> Rows[CacheTraffic]:
+        """What each cache holds at the broker that answers, and what was asked of it since it is served."""
+        return Rows(self._background.call(self._inner.cache_traffic(prefix)))
+
+    def put_rights(self, identity: str, rights: Sequence[str]) -> None:
+        """Replace the rights of an identity, as `publish acme/ops/*`; an empty list takes all away, at once."""
+        self._background.call(self._inner.put_rights(identity, rights))
+
+    def list_rights(self) -> dict[str, list[str]]:
+        """All rights, by identity."""
+        return self._background.call(self._inner.list_rights())
+
+    def list_keys(self, stream: str = "") -> Rows[KeyState]:
+        """Keys by id, level and state; never their bytes."""
+        return Rows(self._background.call(self._inner.list_keys(stream)))
+
+    def rotate_keys(self, level: str, stream: str = "") -> str:
+        """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""
+        return self._background.call(self._inner.rotate_keys(level, stream))
+
+    def list_links(self) -> Rows[LinkState]:
+        """Links of bridges, as their agents last said."""
+        return Rows(self._background.call(self._inner.list_links()))
+
+    def describe_mesh(self) -> MeshPage:
+        """The mesh as the region knows it: regions, grants, denials and audit logs, all in one. Takes the right to observe."""
+        return self._background.call(self._inner.describe_mesh())
 
     def request(self, request: Request, *, timeout_s: float | None = None) -> Answer:
-        """Any request of the protocol and its answer."""
-        return self._background.call(self._region.request(request, timeout_s=timeout_s))
+        """Any request of the protocol (felix.messages) and its answer.
+
+        Raises what the broker refuses it with; UnavailableError: TIMEOUT, or DISCONNECTED where the connection was lost
+        before the answer and asking twice could do harm.
+        """
+        return self._background.call(self._inner.request(request, timeout_s=timeout_s))
 
 
-class SyncTransaction:
-    """A transaction, as `felix.transaction.Transaction`, blocking; use it as `with`."""
+class SyncTransaction(BlockingTransaction):
+    """As `felix.transaction.Transaction`, blocking."""
 
-    def __init__(self, background: _Background, inner: transaction.Transaction) -> None:
-        self._background = background
-        self._inner = inner
+    __slots__ = ()
 
-    def __enter__(self) -> Self:
+    def begin(self) -> None:
+        """Raises RequestError where the broker refuses it, TRANSACTION_FENCED where a newer instance has taken over."""
         self._background.call(self._inner.begin())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._background.call(self._inner.__aexit__(kind, error, trace))
 
     def publish(
         self,
@@ -381,30 +433,37 @@ class SyncTransaction:
         headers: Headers | None = None,
         shard: int | None = None,
         message_id: MessageId | None = None,
-    ) -> transaction.TransactionRecord:
-        """Add a record; it has an offset after the commit."""
+    ) -> TransactionRecord:
+        """Add a record; it has an offset after the commit. As `Stream.publish` otherwise."""
         return self._background.call(
             self._inner.publish(stream, payload, key=key, headers=headers, shard=shard, message_id=message_id)
         )
 
+    def acknowledge(
+        self, *work: SyncJob | ConsumerRecord | ConsumerBatch, consumer: SyncConsumer | None = None
+    ) -> None:
+        """Acknowledge with the commit: jobs of queues, and records or batches of a durable subscription's `consumer`.
+
+        They are done if the transaction is committed, and not otherwise: aborted, jobs are given back, and records come again.
+        """
+        self._background.call(self._inner.acknowledge(*map(inner_of, work), consumer=inner_of(consumer)))
+
     def commit(self) -> list[int]:
-        """Commit; the offsets in the order of publishing. May be called again after UnavailableError."""
+        """Commit, and return the offsets of the records in the order in which they were published, once all can be read.
+
+        May be called again where it raised UnavailableError. Raises what the module says.
+        """
         return self._background.call(self._inner.commit())
 
     def abort(self) -> None:
+        """Drop it: nothing of it will be in any stream. Raises RequestError(CONFLICT) where it is committed."""
         self._background.call(self._inner.abort())
 
 
-class SyncStream:
-    """One stream, as `felix.client.Stream`, blocking."""
+class SyncStream(Blocking[Stream]):
+    """As `felix.client.Stream`, blocking."""
 
-    def __init__(self, background: _Background, stream: client.Stream) -> None:
-        self._background = background
-        self._stream = stream
-
-    @property
-    def name(self) -> StreamName:
-        return self._stream.name
+    __slots__ = ()
 
     def publish(
         self,
@@ -416,9 +475,16 @@ class SyncStream:
         expected_offset: int | None = None,
         message_id: MessageId | None = None,
     ) -> int:
-        """Publish one record; its offset. One round trip each: for many, `publish_many` or `publisher`."""
+        """Publish one record and return its offset once the stream's durability holds for it.
+
+        `shard` overrides what the key says. With `expected_offset` it is appended only where the log of its shard ends
+        there; else OffsetMismatchError says where it ends, in `log_end`. `message_id`: where the stream deduplicates, a
+        record whose id it remembers is not appended again, and the offset is that of the first one.
+        Many at once share batches: `await asyncio.gather(*(stream.publish(p) for p in payloads))`. For streams of records,
+        use `publisher`. Raises RequestError (no right, too large), UnavailableError after two minutes of trying.
+        """
         return self._background.call(
-            self._stream.publish(
+            self._inner.publish(
                 payload,
                 key=key,
                 headers=headers,
@@ -431,20 +497,22 @@ class SyncStream:
     def publish_many(
         self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
     ) -> list[int]:
-        """Publish many records; their offsets in the order given."""
-        return self._background.call(self._stream.publish_many(payloads, keys))
+        """Publish many records and return their offsets in the order given, once all are acknowledged."""
+        return self._background.call(self._inner.publish_many(payloads, keys))
 
     def publish_batch(
         self, records: Sequence[NewRecord], *, shard: int | None = None, expected_offset: int | None = None
     ) -> Receipt:
-        """Publish records as one batch, wholly or not at all."""
+        """Publish records as one batch in one shard, wholly or not at all; with `expected_offset`, only where the log of
+        the shard ends there."""
         return self._background.call(
-            self._stream.publish_batch(records, shard=shard, expected_offset=expected_offset)
+            self._inner.publish_batch(records, shard=shard, expected_offset=expected_offset)
         )
 
     def publisher(
         self,
         *,
+        linger_ms: float = 0,
         batch_bytes: int = BATCH_BYTES_DEFAULT,
         batch_records: int = BATCH_RECORDS_DEFAULT,
         buffer_bytes: int = BUFFER_BYTES_DEFAULT,
@@ -453,10 +521,18 @@ class SyncStream:
         deadline_ms: int = DEADLINE_MS_DEFAULT,
         on_refused: Callable[[Refusal], None] | None = None,
     ) -> SyncPublisher:
-        """For many records: they are gathered in this thread and handed over by the batch. Use it as `with`."""
+        """A publisher of its own, for throughput; use it as `async with`.
 
-        async def make() -> publisher.Publisher:
-            made = self._stream.publisher(
+        A batch closes at `batch_bytes`, at `batch_records`, or `linger_ms` after its first record (0: at the end of the
+        loop turn). `buffer_bytes` bounds what is not acknowledged; `deadline_ms` how long a batch is tried. `compress`: a
+        level of zstd, 1 (also True) to 19, on the event loop (level 1: about 2 ms for a full MiB); what does not get smaller is left. `on_refused` is called with every batch that is given up.
+        Raises RequestError(CONFIG_INVALID).
+        """
+        return SyncPublisher(
+            self._background,
+            self._background.opened(
+                self._inner.publisher,
+                linger_ms=linger_ms,
                 batch_bytes=batch_bytes,
                 batch_records=batch_records,
                 buffer_bytes=buffer_bytes,
@@ -464,63 +540,97 @@ class SyncStream:
                 compress=compress,
                 deadline_ms=deadline_ms,
                 on_refused=on_refused,
-            )
-            await made.open()
-            return made
-
-        return SyncPublisher(self._background, self._background.call(make()), batch_bytes, batch_records)
+            ),
+            linger_ms=linger_ms,
+            batch_bytes=batch_bytes,
+            batch_records=batch_records,
+        )
 
     def subscribe(
         self,
         start: StartAt = "latest",
         *,
         offsets: dict[int, int] | None = None,
+        incarnation: bytes = b"",
         shards: Collection[int] | None = None,
         credit_bytes: int = CREDIT_BYTES_DEFAULT,
         on_gap: OnGap = "log",
+        grant: str = "",
     ) -> SyncSubscription:
-        """An iterator of records, as `felix.client.Stream.subscribe`. A function for `on_gap` runs in the background thread."""
+        """A subscription: an async iterator of records; `batches()` of it is the fast way.
 
-        async def make() -> subscription.Subscription:
-            made = self._stream.subscribe(
-                start, offsets=offsets, shards=shards, credit_bytes=credit_bytes, on_gap=on_gap
-            )
-            await made.open()
-            return made
-
-        return SyncSubscription(self._background, self._background.call(make()))
+        `start`: "earliest", "latest", an offset, or a time (with a time zone). `offsets` overrides it per shard, as in
+        `Subscription.positions` of an earlier one; with that one's `incarnation`, a stream made anew is noticed.
+        `shards`: only these; None: all. `credit_bytes` bounds what is held here unread. `on_gap`: see felix.subscription.
+        `grant`: sealed batches under an export grant, for bridges. Raises RequestError(INVALID, CONFIG_INVALID) here, and
+        what the broker refuses it with at the first record.
+        """
+        return SyncSubscription(
+            self._background,
+            self._background.opened(
+                self._inner.subscribe,
+                start,
+                offsets=offsets,
+                incarnation=incarnation,
+                shards=shards,
+                credit_bytes=credit_bytes,
+                on_gap=on_gap,
+                grant=grant,
+            ),
+        )
 
     def consumer(
         self,
         name: str,
         *,
+        start: Literal["earliest", "latest"] | None = None,
+        ack_timeout: float | None = None,
+        retries: Retries | None = None,
+        unacked_max: int | None = None,
+        inactive_ttl: float | None = None,
+        exclusive: bool | None = None,
         settings: SubscriptionSettings | None = None,
         consumer: str = "",
         ack: AckMode = "explicit",
         credit_bytes: int = CREDIT_BYTES_DEFAULT,
+        on_assigned: Callable[[int], None] | None = None,
+        on_revoked: Callable[[int], None] | None = None,
         on_gap: Callable[[Gap], None] | None = None,
     ) -> SyncConsumer:
-        """A consumer of a durable subscription, as `felix.client.Stream.consumer`. A function for `on_gap` runs in the background
-        thread."""
+        """A consumer of the durable subscription `name`; use it as `async with` (felix.consumer).
 
-        async def make() -> Consumer:
-            made = self._stream.consumer(
+        Any of `start`, `ack_timeout` and `inactive_ttl` (seconds), `retries`, `unacked_max`, `exclusive`, or `settings` as a whole
+        make the subscription where there is none; where there is, they must be the same. With none of them it must exist.
+        `consumer`: a name for people. `ack`: "explicit", or "auto": a record is done when the next one is asked for.
+        `on_assigned` and `on_revoked` are called with a shard that comes, or is gone; `on_gap` with what retention took.
+        Raises RequestError(CONFIG_INVALID, NAME_INVALID).
+        """
+        return SyncConsumer(
+            self._background,
+            self._background.opened(
+                self._inner.consumer,
                 name,
+                start=start,
+                ack_timeout=ack_timeout,
+                retries=retries,
+                unacked_max=unacked_max,
+                inactive_ttl=inactive_ttl,
+                exclusive=exclusive,
                 settings=settings,
                 consumer=consumer,
                 ack=ack,
                 credit_bytes=credit_bytes,
+                on_assigned=on_assigned,
+                on_revoked=on_revoked,
                 on_gap=on_gap,
-            )
-            await made.open()
-            return made
-
-        return SyncConsumer(self._background, self._background.call(make()))
+            ),
+        )
 
     def create_subscription(
         self, name: str, settings: SubscriptionSettings | None = None
     ) -> SubscriptionState:
-        return self._background.call(self._stream.create_subscription(name, settings))
+        """A durable subscription, before its first consumer. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID."""
+        return self._background.call(self._inner.create_subscription(name, settings))
 
     def alter_subscription(
         self,
@@ -531,8 +641,12 @@ class SyncStream:
         unacked_max: int | None = None,
         inactive_ttl: float | None = None,
     ) -> SubscriptionState:
+        """Change its settings while its consumers go on; what is None stays, positions do, too. Durations in seconds (`inactive_ttl`
+        0: never). What is out keeps the time that it was given. Raises RequestError: NOT_FOUND, CONFIG_INVALID; FORBIDDEN for
+        whoever neither made it nor has the right `admin`.
+        """
         return self._background.call(
-            self._stream.alter_subscription(
+            self._inner.alter_subscription(
                 name,
                 ack_timeout=ack_timeout,
                 retries=retries,
@@ -543,10 +657,11 @@ class SyncStream:
 
     def subscriptions(self) -> Rows[SubscriptionState]:
         """The stream's durable subscriptions, without shards and consumers."""
-        return Rows(self._background.call(self._stream.subscriptions()))
+        return Rows(self._background.call(self._inner.subscriptions()))
 
     def describe_subscription(self, name: str) -> SubscriptionState:
-        return self._background.call(self._stream.describe_subscription(name))
+        """Its settings, positions, lag and consumers. Raises RequestError(NOT_FOUND)."""
+        return self._background.call(self._inner.describe_subscription(name))
 
     def seek_subscription(
         self,
@@ -556,12 +671,15 @@ class SyncStream:
         offsets: dict[int, int] | None = None,
         shards: Collection[int] | None = None,
     ) -> str:
+        """Move its position, of all shards or of `shards`; `offsets` (by shard) alone move these. What its consumers have in hand
+        no longer counts. Returns the broker's note. Raises RequestError: FORBIDDEN, OFFSET_OUT_OF_RANGE."""
         return self._background.call(
-            self._stream.seek_subscription(name, start, offsets=offsets, shards=shards)
+            self._inner.seek_subscription(name, start, offsets=offsets, shards=shards)
         )
 
     def delete_subscription(self, name: str) -> None:
-        self._background.call(self._stream.delete_subscription(name))
+        """Its consumers end, its position is forgotten. Raises RequestError: NOT_FOUND, FORBIDDEN."""
+        self._background.call(self._inner.delete_subscription(name))
 
     def create(
         self,
@@ -572,303 +690,319 @@ class SyncStream:
         ring_bytes: int = 0,
         views: Views = NO_VIEWS,
     ) -> StreamState:
+        """As `RegionClient.create_stream`."""
         return self._background.call(
-            self._stream.create(
+            self._inner.create(
                 shards=shards, durability=durability, retention=retention, ring_bytes=ring_bytes, views=views
             )
         )
 
     def describe(self) -> StreamState:
-        return self._background.call(self._stream.describe())
+        """As `RegionClient.describe_stream`."""
+        return self._background.call(self._inner.describe())
 
     def delete(self, *, incarnation: bytes = b"") -> None:
-        self._background.call(self._stream.delete(incarnation=incarnation))
+        """As `RegionClient.delete_stream`."""
+        self._background.call(self._inner.delete(incarnation=incarnation))
 
 
-class SyncPublisher:
-    """Gathers records in the caller's thread; one thread at a time.
+class SyncPublisher(GatheringPublisher):
+    """Gathers records in the caller's thread, and hands them over by the batch; one thread at a time.
 
-    There is no linger here: a record leaves when its batch is full, or with `flush` or `close`.
+    A record leaves when its batch is full, once `linger_ms` have passed since the first one of the batch, or with
+    `flush` or `close`. Without `linger_ms` no time makes it leave.
     """
 
-    def __init__(
-        self, background: _Background, inner: publisher.Publisher, batch_bytes: int, batch_records: int
-    ) -> None:
-        self._background = background
-        self._inner = inner
-        self._batch_bytes = batch_bytes
-        self._batch_records = batch_records
-        self._records: list[tuple[bytes, bytes | None, Headers | None]] = []
-        self._gathered_bytes = 0
+    __slots__ = ()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._records.clear()
-            self._background.loop.call_soon_threadsafe(self._inner.abort)
+    def abort(self) -> None:
+        """End at once. What is not acknowledged is given up, and whoever waits for it is told so."""
+        self._background.run(self._inner.abort)
 
     @property
-    def progress(self) -> publisher.PublishProgress:
-        """How far it has come; what is still gathered here does not count as given."""
+    def shards(self) -> int:
+        """Shards of the stream; 0 before it is open."""
+        return self._inner.shards
 
-        async def ask() -> publisher.PublishProgress:
-            return self._inner.progress
+    @property
+    def is_over(self) -> bool:
+        """True once it takes no more records: closed, or refused for good."""
+        return self._inner.is_over
 
-        return self._background.call(ask())
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of records accepted and not yet acknowledged; `buffer_bytes` bounds them."""
+        return self._inner.held_bytes
 
-    def send(
+    def publish(
         self,
         payload: Payload,
         key: bytes | None = None,
         headers: Headers | None = None,
         *,
+        shard: int | None = None,
+        expected_offset: int | None = None,
         message_id: MessageId | None = None,
-    ) -> None:
-        """Gather one record; hands over, and waits for room, when a batch is full. Raises as `Publisher.send`, then."""
-        if message_id is not None:
-            headers = publisher.with_message_id(headers, message_id)
-        taken = publisher.payload_bytes(payload)
-        self._records.append((taken, key, headers))
-        self._gathered_bytes += len(taken)
-        if self._gathered_bytes >= self._batch_bytes or len(self._records) >= self._batch_records:
-            self._hand_over()
+    ) -> int:
+        """Publish one record and return its offset once it is in the log as the stream promises.
 
-    def send_many(self, payloads: Iterable[Payload], keys: Iterable[bytes | None] | None = None) -> None:
-        """Gather many records."""
-        for payload, key in publisher.paired(payloads, keys):
-            self.send(payload, key)
+        `shard` overrides what the key says. `message_id`: where the stream deduplicates, a record whose id it remembers is
+        not appended again; the offset is then that of the first one. With `expected_offset` it is a batch of its own, appended only where the
+        log of its shard ends there: OffsetMismatchError, which says where it ends, otherwise.
+        Raises RequestError, or UnavailableError once it was tried for `deadline_ms`.
+        """
+        return self._background.call(
+            self._inner.publish(
+                payload, key, headers, shard=shard, expected_offset=expected_offset, message_id=message_id
+            )
+        )
 
-    def flush(self) -> None:
-        """Return once all is acknowledged. Raises as `Publisher.flush`."""
-        self._hand_over()
-        self._background.call(self._inner.flush())
+    def publish_many(
+        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
+    ) -> list[int]:
+        """Publish many records and return their offsets, in the order given, once all are in the log.
 
-    def close(self) -> None:
-        """Flush and end the publish stream."""
-        try:
-            self._hand_over()
-        finally:
-            self._background.call(self._inner.close())
+        Raises the first refusal; the others may be in the log.
+        """
+        return self._background.call(self._inner.publish_many(payloads, keys))
 
-    def _hand_over(self) -> None:
-        if not self._records:
-            return
-        records, self._records, self._gathered_bytes = self._records, [], 0
+    def publish_batch(
+        self, records: Sequence[NewRecord], shard: int | None = None, *, expected_offset: int | None = None
+    ) -> Receipt:
+        """Publish these records as one batch, in one shard, wholly or not at all.
 
-        async def send_all() -> None:
-            for payload, key, headers in records:
-                await self._inner.send(payload, key, headers)
+        Without `shard`, the keys say it and must agree; without keys, the next shard in turn has it. With
+        `expected_offset`, only where the log of the shard ends there; a batch that was appended and is sent again after a
+        lost answer gets its first offset all the same.
+        Raises RequestError(BATCH_TOO_LARGE, INVALID) where they do not make one batch, OffsetMismatchError.
+        """
+        return self._background.call(
+            self._inner.publish_batch(records, shard, expected_offset=expected_offset)
+        )
 
-        self._background.call(send_all())
 
+class SyncSubscription(RecordIterator):
+    """As `felix.subscription.Subscription`, blocking."""
 
-class SyncSubscription:
-    """An iterator of records; one batch is fetched from the background loop at a time. One thread at a time."""
-
-    def __init__(self, background: _Background, inner: subscription.Subscription) -> None:
-        self._background = background
-        self._inner = inner
-        self._records: Iterator[Record] = iter(())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Unsubscribe. Idempotent."""
-        if self._background._thread.is_alive():
-            self._background.call(self._inner.close())
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Record:
-        while True:
-            for record in self._records:
-                return subscription.own_record(record)
-            self._records = self.next_batch().records()
-
-    def next_batch(self, timeout_s: float | None = None) -> ReceivedBatch:
-        """The next batch. Raises TimeoutError where none came within `timeout_s` seconds (None: waits)."""
-
-        async def fetch() -> ReceivedBatch:
-            async with asyncio.timeout(timeout_s):
-                return await self._inner.next_batch()
-
-        return self._background.call(fetch())
-
-    def take(self, records: int, timeout_s: float | None = None) -> Rows[Record]:
-        """The next `records` records; fewer where the next batch did not come within `timeout_s` seconds (None: waits)."""
-        found: Rows[Record] = Rows()
-        while len(found) < records:
-            taken = [
-                subscription.own_record(record) for record in islice(self._records, records - len(found))
-            ]
-            found += taken
-            if not taken:
-                try:
-                    self._records = self.next_batch(timeout_s).records()
-                except TimeoutError:
-                    break
-        return found
+    __slots__ = ()
 
     @property
     def positions(self) -> dict[int, int]:
-        """Per shard, the offset after the last batch given out."""
+        """Per shard, the offset after the last batch given out: where a resume goes on. `offsets=` takes it."""
         return self._inner.positions
 
     @property
-    def gaps(self) -> list[Gap]:
-        """The newest gaps."""
-        return list(self._inner.gaps)
-
-
-class SyncCache:
-    """One cache, as `felix.cache.Cache`, blocking."""
-
-    def __init__(self, background: _Background, inner: cache.Cache) -> None:
-        self._background = background
-        self._inner = inner
+    def incarnation(self) -> bytes:
+        """The 16 bytes that tell this stream from another of the same name; empty before it is open."""
+        return self._inner.incarnation
 
     @property
-    def name(self) -> StreamName:
-        return self._inner.name
+    def held_bytes(self) -> int:
+        """Bytes that came and are not consumed yet; `credit_bytes` bounds them."""
+        return self._inner.held_bytes
 
-    def get(self, key: cache.Key) -> cache.Entry | None:
+    @property
+    def resumes(self) -> int:
+        """How often the broker was asked again after the first time."""
+        return self._inner.resumes
+
+
+class SyncConsumer(BlockingConsumer):
+    """As `felix.consumer.Consumer`, blocking."""
+
+    __slots__ = ()
+
+    @property
+    def shards(self) -> list[int]:
+        """The shards that this consumer has now; none while it stands by."""
+        return self._inner.shards
+
+    @property
+    def is_open(self) -> bool:
+        """True while the broker knows this consumer."""
+        return self._inner.is_open
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that came and were not handed out yet; `credit_bytes` bounds them."""
+        return self._inner.held_bytes
+
+    def ack(self, record: ConsumerRecord | ConsumerBatch) -> bool:
+        """The record, or all of the batch, is done. True once that is durable. False where it does not count (the shard is
+        another's by now, or the connection was lost before the answer): then it comes again. What is acknowledged in one turn
+        of the loop goes together. Raises RequestError where the broker refuses it for another reason."""
+        return self._background.call(self._inner.ack(record))
+
+    def ack_through(self, record: ConsumerRecord | ConsumerBatch) -> bool:
+        """All of the record's shard that was handed out, up to and including the record, is done. Returns as `ack`."""
+        return self._background.call(self._inner.ack_through(record))
+
+    def nack(
+        self, record: ConsumerRecord | ConsumerBatch, *, delay: float | None = None, reason: str = ""
+    ) -> bool:
+        """The record failed: it comes again after `delay` seconds (None: as the subscription's retries say), or goes to the
+        dead-letter stream with `reason` once it had all its attempts. Returns as `ack`."""
+        return self._background.call(self._inner.nack(record, delay=delay, reason=reason))
+
+
+class SyncCache(Blocking[Cache]):
+    """As `felix.cache.Cache`, blocking."""
+
+    __slots__ = ()
+
+    def get(self, key: Key) -> Entry | None:
+        """The value, or None. Raises RequestError (no right, no such cache), UnavailableError."""
         return self._background.call(self._inner.get(key))
 
-    def put(self, key: cache.Key, value: cache.Value, *, ttl: float | None = None) -> int:
+    def put(self, key: Key, value: Value, *, ttl: float | None = None) -> int:
+        """Put it, and return its version. `ttl` in seconds; None: the cache's own; FOREVER: without end.
+
+        Raises RequestError (no right, too large); UnavailableError, with LIMIT_MEMORY where a cache that evicts nothing is full.
+        """
         return self._background.call(self._inner.put(key, value, ttl=ttl))
 
-    def delete(self, key: cache.Key) -> bool:
+    def delete(self, key: Key) -> bool:
+        """Delete it; whether it was there (where the answer was lost and it was asked again: perhaps False)."""
         return self._background.call(self._inner.delete(key))
 
     def compare_and_set(
-        self, key: cache.Key, value: cache.Value, *, version: int, ttl: float | None = None
+        self, key: Key, value: Value, *, version: int, ttl: float | None = None
     ) -> int | None:
+        """Put it where the key has this version (0: where it is not there). The new version, or None where it has another."""
         return self._background.call(self._inner.compare_and_set(key, value, version=version, ttl=ttl))
 
-    def increment(self, key: cache.Key, by: int = 1, *, ttl: float | None = None) -> int:
+    def increment(self, key: Key, by: int = 1, *, ttl: float | None = None) -> int:
+        """Add to the number under the key (64 bits, kept as decimal digits; 0 where there is none); the number then.
+
+        `ttl` counts where the key is made by it; the expiry of one that is there stays. Raises RequestError where there is no
+        number, or where it would not fit.
+        """
         return self._background.call(self._inner.increment(key, by, ttl=ttl))
 
-    def exists(self, key: cache.Key) -> bool:
+    def exists(self, key: Key) -> bool:
+        """Whether it is there; the value does not travel."""
         return self._background.call(self._inner.exists(key))
 
-    def ttl(self, key: cache.Key) -> float | None:
+    def ttl(self, key: Key) -> float | None:
+        """Seconds that are left; FOREVER for one without end; None where the key is not there."""
         return self._background.call(self._inner.ttl(key))
 
-    def get_many(self, keys: Iterable[cache.Key]) -> dict[bytes, cache.Entry]:
+    def get_many(self, keys: Iterable[Key]) -> dict[bytes, Entry]:
+        """The entries that are there, by key."""
         return self._background.call(self._inner.get_many(keys))
 
     def put_many(
-        self,
-        items: Mapping[cache.Key, cache.Value] | Iterable[tuple[cache.Key, cache.Value]],
-        *,
-        ttl: float | None = None,
+        self, items: Mapping[Key, Value] | Iterable[tuple[Key, Value]], *, ttl: float | None = None
     ) -> list[int]:
+        """Put many; their versions, in the order given. Not one transaction: where it raises, some may have been put."""
         return self._background.call(self._inner.put_many(items, ttl=ttl))
 
-    def delete_many(self, keys: Iterable[cache.Key]) -> int:
+    def delete_many(self, keys: Iterable[Key]) -> int:
+        """Delete many; how many were there."""
         return self._background.call(self._inner.delete_many(keys))
 
-    def scan(self, prefix: cache.Key = b"") -> list[tuple[bytes, cache.Entry]]:
-        """All of them, in memory."""
+    def scan(self, prefix: Key = b"") -> Rows[tuple[bytes, Entry]]:
+        """Keys that begin so, and their entries: shard by shard, in order within each, page after page. A page is of one moment."""
+        return self._background.collect(self._inner.scan, prefix)
 
-        async def all_of_them() -> list[tuple[bytes, cache.Entry]]:
-            return [found async for found in self._inner.scan(prefix)]
-
-        return self._background.call(all_of_them())
-
-    def stats(self) -> CacheStats:
+    def stats(self) -> wire.CacheStats:
+        """What the broker counts of this cache."""
         return self._background.call(self._inner.stats())
 
     def alter(
         self, *, bytes_max: int | None = None, ttl: float | None = None, eviction: str | None = None
     ) -> StreamState:
+        """Change the cache's settings while it serves; what is None stays, values do, too, but for what no longer fits.
+
+        `bytes_max` per shard: with less, the least recently used are evicted, some at a time (a cache that refuses is only made as
+        small as what it holds). `ttl` in seconds, FOREVER without end: of values put from now on without one. Raises
+        RequestError: FORBIDDEN, CONFIG_INVALID, UNSUPPORTED; CONFLICT where what it holds would not fit.
+        """
         return self._background.call(self._inner.alter(bytes_max=bytes_max, ttl=ttl, eviction=eviction))
+
+    def shards(self) -> int:
+        """How many shards the cache has."""
+        return self._background.call(self._inner.shards())
 
     def watch(
         self,
         *,
-        key: cache.Key | None = None,
-        prefix: cache.Key = b"",
-        resume: cache.Position | str | None = None,
+        key: Key | None = None,
+        prefix: Key = b"",
+        resume: Position | str | None = None,
         coalesce: bool = False,
+        credit_bytes: int = WATCH_CREDIT_BYTES,
     ) -> SyncWatch:
-        """An iterator of changes, as `felix.cache.Cache.watch`. Close it, or use it as `with`."""
+        """An iterator of changes: first the state (puts, then `ready`), then every change as it comes.
 
-        async def make() -> cache.Watch:
-            made = self._inner.watch(key=key, prefix=prefix, resume=resume, coalesce=coalesce)
-            await made.open()
-            return made
+        `resume`: the position of an earlier change: only what came after it is told, or a `reset` and the whole state where the
+        broker no longer knows. `coalesce`: while behind, only the last change of a key. `credit_bytes` bounds what is held
+        here unread. Raises RequestError(CONFIG_INVALID) here; the iterator what the broker refuses it with.
+        """
+        return SyncWatch(
+            self._background,
+            self._background.opened(
+                self._inner.watch,
+                key=key,
+                prefix=prefix,
+                resume=resume,
+                coalesce=coalesce,
+                credit_bytes=credit_bytes,
+            ),
+        )
 
-        return SyncWatch(self._background, self._background.call(make()))
-
-
-class SyncWatch:
-    """An iterator of changes; one message is fetched from the background loop at a time. One thread at a time."""
-
-    def __init__(self, background: _Background, inner: cache.Watch) -> None:
-        self._background = background
-        self._inner = inner
-        self._changes: Iterator[cache.Change] = iter(())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End it. Idempotent."""
-
-        async def end() -> None:
-            self._inner.close()
-
-        if self._background._thread.is_alive():
-            self._background.call(end())
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> cache.Change:
-        for change in self._changes:
-            return change
-        self._changes = iter(self.changes())
-        return next(self._changes)
-
-    def changes(self, timeout_s: float | None = None) -> list[cache.Change]:
-        """The changes of the next message. Raises TimeoutError where none came within `timeout_s` seconds (None: waits)."""
-
-        async def fetch() -> list[cache.Change]:
-            async with asyncio.timeout(timeout_s):
-                return await self._inner.changes()
-
-        return self._background.call(fetch())
+    def mirror(self, prefix: Key = b"") -> SyncMirror:
+        """A copy of these keys in this process, kept right by a watch. Use it as `async with`."""
+        return SyncMirror(self._background, self._background.opened(self._inner.mirror, prefix))
 
 
-class SyncQueue:
-    """One queue, as `felix.queue.Queue`, blocking."""
+class SyncWatch(ChangeIterator):
+    """As `felix.cache.Watch`, blocking."""
 
-    def __init__(self, background: _Background, inner: queue.Queue) -> None:
-        self._background = background
-        self._inner = inner
+    __slots__ = ()
 
     @property
-    def name(self) -> StreamName:
-        return self._inner.name
+    def is_current(self) -> bool:
+        """True while connected, with nothing received that has not been given out."""
+        return self._inner.is_current
+
+    @property
+    def position(self) -> Position | None:
+        """Where to resume after the last change given out; None while the state is being told."""
+        return self._inner.position
+
+
+class SyncMirror(BlockingMirror):
+    """As `felix.cache.Mirror`, blocking."""
+
+    __slots__ = ()
+
+    def version(self, key: Key) -> int:
+        """Of the value that is here; 0 where there is none."""
+        return self._background.run(self._inner.version, key)
+
+    @property
+    def is_current(self) -> bool:
+        """True while connected, with everything that has arrived taken in."""
+        return self._inner.is_current
+
+    @property
+    def position(self) -> Position | None:
+        """As `Watch.position`."""
+        return self._inner.position
+
+    def reached(self, key: Key, version: int) -> None:
+        """Wait until what is here is at least as new as this version of the key: to read here what was put with `Cache`.
+
+        Raises what ended the watch.
+        """
+        self._background.call(self._inner.reached(key, version))
+
+
+class SyncQueue(Blocking[Queue]):
+    """As `felix.queue.Queue`, blocking."""
+
+    __slots__ = ()
 
     def put(
         self,
@@ -880,6 +1014,12 @@ class SyncQueue:
         priority: int | None = None,
         headers: Headers | None = None,
     ) -> int:
+        """Put one record in and return its offset, once it is as durable as the queue.
+
+        `delay`: seconds from its arrival until a worker may have it; `deliver_at`: not before this time (with a time zone).
+        `priority`: 0 to 9, 4 where nothing is said; of the records that are ready together the highest goes first. It is published
+        like any record (`Stream.publish`), so it is there once, however often the connection breaks. Raises as that does.
+        """
         return self._background.call(
             self._inner.put(
                 payload, key=key, delay=delay, deliver_at=deliver_at, priority=priority, headers=headers
@@ -896,10 +1036,36 @@ class SyncQueue:
         priority: int | None = None,
         headers: Headers | None = None,
     ) -> list[int]:
+        """Put many records in, and return their offsets in the order given once all are durable. The rest counts for each."""
         return self._background.call(
             self._inner.put_many(
                 payloads, keys, delay=delay, deliver_at=deliver_at, priority=priority, headers=headers
             )
+        )
+
+    def consume(
+        self,
+        *,
+        visibility: float | None = None,
+        prefetch: int = PREFETCH_DEFAULT,
+        prefetch_bytes: int = PREFETCH_BYTES_DEFAULT,
+        auto_extend: bool = True,
+    ) -> SyncQueueConsumer:
+        """Jobs as they become ready: an async iterator that never ends by itself.
+
+        `visibility`: seconds that a lease lasts (None: as the queue says). `prefetch`: jobs that may be here unsettled, looked at
+        or not. With `auto_extend` the leases of all of them are extended for as long as this consumer lives; without, a job that
+        takes longer than its visibility goes to another worker. Raises RequestError(CONFIG_INVALID).
+        """
+        return SyncQueueConsumer(
+            self._background,
+            self._background.opened(
+                self._inner.consume,
+                visibility=visibility,
+                prefetch=prefetch,
+                prefetch_bytes=prefetch_bytes,
+                auto_extend=auto_extend,
+            ),
         )
 
     def lease(
@@ -910,43 +1076,42 @@ class SyncQueue:
         visibility: float | None = None,
         max_bytes: int = LEASE_BYTES_MAX,
     ) -> list[SyncJob]:
-        leased = self._background.call(
-            self._inner.lease(records, wait=wait, visibility=visibility, max_bytes=max_bytes)
-        )
-        return [SyncJob(self._background, job) for job in leased]
+        """Up to `records` jobs, of together `max_bytes`; waits up to `wait` seconds for the first. An empty list where none came.
 
-    def consume(
-        self,
-        *,
-        visibility: float | None = None,
-        prefetch: int = queue.PREFETCH_DEFAULT,
-        prefetch_bytes: int = queue.PREFETCH_BYTES_DEFAULT,
-        auto_extend: bool = True,
-    ) -> SyncQueueConsumer:
-        """An iterator of jobs, as `felix.queue.Queue.consume`. Use it as `with`."""
-
-        async def make() -> queue.QueueConsumer:
-            made = self._inner.consume(
-                visibility=visibility,
-                prefetch=prefetch,
-                prefetch_bytes=prefetch_bytes,
-                auto_extend=auto_extend,
+        A lease whose answer is lost with the connection runs out by itself. Raises RequestError, UnavailableError.
+        """
+        return [
+            SyncJob(self._background, each)
+            for each in self._background.call(
+                self._inner.lease(records, wait=wait, visibility=visibility, max_bytes=max_bytes)
             )
-            await made.open()
-            return made
+        ]
 
-        return SyncQueueConsumer(self._background, self._background.call(make()))
+    def settle(
+        self, verb: str, jobs: Sequence[Held], *, delay: float | None = None, reason: str = ""
+    ) -> list[tuple[int, int]]:
+        """`ack`, `nack`, `release` or `extend` jobs by shard, offset and token, as another process leased them. Returns shard and
+        offset of those whose leases are lost. `delay`, in seconds: of a nack; of an extension, for how long."""
+        return self._background.call(self._inner.settle(verb, jobs, delay=delay, reason=reason))
+
+    def flush(self) -> None:
+        """Return once everything said of jobs that `lease` gave is answered."""
+        self._background.call(self._inner.flush())
 
     def describe(self) -> QueueState:
+        """How many records are ready, leased, delayed, dead; how old the oldest is; rates; who works."""
         return self._background.call(self._inner.describe())
 
     def peek(self, records: int = 10) -> list[PeekedJob]:
+        """The first records that are not done, and what they are, without leasing them."""
         return self._background.call(self._inner.peek(records))
 
     def redrive(self, records: int = 0) -> int:
+        """Bring dead letters back into the queue, oldest first, up to `records` (0: all there are); attempts begin anew. How many."""
         return self._background.call(self._inner.redrive(records))
 
     def purge(self) -> int:
+        """Everything in the queue is done, also what workers hold. How many records that were."""
         return self._background.call(self._inner.purge())
 
     def alter(
@@ -959,6 +1124,12 @@ class SyncQueue:
         dead_letter: str | None = None,
         ordered_by_key: bool | None = None,
     ) -> StreamState:
+        """Change the queue's settings while workers go on; what is None stays. As `RegionClient.create_queue` has them.
+
+        Leases and waits that began keep the time that they were given; attempts so far count against the new bound, and dead
+        letters that have landed stay where they are. `dead_letter` empty: NAME.dead again. `ordered_by_key` cannot be
+        another than it is. Raises RequestError: FORBIDDEN, CONFIG_INVALID, UNSUPPORTED.
+        """
         return self._background.call(
             self._inner.alter(
                 visibility=visibility,
@@ -971,28 +1142,28 @@ class SyncQueue:
         )
 
     def delete(self) -> None:
+        """Delete the queue and its records; its dead letters stay."""
         self._background.call(self._inner.delete())
 
 
-class SyncQueueConsumer:
-    """An iterator of jobs. One thread at a time; a job may be settled from any."""
+class SyncQueueConsumer(JobIterator):
+    """As `felix.queue.QueueConsumer`, blocking."""
 
-    def __init__(self, background: _Background, inner: queue.QueueConsumer) -> None:
-        self._background = background
-        self._inner = inner
+    __slots__ = ()
 
-    def __enter__(self) -> Self:
-        return self
+    def flush(self) -> None:
+        """Return once everything said of jobs so far is answered."""
+        self._background.call(self._inner.flush())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    @property
+    def lost(self) -> int:
+        """Jobs of this consumer of which the lease was lost before they were settled."""
+        return self._inner.lost
 
-    def close(self) -> None:
-        """As `felix.queue.QueueConsumer.close`."""
-        if self._background._thread.is_alive():
-            self._background.call(self._inner.close())
+    @property
+    def buffered(self) -> int:
+        """Jobs that are here and were not looked at."""
+        return self._inner.buffered
 
     def __iter__(self) -> Self:
         return self
@@ -1005,133 +1176,74 @@ class SyncQueueConsumer:
 
     def next_job(self, timeout_s: float | None = None) -> SyncJob | None:
         """The next job; None after `close`. Raises TimeoutError where none came within `timeout_s` seconds (None: waits)."""
-
-        async def fetch() -> queue.Job | None:
-            async with asyncio.timeout(timeout_s):
-                try:
-                    return await anext(self._inner)
-                except StopAsyncIteration:
-                    return None
-
-        job = self._background.call(fetch())
-        return SyncJob(self._background, job) if job is not None else None
+        job = self._next(timeout_s)
+        return None if job is None else SyncJob(self._background, job)
 
 
-class SyncJob:
-    """One leased job, as `felix.queue.Job`; `ack`, `nack` and `extend` return once that is durable."""
+class SyncJob(BlockingJob):
+    """As `felix.queue.Job`, blocking."""
 
-    __slots__ = ("_background", "_job")
-
-    def __init__(self, background: _Background, job: queue.Job) -> None:
-        self._background = background
-        self._job = job
+    __slots__ = ()
 
     @property
     def payload(self) -> bytes:
-        return self._job.payload
+        return self._inner.payload
 
     @property
     def key(self) -> bytes | None:
-        return self._job.key
+        return self._inner.key
 
     @property
     def headers(self) -> dict[str, bytes]:
-        return self._job.headers
+        return self._inner.headers
 
     @property
     def attempts(self) -> int:
-        return self._job.attempts
+        """How often the job was handed out, this time counted."""
+        return self._inner.attempts
 
     @property
     def shard(self) -> int:
-        return self._job.shard
+        return self._inner.shard
 
     @property
     def offset(self) -> int:
-        return self._job.offset
-
-    def ack(self) -> None:
-        async def ack() -> None:
-            await self._job.ack()
-
-        self._background.call(ack())
-
-    def nack(self, *, delay: float | None = None, reason: str = "") -> None:
-        async def nack() -> None:
-            await self._job.nack(delay=delay, reason=reason)
-
-        self._background.call(nack())
-
-    def extend(self, visibility: float | None = None) -> None:
-        async def extend() -> None:
-            await self._job.extend(visibility)
-
-        self._background.call(extend())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        async def leave() -> None:
-            await self._job.__aexit__(kind, error, trace)
-
-        self._background.call(leave())
-
-
-class SyncConsumer:
-    """A consumer of a durable subscription, as `felix.consumer.Consumer`, blocking. One thread at a time iterates."""
-
-    def __init__(self, background: _Background, inner: Consumer) -> None:
-        self._background = background
-        self._inner = inner
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._background._thread.is_alive():
-            self._background.call(self._inner.__aexit__(kind, error, trace))
-
-    def close(self) -> None:
-        """Acknowledge what was asked for, and leave. Idempotent."""
-        if self._background._thread.is_alive():
-            self._background.call(self._inner.close())
+        """With the shard, what names the job."""
+        return self._inner.offset
 
     @property
-    def shards(self) -> list[int]:
-        """The shards that this consumer has now."""
-        return self._inner.shards
+    def token(self) -> int:
+        """Of the lease, as transactions and the wire name it."""
+        return self._inner.token
 
-    def __iter__(self) -> Self:
-        return self
+    @property
+    def timestamp_ms(self) -> int:
+        """When it was published, by the broker's clock."""
+        return self._inner.timestamp_ms
 
-    def __next__(self) -> ConsumerRecord:
-        record = self.next()
-        if record is None:
-            raise StopIteration
-        return record
+    @property
+    def settled(self) -> bool:
+        """True once it was acknowledged or given back here."""
+        return self._inner.settled
 
-    def next(self, timeout_s: float | None = None) -> ConsumerRecord | None:
-        """The next record; None once the consumer is closed. Raises TimeoutError where none came within `timeout_s` seconds."""
+    def ack(self) -> None:
+        """The job is done. Awaited: durably so. Raises RequestError(LEASE_LOST) where it is another's by now, UnavailableError."""
+        self._background.wait(self._inner.ack)
 
-        async def take() -> ConsumerRecord | None:
-            async with asyncio.timeout(timeout_s):
-                return await anext(self._inner, None)
+    def nack(self, *, delay: float | None = None, reason: str = "") -> None:
+        """Give the job back, for after `delay` seconds (None: as the queue's retries say). With its last attempt it goes to the dead
+        letters, with the reason. Raises as `ack`."""
+        self._background.wait(self._inner.nack, delay=delay, reason=reason)
 
-        return self._background.call(take())
+    def extend(self, visibility: float | None = None) -> None:
+        """Keep the job for `visibility` seconds from now (None: as the queue says). Raises as `ack`."""
+        self._background.wait(self._inner.extend, visibility)
 
-    def ack(self, record: ConsumerRecord | ConsumerBatch) -> bool:
-        """As `Consumer.ack`: True once it is durable, False where it did not count."""
-        return self._background.call(self._inner.ack(record))
+    def release(self) -> None:
+        """Give the job back unseen: at once, and it does not count as an attempt."""
+        self._background.wait(self._inner.release)
 
-    def ack_through(self, record: ConsumerRecord | ConsumerBatch) -> bool:
-        return self._background.call(self._inner.ack_through(record))
-
-    def nack(
-        self, record: ConsumerRecord | ConsumerBatch, *, delay: float | None = None, reason: str = ""
-    ) -> bool:
-        return self._background.call(self._inner.nack(record, delay=delay, reason=reason))
+    @property
+    def queue_name(self) -> StreamName:
+        """Of the queue that it was leased from."""
+        return self._inner.queue_name

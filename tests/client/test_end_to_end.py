@@ -267,6 +267,24 @@ async def test_the_synchronous_face(founded: Path, node: Node) -> None:
                 publisher.send_many([b"%d" % i for i in range(100, 200)])
                 publisher.send(b"last")
                 publisher.flush()
+            lingering = region.create_stream("acme/ops/lingering")
+            with region.stream(lingering.stream).publisher(linger_ms=5) as publisher:
+                publisher.send(b"leaves by itself")
+                with region.stream(lingering.stream).subscribe("earliest") as subscription:
+                    assert next(subscription).payload == b"leaves by itself"
+            region.delete_stream(lingering.stream)
+            rates = region.create_cache("acme/ops/rates")
+            version = rates.put("EUR", b"1.08")
+            with rates.mirror() as mirror:
+                mirror.reached("EUR", version)
+                assert (
+                    mirror["EUR"] == b"1.08"
+                    and list(mirror) == [b"EUR"]
+                    and "EUR" in mirror
+                    and len(mirror) == 1
+                )
+                assert mirror.get("USD") is None and mirror.version("EUR") == version and mirror.is_current
+            region.delete_stream("acme/ops/rates")
             found = []
             with orders.subscribe("earliest") as subscription:
                 for record in subscription:
@@ -275,6 +293,7 @@ async def test_the_synchronous_face(founded: Path, node: Node) -> None:
                         break
                 with pytest.raises(TimeoutError):
                     subscription.next_batch(timeout_s=0.05)
+                assert subscription.incarnation and subscription.gaps == []
                 assert sum(subscription.positions.values()) == 202
             with pytest.raises(RequestError):
                 region.describe_stream("acme/ops/nothing")

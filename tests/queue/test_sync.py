@@ -45,6 +45,13 @@ def work(profile: felix.Profile) -> None:
         with pytest.raises(RequestError) as refused:
             again.ack()
         assert refused.value.code is Code.LEASE_LOST
+        jobs.put(b"in a transaction")
+        (job,) = jobs.lease(wait=5)
+        done = region.create_stream("acme/ops/done").stream
+        with region.transaction() as transaction:
+            transaction.publish(done, b"it was")
+            transaction.acknowledge(job)
+        assert region.describe_stream(done).state[0].high_watermark == 1 and job.settled
         altered = jobs.alter(visibility=7, attempts=3).views.queue
         assert altered is not None and (altered.visibility_ms, altered.retries.attempts_max) == (7_000, 3)
         assert jobs.purge() == 1 and jobs.describe().ready == 0

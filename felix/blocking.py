@@ -1,0 +1,503 @@
+"""What stands under the synchronous face of the client: one thread with one event loop per client, and calls into it.
+
+`felix.sync` is generated from the asynchronous classes (sdk/sync_face.py); what cannot be derived from them stands here: how a
+client begins and ends, iterators, and the publisher that gathers records in the caller's thread. Applications import
+`felix.sync`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from itertools import islice
+from types import TracebackType
+from typing import Any, Final, Generic, ParamSpec, Self, TypeVar
+
+from felix import cache, client, consumer, publisher, queue, subscription, transaction
+from felix.batch import Headers, Record
+from felix.errors import Code, RequestError
+from felix.notebook import Rows
+from felix.publisher import MessageId, Payload
+
+STOP_TIMEOUT_S: Final = 5.0
+"""How long `close` waits for the background thread."""
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Background:
+    """A thread that runs an event loop, and calls into it."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="felix-sync", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+        self.loop.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it on the loop and wait. Raises what it raises."""
+        try:
+            if threading.current_thread() is self._thread or _loop_would_wait():
+                raise RequestError(
+                    "felix.sync would block the event loop that runs in this thread.",
+                    code=Code.STATE,
+                    hint="Use `felix.connect` there, with await.",
+                )
+            if not self._thread.is_alive():
+                raise RequestError("This client is closed.", code=Code.STATE)
+        except RequestError:
+            work.close()
+            raise
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def run(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Call a plain function on the loop. Raises what it raises."""
+
+        async def run() -> T:
+            return function(*arguments, **options)
+
+        return self.call(run())
+
+    def wait(self, function: Callable[P, Awaitable[T]], *arguments: P.args, **options: P.kwargs) -> T:
+        """Call a function on the loop that gives a future, and wait for that. Raises what it raises."""
+
+        async def wait() -> T:
+            return await function(*arguments, **options)
+
+        return self.call(wait())
+
+    def collect(
+        self, function: Callable[P, AsyncIterator[T]], *arguments: P.args, **options: P.kwargs
+    ) -> Rows[T]:
+        """All that an asynchronous iterator gives, in memory."""
+
+        async def collect() -> Rows[T]:
+            return Rows([each async for each in function(*arguments, **options)])
+
+        return self.call(collect())
+
+    def opened(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """What the function makes, opened. Raises what its `open` raises."""
+
+        async def make() -> T:
+            made: Any = function(*arguments, **options)
+            await made.open()
+            return made  # type: ignore[no-any-return]
+
+        return self.call(make())
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(STOP_TIMEOUT_S)
+
+
+def _loop_would_wait() -> bool:
+    """Whether a loop runs in this thread that is not one of ipykernel's own, on which a notebook's cells run."""
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    application = sys.modules.get("ipykernel.kernelapp")
+    if application is None or not application.IPKernelApp.initialized():
+        return True
+    # A kernel's main shell has its loop; a subshell is a thread of ipykernel's with a loop of its own.
+    shells = (application.IPKernelApp.instance().kernel, threading.current_thread())
+    return not any(
+        getattr(getattr(shell, "io_loop", None), "asyncio_loop", None) is running for shell in shells
+    )
+
+
+class Blocking(Generic[T]):
+    """An object of the asynchronous client, called from any thread."""
+
+    __slots__ = ("_background", "_inner")
+
+    def __init__(self, background: Background, inner: T) -> None:
+        self._background = background
+        self._inner = inner
+
+
+def inner_of(argument: Any) -> Any:
+    """The asynchronous object behind an argument; any other argument as it is."""
+    return argument._inner if isinstance(argument, Blocking) else argument
+
+
+class _Closing(Blocking[T]):
+    """Used as `with`: closed at its end."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        if self._background.is_alive:
+            inner: Any = self._inner
+            self._background.call(_closed(inner))
+
+
+async def _closed(inner: Any) -> None:
+    closing = inner.close()
+    if closing is not None:
+        await closing
+
+
+class BlockingRegion(_Closing[client.RegionClient]):
+    """How a client of a region ends."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """End the session and the background thread. Idempotent."""
+        if self._background.is_alive:
+            try:
+                self._background.call(self._inner.close())
+            finally:
+                self._background.stop()
+
+
+class BlockingTransaction(Blocking[transaction.Transaction]):
+    """A transaction as `with`: begun, and committed or aborted at its end."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        self._background.call(self._inner.begin())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._background.call(self._inner.__aexit__(kind, error, trace))
+
+
+class GatheringPublisher(Blocking[publisher.Publisher]):
+    """Gathers records in the caller's thread, and hands them over by the batch; one thread at a time.
+
+    A record leaves when its batch is full, once `linger_ms` have passed since the first one of the batch, or with
+    `flush` or `close`. Without `linger_ms` no time makes it leave.
+    """
+
+    __slots__ = (
+        "_batch_bytes",
+        "_batch_records",
+        "_failed",
+        "_gathered_bytes",
+        "_linger_s",
+        "_lock",
+        "_records",
+        "_timer",
+    )
+
+    def __init__(
+        self,
+        background: Background,
+        inner: publisher.Publisher,
+        *,
+        linger_ms: float,
+        batch_bytes: int,
+        batch_records: int,
+    ) -> None:
+        super().__init__(background, inner)
+        self._linger_s = linger_ms / 1000
+        self._batch_bytes = batch_bytes
+        self._batch_records = batch_records
+        # The linger's timer takes what is gathered from the loop's thread.
+        self._lock = threading.Lock()
+        self._records: list[tuple[bytes, bytes | None, Headers | None]] = []
+        self._gathered_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._failed: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._take()
+            self._background.loop.call_soon_threadsafe(self._inner.abort)
+
+    @property
+    def progress(self) -> publisher.PublishProgress:
+        """How far it has come; what is still gathered here does not count as given."""
+        return self._background.run(lambda: self._inner.progress)
+
+    def send(
+        self,
+        payload: Payload,
+        key: bytes | None = None,
+        headers: Headers | None = None,
+        *,
+        message_id: MessageId | None = None,
+    ) -> None:
+        """Gather one record; hands over, and waits for room, when a batch is full. Raises as `Publisher.send`, then."""
+        if message_id is not None:
+            headers = publisher.with_message_id(headers, message_id)
+        taken = publisher.payload_bytes(payload)
+        with self._lock:
+            first = not self._records
+            self._records.append((taken, key, headers))
+            self._gathered_bytes += len(taken)
+            full = self._gathered_bytes >= self._batch_bytes or len(self._records) >= self._batch_records
+        if full:
+            self._hand_over()
+        elif first and self._linger_s:
+            self._background.loop.call_soon_threadsafe(self._begin_linger)
+
+    def send_many(self, payloads: Iterable[Payload], keys: Iterable[bytes | None] | None = None) -> None:
+        """Gather many records."""
+        for payload, key in publisher.paired(payloads, keys):
+            self.send(payload, key)
+
+    def flush(self) -> None:
+        """Return once all is acknowledged. Raises as `Publisher.flush`."""
+        self._hand_over()
+        self._background.call(self._inner.flush())
+
+    def close(self) -> None:
+        """Flush and end the publish stream."""
+        try:
+            self._hand_over()
+        finally:
+            self._background.call(self._inner.close())
+
+    def _take(self) -> list[tuple[bytes, bytes | None, Headers | None]]:
+        with self._lock:
+            records, self._records, self._gathered_bytes = self._records, [], 0
+        return records
+
+    def _hand_over(self) -> None:
+        self._background.call(self._send_gathered())
+
+    async def _send_gathered(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+        for payload, key, headers in self._take():
+            await self._inner.send(payload, key, headers)
+
+    def _begin_linger(self) -> None:
+        if self._timer is None:
+            self._timer = self._background.loop.call_later(self._linger_s, self._linger_ended)
+
+    def _linger_ended(self) -> None:
+        self._timer = None
+        task = self._background.loop.create_task(self._send_gathered())
+        task.add_done_callback(self._lingered)
+
+    def _lingered(self, task: asyncio.Task[None]) -> None:
+        """What could not be sent is said by the next call."""
+        if not task.cancelled() and task.exception() is not None:
+            self._failed = task.exception()
+
+
+class RecordIterator(_Closing[subscription.Subscription]):
+    """An iterator of records; one batch is fetched from the background loop at a time. One thread at a time."""
+
+    __slots__ = ("_records",)
+
+    def __init__(self, background: Background, inner: subscription.Subscription) -> None:
+        super().__init__(background, inner)
+        self._records: Iterator[Record] = iter(())
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Record:
+        while True:
+            for record in self._records:
+                return subscription.own_record(record)
+            self._records = self.next_batch().records()
+
+    def batches(self) -> Iterator[subscription.ReceivedBatch]:
+        """Whole batches: the cheapest way per record."""
+        found = self._inner.batches()
+
+        async def take() -> subscription.ReceivedBatch | None:
+            return await anext(found, None)
+
+        while (batch := self._background.call(take())) is not None:
+            yield batch
+
+    def next_batch(self, timeout_s: float | None = None) -> subscription.ReceivedBatch:
+        """The next batch. Raises TimeoutError where none came within `timeout_s` seconds (None: waits)."""
+
+        async def fetch() -> subscription.ReceivedBatch:
+            async with asyncio.timeout(timeout_s):
+                return await self._inner.next_batch()
+
+        return self._background.call(fetch())
+
+    def take(self, records: int, timeout_s: float | None = None) -> Rows[Record]:
+        """The next `records` records; fewer where the next batch did not come within `timeout_s` seconds (None: waits)."""
+        found: Rows[Record] = Rows()
+        while len(found) < records:
+            taken = [
+                subscription.own_record(record) for record in islice(self._records, records - len(found))
+            ]
+            found += taken
+            if not taken:
+                try:
+                    self._records = self.next_batch(timeout_s).records()
+                except TimeoutError:
+                    break
+        return found
+
+    @property
+    def gaps(self) -> list[subscription.Gap]:
+        """The newest gaps."""
+        return list(self._inner.gaps)
+
+
+class ChangeIterator(_Closing[cache.Watch]):
+    """An iterator of changes; one message is fetched from the background loop at a time. One thread at a time."""
+
+    __slots__ = ("_changes",)
+
+    def __init__(self, background: Background, inner: cache.Watch) -> None:
+        super().__init__(background, inner)
+        self._changes: Iterator[cache.Change] = iter(())
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> cache.Change:
+        for change in self._changes:
+            return change
+        self._changes = iter(self.changes())
+        return next(self._changes)
+
+    def changes(self, timeout_s: float | None = None) -> list[cache.Change]:
+        """The changes of the next message. Raises TimeoutError where none came within `timeout_s` seconds (None: waits)."""
+
+        async def fetch() -> list[cache.Change]:
+            async with asyncio.timeout(timeout_s):
+                return await self._inner.changes()
+
+        return self._background.call(fetch())
+
+
+class BlockingMirror(_Closing[cache.Mirror]):
+    """Keys and values of a cache in this process, as `felix.cache.Mirror`: reads cost nothing and never wait."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: cache.Key) -> bytes:
+        return self._inner[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._inner
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._background.run(lambda: iter(list(self._inner)))
+
+    def __len__(self) -> int:
+        return self._background.run(lambda: len(self._inner))
+
+    def get(self, key: cache.Key, default: T | None = None) -> bytes | T | None:
+        """The value of a key; `default` where there is none."""
+        return self._inner.get(key, default)  # type: ignore[arg-type]
+
+
+class JobIterator(_Closing[queue.QueueConsumer]):
+    """An iterator of jobs. One thread at a time; a job may be settled from any."""
+
+    __slots__ = ()
+
+    def _next(self, timeout_s: float | None) -> queue.Job | None:
+        """The next job; None after `close`. Raises TimeoutError."""
+
+        async def fetch() -> queue.Job | None:
+            async with asyncio.timeout(timeout_s):
+                return await anext(self._inner, None)
+
+        return self._background.call(fetch())
+
+
+class BlockingJob(Blocking[queue.Job]):
+    """One leased job as `with`: acknowledged at its end, given back where it raised."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._background.call(self._inner.__aexit__(kind, error, trace))
+
+
+class BlockingConsumer(_Closing[consumer.Consumer]):
+    """A consumer of a durable subscription. One thread at a time iterates."""
+
+    __slots__ = ()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._background.is_alive:
+            self._background.call(self._inner.__aexit__(kind, error, trace))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> consumer.ConsumerRecord:
+        record = self.next()
+        if record is None:
+            raise StopIteration
+        return record
+
+    def next(self, timeout_s: float | None = None) -> consumer.ConsumerRecord | None:
+        """The next record; None once the consumer is closed. Raises TimeoutError where none came within `timeout_s` seconds."""
+
+        async def take() -> consumer.ConsumerRecord | None:
+            async with asyncio.timeout(timeout_s):
+                return await anext(self._inner, None)
+
+        return self._background.call(take())
+
+    def batches(self) -> Iterator[consumer.ConsumerBatch]:
+        """Whole batches: the cheapest way per record. With `ack="auto"` the one before counts as done."""
+        found = self._inner.batches()
+
+        async def take() -> consumer.ConsumerBatch | None:
+            return await anext(found, None)
+
+        while (batch := self._background.call(take())) is not None:
+            yield batch
+
+    @property
+    def gaps(self) -> list[subscription.Gap]:
+        """The newest gaps: records that were gone before they could be delivered."""
+        return list(self._inner.gaps)
