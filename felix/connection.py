@@ -33,33 +33,15 @@ from felix.identity import NONCE_BYTES, Binding, Identity, Proof, prove
 from felix.messages import (
     Answer,
     Challenge,
-    DescribeMesh,
-    DescribeRegion,
-    DescribeStream,
-    DescribeSubscription,
-    DescribeTraffic,
-    GetCheckpoint,
-    GetDataKey,
     Goodbye,
     Limits,
-    ListDocuments,
-    ListKeys,
-    ListLinks,
-    ListQuotas,
-    ListRights,
-    ListStreams,
-    ListSubscriptions,
-    PutQuota,
-    PutRights,
-    RenewIdentity,
-    ReportLinks,
+    Repeatable,
     Request,
     Subscribe,
     Subscribed,
     Throttled,
     Unsubscribe,
     Welcome,
-    WitnessedSize,
     decode_answer,
     encode_message,
 )
@@ -102,12 +84,6 @@ GOODBYE_PAUSE_MS_MAX: Final = 60_000
 """However long a broker asks its clients to stay away, they look again after a minute."""
 CORRELATION_MAX: Final = (1 << 32) - 1
 
-_SAFE: Final = (
-    DescribeStream, ListStreams, ListRights, ListDocuments, ListKeys, DescribeRegion, DescribeTraffic, DescribeMesh, ListLinks, GetDataKey,
-    WitnessedSize, GetCheckpoint, PutRights, ReportLinks, ListQuotas, PutQuota, DescribeSubscription, ListSubscriptions,
-    RenewIdentity,
-)  # fmt: skip
-"""Requests that may be carried out twice without harm, so that a lost answer is asked for again."""
 _EVENT_TYPES: Final = frozenset({FrameType.ANSWER, FrameType.BATCH, FrameType.GAP, FrameType.ERROR})
 
 _log = logging.getLogger("felix.connection")
@@ -785,7 +761,7 @@ class RegionConnection:
                     try:
                         return await link.ask(request)
                     except UnavailableError as error:
-                        if not isinstance(request, _SAFE):
+                        if not isinstance(request, Repeatable):
                             raise self._unknown_outcome(request, error) from error
                         last = error
                     await asyncio.sleep(backoff.next_ms(last.retry_after_ms) / 1000)
@@ -795,7 +771,7 @@ class RegionConnection:
                 f"{type(request).__name__} was not answered by region {self.profile.region} within {limit_s:g} s. {why}",
                 code=Code.TIMEOUT,
                 hint="Is the region up? `felix region status` tells."
-                if isinstance(request, _SAFE)
+                if isinstance(request, Repeatable)
                 else "Whether it was carried out is not known; look before asking again.",
             ) from last
 

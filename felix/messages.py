@@ -54,6 +54,10 @@ class Message(msgspec.Struct, frozen=True, tag_field="is", omit_defaults=True):
         return html_of(self)
 
 
+class Repeatable(Message, frozen=True):
+    """A request that may be carried out twice without harm: the client asks again where the answer was lost."""
+
+
 # -- handshake, on the control stream ------------------------------------------------------------------
 
 
@@ -180,11 +184,11 @@ class DeleteStream(Message, frozen=True, tag="delete_stream"):
     incarnation: bytes = b""
 
 
-class DescribeStream(Message, frozen=True, tag="describe_stream"):
+class DescribeStream(Repeatable, frozen=True, tag="describe_stream"):
     stream: Name
 
 
-class ListStreams(Message, frozen=True, tag="list_streams"):
+class ListStreams(Repeatable, frozen=True, tag="list_streams"):
     prefix: Name = ""
     after: Name = ""
     limit: Page = 100
@@ -269,14 +273,14 @@ class Unsubscribe(Message, frozen=True, tag="unsubscribe"):
     subscription: Correlated
 
 
-class PutRights(Message, frozen=True, tag="put_rights"):
+class PutRights(Repeatable, frozen=True, tag="put_rights"):
     """Replaces the rights of an identity; an empty list takes all of them away, at once."""
 
     identity: Name
     rights: list[Text]
 
 
-class ListRights(Message, frozen=True, tag="list_rights"):
+class ListRights(Repeatable, frozen=True, tag="list_rights"):
     after: Name = ""
     limit: Page = 100
 
@@ -286,7 +290,7 @@ class RightsPage(Message, frozen=True, tag="rights_page"):
     more: bool = False
 
 
-class PutQuota(Message, frozen=True, tag="put_quota"):
+class PutQuota(Repeatable, frozen=True, tag="put_quota"):
     """Sets the limits that `limits` names, of a tenant or an identity (`scope`), and takes away those in `unset`; they count
     at once. An identity's name is its SPIFFE id."""
 
@@ -303,7 +307,7 @@ class DeleteQuota(Message, frozen=True, tag="delete_quota"):
     name: Name
 
 
-class ListQuotas(Message, frozen=True, tag="list_quotas"):
+class ListQuotas(Repeatable, frozen=True, tag="list_quotas"):
     """Who has limits, or has used this broker lately; tenants first. `scope` and `name` narrow the list."""
 
     scope: Name = ""
@@ -347,7 +351,7 @@ class PutDocument(Message, frozen=True, tag="put_document"):
     body: bytes
 
 
-class ListDocuments(Message, frozen=True, tag="list_documents"):
+class ListDocuments(Repeatable, frozen=True, tag="list_documents"):
     kind: Name
     after: Name = ""
     limit: Page = 100
@@ -358,7 +362,7 @@ class DocumentPage(Message, frozen=True, tag="document_page"):
     more: bool = False
 
 
-class ListKeys(Message, frozen=True, tag="list_keys"):
+class ListKeys(Repeatable, frozen=True, tag="list_keys"):
     """`stream`, where given, narrows the list; `skip` keys of it were seen on earlier pages."""
 
     stream: Name = ""
@@ -388,7 +392,7 @@ class RotateKeys(Message, frozen=True, tag="rotate_keys"):
     stream: Name = ""
 
 
-class RenewIdentity(Message, frozen=True, tag="renew_identity"):
+class RenewIdentity(Repeatable, frozen=True, tag="renew_identity"):
     """Asks for the next certificate of the identity that this session is of. `csr` is a PKCS #10 request (RFC 2986, DER), signed with the key
     that is to be certified: it proves the new key, the session proves the old one. Names in it are not read."""
 
@@ -401,7 +405,7 @@ class IdentityRenewed(Message, frozen=True, tag="identity_renewed"):
     chain_pem: bytes
 
 
-class DescribeRegion(Message, frozen=True, tag="describe_region"):
+class DescribeRegion(Repeatable, frozen=True, tag="describe_region"):
     pass
 
 
@@ -430,7 +434,7 @@ class RegionState(Message, frozen=True, tag="region"):
     bridges: list[Name] = []
 
 
-class DescribeTraffic(Message, frozen=True, tag="describe_traffic"):
+class DescribeTraffic(Repeatable, frozen=True, tag="describe_traffic"):
     """What goes through this broker: of `what` (streams, readers or caches), those whose stream begins with `prefix`. Counters count since
     the broker's start; who asks twice has rates."""
 
@@ -495,7 +499,7 @@ class TrafficPage(Message, frozen=True, tag="traffic_page"):
     more: bool = False
 
 
-class DescribeMesh(Message, frozen=True, tag="describe_mesh"):
+class DescribeMesh(Repeatable, frozen=True, tag="describe_mesh"):
     """The mesh as this region knows it: of `what` (regions, grants, denials or logs)."""
 
     what: Name
@@ -598,13 +602,13 @@ class LinkState(Message, frozen=True, tag="link"):
     """where `state` is truncated"""
 
 
-class ReportLinks(Message, frozen=True, tag="report_links"):
+class ReportLinks(Repeatable, frozen=True, tag="report_links"):
     """From a bridge agent to the broker of its own region, for `felix bridge status`."""
 
     links: list[LinkState]
 
 
-class ListLinks(Message, frozen=True, tag="list_links"):
+class ListLinks(Repeatable, frozen=True, tag="list_links"):
     skip: Natural = 0
     limit: Page = 100
 
@@ -614,7 +618,7 @@ class LinkPage(Message, frozen=True, tag="link_page"):
     more: bool = False
 
 
-class GetDataKey(Message, frozen=True, tag="get_data_key"):
+class GetDataKey(Repeatable, frozen=True, tag="get_data_key"):
     """From a bridge agent: the data key of sealed batches, sealed to `public_key` (keys.handoff)."""
 
     grant: GrantName
@@ -749,7 +753,7 @@ class Cosign(Message, frozen=True, tag="cosign"):
     proof: list[bytes]
 
 
-class WitnessedSize(Message, frozen=True, tag="witnessed_size"):
+class WitnessedSize(Repeatable, frozen=True, tag="witnessed_size"):
     """Asks how far this region has cosigned an origin."""
 
     origin: Name
@@ -763,7 +767,7 @@ class Witnessed(Message, frozen=True, tag="witnessed"):
     cosigned: bytes = b""
 
 
-class GetCheckpoint(Message, frozen=True, tag="get_checkpoint"):
+class GetCheckpoint(Repeatable, frozen=True, tag="get_checkpoint"):
     """Asks for the newest checkpoint of this region's own audit log, and its proof from `from_size`."""
 
     from_size: Natural = 0
@@ -789,12 +793,12 @@ class CreateSubscription(Message, frozen=True, tag="create_subscription"):
     settings: SubscriptionSettings = SubscriptionSettings()
 
 
-class DescribeSubscription(Message, frozen=True, tag="describe_subscription"):
+class DescribeSubscription(Repeatable, frozen=True, tag="describe_subscription"):
     stream: Name
     name: Name
 
 
-class ListSubscriptions(Message, frozen=True, tag="list_subscriptions"):
+class ListSubscriptions(Repeatable, frozen=True, tag="list_subscriptions"):
     """Durable subscriptions of one stream, or with an empty `stream` of all that the asker may see. `after` is
     `stream name`, as the last entry of the page before."""
 
