@@ -14,7 +14,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 STRUCTS = [
     held
     for held in {**vars(messages), **vars(consumer_messages)}.values()
-    if isinstance(held, type) and issubclass(held, messages.Message) and held not in (messages.Message, messages.Repeatable)
+    if isinstance(held, type)
+    and issubclass(held, messages.Message)
+    and held not in (messages.Message, messages.Repeatable)
 ]
 FOLDED = {"subscribe": "Subscribing", "start": "Subscribing", "open_ingest": "Ingest"}
 """Messages whose fields stand in the text of a section instead of a table's row."""
