@@ -190,7 +190,7 @@ async def test_quotas_bound_what_a_cache_takes_and_gives(node: Node, region: fel
     assert await cache.get("other") is None
     await region.delete_quota("tenant", "acme")
     await region.put_quota("tenant", "acme", QuotaLimits(subscriptions=1))
-    async with cache.watch() as watch, client(node.folder, request_timeout_s=0.5) as other:
+    async with cache.watch() as watch, client(node.folder, request_timeout_s=2.0) as other:
         assert await anext(watch)
         with pytest.raises(UnavailableError):
             await other.cache(NAME).watch().open()

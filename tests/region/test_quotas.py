@@ -325,7 +325,7 @@ async def test_transactions_of_an_identity_are_bounded(node: Node, operator: fel
     await operator.create_stream(CREW)
     await allow(operator, "publish acme/*/*")
     await operator.put_quota("identity", ORDERS, QuotaLimits(transactions=1))
-    async with client(node.folder, "orders-svc", request_timeout_s=0.5) as one:
+    async with client(node.folder, "orders-svc", request_timeout_s=2.0) as one:
         async with one.transaction() as first:
             await first.publish(CREW, b"x")
             (state,) = await one.list_quotas("identity", ORDERS)

@@ -167,7 +167,7 @@ async def test_a_first_transaction_that_nobody_answered_does_not_spoil_those_tha
     data = str(tmp_path / "data")
     async with AsyncExitStack() as first:
         await first.enter_async_context(running(folder, data=data))
-        async with client(folder, request_timeout_s=0.3) as region:
+        async with client(folder, request_timeout_s=2.0) as region:
             await region.create_stream(A)
             await first.aclose()
             with pytest.raises(UnavailableError):

@@ -116,7 +116,7 @@ async def test_what_is_not_acknowledged_in_time_comes_again(region: felix.Region
     await publish(region, b"a", b"b")
     retries = Retries(attempts_max=0, interval_ms=0)
     async with region.stream(ORDERS).consumer(
-        "billing", start="earliest", ack_timeout=0.2, retries=retries
+        "billing", start="earliest", ack_timeout=1.0, retries=retries
     ) as consumer:
         a, _ = await take(consumer, 2)
         assert await consumer.ack(a)
@@ -129,11 +129,11 @@ async def test_who_works_record_by_record_loses_none_to_the_timeout(region: feli
     """What waits in the client has its clock begun anew while records are handed out."""
     await region.create_stream(ORDERS)
     await publish(region, *(b"%d" % n for n in range(12)))
-    async with region.stream(ORDERS).consumer("billing", start="earliest", ack_timeout=0.6) as consumer:
+    async with region.stream(ORDERS).consumer("billing", start="earliest", ack_timeout=2.0) as consumer:
         seen = []
         for _ in range(12):
             (record,) = await take(consumer, 1)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.2)
             assert await consumer.ack(record)
             seen.append((record.offset, record.attempt))
         assert seen == [(n, 1) for n in range(12)]
@@ -230,7 +230,7 @@ async def test_a_stalled_consumer_is_found_by_its_timeout(
     orders = region.stream(ORDERS)
     retries = Retries(attempts_max=0, interval_ms=0)
     async with (
-        orders.consumer("billing", start="earliest", ack_timeout=0.3, retries=retries) as stalled,
+        orders.consumer("billing", start="earliest", ack_timeout=1.0, retries=retries) as stalled,
         orders.consumer("billing") as other,
     ):
         await until(lambda: len(stalled.shards) == 1 and len(other.shards) == 1)
