@@ -59,9 +59,9 @@ def spark() -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What costs most first. Within a unit the order stays, and units without a cost keep theirs."""
-    costs = schedule.costs()
-    items.sort(key=lambda item: -costs.get(schedule.unit_of(item.nodeid), 0))
+    """Unit by unit, what costs most first; within a unit the order stays."""
+    costs, unit = schedule.costs(), schedule.unit_of
+    items.sort(key=lambda item: (-costs.get(unit(item.nodeid), 0), unit(item.nodeid)))
 
 
 @pytest.hookimpl(optionalhook=True)
