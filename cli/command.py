@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from cli.form import Form, chosen
+from cli.values import PlainValues
 
 _METAVARS: Final = {str: "TEXT", int: "NUMBER", float: "NUMBER", Path: "PATH"}
 """What stands for a value in help, by its type; a choice shows what can be chosen."""
@@ -39,13 +40,13 @@ def _shared_options() -> dict[str, TyperOption]:
 
     host = typer.Typer(add_completion=False, rich_markup_mode=None)
     host.command()(function)
-    found = typer.main.get_command(host).params
+    found = PlainValues.of(typer.main.get_command(host).params)
     return {
         each.name: each for each in found if isinstance(each, TyperOption) and each.name in (_FORM, _JSON)
     }
 
 
-class Command(TyperCommand):
+class Command(PlainValues, TyperCommand):
     """A command of `felix`, its output in the form that is asked for."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

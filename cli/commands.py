@@ -15,6 +15,7 @@ from typer.main import get_command_from_info, get_command_name
 from typer.models import CommandInfo
 
 from cli.command import Command
+from cli.values import PlainValues
 
 
 class Entry(NamedTuple):
@@ -60,7 +61,7 @@ COMMANDS: Final[dict[str, Entry]] = {
 ALIASES: Final = {"ls": "list", "rm": "delete"}
 
 
-class Group(TyperGroup):
+class Group(PlainValues, TyperGroup):
     """A group of commands, some of which have a short name, too."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -75,7 +76,7 @@ def load(name: str) -> Any:
     if isinstance(found, typer.Typer):
         return Group(
             name=name,
-            commands=_Subcommands(found.registered_commands),  # type: ignore[arg-type]
+            commands=_Subcommands(found.registered_commands),
             help=entry.help,
             no_args_is_help=True,
             rich_markup_mode=None,
@@ -151,7 +152,7 @@ class PipeClosed(Exception):
     """Nobody reads standard output any more."""
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(PlainValues, TyperGroup):
     """The root command: its commands are those of `COMMANDS`, each loaded when it is called."""
 
     def __init__(self, **options: Any) -> None:
