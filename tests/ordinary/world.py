@@ -67,6 +67,8 @@ STEPS: Final = 30
 SETTLE_S: Final = 5.0
 """How long a sequence waits, at most, for its links to stand still."""
 QUIET_S: Final = 0.3
+BEGIN_S: Final = 60.0
+"""How long the first record may take to cross; half a second on a quiet machine."""
 
 _POLICY: Final = """
 version: 1
@@ -296,7 +298,7 @@ class World:
             for region in self.sources:
                 await self.admit_bridge(region)
                 await self.start_agent(region)
-            await self.create()
+            await self.begin()
             for _ in range(steps):
                 await self.step(operations)
             await self.settle(SETTLE_S)
@@ -304,6 +306,29 @@ class World:
             await self.stop_agents()
             for region in self.regions:
                 await self.stop(region)
+
+    async def begin(self) -> None:
+        """One stream that crosses, so that every sequence has something to break."""
+        source = self.random.choice(self.sources)
+        await (await self.client(source)).create_stream(STREAMS[0], shards=1)
+        target = self.random.choice(self.others(source))
+        said = await self._allow(
+            source,
+            target,
+            STREAMS[0],
+            "",
+            transform=build_spec(pseudonymize=["tailnum"]),
+            expires=now_ms() + 3_600_000,
+        )
+        grant = self.grants[0]
+        if not grant.accepted:
+            said += f"; {await self._accept(grant)}; {await self._approve(grant)}"
+        self.history.append(f"begin: {said}")
+        publisher = (await self.client(source)).stream(STREAMS[0])
+        await publisher.publish(b'{"flight":0,"carrier":"UA","tailnum":"N1"}', key=b"first")
+        async with asyncio.timeout(BEGIN_S):
+            while not any(link.crossed for link in self.agents[source].links()):
+                await asyncio.sleep(0.05)
 
     async def step(self, operations: Mapping[Operation, float]) -> None:
         """One operation that applies now; a region's refusal is noted."""
