@@ -27,10 +27,11 @@ OPERATIONS: Final[dict[Operation, float]] = {
     restores.replace_region: 0.2,
 }  # fmt: skip
 """What may be done in a step, and how often beside the others; one that finds nothing to do is drawn again."""
-SEQUENCE_S: Final = 300.0
-"""A sequence takes 10 s on a quiet machine; a minute where it shares two cores with many others."""
+STEP_S: Final = 300.0
+"""A step takes less than a second on a quiet machine, and the start or the end a few. At the lowest priority beside twenty other processes whole
+sequences took five minutes, so the limit is on the time without a step."""
 END_S: Final = 30.0
-"""How long one that did not end may take to be cancelled, and how long the loop may stand still besides."""
+"""How long one that does not go on may take to be cancelled, and how long the loop may stand still besides."""
 
 _PLAYING: ContextVar[int] = ContextVar("seed", default=0)
 
@@ -55,22 +56,26 @@ async def play_all(
 async def _play(world: World, seed_of: WeakKeyDictionary[asyncio.Task[Any], int]) -> list[str]:
     _PLAYING.set(world.number)
     task = asyncio.create_task(world.play(OPERATIONS))
-    blocked = threading.Timer(SEQUENCE_S + END_S, _give_up, (world,))
-    blocked.daemon = True
-    blocked.start()
     try:
-        await asyncio.wait({task}, timeout=SEQUENCE_S)
-        if task.done():
-            task.result()
-            return await asyncio.to_thread(findings, world)
-        stacks = _stacks([each for each in asyncio.all_tasks() if seed_of.get(each) == world.number])
-        task.cancel()
-        await asyncio.wait({task}, timeout=END_S / 2)
-        return [f"did not end within {SEQUENCE_S:.0f} s, in {world.doing or 'its start or its end'}", stacks]
+        while not task.done():
+            before = len(world.history)
+            blocked = threading.Timer(STEP_S + END_S, _give_up, (world,))
+            blocked.daemon = True
+            blocked.start()
+            await asyncio.wait({task}, timeout=STEP_S)
+            blocked.cancel()
+            if not task.done() and len(world.history) == before:
+                stacks = _stacks([each for each in asyncio.all_tasks() if seed_of.get(each) == world.number])
+                task.cancel()
+                await asyncio.wait({task}, timeout=END_S)
+                return [
+                    f"did not go on for {STEP_S:.0f} s, in {world.doing or 'its start or its end'}",
+                    stacks,
+                ]
+        task.result()
+        return await asyncio.to_thread(findings, world)
     except Exception:
         return [f"ended in {world.doing or 'its start or its end'}: {traceback.format_exc()}"]
-    finally:
-        blocked.cancel()
 
 
 def _follow_tasks() -> WeakKeyDictionary[asyncio.Task[Any], int]:

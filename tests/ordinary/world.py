@@ -18,6 +18,7 @@ from random import Random
 from typing import Any, Final
 
 import msgspec
+from bridge_mesh import until
 from ordinary.evidence import Envelope
 from region_home import running
 
@@ -326,9 +327,8 @@ class World:
         self.history.append(f"begin: {said}")
         publisher = (await self.client(source)).stream(STREAMS[0])
         await publisher.publish(b'{"flight":0,"carrier":"UA","tailnum":"N1"}', key=b"first")
-        async with asyncio.timeout(BEGIN_S):
-            while not any(link.crossed for link in self.agents[source].links()):
-                await asyncio.sleep(0.05)
+        agent = self.agents[source]
+        await until(lambda: any(link.crossed for link in agent.links()), "a first crossing", BEGIN_S)
 
     async def step(self, operations: Mapping[Operation, float]) -> None:
         """One operation that applies now; a region's refusal is noted."""
