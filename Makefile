@@ -16,6 +16,9 @@ SCALE   ?= 20
 # How many random sequences of operations `make ordinary` plays, and from which seed on.
 SEQUENCES ?= 500
 SEED      ?= 1
+# How many seeds `make simulate` runs, and from which on.
+SEEDS     ?= 2000
+FIRST     ?= 0
 # Test processes side by side; a file's tests stay together, since they share brokers and Spark.
 WORKERS ?= 2
 # Test files that do more of something in `make test-long`.
@@ -76,6 +79,10 @@ attack: $(STAMP) ## every attack on the evidence that is known, with SCALE times
 
 ordinary: $(STAMP) ## SEQUENCES random sequences of what operators do, from SEED on: every log verifies, every report reconciles (an hour)
 	@FELIX_ORDINARY_SEQUENCES=$(SEQUENCES) FELIX_ORDINARY_SEED=$(SEED) $(BIN)/python -m pytest -s --timeout 86400 tests/ordinary
+
+.PHONY: simulate
+simulate: $(STAMP) ## SEEDS runs of a broker and a client on simulated time, disk and network, from FIRST on (minutes)
+	@FELIX_SIMULATION_SEEDS=$(SEEDS) FELIX_SIMULATION_FIRST=$(FIRST) $(BIN)/python -m pytest -q --timeout 86400 tests/simulation
 
 soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile peers by the thousand (minutes)
 	@FELIX_SOAK_KILLS=$(KILLS) FELIX_HOSTILE_CASES=5000 $(BIN)/python -m pytest -s --timeout 3600 tests/soak tests/region/test_kill.py \

@@ -20,6 +20,7 @@ import hashlib
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Final
 
@@ -139,8 +140,9 @@ class MemoryConnection:
         handler: Handler,
         limits: TransportLimits,
         server_name: str,
+        context: Context,
     ) -> None:
-        """`server_name`: whom a client asked for; empty on a server."""
+        """`context`: that of whoever made the handler, which its calls run in. `server_name`: whom a client asked for; empty on a server."""
         self.host = host
         self.is_client = bool(server_name)
         self.server_name = server_name
@@ -151,6 +153,7 @@ class MemoryConnection:
         self._network = network
         self._listener = listener
         self._handler = handler
+        self._context = context
         self._limits = limits
         self._loop = asyncio.get_running_loop()
         self._opened: dict[bool, int] = defaultdict(int)
@@ -164,7 +167,7 @@ class MemoryConnection:
         self._backlog_bytes = 0
         self._above_high = False
         self.heard_at = self._loop.time()
-        self._idle = self._loop.call_later(limits.idle_timeout_ms / 1000, self._check_idle)
+        self._idle = self._loop.call_later(limits.idle_timeout_ms / 1000, self._check_idle, context=context)
         network.join(self)
 
     def begin(self) -> None:
@@ -200,7 +203,7 @@ class MemoryConnection:
         if not self.is_closed:
             self._cross(None, lambda: self.peer.over(code, reason))
             self.is_closed = True
-            self._loop.call_soon(self._tell_closed, code, reason)
+            self._loop.call_soon(self._tell_closed, code, reason, context=self._context)
 
     async def wait_closed(self) -> None:
         await self._closed.wait()
@@ -306,7 +309,7 @@ class MemoryConnection:
         if self._gone:
             return
         try:
-            call()
+            self._context.copy().run(call)
         except Exception:
             log.exception("a handler failed; its connection ends")
             self.close(Code.INTERNAL, "the handler failed")
@@ -330,6 +333,7 @@ class MemoryListener:
         self.leaf_sha256 = _leaf_sha256(tls)
         self._network = network
         self._make_handler = make_handler
+        self._context = copy_context()
         self._limits = limits
         self._ends: dict[MemoryConnection, None] = {}
 
@@ -345,8 +349,16 @@ class MemoryListener:
         self, client_host: str, name: str, handler: Handler, limits: TransportLimits
     ) -> MemoryConnection:
         """Both ends of a new connection; the client's."""
-        client = MemoryConnection(self._network, client_host, self, handler, limits, name)
-        server = MemoryConnection(self._network, self.host, self, self._make_handler(), self._limits, "")
+        client = MemoryConnection(self._network, client_host, self, handler, limits, name, copy_context())
+        server = MemoryConnection(
+            self._network,
+            self.host,
+            self,
+            self._context.copy().run(self._make_handler),
+            self._limits,
+            "",
+            self._context,
+        )
         client.peer, server.peer = server, client
         self._ends[server] = None
         server.begin()

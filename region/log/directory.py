@@ -203,8 +203,9 @@ class LogDirectory:
         if self._files.exists(folder / MARK_NAME):
             return
         self._files.make_folder(folder)
-        self._files.sync_folder(folder.parent)
-        self._files.sync_folder(self._data)
+        # From the shard's name up to that of the broker's own folder, which may be as new as the shard.
+        for above in (folder.parent, self._data, self._data.parent, self._data.parent.parent):
+            self._files.sync_folder(above)
 
     @property
     def fetched_bytes(self) -> int:

@@ -93,11 +93,11 @@ class MemoryDisk:
         self._lock = RLock()
         self._mounted: MemoryFiles | None = None
 
-    def mount(self) -> MemoryFiles:
-        """The view of the next process; the one before ends."""
+    def mount(self, files: type[MemoryFiles] | None = None) -> MemoryFiles:
+        """The view of the next process; the one before ends. `files`: a process that does something else."""
         with self._lock:
             self.kill()
-            self._mounted = MemoryFiles(self)
+            self._mounted = (files or MemoryFiles)(self)
             return self._mounted
 
     def kill(self) -> None:
