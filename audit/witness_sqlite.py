@@ -33,8 +33,9 @@ from audit.note import Algorithm, NoteSigner, VerifierKey, check_key_name
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.files import PRIVATE, create_file, read_file, replace_file
 from felix.runtime.real import REAL
-from keys.post_quantum import MlDsaKey, load_ml_dsa_key, save_ml_dsa_key
-from keys.signing import SigningKey, load_signing_key, save_signing_key
+from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
+from keys.post_quantum import MlDsaKey
+from keys.signing import SigningKey
 
 FORMAT: Final = "felix/witness/1"
 LOGS_MAX: Final = 100_000

@@ -43,7 +43,8 @@ from felix.connection import Link
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.expiry import Life, Stage, stage_of, until_text
 from felix.health import HealthServer
-from felix.identity import Identity, TrustBundle, load_identity
+from felix.identity import Identity, TrustBundle
+from felix.identity_file import load_identity
 from felix.messages import (
     Cosign,
     DescribeStream,
@@ -63,9 +64,10 @@ from felix.runtime.real import REAL
 from felix.tasks import end_tasks
 from felix.transport.port import Engine
 from keys.bundle import RegionBundle, decode_bundle
-from keys.hybrid import HybridKeyPair, load_key_pair
-from keys.post_quantum import MlDsaKey, load_ml_dsa_key
-from keys.signing import SigningKey, load_signing_key
+from keys.hybrid import HybridKeyPair
+from keys.key_file import load_key_pair, load_ml_dsa_key, load_signing_key
+from keys.post_quantum import MlDsaKey
+from keys.signing import SigningKey
 from policy.approval import Document
 from policy.grant import GrantBook
 

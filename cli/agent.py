@@ -303,7 +303,7 @@ def agents_of(region: str) -> list[AgentState]:
 
 def _look_at(files: AgentFiles) -> AgentState:
     from bridge.config import load_config, paths_of
-    from felix.identity import load_identity
+    from felix.identity_file import load_identity
 
     running = read_state(files.pid) or {}
     leads: tuple[str, ...] = ()

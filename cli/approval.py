@@ -12,7 +12,8 @@ from cli.output import note, out, print_json, styled
 from cli.setting import JsonOption, RegionOption, folder_of, known_regions, read_file, run
 from cli.terms import confirm, show_terms
 from felix.errors import Code, RequestError
-from felix.identity import Identity, TrustBundle, load_identity
+from felix.identity import Identity, TrustBundle
+from felix.identity_file import load_identity
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle

@@ -59,7 +59,7 @@ from felix.expiry import until_text
 from felix.messages import ExpiryState, Start, Subscribe
 from felix.names import NamePattern, SpiffeId, StreamName
 from felix.runtime.real import now_ms
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from policy.access import Verb
 from policy.grant import (
     Attempt,

@@ -37,12 +37,12 @@ from cli.process import start_detached, stop
 from cli.setting import connect, run
 from felix.address import Address
 from felix.errors import FelixError, RequestError
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import Done, PutDocument
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from policy.access import Verb
 from policy.approval import APPROVER, sign_approval
 from policy.grant import open_export, sign_export, sign_import

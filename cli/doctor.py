@@ -25,7 +25,7 @@ from cli.setting import JsonOption, folder_of, known_regions, run
 from felix.errors import FelixError
 from felix.expiry import until_text
 from felix.extras import MESH, SDK, install_command
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.profile import felix_home
 from felix.runtime.real import now_ms
 from region.metadata.etcd import EtcdConfig, EtcdStore, known_bad_version

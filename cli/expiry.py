@@ -7,7 +7,8 @@ from typing import Any
 
 from felix.errors import FelixError
 from felix.expiry import Life, Notice, Stage, stage_of
-from felix.identity import Identity, load_identity
+from felix.identity import Identity
+from felix.identity_file import load_identity
 from felix.messages import ExpiryState
 from keys.authority import load_authority
 from region.config import RegionConfig

@@ -15,7 +15,7 @@ from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
 from felix.profile import load_credentials, load_profile
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from policy.approval import Document, parse_document
 from policy.grant import GrantBook, Standing, StandingAction, sign_standing
 from policy.quantity import Duration

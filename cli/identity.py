@@ -11,7 +11,7 @@ from cli.output import iso, lines, note, out, print_json, styled, table
 from cli.process import read_state
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, folder_of, run
 from felix.errors import FelixError, RequestError
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms
 from keys.authority import load_authority, save_issuing

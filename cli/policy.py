@@ -12,7 +12,7 @@ from cli.output import lines, out, print_json, styled, table, write_data
 from cli.setting import JsonOption, RegionOption, choose_region, connect, folder_of, read_file, run
 from felix.errors import Code, RequestError
 from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from policy.residency import ExportRule, ImportRule, ResidencyPolicy, Where, parse_policy, sign_policy
 from policy.signed import SignedDocument
 

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from felix.frames import GapReason
-    from felix.identity import Identity, load_identity
+    from felix.identity import Identity
+    from felix.identity_file import load_identity
     from felix.messages import Durability, Retention, ShardState, StreamState
     from felix.names import SpiffeId, StreamName
     from felix.profile import Profile, felix_home, load_profile

@@ -25,7 +25,6 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
@@ -39,7 +38,6 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 
 from felix.context import bind, purpose_prefix
 from felix.errors import Code, RequestError
-from felix.files import PRIVATE, read_file, replace_file
 from felix.names import SESSION_KINDS, SpiffeId, parse_region, trust_domain
 
 NONCE_BYTES: Final = 32
@@ -247,25 +245,6 @@ def parse_identity(pem: bytes) -> Identity:
 def _private_key_at(pem: bytes) -> int:
     end = pem.find(b"PRIVATE KEY-----")
     return pem.rfind(b"-----BEGIN", 0, end) if end >= 0 else len(pem)
-
-
-def load_identity(path: Path, key_path: Path | None = None) -> Identity:
-    """An identity from one file with chain and key, or from two files. Blocks on the disk.
-
-    Raises RequestError: NOT_FOUND, FORBIDDEN (a private key that others may read), IDENTITY_REFUSED.
-    """
-    pem = read_file(path, "a certificate chain", private=key_path is None)
-    if key_path is not None:
-        pem = pem + b"\n" + read_file(key_path, "the private key of an identity", private=True)
-    try:
-        return parse_identity(pem)
-    except RequestError as error:
-        raise _refuse(f"{path}: {error.sentence}", error.code, error.hint) from error
-
-
-def save_identity(identity: Identity, path: Path) -> None:
-    """Chain and key into one private file, in one step, in place of an older one. Blocks on the disk."""
-    replace_file(path, identity.chain_pem + identity.key_pem(), PRIVATE)
 
 
 def encode_chain(chain: Iterable[x509.Certificate]) -> bytes:

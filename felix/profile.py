@@ -24,7 +24,8 @@ import msgspec
 
 from felix.address import Address
 from felix.errors import Code, RequestError
-from felix.identity import Identity, TrustAnchor, load_identity
+from felix.identity import Identity, TrustAnchor
+from felix.identity_file import load_identity
 from felix.names import parse_region
 
 HOME_VARIABLE: Final = "FELIX_HOME"

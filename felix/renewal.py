@@ -23,14 +23,8 @@ from felix.connection import RegionConnection
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import Life, Stage, stage_of, until_text
 from felix.files import PUBLIC, replace_file
-from felix.identity import (
-    Identity,
-    TrustAnchor,
-    TrustBundle,
-    load_identity,
-    save_identity,
-    verify_chain,
-)
+from felix.identity import Identity, TrustAnchor, TrustBundle, verify_chain
+from felix.identity_file import load_identity, save_identity
 from felix.messages import IdentityRenewed, RenewIdentity
 from felix.profile import identity_files, load_credentials
 from felix.tasks import end_tasks

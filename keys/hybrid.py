@@ -14,7 +14,6 @@ beside it. Pure, loading and saving aside. Source: RFC 9180 (HPKE); the hybrid K
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, Self
 
 from cryptography.exceptions import InvalidTag
@@ -31,7 +30,6 @@ from cryptography.hazmat.primitives.hpke import (
 
 from felix.context import purpose_prefix
 from felix.errors import Code, RequestError, TamperError
-from felix.files import PRIVATE, create_file, read_file
 
 _SUITE_ID: Final = b"\x01"
 _SUITE: Final = Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
@@ -128,18 +126,3 @@ class HybridKeyPair:
             raise TamperError(
                 f"{what[:1].upper()}{what[1:]} was sealed to another key or for another purpose, or was changed."
             ) from None
-
-
-def save_key_pair(pair: HybridKeyPair, path: Path) -> None:
-    """Write a new private file. Blocks on the disk. Raises RequestError(ALREADY_EXISTS): it never overwrites."""
-    create_file(path, pair.encode_private(), PRIVATE)
-
-
-def load_key_pair(path: Path) -> HybridKeyPair:
-    """Blocks on the disk. Raises RequestError: NOT_FOUND, FORBIDDEN where others may read it, INVALID."""
-    try:
-        return HybridKeyPair.decode_private(read_file(path, "a hybrid private key", private=True))
-    except RequestError as error:
-        if error.code is not Code.INVALID:
-            raise
-        raise RequestError(f"{path}: {error.sentence}", hint="Restore it from its backup.") from error

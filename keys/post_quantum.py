@@ -8,15 +8,11 @@ loading and saving aside.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, Self
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.mldsa import MLDSA44PrivateKey, MLDSA44PublicKey
-
-from felix.errors import Code, RequestError
-from felix.files import PRIVATE, create_file, read_file
 
 ML_DSA_PUBLIC_BYTES: Final = 1_312
 ML_DSA_SIGNATURE_BYTES: Final = 2_420
@@ -33,15 +29,16 @@ class MlDsaKey:
     @classmethod
     def generate(cls) -> Self:
         """A new key from the system's randomness."""
-        return cls._of(MLDSA44PrivateKey.generate())
+        return cls.of(MLDSA44PrivateKey.generate())
 
     @classmethod
     def from_seed(cls, seed: bytes) -> Self:
         """The key of a 32-byte seed (FIPS 204, algorithm 6)."""
-        return cls._of(MLDSA44PrivateKey.from_seed_bytes(seed))
+        return cls.of(MLDSA44PrivateKey.from_seed_bytes(seed))
 
     @classmethod
-    def _of(cls, key: MLDSA44PrivateKey) -> Self:
+    def of(cls, key: MLDSA44PrivateKey) -> Self:
+        """With its public key."""
         return cls(key, key.public_key().public_bytes_raw())
 
     def sign_note(self, message: bytes) -> bytes:
@@ -63,20 +60,3 @@ def ml_dsa_holds(public: bytes, message: bytes, signature: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
-
-
-def save_ml_dsa_key(key: MlDsaKey, path: Path) -> None:
-    """Write a new private file. Blocks on the disk. Raises RequestError(ALREADY_EXISTS): it never overwrites."""
-    create_file(path, key.pem(), PRIVATE)
-
-
-def load_ml_dsa_key(path: Path) -> MlDsaKey:
-    """Blocks on the disk. Raises RequestError: NOT_FOUND, FORBIDDEN where others may read it, INVALID."""
-    pem = read_file(path, "an ML-DSA-44 signing key", private=True)
-    try:
-        key = serialization.load_pem_private_key(pem, None)
-    except (ValueError, TypeError) as error:
-        raise RequestError(f"{path} holds no readable signing key: {error}.", code=Code.INVALID) from error
-    if not isinstance(key, MLDSA44PrivateKey):
-        raise RequestError(f"{path} holds a key that is not ML-DSA-44.", code=Code.INVALID)
-    return MlDsaKey._of(key)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final, Self
 
 from cryptography.exceptions import InvalidSignature
@@ -21,7 +20,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from felix.context import purpose_prefix
 from felix.errors import Code, RequestError, TamperError
-from felix.files import PRIVATE, create_file, read_file
 
 PUBLIC_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
@@ -81,15 +79,16 @@ class SigningKey:
     @classmethod
     def generate(cls) -> Self:
         """A new key from the system's randomness."""
-        return cls._of(Ed25519PrivateKey.generate())
+        return cls.of(Ed25519PrivateKey.generate())
 
     @classmethod
     def from_seed(cls, seed: bytes) -> Self:
         """The key of a 32-byte seed (RFC 8032, section 5.1.5)."""
-        return cls._of(Ed25519PrivateKey.from_private_bytes(seed))
+        return cls.of(Ed25519PrivateKey.from_private_bytes(seed))
 
     @classmethod
-    def _of(cls, key: Ed25519PrivateKey) -> Self:
+    def of(cls, key: Ed25519PrivateKey) -> Self:
+        """With its public key."""
         return cls(key, VerifyKey(key.public_key().public_bytes_raw()))
 
     @property
@@ -117,20 +116,3 @@ class SigningKey:
         return self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-
-
-def save_signing_key(key: SigningKey, path: Path) -> None:
-    """Write a new private file. Blocks on the disk. Raises RequestError(ALREADY_EXISTS): it never overwrites."""
-    create_file(path, key.pem(), PRIVATE)
-
-
-def load_signing_key(path: Path) -> SigningKey:
-    """Blocks on the disk. Raises RequestError: NOT_FOUND, FORBIDDEN where others may read it, INVALID."""
-    pem = read_file(path, "a signing key", private=True)
-    try:
-        key = serialization.load_pem_private_key(pem, None)
-    except (ValueError, TypeError) as error:
-        raise RequestError(f"{path} holds no readable signing key: {error}.", code=Code.INVALID) from error
-    if not isinstance(key, Ed25519PrivateKey):
-        raise RequestError(f"{path} holds a key that is not Ed25519.", code=Code.INVALID)
-    return SigningKey._of(key)

@@ -18,14 +18,23 @@ from audit.origin import Origin, egress_origin, region_origin, witness_name
 from felix.address import Address
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, create_file, replace_file
-from felix.identity import Identity, RenewalTerms, load_identity, save_identity
+from felix.identity import Identity, RenewalTerms
+from felix.identity_file import load_identity, save_identity
 from felix.names import SpiffeId, parse_region
 from keys.authority import create_authority, load_authority, save_authority
 from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sign_bundle
-from keys.hybrid import HybridKeyPair, load_key_pair, save_key_pair
+from keys.hybrid import HybridKeyPair
+from keys.key_file import (
+    load_key_pair,
+    load_ml_dsa_key,
+    load_signing_key,
+    save_key_pair,
+    save_ml_dsa_key,
+    save_signing_key,
+)
 from keys.keyring import create_keyring
-from keys.post_quantum import MlDsaKey, load_ml_dsa_key, save_ml_dsa_key
-from keys.signing import SigningKey, load_signing_key, save_signing_key
+from keys.post_quantum import MlDsaKey
+from keys.signing import SigningKey
 from policy.documents import decode_document
 from region.config import IdentitiesConfig, RegionConfig
 from region.folder import RegionFolder

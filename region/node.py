@@ -46,10 +46,8 @@ from felix.transport.port import Listener, ServerTls, TransportLimits, engine_na
 from keys.authority import RegionAuthority, load_authority
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle
 from keys.certification import load_certification
-from keys.hybrid import load_key_pair
+from keys.key_file import load_key_pair, load_ml_dsa_key, load_signing_key
 from keys.keyring import open_keyring
-from keys.post_quantum import load_ml_dsa_key
-from keys.signing import load_signing_key
 from region.broker import Broker
 from region.budget import Budgets
 from region.cache import watch

@@ -10,8 +10,8 @@ from felix.errors import Code, FelixError, RequestError
 from felix.files import PUBLIC, replace_file
 from felix.profile import load_profile, parse_address
 from keys.bundle import decode_bundle
+from keys.key_file import load_signing_key
 from keys.offer import RegionOffer, SignedOffer, decode_offer, sign_offer
-from keys.signing import load_signing_key
 from region.config import RegionConfig
 from region.folder import RegionFolder
 

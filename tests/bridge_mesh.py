@@ -27,14 +27,14 @@ from bridge.agent import Agent
 from bridge.config import BridgeConfig, DestinationConfig
 from felix.address import Address
 from felix.client import RegionClient
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import PutDocument, StreamState
 from felix.names import SpiffeId, StreamName
 from felix.profile import Profile
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL, now_ms
 from keys.bundle import RegionBundle, decode_bundle
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from policy.approval import Approval, Document, sign_approval
 from policy.grant import (
     DenyEntry,

@@ -12,7 +12,8 @@ import felix
 from felix.batch import NewRecord, encode_batch
 from felix.errors import FelixError
 from felix.frames import Frame, FrameDecoder, FrameType, encode_frame
-from felix.identity import NONCE_BYTES, Binding, Identity, Proof, load_identity, prove
+from felix.identity import NONCE_BYTES, Binding, Identity, Proof, prove
+from felix.identity_file import load_identity
 from felix.messages import Answer, Challenge, Request, decode_answer, decode_error, encode_message
 from felix.session import ClientSession, Established
 from felix.transport.port import ClientTls, Connection, engine_named

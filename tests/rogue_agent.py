@@ -25,7 +25,8 @@ from audit.receipt import Receipt
 from audit.stream_statement import Epoch
 from felix.errors import FelixError
 from felix.frames import Frame, FrameType, encode_frame
-from felix.identity import Identity, load_identity
+from felix.identity import Identity
+from felix.identity_file import load_identity
 from felix.messages import IngestOpened, OpenIngest, decode_answer, decode_error
 from felix.names import StreamName
 from keys.key_id import KeyKind, new_key_id

@@ -55,7 +55,7 @@ from felix.errors import UnavailableError
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from policy.access import Verb
 from policy.grant import sign_export, sign_import
 from policy.residency import ResidencyPolicy, parse_policy, sign_policy

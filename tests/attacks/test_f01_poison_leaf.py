@@ -29,7 +29,7 @@ from audit.verify import verify_log
 from felix.batch import OFFSET_MAX
 from felix.errors import CorruptionError, FelixError
 from felix.names import StreamName
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")

@@ -41,7 +41,7 @@ from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.messages import PutDocument
 from keys.bundle import AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
 from keys.hybrid import HybridKeyPair
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from region.bootstrap import trust_region
 from region.folder import RegionFolder
 

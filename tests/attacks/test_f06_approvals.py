@@ -16,7 +16,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from region_peer import raw_peer
 
 from felix.errors import Code, FelixError, RequestError
-from felix.identity import Identity, load_identity
+from felix.identity import Identity
+from felix.identity_file import load_identity
 from felix.messages import ListDocuments, PutDocument
 from felix.names import SpiffeId, StreamName
 from felix.runtime.real import now_ms

@@ -21,7 +21,7 @@ from audit.leaf import Kind
 from bridge.config import DestinationConfig
 from felix.errors import RequestError
 from felix.frames import FrameType
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import OpenIngest, OpenTransactions, PutDocument, encode_message
 from felix.runtime.real import now_ms
 from felix.transaction_messages import Fence

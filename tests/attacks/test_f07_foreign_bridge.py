@@ -17,7 +17,8 @@ from audit.leaf import Kind
 from felix import messages
 from felix.errors import Code, FelixError
 from felix.frames import FrameType
-from felix.identity import Identity, load_identity
+from felix.identity import Identity
+from felix.identity_file import load_identity
 from felix.messages import Message, OpenIngest, OpenPublisher, OpenTransactions, Start, encode_message
 from felix.quota import QuotaLimits
 from felix.runtime.real import now_ms

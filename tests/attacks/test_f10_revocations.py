@@ -13,7 +13,7 @@ from region_peer import raw_peer
 
 from audit.leaf import Kind
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import Done, ListStreams, PutDocument, StreamPage
 from felix.names import StreamName
 from felix.runtime.real import now_ms

@@ -13,11 +13,11 @@ from region_home import make_region
 from region_peer import raw_peer
 
 from felix.errors import Code, FelixError, RequestError
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import PutDocument
 from felix.names import StreamName
 from felix.runtime.real import now_ms
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from policy.grant import GrantState, ImportGrant
 from policy.signed import Purpose, SignedDocument, canonical, sign
 from region.bootstrap import issue_identity

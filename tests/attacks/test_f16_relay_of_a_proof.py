@@ -16,7 +16,8 @@ from region_peer import raw_peer, until
 
 from felix.errors import Code, FelixError
 from felix.frames import Frame, FrameDecoder, FrameType, encode_frame
-from felix.identity import Binding, Identity, Proof, load_identity, prove
+from felix.identity import Binding, Identity, Proof, prove
+from felix.identity_file import load_identity
 from felix.messages import ClientHello, decode_error, decode_handshake, encode_message
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms

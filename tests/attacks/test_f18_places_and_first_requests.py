@@ -21,7 +21,7 @@ from region_process import BrokerProcess, fixed_region
 
 from felix.errors import Code, FelixError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import DocumentPage, ListDocuments, ListStreams, PutQuota
 from felix.quota import QuotaLimits
 from felix.runtime.real import now_ms

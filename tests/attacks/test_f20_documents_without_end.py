@@ -16,7 +16,7 @@ from audit.leaf import Kind
 from bridge.agent import Agent
 from bridge.document_sync import KINDS, DocumentSync, list_documents
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import DocumentPage, Done, PutDocument
 from felix.names import SpiffeId
 from policy.grant import Standing, StandingAction, sign_standing

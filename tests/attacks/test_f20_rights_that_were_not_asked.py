@@ -14,7 +14,7 @@ from region_peer import client, encode_request, raw_peer
 import felix
 from felix.errors import Code, RequestError
 from felix.frames import FrameType
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import OpenIngest, ReportLinks
 from felix.names import StreamName
 from keys.key_id import KeyKind, new_key_id

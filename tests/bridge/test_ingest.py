@@ -16,7 +16,7 @@ from audit.receipt import Receipt
 from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import FrameType, encode_frame
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import IngestOpened, OpenIngest, decode_answer, decode_error
 from felix.names import StreamName
 from felix.provenance import PATH_HEADER

@@ -13,7 +13,7 @@ from audit.leaf import Kind
 from audit.origin import region_origin
 from audit.tile_disk import Folder
 from audit.verify import verify_log
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.runtime.real import now_ms
 from region.bootstrap import issue_identity
 from region.config import load_config

@@ -9,7 +9,7 @@ import pytest
 from client.scripted_broker import authority, identity
 
 from felix import Code, Profile, RequestError, load_profile
-from felix.identity import save_identity
+from felix.identity_file import save_identity
 from felix.profile import felix_home, load_credentials, parse_address
 
 

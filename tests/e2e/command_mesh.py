@@ -29,11 +29,11 @@ from audit.tile import read_entries
 from audit.tile_disk import Folder
 from cli.process import read_state
 from felix.client import RegionClient
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import LinkState, PutDocument
 from felix.profile import Profile, load_profile
 from keys.bundle import decode_bundle
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from policy.approval import sign_approval
 from policy.grant import open_export, sign_export, sign_import
 from policy.residency import parse_policy

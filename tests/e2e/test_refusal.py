@@ -35,7 +35,7 @@ from felix.errors import Code, FelixError
 from felix.messages import GetDataKey, GetLinkSecret, OpenIngest, PutDocument, RotateKeys
 from felix.profile import Profile
 from keys.hybrid import HybridKeyPair
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from policy.grant import ExportGrant, ImportGrant, Standing, StandingAction, sign_standing
 from policy.signed import Purpose, SignedDocument, canonical, decode_body, sign
 from policy.terms import grant_id

@@ -36,7 +36,7 @@ from audit.origin import egress_origin
 from audit.tile import bundle_path, decode_bundle, encode_bundle, tile_path
 from cli.bridge import attempt
 from felix.errors import Code
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 
 STORY, STANDING, SECRET = "acme/ops/story", "acme/ops/standing", "acme/ops/story-secret"
 RECORDS = 200

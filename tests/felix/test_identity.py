@@ -28,14 +28,13 @@ from felix.identity import (
     TrustBundle,
     anchor_for,
     encode_chain,
-    load_identity,
     parse_identity,
     prove,
-    save_identity,
     verify_chain,
     verify_peer,
     verify_proof,
 )
+from felix.identity_file import load_identity, save_identity
 from felix.names import SpiffeId
 from keys.authority import RegionAuthority, create_authority
 

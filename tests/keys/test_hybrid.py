@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from felix.context import purpose_prefix
 from felix.errors import Code, RequestError, TamperError
-from keys.hybrid import OVERHEAD_BYTES, HybridKeyPair, HybridPublicKey, load_key_pair, save_key_pair
+from keys.hybrid import OVERHEAD_BYTES, HybridKeyPair, HybridPublicKey
+from keys.key_file import load_key_pair, save_key_pair
 
 PAIR = HybridKeyPair.generate()
 VECTOR_BYTES = {"info", "skRm", "pkRm", "enc", "shared_secret", "key", "base_nonce", "aad", "pt", "ct"}

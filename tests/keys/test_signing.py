@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from felix.errors import Code, RequestError, TamperError
-from keys.signing import SigningKey, VerifyKey, load_signing_key, save_signing_key
+from keys.key_file import load_signing_key, save_signing_key
+from keys.signing import SigningKey, VerifyKey
 
 # RFC 8032, section 7.1, TEST 2: the signature there is over the bare message 0x72, as a note would be signed.
 SEED = bytes.fromhex("4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb")

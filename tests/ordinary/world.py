@@ -30,12 +30,12 @@ from bridge.config import BridgeConfig, DestinationConfig
 from felix.address import Address
 from felix.client import RegionClient
 from felix.errors import FelixError
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import PutDocument
 from felix.profile import Profile
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from policy.approval import Document, sign_approval
 from policy.grant import (
     DenyEntry,

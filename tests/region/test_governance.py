@@ -15,7 +15,7 @@ from region_peer import raw_peer
 from audit.errors import AuditUnavailableError
 from audit.leaf import Kind
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import (
     DataKeySealed,
     DocumentPage,
@@ -30,7 +30,7 @@ from felix.names import SpiffeId, StreamName
 from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
 from keys.hybrid import HybridKeyPair
-from keys.signing import load_signing_key
+from keys.key_file import load_signing_key
 from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_import, sign_standing
 from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, SignedDocument, decode_body

@@ -21,7 +21,7 @@ from region_peer import RawPeer, batch_frame, client, encode_request, raw_peer, 
 import felix
 from felix import Code
 from felix.frames import FrameType, encode_frame
-from felix.identity import load_identity
+from felix.identity_file import load_identity
 from felix.messages import (
     ClientHello,
     DescribeStream,

@@ -14,7 +14,8 @@ from region_peer import client, raw_peer, take, until
 import felix
 from felix import Code, RequestError
 from felix.frames import FrameType
-from felix.identity import Identity, Proof, load_identity
+from felix.identity import Identity, Proof
+from felix.identity_file import load_identity
 from felix.messages import ClientHello, Prove, encode_message
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms

@@ -18,8 +18,7 @@ from audit.verify import verify_log
 from cli.region import app
 from felix.errors import RequestError, TamperError
 from keys.bundle import RegionBundle, check_update, decode_bundle
-from keys.post_quantum import load_ml_dsa_key
-from keys.signing import load_signing_key
+from keys.key_file import load_ml_dsa_key, load_signing_key
 from region.bootstrap import add_log_keys
 from region.config import load_config
 from region.folder import RegionFolder

@@ -26,7 +26,8 @@ from audit.tile import read_entries
 from audit.tile_disk import Folder
 from felix.connection import RegionConnection
 from felix.errors import Code, RequestError
-from felix.identity import Identity, Peer, RenewalTerms, load_identity, save_identity
+from felix.identity import Identity, Peer, RenewalTerms
+from felix.identity_file import load_identity, save_identity
 from felix.messages import IdentityRenewed, RenewIdentity
 from felix.names import SpiffeId
 from felix.renewal import store_renewed
