@@ -188,6 +188,9 @@ class DiskLog:
         self._indexes: OrderedDict[Path, SparseIndex] = OrderedDict()
         self._indexes_lock = Lock()
         self._synced_to = 0
+        self._cut_unsynced = False
+        """What a full disk took a part of was cut off again, and the next sync brings that to the disk: a closed segment has
+        nothing behind its last entry."""
         self.synced_offset = self._segments[-1].next_offset if self._segments else 0
         """Every offset below is on the disk: recovery syncs what it lets stand, and `sync` moves it."""
         self._active = -1
@@ -336,6 +339,7 @@ class DiskLog:
                 if not is_full(error):
                     raise
                 self._files.truncate(self._active, active.segment_bytes)
+                self._cut_unsynced = True
             raise
         assert written == position
         index = active.index
@@ -354,9 +358,10 @@ class DiskLog:
     def sync(self) -> None:
         """Bring everything written to the disk, then write the mark. Raises StorageFailedError."""
         active = self._segments[-1]
-        if active.segment_bytes > self._synced_to:
+        if active.segment_bytes > self._synced_to or self._cut_unsynced:
             with self._fatal("A sync", active.path):
                 self._files.sync(self._active)
+            self._cut_unsynced = False
             self._synced_to = active.segment_bytes
             self.synced_offset = active.next_offset
             self._write_mark()

@@ -220,6 +220,13 @@ def evidence_beyond(
     return highest, count
 
 
+def write_again(files: Files, descriptor: int, start: int, end: int) -> None:
+    """Put the bytes of a range where they stand already, so that the next sync has to write them."""
+    while start < end:
+        window = files.pread(descriptor, min(WINDOW_BYTES, end - start), start)
+        start = write_all(files, descriptor, (window,), start)
+
+
 def judge_tail(
     *, position: int, segment_bytes: int, evidence: int, mark_readable: bool, entries_beyond: int
 ) -> str | None:
@@ -484,7 +491,9 @@ class _Recovery:
             if stopped:
                 self.cut = (path, position, size - position, offset, str(stopped))
                 self.files.truncate(descriptor, position)
-            # What decodes is served from now on, so it must be on disk, whoever wrote it.
+            # What decodes is served from now on, so it must be on disk, whoever wrote it. Where a sync failed before, the
+            # kernel calls pages clean that it could not write: they reach the disk only if they are written once more.
+            write_again(self.files, descriptor, min(evidence, position), position)
             self.files.sync(descriptor)
         finally:
             self.files.close(descriptor)

@@ -8,8 +8,10 @@ has started once more from what the disk kept.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import logging
+import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,7 +28,7 @@ from felix.identity import Identity, TrustBundle
 from felix.names import SpiffeId, StreamName
 from felix.profile import Profile
 from felix.runtime.port import Runtime
-from felix.runtime.simulated import SimulatedLoop, simulated
+from felix.runtime.simulated import SimulatedClock, SimulatedLoop, simulated
 from felix.transport.memory import MemoryEngine, MemoryNetwork, Path
 from felix.transport.port import ServerTls, TransportLimits
 from keys.authority import RegionAuthority, create_authority
@@ -47,6 +49,7 @@ HOST, PORT, SERVER_NAME = "broker", 7443, "b1.us-east.acme"
 FOLDER = FilePath("/streams")
 RECORDS = 40
 FAULTS_MAX = 5
+FAULTS = ("power", "power", "kill", "part", "path", "full", "sync", "clock")
 RUN_S_MAX = 600.0
 """Of simulated time: five times what a publisher tries for."""
 EVENTS_SHOWN = 60
@@ -100,6 +103,7 @@ class World:
 
     seed: int
     loop: SimulatedLoop
+    clock: SimulatedClock
     runtime: Runtime
     disk: MemoryDisk = field(default_factory=MemoryDisk)
     starts: int = 0
@@ -107,6 +111,7 @@ class World:
     acknowledged: dict[bytes, int] = field(default_factory=dict)
     refused: list[bytes] = field(default_factory=list)
     streams: StreamTable | None = None
+    syncs_fail: bool = False
 
     def __post_init__(self) -> None:
         self.random = self.loop.random
@@ -118,6 +123,9 @@ class World:
         self.events.append(f"{self.loop.time():.6f} {event}")
 
     def _on_call(self, call: str, path: FilePath) -> None:
+        if call == "sync" and self.syncs_fail:
+            self.note(f"disk sync {path.name} fails")
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         if call not in ("exists", "size", "free_bytes", "is_folder"):
             self.note(f"disk {call} {path.name}")
 
@@ -240,7 +248,7 @@ class World:
         await self.check()
 
     async def _fault(self) -> None:
-        match self.random.choice(("power", "power", "kill", "part", "path")):
+        match self.random.choice(FAULTS):
             case "part":
                 self.note("part")
                 self.network.part("client", HOST)
@@ -250,6 +258,23 @@ class World:
             case "path":
                 self.note("another path")
                 self.network.path = self.random.choice((Path(), Path(0.001, 0.005, 0.2)))
+            case "full":
+                self.note("the disk is full")
+                room_bytes, self.disk.room_bytes = self.disk.room_bytes, self.random.choice((0, 300))
+                await asyncio.sleep(self.random.choice((0.01, 0.5)))
+                self.note("the disk has room again")
+                self.disk.room_bytes += room_bytes
+            case "sync":
+                self.note("syncs fail")
+                self.syncs_fail = True
+                await asyncio.sleep(0.5)
+                self.syncs_fail = False
+                # The shard has stopped, or nothing was synced meanwhile: an operator starts the broker again.
+                self.crash(power=self.random.random() < 0.5)
+                await self.start()
+            case "clock":
+                self.clock.start_ms += self.random.choice((-60_000, -1, 1_000, 86_400_000))
+                self.note("the clock jumps")
             case how:
                 self.crash(power=how == "power")
                 await asyncio.sleep(self.random.random() * 0.2)
@@ -293,7 +318,9 @@ def simulate(seed: int, world: type[World] = World) -> Outcome:
     """One run. Raises what went wrong, with the seed and the last events."""
     loop = SimulatedLoop(Random(seed))
     logging.getLogger("felix").setLevel(logging.CRITICAL)
-    made = world(seed, loop, simulated(loop, START_MS))
+    runtime = simulated(loop, START_MS)
+    assert isinstance(runtime.clock, SimulatedClock)
+    made = world(seed, loop, runtime.clock, runtime)
     try:
         loop.run_until_complete(made.run())
         return Outcome(seed, len(made.acknowledged), made.starts, made.events)
