@@ -110,6 +110,7 @@ class World:
     events: list[str] = field(default_factory=list)
     acknowledged: dict[bytes, int] = field(default_factory=dict)
     refused: list[bytes] = field(default_factory=list)
+    delivered: list[bytes] = field(default_factory=list)
     streams: StreamTable | None = None
     syncs_fail: bool = False
 
@@ -210,12 +211,27 @@ class World:
             runtime=self.runtime,
         ) as client:
             orders = client.stream(str(STREAM))
+            consuming = asyncio.create_task(self._consume(orders))
             number = 0
             while number < RECORDS:
                 burst = [b"%d" % each for each in range(number, number + self.random.randint(1, 5))]
                 number += len(burst)
                 await asyncio.gather(*(self._publish(orders, payload) for payload in burst))
                 await asyncio.sleep(self.random.choice((0, 0.001, 0.3)))
+            await consuming
+
+    async def _consume(self, stream: felix.Stream) -> None:
+        """Read until all that may still be acknowledged has come."""
+        async with stream.subscribe("earliest") as subscription:
+            async for record in subscription:
+                self.note(f"delivered {bytes(record.payload).decode()} at {record.offset}")
+                if record.offset != len(self.delivered):
+                    raise InvariantError(
+                        f"offset {record.offset} was delivered after {len(self.delivered)} records"
+                    )
+                self.delivered.append(bytes(record.payload))
+                if int(record.payload) >= RECORDS - 1:
+                    return
 
     async def _publish(self, stream: felix.Stream, payload: bytes) -> None:
         try:
@@ -281,7 +297,7 @@ class World:
                 await self.start()
 
     async def check(self) -> None:
-        """Served again, nothing acknowledged lost or moved, nothing twice, nothing that nobody sent, in order."""
+        """Served again, nothing acknowledged or delivered lost or moved, nothing twice, nothing that nobody sent, in order."""
         try:
             found = await self.stored()
         except FelixError as error:
@@ -298,6 +314,8 @@ class World:
                 raise InvariantError(
                     f"record {payload.decode()} was acknowledged at {offset} and is not there"
                 )
+        if found[: len(self.delivered)] != self.delivered:
+            raise InvariantError("what was delivered is not what is there")
         if not self.refused and numbers != sorted(numbers):
             raise InvariantError(f"out of order: {numbers}")
 
