@@ -23,7 +23,7 @@ _held: list[IO[bytes]] = []
 def _socket() -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FELIX_")}
     server = subprocess.Popen(
-        [sys.executable, str(HERE / "server.py")],
+        [sys.executable, "-P", str(HERE / "server.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**environment, "PYTHONPATH": str(ROOT)},
