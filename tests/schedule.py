@@ -42,9 +42,10 @@ def costs() -> dict[str, float]:
 
 
 def record(durations: Iterable[tuple[str, float]]) -> None:
-    """Write COSTS from the seconds of each phase of each test."""
+    """Write COSTS anew for what ran, from the seconds of each phase of each test; what did not run keeps its cost."""
     found: Counter[str] = Counter()
     for nodeid, seconds in durations:
         found[unit_of(nodeid)] += seconds  # type: ignore[assignment]
-    rows = {unit: round(seconds) for unit, seconds in found.most_common() if seconds >= COST_LEAST_S}
-    COSTS.write_text(json.dumps(rows, indent=1) + "\n")
+    rows = Counter(costs() | {unit: round(seconds) for unit, seconds in found.items()})
+    kept = {unit: seconds for unit, seconds in rows.most_common() if seconds >= COST_LEAST_S}
+    COSTS.write_text(json.dumps(kept, indent=1) + "\n")

@@ -43,7 +43,7 @@ async def test_a_burst_batches_itself_and_a_lone_record_does_not_wait(
 async def test_linger_gathers_what_comes_within_it(
     region: felix.RegionClient, broker: ScriptedBroker
 ) -> None:
-    async with region.stream(ORDERS).publisher(linger_ms=20) as publisher:
+    async with region.stream(ORDERS).publisher(linger_ms=500) as publisher:
         for i in range(5):
             await publisher.send(b"%d" % i)
             await asyncio.sleep(0)
