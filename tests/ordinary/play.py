@@ -9,7 +9,6 @@ import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar
-from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -96,10 +95,20 @@ def _follow_tasks() -> WeakKeyDictionary[asyncio.Task[Any], int]:
 
 
 def _stacks(tasks: list[asyncio.Task[Any]]) -> str:
-    text = StringIO()
+    """Where each task waits, down to what it waits for: a task's own stack ends with its outermost frame."""
+    lines = []
     for task in tasks:
-        task.print_stack(file=text)
-    return text.getvalue()
+        lines.append(f"{task.get_name()}:")
+        waits: Any = task.get_coro()
+        while waits is not None:
+            frame = getattr(waits, "cr_frame", None) or getattr(waits, "gi_frame", None)
+            lines.append(
+                f"  {frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
+                if frame
+                else f"  {waits!r}"
+            )
+            waits = getattr(waits, "cr_await", None) or getattr(waits, "gi_yieldfrom", None)
+    return "\n".join(lines)
 
 
 def _give_up(world: World) -> None:

@@ -8,6 +8,7 @@ It says how each sequence ended, and after each report the totals so far: a run 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ordinary import play
 from ordinary.evidence import read_leaves, shown_losses
 from ordinary.play import OPERATIONS, play_all
 from ordinary.world import World
@@ -112,6 +114,30 @@ async def test_ordinary_operation_never_breaks_evidence(
         assert set(tally.done) == {operation.__name__ for operation in OPERATIONS}, (
             "some operation was never drawn"
         )
+
+
+async def test_a_sequence_that_does_not_go_on_says_where_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never_ends(self: World) -> None:
+        await asyncio.Event().wait()
+
+    async def begins(self: World, operations: object) -> None:
+        self.history.append("create: a stream")
+        await never_ends(self)
+
+    monkeypatch.setattr(World, "play", begins)
+    monkeypatch.setattr(play, "STEP_S", 0.05)
+    told: list[tuple[World, list[str]]] = []
+
+    async def tell(world: World, found: list[str]) -> None:
+        told.append((world, found))
+
+    await play.play_all([7, 8], tmp_path, 2, tell)
+    assert sorted(world.number for world, _ in told) == [7, 8]
+    for world, (sentence, stacks) in told:
+        assert sentence.startswith("did not go on for") and world.history == ["create: a stream"]
+        assert stacks.count("never_ends") == 1, "the stacks of this sequence alone, down to where it waits"
 
 
 Report = Callable[[list[World], Path], dict[World, list[str]]]
