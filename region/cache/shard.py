@@ -455,6 +455,14 @@ class CacheShard:
     def rolled_back(self, offset: int, error: FelixError) -> None:
         self._observed_from = min(self._observed_from, offset)
         self._fail(self.state.roll_back(offset), error)
+        if offset < self.applied:
+            # What was cut is in the entries: nothing is shown any more that is in no log.
+            self.failure = self.failure or UnavailableError(
+                f"The log of shard {self.number} of {self.name} was cut at offset {offset}, below {self.applied}, up to which the "
+                "cache has applied it.",
+                code=Code.SHARD_STOPPED,
+                hint="Restart the broker: the cache then reads the log as it is.",
+            )
 
     def _decode(self, batch: Batch) -> list[tuple[int, Change]]:
         try:
@@ -489,7 +497,7 @@ class CacheShard:
     def follow(self) -> None:
         """Apply what has become durable, answer who waited for it, tell the watches."""
         durable = self.log.high_watermark
-        if durable != self.applied:
+        if durable > self.applied:
             settled = self.state.settle(durable)
             self.applied = durable
             self.encoded.clear()

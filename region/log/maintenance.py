@@ -44,11 +44,16 @@ _T = TypeVar("_T")
 
 
 class Shard(Protocol):
-    """What maintenance asks of a shard."""
+    """What maintenance asks of a shard. Nothing above the high watermark is compacted or offloaded: it may still be cut."""
 
-    settings: ShardSettings
-    counters: ShardCounters
-    state: State
+    @property
+    def settings(self) -> ShardSettings: ...
+
+    @property
+    def counters(self) -> ShardCounters: ...
+
+    @property
+    def state(self) -> State: ...
 
     @property
     def high_watermark(self) -> int: ...

@@ -1,18 +1,14 @@
 """The log of one shard as the broker uses it, on the event loop: append, read, follow the tail.
 
-Appends are put into a pending group; a thread of the shared pool seals, writes and syncs a group while the
-next one accumulates, so one sync serves all that waited (group commit). Everything else here runs on the
-loop.
+This is the actor around region.log.core: it brings events to the core and carries out what comes back. Written is in a thread, group by
+group (region.log.group_commit); everything else here runs on the loop.
 
-Invariants:
+What the core decides is said there. Here:
 - an append is answered exactly once: with its offset after the durability that the stream asks for, or with
   an error;
-- offsets are given in the order of appending, without holes: where a group is refused, so is all that was
-  pending behind it, and the offsets are given anew;
-- readers see nothing at or above the high watermark; it moves when a group is durable, up to the first batch whose note is
-  not released (region.log.ahead);
-- after a failed sync or write the shard is FAILED for good: no wait is answered but with the error, no sync
-  tried again;
+- effects happen in the order of `Ready`: what may be read can be read before its append is answered, and whoever follows the tail hears
+  of it afterwards;
+- one writer has the folder at a time; after a failed sync or write the shard is FAILED for good, and no sync is tried again;
 - pending bytes, ring and annotations are bounded; what is beyond is refused with a code.
 
 States and what moves between them are in region.log.states, reading from disk and store in
@@ -24,56 +20,38 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event as ThreadEvent
 from threading import Lock
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
-from felix.batch import (
-    BATCH_BYTES_MAX,
-    FLAG_HEADERS,
-    FLAG_SEALED,
-    HEADER_BYTES,
-    NO_KEY_ID,
-    Batch,
-    BatchHeader,
-    body_checksum,
-)
-from felix.errors import (
-    Code,
-    CorruptionError,
-    FelixError,
-    OffsetMismatchError,
-    RequestError,
-    UnavailableError,
-)
-from keys.envelope import SEAL_BYTES
+from felix.batch import FLAG_HEADERS, HEADER_BYTES, Batch
+from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from region.log import core
+from region.log.admission import Appended
 from region.log.ahead import Ahead, Note
 from region.log.compaction import KEYS_BYTES_MAX, CompactionReport
 from region.log.compactor import WorkEndedError
+from region.log.core import CommitPort, Done, LogCore, Pending, Ready
 from region.log.counters import ShardCounters
 from region.log.disk import (
-    ANNOTATION_SLOTS_MAX,
-    FULL_RETRY_MS,
     DiskLog,
     Frame,
     OffsetOutOfRangeError,
     SealedBatch,
     StorageFailedError,
-    disk_full,
     storage_error,
 )
 from region.log.disk_reader import DiskReader
 from region.log.durability import Kind
 from region.log.epochs import EpochHistory
+from region.log.group_commit import GroupCommit
 from region.log.maintenance import COMPACTION_SHARE, Maintenance
-from region.log.message_ids import Identified, MessageIds, identified, message_ids, repeated_offsets, sift
+from region.log.message_ids import Identified, MessageIds, identified
 from region.log.offloader import OffloadReport
-from region.log.producers import ProducerTable, Remembered, Verdict, refusal
-from region.log.recovery import Recovered, RecoveryReport, annotate
+from region.log.recovery import Recovered, RecoveryReport
 from region.log.ring import Entry, Ring
-from region.log.segment import ANNOTATION_BYTES_MAX, ShardIdentity
+from region.log.segment import ShardIdentity
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.states import TRANSITIONS, Event, State
 from region.storage.disk import DiskFiles
@@ -93,46 +71,10 @@ __all__ = [
     "WorkEndedError",
 ]
 
-GROUP_BYTES_MAX: Final = 8 << 20
-"""Written before one sync: bounds how long the first of a group waits for the last."""
 IDS_READ_BYTES: Final = 4 << 20
 """Read at a time where the window of message ids is read from the log."""
-MARK_SYNC_IDLE_S: Final = 1.0
-"""The mark is brought to the disk this long after appends began; see region.log.recovery for what it proves."""
 
 _T = TypeVar("_T")
-
-
-class Appended(NamedTuple):
-    """Where a batch stands. For a repeated one, where its first copy does.
-
-    `offsets`, one per record, where deduplication left some out, so that they do not follow each other.
-    """
-
-    base_offset: int
-    append_time_ms: int
-    duplicate: bool = False
-    offsets: tuple[int, ...] = ()
-
-
-Done = Callable[[Appended | FelixError], None]
-
-
-@dataclass(slots=True)
-class _Pending:
-    """An append on its way. Without batch and annotation it frees its slot, or only waits for those before it (a repeated
-    batch)."""
-
-    batch: Batch | None
-    answer: Appended
-    done: Done
-    size: int
-    epoch: int
-    slot: int
-    annotation: bytes
-    entry: Entry | None = None
-    frees_slot: bool = False
-    note: Note | None = None
 
 
 class AppendObserver(Protocol):
@@ -145,7 +87,7 @@ class AppendObserver(Protocol):
         """A plain batch has its offset; it is not durable yet."""
 
     def rolled_back(self, offset: int, error: FelixError) -> None:
-        """Batches from `offset` on were refused after all; the next one may get the same offsets."""
+        """Batches from `offset` on were refused after all, or cut; the next one may get the same offsets."""
 
 
 class ShardLog:
@@ -159,17 +101,15 @@ class ShardLog:
         commit_pool: Executor,
         read_pool: Executor,
         store: ShardStore | None = None,
+        commit: CommitPort | None = None,
     ) -> None:
         self.identity = identity
-        self.settings = settings
-        self.counters = ShardCounters()
         self.report = RecoveryReport()
-        self.state = State.OPENING
-        self.failure: FelixError | None = None
-        self.annotations: dict[int, bytes] = {}
-        self.pending_bytes = 0
         self.observer: AppendObserver | None = None
         self._hooks = hooks
+        self._core = LogCore.beginning(
+            identity, settings, settings.first_offset, self._plain_entry, commit=commit
+        )
         self._commit_pool = commit_pool
         self._read_pool = read_pool
         self._loop = asyncio.get_running_loop()
@@ -177,24 +117,11 @@ class ShardLog:
         self._ephemeral = settings.durability.kind is Kind.EPHEMERAL
         self._ring = self._new_ring(settings.first_offset)
         self._disk: DiskLog | None = None
-        self._producers = ProducerTable(settled=settings.first_offset)
-        self._ids = MessageIds(settings.deduplication) if settings.deduplication else None
         self._epochs = EpochHistory()
-        self._next_offset = settings.first_offset
-        self._high_watermark = settings.first_offset
-        # The end of what is as durable as the stream asks: above the high watermark while visibility is held.
-        self._durable_end = settings.first_offset
-        self._visibility_holds = 0
-        self._invisible: list[Entry] = []
-        self._invisible_bytes = 0
         self._log_start = settings.first_offset
-        self._last_time_ms = 0
         self._tail_callbacks: list[Callable[[], None]] = []
         self._tail_scheduled = False
-        self._kick_scheduled = False
-        self._hold: UnavailableError | None = None
-        self._retry_at = 0.0
-        self._in_flight = 0
+        self._start_scheduled = False
         self._drained = asyncio.Event()
         self._drained.set()
         self._sync_timer: asyncio.TimerHandle | None = None
@@ -204,20 +131,13 @@ class ShardLog:
         self._held_from: int | None = 0
         self._closed = False
         self._files: Files = DiskFiles()
+        self._group_commit: GroupCommit | None = None
         self._reader: DiskReader | None = None
         self._maintenance: Maintenance | None = None
         self._ahead: Ahead | None = None
-        # Of notes that are not released, by their number: the offset that nobody may read yet.
-        self._noted: dict[int, int] = {}
-        self._next_note = 0
         # Ends what moves to and from a store.
         self._ending = ThreadEvent()
         self._store = store or ShardStore(read_pool)
-        # Shared with the commit thread, under `_lock`.
-        self._lock = Lock()
-        self._queue: list[_Pending] = []
-        self._committing = False
-        self._refusing: FelixError | None = None
         # One writer of the folder at a time.
         self._writer = Lock()
 
@@ -233,15 +153,17 @@ class ShardLog:
         read_pool: Executor,
         store: ShardStore | None = None,
         files: Files | None = None,
+        commit: CommitPort | None = None,
         full_verify: bool = False,
     ) -> ShardLog:
-        """Recover the shard in `folder` (None for an ephemeral one) and serve it.
+        """Recover the shard in `folder` (None for an ephemeral one) and serve it. `commit`: how far it is committed; None where
+        there is no other copy.
 
         Raises CorruptionError where it must not serve, UnavailableError where the disk does not let it.
         """
-        shard = cls(identity, settings, hooks, commit_pool, read_pool, store)
+        shard = cls(identity, settings, hooks, commit_pool, read_pool, store, commit)
         if shard._ephemeral:
-            shard._move(Event.OPENED)
+            shard._core.turn(Event.OPENED)
             return shard
         assert folder is not None
         shard_folder = shard._folder = folder
@@ -263,15 +185,15 @@ class ShardLog:
             disk, recovered = await shard._loop.run_in_executor(commit_pool, recover)
         except OSError as error:
             raise storage_error(error, shard_folder) from error
-        shard._adopt(disk, recovered)
-        shard._move(Event.OPENED)
-        if shard._ids is not None:
-            await shard._read_ids(shard._ids)
+        shard._adopt(disk, recovered, commit)
+        shard._core.turn(Event.OPENED)
+        if shard._core.admission.ids is not None:
+            await shard._read_ids(shard._core.admission.ids)
         return shard
 
     async def _read_ids(self, window: MessageIds) -> None:
         """Read the window of message ids from the records: they are the truth."""
-        now_ms = max(self._last_time_ms, self._hooks.clock_ms())
+        now_ms = max(self._core.last_time_ms, self._hooks.clock_ms())
         offset = await self.offset_for_time(now_ms - window.window_ms)
 
         def collect(batches: Sequence[SealedBatch]) -> list[Identified]:
@@ -289,8 +211,8 @@ class ShardLog:
             return found
 
         assert self._reader is not None
-        while offset < self._high_watermark:
-            batches = await self._reader.read(offset, IDS_READ_BYTES, self._high_watermark)
+        while offset < self.high_watermark:
+            batches = await self._reader.read(offset, IDS_READ_BYTES, self.high_watermark)
             found = await self._loop.run_in_executor(self._read_pool, collect, batches)
             window.record(found)
             window.settle(now_ms)
@@ -301,18 +223,26 @@ class ShardLog:
             next_offset, bytes_max=self.settings.ring_bytes_max, entries_max=self.settings.ring_entries_max
         )
 
-    def _adopt(self, disk: DiskLog, recovered: Recovered) -> None:
+    def _adopt(self, disk: DiskLog, recovered: Recovered, commit: CommitPort | None) -> None:
         self._disk = disk
         self.report = recovered.report
-        self.annotations = dict(disk.annotations)
         self._epochs = recovered.epochs
-        self._producers = recovered.producers
-        self._next_offset = self._high_watermark = self._durable_end = disk.end_offset
+        self._core = LogCore.beginning(
+            self.identity,
+            self.settings,
+            disk.end_offset,
+            self._plain_entry,
+            producers=recovered.producers,
+            commit=commit,
+        )
+        self._core.annotations = dict(disk.annotations)
+        self._core.epoch = recovered.epochs.current
+        self._core.last_time_ms = max(0, disk.last_time_ms)
         self._log_start = disk.start_offset
-        self._last_time_ms = max(0, disk.last_time_ms)
         self._segments_seen = disk.segment_count
         self._ring = self._new_ring(disk.end_offset)
         self._ahead = Ahead(self._folder, self._files)
+        self._group_commit = GroupCommit(self._commit_pool, self._folder, self._write, self._tell_written)
         self._reader = DiskReader(
             disk,
             self._files,
@@ -321,7 +251,7 @@ class ShardLog:
             self.counters,
             folder=self._folder,
             ending=self._ending,
-            failed=self._fail,
+            failed=self.stop,
         )
         self._maintenance = Maintenance(
             self,
@@ -334,10 +264,37 @@ class ShardLog:
             ending=self._ending,
         )
 
-    def _move(self, event: Event) -> None:
-        self.state = TRANSITIONS[self.state, event]
-
     # What the log holds.
+
+    @property
+    def settings(self) -> ShardSettings:
+        """What the stream asks of it now; change it with `alter`."""
+        return self._core.settings
+
+    @property
+    def state(self) -> State:
+        """Whether it serves."""
+        return self._core.state
+
+    @property
+    def failure(self) -> FelixError | None:
+        """Why it does not serve and never will, until it is opened again."""
+        return self._core.failure
+
+    @property
+    def counters(self) -> ShardCounters:
+        """What it counts."""
+        return self._core.counters
+
+    @property
+    def annotations(self) -> dict[int, bytes]:
+        """The last annotation of every slot, as far as it is committed."""
+        return self._core.annotations
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that wait for the disk."""
+        return self._core.pending_bytes
 
     @property
     def log_start_offset(self) -> int:
@@ -346,8 +303,19 @@ class ShardLog:
 
     @property
     def high_watermark(self) -> int:
-        """The offset after the last record that readers may see."""
-        return self._high_watermark
+        """The offset after the last record that readers may see: the committed end, unless visibility is held or a note stands
+        below it."""
+        return self._core.readable_to
+
+    @property
+    def committed_offset(self) -> int:
+        """The offset after the last record that is durable on every copy that counts: what is below is answered, and stays."""
+        return self._core.committed.offset
+
+    @property
+    def durable_offset(self) -> int:
+        """The offset after the last record that is as durable here as the stream asks."""
+        return self._core.durable.offset
 
     @property
     def synced_offset(self) -> int:
@@ -355,12 +323,12 @@ class ShardLog:
 
         Below the high watermark on a stream that syncs in intervals; 0 on an ephemeral one.
         """
-        return 0 if self._disk is None else min(self._high_watermark, self._disk.synced_offset)
+        return 0 if self._disk is None else min(self.high_watermark, self._disk.synced_offset)
 
     @property
     def log_end_offset(self) -> int:
         """The offset that the next batch will get."""
-        return self._next_offset
+        return self._core.log_end.offset
 
     @property
     def epochs(self) -> EpochHistory:
@@ -370,7 +338,8 @@ class ShardLog:
     @property
     def message_ids(self) -> int:
         """Message ids remembered; 0 where the stream does not ask for it."""
-        return 0 if self._ids is None else len(self._ids)
+        ids = self._core.admission.ids
+        return 0 if ids is None else len(ids)
 
     @property
     def ring_bytes(self) -> int:
@@ -415,7 +384,7 @@ class ShardLog:
         """Bytes of closed segments that hold what was not compacted yet."""
         if self._disk is None:
             return 0
-        spans = self._disk.dirty_spans(self._high_watermark)
+        spans = self._disk.dirty_spans(self.high_watermark)
         return sum(one.segment_bytes for one in spans if one.next_offset > self.compacted_to)
 
     # Appending.
@@ -443,141 +412,25 @@ class ShardLog:
         """
         if self.observer is not None:
             self.observer.appending()
-        note_bytes = len(note.data) if note else 0
-        refused = self._refusal(batch, annotation, slot, note_bytes)
-        if refused:
-            done(refused)
-            return
-        now_ms = max(self._last_time_ms, self._hooks.clock_ms())
-        answer = Appended(self._next_offset, now_ms)
-        if batch is None:
-            self._enqueue(
-                _Pending(
-                    None,
-                    answer,
-                    done,
-                    len(annotation) + note_bytes,
-                    self._epochs.current,
-                    slot,
-                    annotation,
-                    note=note,
-                )
-            )
-            return
-        ids = sifted = None
-        if self._ids is not None:
-            try:
-                ids = message_ids(batch)
-                if ids is not None and not as_it_is:
-                    sifted = sift(batch, ids, self._ids, self._next_offset, now_ms)
-            except RequestError as error:
-                done(error)
-                return
-        header = batch.header
-        if header.producer_id:
-            decision = self._producers.decide(
-                header.producer_id,
-                header.producer_epoch,
-                header.base_sequence,
-                header.records,
-                shortened=self._ids is not None,
-            )
-            if decision.verdict is Verdict.DUPLICATE:
-                assert decision.first is not None
-                self.counters.duplicates += 1
-                self._answer_repeated(self._repeated(header, decision.first, ids, now_ms), done)
-                return
-            # What is all in the log already is answered whatever its sequence: the log has no trace of a repetition.
-            settled = sifted is not None and sifted.batch is None and decision.verdict is not Verdict.FENCED
-            if decision.verdict is not Verdict.ACCEPT and not settled:
-                done(refusal(header.producer_id, header.base_sequence, decision))
-                return
-            if settled and decision.verdict is Verdict.ACCEPT:
-                # Nothing of it will be in the log: it ends where the producer's next batch begins.
-                end = header.base_sequence + header.records
-                self._producers.record(
-                    header.producer_id,
-                    Remembered(header.producer_epoch, end, end, self._next_offset, now_ms),
-                )
-        if sifted is not None and sifted.batch is not batch:
-            self.counters.repeated_ids += header.records - (
-                sifted.batch.header.records if sifted.batch else 0
-            )
-            if sifted.batch is None:
-                if annotation:
-                    # It stands in the log by itself, where the log ends.
-                    answer = Appended(self._next_offset, now_ms, True, sifted.offsets)
-                    epoch = self._epochs.current
-                    self._enqueue(_Pending(None, answer, done, len(annotation), epoch, slot, annotation))
-                    return
-                self._answer_repeated(Appended(sifted.offsets[0], now_ms, True, sifted.offsets), done)
-                return
-            batch, header = sifted.batch, sifted.batch.header
-            answer = Appended(self._next_offset, now_ms, offsets=sifted.offsets)
-        if expected_offset is not None and expected_offset != self._next_offset:
-            done(self._mismatch(expected_offset))
-            return
-        if header.producer_id:
-            self._producers.record(
-                header.producer_id,
-                Remembered(
-                    header.producer_epoch,
-                    header.base_sequence,
-                    header.base_sequence + header.records,
-                    self._next_offset,
-                    now_ms,
-                ),
-            )
-        if self._ids is not None and ids is not None:
-            self._ids.record(
-                sifted.fresh
-                if sifted is not None
-                else (
-                    Identified(found, offset, now_ms)
-                    for offset, found in enumerate(ids, self._next_offset)
-                    if found is not None
-                )
-            )
-        header = header._replace(
-            shard=self.identity.shard,
-            base_offset=self._next_offset,
-            append_time_ms=now_ms,
-            leader_epoch=self._epochs.current,
-            key_id=NO_KEY_ID,
+        hooks = self._hooks
+        event = core.Append(
+            batch,
+            done,
+            hooks.clock_ms(),
+            annotation,
+            slot,
+            expected_offset,
+            as_it_is,
+            note,
+            hooks.refusal(),
         )
-        self._last_time_ms = now_ms
-        self._next_offset = header.next_offset
-        size = header.total_length + len(annotation) + note_bytes
-        numbered = Batch(header, batch.body)
-        if self.observer is not None:
-            self.observer.appended(numbered)
-        self._enqueue(
-            _Pending(numbered, answer, done, size, header.leader_epoch, slot, annotation, note=note)
-        )
-
-    def _repeated(
-        self, header: BatchHeader, first: Remembered, ids: list[bytes | None] | None, now_ms: int
-    ) -> Appended:
-        """Where the first copy of a batch stands, or what was kept of it."""
-        if self._ids is None or ids is None or first.next_sequence - first.base_sequence == header.records:
-            return Appended(first.base_offset, first.append_time_ms, duplicate=True)
-        offsets = repeated_offsets(ids, self._ids, first, now_ms)
-        return Appended(offsets[0], first.append_time_ms, True, offsets)
-
-    def _answer_repeated(self, answer: Appended, done: Done) -> None:
-        if max(answer.offsets, default=answer.base_offset) < self._durable_end:
-            done(answer)
-        else:
-            # The first copy is not durable yet; this one is answered after it, and fails with it.
-            self._enqueue(_Pending(None, answer, done, 0, 0, 0, b""))
-
-    def _mismatch(self, expected_offset: int) -> OffsetMismatchError:
-        return OffsetMismatchError(
-            f"The log of shard {self.identity.shard} of {self.identity.stream} ends at offset {self._next_offset}, not at "
-            f"{expected_offset}; nothing was appended.",
-            hint="Read what came in between, decide again, and expect the new end.",
-            log_end=self._next_offset,
-        )
+        ready = self._core.step(event, self._loop.time())
+        if ready.write is None:
+            self._carry_out(ready, event)
+            return
+        if self.observer is not None and ready.appended is not None:
+            self.observer.appended(ready.appended)
+        self._hand_over(ready.write)
 
     async def append(
         self,
@@ -604,24 +457,16 @@ class ShardLog:
     def take_note(self, data: bytes) -> Note:
         """A note for the next append. From now on nobody reads what is appended, until `release_note`: call it once what the
         note is for is done, or the append was refused. A crash before leaves the note to `read_notes`."""
-        note = Note(self._next_note, data)
-        self._next_note += 1
-        self._noted[note.number] = self._next_offset
-        return note
+        return self._core.take_note(data)
 
     def release_note(self, note: Note) -> None:
         """What the note stands for is done: its batch can be read, up to the next note that is not released."""
-        self._noted.pop(note.number, None)
+        self._happened(core.NoteReleased(note))
         ahead = self._ahead
         assert ahead is not None
-        ahead.released = next(iter(self._noted), self._next_note)
-        if not self._noted:
+        ahead.released = self._core.first_unreleased
+        if not self._core.has_notes:
             self._submit(ahead.tidy, optional=True)
-        if not self._visibility_holds:
-            before = self._high_watermark
-            self._show()
-            if self._high_watermark > before:
-                self._wake_tail_soon()
 
     async def read_notes(self) -> list[Note]:
         """What a crash left of notes, in their order: the batch of each may be in the log, or not. Before the first append."""
@@ -634,340 +479,155 @@ class ShardLog:
 
     def free_slot_nowait(self, slot: int, done: Done) -> None:
         """Let go of a slot's annotation; `done` is called as for an append. Nothing is written where the slot is free."""
-        refused = self._not_serving() if self.state is not State.SERVING else self.held_back()
-        if refused:
-            done(refused)
-            return
-        answer = Appended(self._next_offset, self._last_time_ms)
-        if slot not in self.annotations:
-            done(answer)
-            return
-        self._enqueue(_Pending(None, answer, done, 0, self._epochs.current, slot, b"", frees_slot=True))
-
-    def _refusal(
-        self, batch: Batch | None, annotation: bytes, slot: int, note_bytes: int
-    ) -> FelixError | None:
-        """Why nothing may be appended now, or not this; None where it may."""
-        if self.state is not State.SERVING and (stopped := self._state_refusal()):
-            return stopped
-        if held := self._hold or self._hooks.refusal():
-            return held
-        if annotation and slot not in self.annotations and len(self.annotations) >= ANNOTATION_SLOTS_MAX:
-            return RequestError(
-                f"The shard holds annotations of {ANNOTATION_SLOTS_MAX} sources, which is the most it can.",
-                hint="Spread the sources over more shards.",
-            )
-        if len(annotation) > ANNOTATION_BYTES_MAX or (batch is None and not annotation):
-            return RequestError(
-                f"An annotation has 1 to {ANNOTATION_BYTES_MAX} bytes, not {len(annotation)}."
-            )
-        size = len(annotation) + note_bytes
-        if batch:
-            header = batch.header
-            size += header.total_length
-            if len(batch.body) != header.body_length or body_checksum(batch.body) != header.body_checksum:
-                # Once written it would look like damage, and stop the shard for everybody.
-                return RequestError(
-                    "The batch's body is not the one that its header was made for.", code=Code.BATCH_MALFORMED
-                )
-            if header.flags & FLAG_SEALED:
-                return RequestError(
-                    "The batch is sealed already; a shard takes plain batches and seals them itself."
-                )
-            if header.total_length + SEAL_BYTES > BATCH_BYTES_MAX:
-                return RequestError(
-                    f"A batch of {header.total_length} bytes leaves no room for its seal; "
-                    f"{BATCH_BYTES_MAX - SEAL_BYTES} are allowed.",
-                    code=Code.BATCH_TOO_LARGE,
-                    hint="Publish smaller batches.",
-                )
-        waiting = self.pending_bytes + self._invisible_bytes
-        if waiting + size > self.settings.pending_bytes_max:
-            self.counters.refused_memory += 1
-            return UnavailableError(
-                f"{waiting} bytes of this shard wait for the disk; "
-                f"{self.settings.pending_bytes_max} are allowed.",
-                code=Code.LIMIT_MEMORY,
-                retry_after_ms=50,
-            )
-        return None
-
-    def _state_refusal(self) -> FelixError | None:
-        if self.state is State.FULL:
-            now = self._loop.time()
-            if now >= self._retry_at:
-                self._retry_at = now + FULL_RETRY_MS / 1000
-                return None
-            self.counters.refused_disk_full += 1
-            return disk_full()
-        return self._not_serving()
-
-    def _not_serving(self) -> FelixError:
-        if self.failure:
-            return self.failure
-        return UnavailableError(f"The shard is {self.state.value}.", code=Code.SHUTTING_DOWN)
-
-    def _enqueue(self, item: _Pending) -> None:
-        if self._ephemeral:
-            self._append_ephemeral(item)
-            return
-        with self._lock:
-            refusing = self._refusing
-            if not refusing:
-                self._queue.append(item)
-        if refusing:
-            # The commit thread has just refused what this would follow; the loop hears of it next.
-            self._forget(item)
-            self._tell_rollback(item.answer.base_offset, refusing)
-            item.done(refusing)
-            return
-        self.pending_bytes += item.size
-        self._in_flight += 1
-        self._drained.clear()
-        if not self._kick_scheduled:
-            self._kick_scheduled = True
-            # At the end of this loop turn: what is appended together is committed together.
-            self._loop.call_soon(self._kick)
-
-    def _forget(self, item: _Pending) -> None:
-        """Take back the offset of an item that was never queued."""
-        if item.batch:
-            self._take_back(item.batch.header.base_offset)
-
-    def _take_back(self, offset: int) -> None:
-        """What was appended from `offset` on is not in the log after all."""
-        self._next_offset = offset
-        self._producers.rollback(offset)
-        if self._ids is not None:
-            self._ids.rollback(offset)
-
-    def _settle(self) -> None:
-        """All below the durable end is as durable as it will be."""
-        self._producers.settle(self._durable_end)
-        if self._ids is not None:
-            self._ids.settle(self._last_time_ms)
-
-    def _append_ephemeral(self, item: _Pending) -> None:
-        if item.annotation or item.frees_slot:
-            annotate(self.annotations, item.slot, item.annotation, alone=item.frees_slot)
-        if item.batch:
-            self._count(item.batch.header)
-            self._accept(self._plain_entry(item.batch))
-            self._settle()
-            if not self._visibility_holds:
-                self._show()
-                self._wake_tail_soon()
-        item.done(item.answer)
-
-    def _count(self, header: BatchHeader) -> None:
-        self.counters.batches += 1
-        self.counters.records += header.records
-        self.counters.appended_bytes += header.total_length
-
-    def _plain_entry(self, batch: Batch) -> Entry:
-        header = batch.header
-        data = b"".join((self._hooks.frame_prefix(header), header.encode(), batch.body))
-        return Entry(header.base_offset, header.next_offset, header.append_time_ms, data)
-
-    def _kick(self) -> None:
-        self._kick_scheduled = False
-        with self._lock:
-            if self._committing or not self._queue:
-                return
-            self._committing = True
-        self._commit_pool.submit(self._commit)
-
-    # In a commit thread.
-
-    def _commit(self) -> None:
-        """Commit one group, tell the loop, and go on if there is more."""
-        with self._lock:
-            size = count = 0
-            for item in self._queue:
-                if count and size + item.size > GROUP_BYTES_MAX:
-                    break
-                size += item.size
-                count += 1
-            group, self._queue = self._queue[:count], self._queue[count:]
-        refusal_: FelixError | None = None
-        no_room = failed = False
-        sync_ns = 0
-        try:
-            with self._writer:
-                sync_ns = self._write(group)
-        except StorageFailedError as error:
-            refusal_, failed = error, True
-        except OSError as error:
-            refusal_, no_room = disk_full(), is_full(error)
-            if not no_room:
-                refusal_, failed = storage_error(error, self._folder), True
-        except FelixError as error:
-            # The seal refused (a key is gone, a provider does not answer): nothing was written.
-            refusal_ = error
-        except Exception as error:
-            refusal_, failed = _bug(error), True
-        with self._lock:
-            if refusal_:
-                group += self._queue
-                self._queue = []
-                self._refusing = refusal_
-            more = bool(self._queue)
-            self._committing = more
-        if refusal_:
-            self._tell(lambda: self._refuse(group, refusal_, no_room=no_room, failed=failed))
-        else:
-            self._tell(lambda: self._finish(group, sync_ns))
-        if more:
-            # Back of the pool's queue: other shards get their turn.
-            self._commit_pool.submit(self._commit)
-
-    def _write(self, group: Sequence[_Pending]) -> int:
-        """Seal, write and, where acknowledgements ask for it, sync a group; ns the sync took."""
-        disk, ahead = self._disk, self._ahead
-        assert disk is not None and ahead is not None
-        notes = [item.note for item in group if item.note]
-        if notes:
-            ahead.write(notes)
-        frames = []
-        for item in group:
-            if item.batch:
-                item.entry = self._plain_entry(item.batch)
-                sealed = self._hooks.seal(item.batch)
-            elif item.annotation or item.frees_slot:
-                sealed = None
-            else:
-                continue
-            frames.append(Frame(sealed, item.answer.base_offset, item.epoch, item.slot, item.annotation))
-        if not frames:
-            return 0
-        disk.write(frames, self._hooks.clock_ms())
-        if self.settings.durability.kind is not Kind.FSYNC:
-            return 0
-        begun = self._hooks.runtime.clock.monotonic_ns()
-        disk.sync()
-        return self._hooks.runtime.clock.monotonic_ns() - begun
-
-    def _accept(self, entry: Entry) -> None:
-        """An entry is durable; `_show` lets it be read."""
-        self._invisible.append(entry)
-        self._invisible_bytes += len(entry.data)
-        self._durable_end = entry.next_offset
-
-    def _show(self) -> None:
-        """Let what is durable be read, up to the first note that is not released."""
-        limit = next(iter(self._noted.values()), self._durable_end)
-        shown = 0
-        for entry in self._invisible:
-            if entry.next_offset > limit:
-                break
-            self._ring.append(entry)
-            self._invisible_bytes -= len(entry.data)
-            self._high_watermark = entry.next_offset
-            shown += 1
-        del self._invisible[:shown]
+        self._happened(core.FreeSlot(slot, done, self._hooks.refusal()))
 
     def hold_visibility(self) -> None:
         """From now on appends become durable and are answered, and nobody reads them, until `release_visibility`.
 
         Holds are counted. What is held counts as pending, so a hold that lasts is felt as LIMIT_MEMORY.
         """
-        self._visibility_holds += 1
+        self._happened(core.VisibilityHeld())
 
     def release_visibility(self) -> None:
         """With the last hold, what became durable meanwhile can be read at once; followers of the tail hear of it with the
         loop's next turn, so that several shards released in one turn show together."""
-        assert self._visibility_holds
-        self._visibility_holds -= 1
-        if not self._visibility_holds and self._durable_end > self._high_watermark:
-            self._show()
-            self._wake_tail_soon()
+        self._happened(core.VisibilityReleased())
+
+    def commit_moved(self) -> None:
+        """The commit port has perhaps another answer: what it releases is answered and can be read."""
+        self._happened(core.CommitMoved())
 
     def stop(self, error: FelixError) -> None:
         """Stop serving for good, because something that was promised of this shard cannot be kept: as a failed write does."""
-        self._fail(error)
+        waiting = self._group_commit.drop() if self._group_commit is not None else 0
+        self._happened(core.Dropped(error, waiting))
+        self._wake_tail()
 
-    def _wake_tail_soon(self) -> None:
-        if not self._tail_scheduled:
-            self._tail_scheduled = True
-            self._loop.call_soon(self._wake_tail)
+    # What the core decided.
 
-    def _tell(self, callback: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:
-            # The loop is closed: the process is going down, and nobody waits any more.
-            return
+    def _happened(self, event: core.Event) -> None:
+        """Bring an event to the core and carry out what it means."""
+        ready = self._core.step(event, self._loop.time())
+        if ready is not core.NOTHING:
+            self._carry_out(ready, event)
 
-    # Back on the loop.
-
-    def _finish(self, group: Sequence[_Pending], sync_ns: int) -> None:
-        """A group is as durable as its stream asks: let it be read, answer it, wake the tail."""
-        before = self._high_watermark
-        for item in group:
-            self._in_flight -= 1
-            self.pending_bytes -= item.size
-            if item.annotation or item.frees_slot:
-                annotate(self.annotations, item.slot, item.annotation, alone=item.frees_slot)
-            if item.batch and item.entry:
-                self._count(item.batch.header)
-                self._accept(item.entry)
-        if not self._visibility_holds:
-            self._show()
-        self._settle()
-        self.counters.groups += 1
-        if sync_ns:
-            self.counters.syncs += 1
-            self.counters.sync_ns += sync_ns
-        if self.state is State.FULL:
-            self._move(Event.ROOM)
-        for item in group:
-            self._answer(item, item.answer)
-        self._arm_timers()
-        if self._high_watermark > before:
-            self._wake_tail()
-        if not self._in_flight:
+    def _carry_out(self, ready: Ready, event: core.Event) -> None:
+        """In the order of `Ready`."""
+        appended, write, readable, rolled_back, answers, sync_in_s, mark_in_s, sync, sync_mark = ready
+        if appended is not None and self.observer is not None:
+            self.observer.appended(appended)
+        if write is not None:
+            self._hand_over(write)
+        for entry in readable:
+            self._ring.append(entry)
+        if rolled_back is not None and self.observer is not None:
+            self.observer.rolled_back(*rolled_back)
+        for done, result in answers:
+            try:
+                done(result)
+            except Exception as error:
+                # One caller's mistake must not keep the others of its group waiting.
+                self._report("The receiver of an append's answer failed", error)
+        if sync_in_s is not None:
+            self._sync_timer = self._loop.call_later(sync_in_s, self._happened, core.SyncDue())
+        if mark_in_s is not None:
+            self._mark_timer = self._loop.call_later(mark_in_s, self._happened, core.MarkDue())
+        if sync:
+            self._sync_soon()
+        if sync_mark and self._disk is not None:
+            self._submit(self._disk.sync_mark)
+        if readable:
+            if type(event) is core.Written:
+                self._wake_tail()
+            else:
+                self._wake_tail_soon()
+        if not self._core.writing:
             self._drained.set()
 
-    def _answer(self, item: _Pending, result: Appended | FelixError) -> None:
-        """One caller's mistake must not keep the others of its group waiting."""
-        try:
-            item.done(result)
-        except Exception as error:
-            self._report("The receiver of an append's answer failed", error)
+    def _hand_over(self, item: Pending) -> None:
+        assert self._group_commit is not None
+        self._group_commit.put(item)
+        if not self._start_scheduled:
+            self._start_scheduled = True
+            self._drained.clear()
+            # At the end of this loop turn: what is appended together is committed together.
+            self._loop.call_soon(self._start)
 
-    def _report(self, what: str, error: Exception) -> None:
-        self._loop.call_exception_handler({"message": f"{what} ({self.identity.stream})", "exception": error})
+    def _start(self) -> None:
+        self._start_scheduled = False
+        assert self._group_commit is not None
+        self._group_commit.start()
 
-    def _arm_timers(self) -> None:
-        if self.settings.durability.kind is Kind.INTERVAL and self._sync_timer is None:
-            self._sync_timer = self._loop.call_later(
-                self.settings.durability.interval_ms / 1000, self._sync_soon
-            )
-        if self._mark_timer is None:
-            self._mark_timer = self._loop.call_later(MARK_SYNC_IDLE_S, self._sync_mark_soon)
+    def _plain_entry(self, batch: Batch) -> Entry:
+        header = batch.header
+        data = b"".join((self._hooks.frame_prefix(header), header.encode(), batch.body))
+        return Entry(header.base_offset, header.next_offset, header.append_time_ms, data)
+
+    def _write(self, group: Sequence[Pending]) -> int:
+        """In a commit thread: seal, write and, where acknowledgements ask for it, sync a group; ns the sync took."""
+        with self._writer:
+            disk, ahead = self._disk, self._ahead
+            assert disk is not None and ahead is not None
+            notes = [item.note for item in group if item.note]
+            if notes:
+                ahead.write(notes)
+            frames = []
+            for item in group:
+                if item.batch:
+                    item.entry = self._plain_entry(item.batch)
+                    sealed = self._hooks.seal(item.batch)
+                elif item.annotation or item.frees_slot:
+                    sealed = None
+                else:
+                    continue
+                frames.append(Frame(sealed, item.answer.base_offset, item.epoch, item.slot, item.annotation))
+            if not frames:
+                return 0
+            disk.write(frames, self._hooks.clock_ms())
+            if self.settings.durability.kind is not Kind.FSYNC:
+                return 0
+            begun = self._hooks.runtime.clock.monotonic_ns()
+            disk.sync()
+            return self._hooks.runtime.clock.monotonic_ns() - begun
+
+    def _tell_written(self, event: core.Written | core.WriteRefused) -> None:
+        """In a commit thread: what became of a group."""
+        self._tell(lambda: self._group_ended(event))
+
+    def _group_ended(self, event: core.Written | core.WriteRefused) -> None:
+        if isinstance(event, core.WriteRefused):
+            assert self._group_commit is not None
+            self._group_commit.resume()
+        self._happened(event)
+        if isinstance(event, core.Written):
+            self._save_producers_of_a_rolled_segment()
+        elif event.failed:
+            self._wake_tail()
+
+    def _save_producers_of_a_rolled_segment(self) -> None:
         disk, reader = self._disk, self._reader
-        if disk and reader and disk.segment_count != self._segments_seen:
-            self._segments_seen = disk.segment_count
-            # A rolled segment: what is before it need not be read again to know the producers.
-            snapshot, truncations = self.producers_snapshot(), reader.truncations
+        if disk is None or reader is None or disk.segment_count == self._segments_seen:
+            return
+        self._segments_seen = disk.segment_count
+        # What is before a rolled segment need not be read again to know the producers.
+        snapshot, truncations = self.producers_snapshot(), reader.truncations
 
-            def save() -> None:
-                # A truncation in between made the snapshot claim what is no longer there.
-                if truncations == reader.truncations:
-                    disk.save_producers(snapshot)
+        def save() -> None:
+            # A truncation in between made the snapshot claim what is no longer there.
+            if truncations == reader.truncations:
+                disk.save_producers(snapshot)
 
-            self._submit(save, optional=True)
+        self._submit(save, optional=True)
 
     def _sync_soon(self) -> None:
-        self._sync_timer = None
         disk = self._disk
         assert disk is not None
-        sync = disk.sync
+        sync, clock = disk.sync, self._hooks.runtime.clock
 
         def timed() -> None:
-            begun = self._hooks.runtime.clock.monotonic_ns()
+            begun = clock.monotonic_ns()
             sync()
-            elapsed = self._hooks.runtime.clock.monotonic_ns() - begun
+            elapsed = clock.monotonic_ns() - begun
             self._tell(lambda: self._count_sync(elapsed))
 
         self._submit(timed)
@@ -977,11 +637,6 @@ class ShardLog:
         self.counters.sync_ns += elapsed_ns
         # Who may read only what is synced has something to read now.
         self._wake_tail()
-
-    def _sync_mark_soon(self) -> None:
-        self._mark_timer = None
-        assert self._disk is not None
-        self._submit(self._disk.sync_mark)
 
     def _submit(self, work: Callable[[], None], *, optional: bool = False) -> None:
         """Do something to the folder in a commit thread. A failure stops the shard, unless the work is a shortcut."""
@@ -995,51 +650,19 @@ class ShardLog:
             except (OSError, FelixError) as error:
                 if not optional:
                     failure = error if isinstance(error, FelixError) else storage_error(error, self._folder)
-                    self._tell(lambda: self._fail(failure))
+                    self._tell(lambda: self.stop(failure))
 
         self._commit_pool.submit(run)
 
-    def _refuse(self, group: Sequence[_Pending], error: FelixError, *, no_room: bool, failed: bool) -> None:
-        """Nothing of `group` is in the log: give its offsets back and answer."""
-        self._take_back(self._durable_end)
-        for item in group:
-            self._in_flight -= 1
-            self.pending_bytes -= item.size
-        if no_room:
-            self.counters.refused_disk_full += len(group)
-            self._retry_at = self._loop.time() + FULL_RETRY_MS / 1000
-            self._move(Event.NO_ROOM)
-        with self._lock:
-            self._refusing = None
-        self._tell_rollback(self._next_offset, error)
-        if failed:
-            self._fail(error)
-        for item in group:
-            self._answer(item, error)
-        if not self._in_flight:
-            self._drained.set()
+    def _tell(self, callback: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            # The loop is closed: the process is going down, and nobody waits any more.
+            return
 
-    def _fail(self, error: FelixError) -> None:
-        """Stop serving, for good. What is pending is answered by the commit thread's refusal or here."""
-        if self.failure is None and self.state is not State.STOPPED:
-            self.failure = error
-        self._move(Event.FAILURE)
-        with self._lock:
-            waiting, self._queue = self._queue, []
-        for item in waiting:
-            self._in_flight -= 1
-            self.pending_bytes -= item.size
-        if waiting:
-            self._tell_rollback(min(item.answer.base_offset for item in waiting), error)
-        for item in waiting:
-            self._answer(item, error)
-        if not self._in_flight:
-            self._drained.set()
-        self._wake_tail()
-
-    def _tell_rollback(self, offset: int, error: FelixError) -> None:
-        if self.observer is not None:
-            self.observer.rolled_back(offset, error)
+    def _report(self, what: str, error: Exception) -> None:
+        self._loop.call_exception_handler({"message": f"{what} ({self.identity.stream})", "exception": error})
 
     # Reading.
 
@@ -1056,6 +679,11 @@ class ShardLog:
 
         return unsubscribe
 
+    def _wake_tail_soon(self) -> None:
+        if not self._tail_scheduled:
+            self._tail_scheduled = True
+            self._loop.call_soon(self._wake_tail)
+
     def _wake_tail(self) -> None:
         self._tail_scheduled = False
         for callback in tuple(self._tail_callbacks):
@@ -1066,9 +694,9 @@ class ShardLog:
 
     def _check_readable(self, offset: int) -> None:
         if self.state not in (State.SERVING, State.FULL):
-            raise self._not_serving().with_traceback(None)
-        if not self.log_start_offset <= offset <= self._high_watermark:
-            raise OffsetOutOfRangeError(offset, self.log_start_offset, self._high_watermark)
+            raise self._core.not_serving().with_traceback(None)
+        if not self.log_start_offset <= offset <= self.high_watermark:
+            raise OffsetOutOfRangeError(offset, self.log_start_offset, self.high_watermark)
 
     def read_hot(self, offset: int, max_bytes: int) -> list[Entry] | None:
         """Entries from the one that holds `offset` on, from memory: at least one, then up to `max_bytes`.
@@ -1088,7 +716,7 @@ class ShardLog:
         if hot is not None:
             return hot
         assert self._reader is not None
-        batches = await self._reader.read(offset, max_bytes, self._high_watermark)
+        batches = await self._reader.read(offset, max_bytes, self.high_watermark)
         return await self._loop.run_in_executor(self._read_pool, self._open_entries, batches)
 
     def _open_entries(self, batches: Sequence[SealedBatch]) -> list[Entry]:
@@ -1119,10 +747,10 @@ class ShardLog:
 
     async def offset_for_time(self, time_ms: int) -> int:
         """Base offset of the first readable batch appended at or after `time_ms`, else the high watermark."""
-        self._check_readable(self._high_watermark)
+        self._check_readable(self.high_watermark)
         if self._reader is None:
             return self._ring.offset_for_time(time_ms)
-        return await self._reader.offset_for_time(time_ms, self._high_watermark)
+        return await self._reader.offset_for_time(time_ms, self.high_watermark)
 
     # Changing what is there.
 
@@ -1133,41 +761,43 @@ class ShardLog:
         """
         async with _Held(self, "its leader epoch changes"):
             history = EpochHistory(list(self._epochs.starts))
-            if not history.begin(epoch, self._next_offset):
+            if not history.begin(epoch, self.log_end_offset):
                 return
             if self._disk:
                 await self._change(self._disk.save_epochs, history)
             self._epochs = history
+            self._happened(core.EpochBegan(history.current))
 
     async def truncate(self, offset: int) -> None:
         """Cut every batch that reaches past `offset`; for a follower whose log parts from its leader's.
 
-        Appends are refused meanwhile. Raises OffsetOutOfRangeError outside the log.
+        Appends are refused meanwhile. Raises OffsetOutOfRangeError outside the log, RequestError(CONFLICT) below what was committed
+        and others count on.
         """
         async with _Held(self, "its log is being truncated"):
-            if offset == self._next_offset:
+            if offset == self.log_end_offset:
                 return
-            self._check_readable(offset)
+            if not self.log_start_offset <= offset <= self.log_end_offset:
+                raise OffsetOutOfRangeError(offset, self.log_start_offset, self.log_end_offset)
+            if refused := self._core.cut_refusal(offset):
+                raise refused
+            self._happened(core.Cutting(offset))
             if self._disk is None:
                 self._ring.truncate(offset)
-                self._high_watermark = self._durable_end = self._ring.next_offset
-                self._take_back(self._high_watermark)
+                self._happened(core.Truncated(self._ring.next_offset))
                 return
-            self._high_watermark = offset
-            self._ring.truncate(offset)
+            self._ring.truncate(min(offset, self._ring.next_offset))
             assert self._reader is not None
             with self._reader.truncating():
-                self._producers = await self._change(self._disk.truncate, offset)
-            self._next_offset = self._high_watermark = self._durable_end = self._disk.end_offset
-            if self._ids is not None:
-                self._ids.rollback(self._next_offset)
-            self.annotations = dict(self._disk.annotations)
+                producers = await self._change(self._disk.truncate, offset)
+            self._happened(core.Truncated(self._disk.end_offset, producers, dict(self._disk.annotations)))
             self._segments_seen = self._disk.segment_count
-            self._ring.truncate(self._next_offset)
+            self._ring.truncate(min(self.high_watermark, self._ring.next_offset))
             history = EpochHistory(list(self._epochs.starts))
-            history.truncate(self._next_offset)
+            history.truncate(self.log_end_offset)
             await self._change(self._disk.save_epochs, history)
             self._epochs = history
+            self._happened(core.EpochBegan(history.current))
 
     def hold_from(self, offset: int | None) -> None:
         """Under `acked` retention keep everything from `offset` on: the lowest committed offset of the shard's durable
@@ -1177,21 +807,7 @@ class ShardLog:
     def alter(self, settings: ShardSettings) -> None:
         """Take over retention, segments, compaction and deduplication of `settings`, from now on; all else stays as it was
         opened. A window of message ids that begins here does not know what was appended before."""
-        self.settings = replace(
-            self.settings,
-            retention=settings.retention,
-            segments=settings.segments,
-            compaction=settings.compaction,
-            deduplication=settings.deduplication,
-            offload=settings.offload,
-        )
-        if settings.deduplication is None:
-            self._ids = None
-        elif self._ids is None:
-            self._ids = MessageIds(settings.deduplication)
-        else:
-            self._ids.window_ms = settings.deduplication.window_ms
-            self._ids.ids_max = settings.deduplication.ids_max
+        self._core.alter(settings)
         if self._disk is not None:
             self._disk.limits = settings.segments
 
@@ -1199,7 +815,7 @@ class ShardLog:
         """Apply retention; the segments deleted (for an ephemeral shard, 0: its batches go one by one)."""
         if self.state not in (State.SERVING, State.FULL):
             return 0
-        self._producers.expire(now_ms)
+        self._core.admission.producers.expire(now_ms)
         retention = self.settings.retention
         disk = self._disk
         if disk is None:
@@ -1208,7 +824,7 @@ class ShardLog:
                     now_ms - retention.age_ms, self._held_from if retention.acked else None
                 )
             return 0
-        below, hold = self._high_watermark, self._held_from
+        below, hold = self.high_watermark, self._held_from
         if not disk.retention_due(retention, now_ms, below=below, hold=hold):
             return 0
         try:
@@ -1229,8 +845,8 @@ class ShardLog:
 
         Raises OffsetOutOfRangeError above the high watermark; UnavailableError as a sweep does, DISK_FULL included.
         """
-        if offset > self._high_watermark:
-            raise OffsetOutOfRangeError(offset, self.log_start_offset, self._high_watermark)
+        if offset > self.high_watermark:
+            raise OffsetOutOfRangeError(offset, self.log_start_offset, self.high_watermark)
         disk = self._disk
         if disk is None:
             return 0
@@ -1287,16 +903,16 @@ class ShardLog:
     def changes_refused(self) -> FelixError | None:
         """Why closed segments may not be rewritten or moved now; None where they may."""
         if self.state not in (State.SERVING, State.FULL):
-            return self._hold or self._not_serving()
+            return self._core.hold or self._core.not_serving()
         return self.held_back()
 
     def held_back(self) -> FelixError | None:
         """Why a log that serves takes no appends for now: it is being changed, or its broker may not write. None where it does."""
-        return self._hold or self._hooks.refusal()
+        return self._core.hold or self._hooks.refusal()
 
     def producers_snapshot(self) -> bytes:
         """The producers and their sequences up to the high watermark, as they stand in a shard's folder."""
-        return self._producers.encode(self._high_watermark)
+        return self._core.admission.producers.encode(self.high_watermark)
 
     def segments_changed(self) -> None:
         """Their number is another than before, and not because one was rolled."""
@@ -1315,17 +931,17 @@ class ShardLog:
         except OSError as error:
             failure = storage_error(error, self._folder)
             if not is_full(error):
-                self._fail(failure)
+                self.stop(failure)
             raise failure from error
         except (StorageFailedError, CorruptionError) as error:
-            self._fail(error)
+            self.stop(error)
             raise
 
     async def close(self) -> None:
         """Answer what is pending, sync, and close. A failed shard's files are only closed. Repeating it does nothing."""
         if self.state is State.STOPPED:
             return
-        self._hold = UnavailableError("The shard is closing.", code=Code.SHUTTING_DOWN)
+        self._happened(core.Hold(UnavailableError("The shard is closing.", code=Code.SHUTTING_DOWN)))
         if self._maintenance is not None:
             self._maintenance.end()
         self._ending.set()
@@ -1341,7 +957,7 @@ class ShardLog:
             if timer:
                 timer.cancel()
         failed = self.state is State.FAILED
-        self._move(Event.CLOSED)
+        self._happened(core.Closed())
         disk, ahead = self._disk, self._ahead
         if disk is None or ahead is None:
             return
@@ -1376,24 +992,16 @@ class _Held:
 
     async def __aenter__(self) -> None:
         shard = self._shard
-        if shard._hold:
-            raise shard._hold.with_traceback(None)
-        shard._hold = self._refusal
+        if shard._core.hold:
+            raise shard._core.hold.with_traceback(None)
+        shard._happened(core.Hold(self._refusal))
         try:
             await shard._drained.wait()
-        except asyncio.CancelledError:
-            shard._hold = None
+            if shard.state not in (State.SERVING, State.FULL):
+                raise shard._core.not_serving().with_traceback(None)
+        except BaseException:
+            await self.__aexit__()
             raise
-        if shard.state not in (State.SERVING, State.FULL):
-            shard._hold = None
-            raise shard._not_serving().with_traceback(None)
 
     async def __aexit__(self, *_: object) -> None:
-        if self._shard._hold is self._refusal:
-            self._shard._hold = None
-
-
-def _bug(error: Exception) -> FelixError:
-    failure = FelixError(f"The shard stops: {type(error).__name__}: {error}.")
-    failure.__cause__ = error
-    return failure
+        self._shard._happened(core.Release(self._refusal))

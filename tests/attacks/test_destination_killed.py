@@ -211,7 +211,7 @@ async def test_with_many_ranges_on_their_way_each_has_its_leaf_once(mesh: Mesh) 
                     agent.send([wild], base=at)
             for number in range(2):
                 await until(
-                    lambda number=number: shard_of(mesh, f"acme/ops/many-{number}")._durable_end == 12,
+                    lambda number=number: shard_of(mesh, f"acme/ops/many-{number}").durable_offset == 12,
                     "12 records",
                 )
             await until(kill.taken.is_set, "the kill")
@@ -289,7 +289,7 @@ async def test_a_log_that_takes_no_leaf_is_asked_until_it_does_and_nobody_reads_
             await agent.cross([sent[0]])
             patch.setattr(trail, "append_nowait", full)
             agent.send([sent[1], sent[2]])
-            await until(lambda: shard_of(mesh, stream)._durable_end == 3, "the append")
+            await until(lambda: shard_of(mesh, stream).durable_offset == 3, "the append")
         assert shard_of(mesh, stream).high_watermark == 1
         patch.setattr("region.arrivals.WAITING_BYTES_MAX", 1)
         async with rogue_agent(mesh, grant_behind, stream=behind) as agent_behind:

@@ -120,6 +120,19 @@ async def holding(
             assert budget.used_bytes == 0
 
 
+async def test_a_cache_whose_log_is_cut_below_what_it_applied_shows_nothing_of_it(tmp_path: Path) -> None:
+    async with holding(tmp_path) as held:
+        await held.put(b"a", b"1")
+        kept = held.shard.log.high_watermark
+        await held.put(b"a", b"2")
+        await held.shard.log.truncate(kept)
+        with pytest.raises(UnavailableError, match=f"was cut at offset {kept}") as refused:
+            held.shard.check()
+        assert refused.value.code is Code.SHARD_STOPPED
+    async with holding(tmp_path) as held:
+        assert held.values == {b"a": b"1"}
+
+
 def published(key: bytes, value: bytes) -> Batch:
     return encode_batch([NewRecord(value, key)], shard=3)
 
@@ -144,7 +157,7 @@ async def test_a_refused_append_takes_what_was_decided_on_it_along(tmp_path: Pat
         assert {getattr(each, "code", None) for each in outcomes} == {Code.DISK_FULL}, outcomes
         assert held.values == {b"a": b"1", b"n": b"5"}
         files.room = None
-        held.shard.log._retry_at = 0
+        held.shard.log._core._retry_at = 0
         assert await held.swap(b"a", b"3", first, b"o" * 16) > first
         assert await held.count(b"n", b"p" * 16) == 6
     async with holding(tmp_path) as held:

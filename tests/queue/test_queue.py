@@ -302,13 +302,13 @@ async def test_what_the_journal_refuses_has_not_happened(node: Node, operator: f
     shard = (await node.queues.queue(stream)).shards[0]
     companion = shard.journal._log
     assert companion is not None
-    companion._hold = UnavailableError("The disk is full.", code=Code.DISK_FULL)
+    companion._core.hold = UnavailableError("The disk is full.", code=Code.DISK_FULL)
     with pytest.raises(UnavailableError):
         await jobs.lease()
     acknowledging = held.ack()  # asked again until it is taken
     await asyncio.sleep(0.05)
     assert not acknowledging.done()
-    companion._hold = None
+    companion._core.hold = None
     await acknowledging
     (other,) = await jobs.lease(wait=20)
     assert (other.payload, other.attempts) == (b"b", 1)

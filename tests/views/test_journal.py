@@ -136,7 +136,7 @@ async def test_after_a_refusal_nothing_is_taken_until_the_entries_are_replayed(t
         assert counter.values == {"a": 1}
         shard = counter.journal._log
         assert shard is not None
-        shard._retry_at = 0
+        shard._core._retry_at = 0
         await counter.put("a", 4)
     async with counting(tmp_path) as counter:
         assert counter.values == {"a": 4}
