@@ -60,18 +60,19 @@ def size_of(path: Path) -> int:
     return int(note.split(b"\n", 2)[1]) if note else 0
 
 
-def read_leaves(path: Path, first: int = 0) -> Iterator[Leaf]:
-    """The leaves that a log's checkpoint covers, from `first` on."""
+def read_leaves(path: Path) -> Iterator[Leaf]:
+    """The leaves that a log's checkpoint covers."""
+    return map(decode_leaf, _entries(path))
+
+
+def _entries(path: Path) -> list[bytes]:
     size = size_of(path)
-    return (decode_leaf(data) for _, data in read_entries(Folder(path), first, size, size))
+    return [data for _, data in read_entries(Folder(path), 0, size, size)]
 
 
 def only_in(path: Path, other: Path) -> set[Envelope]:
     """The envelopes of a log's leaves behind those that it shares with another copy of it."""
-    ours, theirs = (
-        [data for _, data in read_entries(Folder(each), 0, size_of(each), size_of(each))]
-        for each in (path, other)
-    )
+    ours, theirs = _entries(path), _entries(other)
     shared = next((at for at, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))  # noqa: B905
     return {envelope_of(decode_leaf(data)) for data in ours[shared:]}
 
