@@ -259,6 +259,8 @@ class World:
                 await publishing
         except TimeoutError:
             raise InvariantError("the broker serves no more although the faults have ended") from None
+        except FelixError as error:
+            raise InvariantError(f"the client cannot go on: {error}") from error
         self.crash(power=True)
         await self.start()
         await self.check()
