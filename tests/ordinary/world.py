@@ -69,7 +69,7 @@ SETTLE_S: Final = 5.0
 """How long a sequence waits, at most, for its links to stand still."""
 QUIET_S: Final = 0.3
 BEGIN_S: Final = 60.0
-"""How long the first record may take to cross; half a second on a quiet machine."""
+"""How long a session may take to stand, and then the first record to cross; half a second on a quiet machine."""
 
 _POLICY: Final = """
 version: 1
@@ -270,7 +270,7 @@ class World:
                 authority=self.bundle(region).root_pem.encode(),
                 identity=load_identity(self.folder(region).identity("operator")), server_name=f"{region}.acme",
             )  # fmt: skip
-            held = self._clients[region] = felix.connect(profile=profile)
+            held = self._clients[region] = felix.connect(profile=profile, connect_timeout_s=BEGIN_S)
             await held.__aenter__()
         return held
 
