@@ -208,6 +208,7 @@ class World:
             profile=profile,
             engine=MemoryEngine(self.network, "client"),
             connect_timeout_s=RUN_S_MAX,
+            request_timeout_s=RUN_S_MAX,
             runtime=self.runtime,
         ) as client:
             orders = client.stream(str(STREAM))
