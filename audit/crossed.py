@@ -3,10 +3,11 @@
 After a truncation that was accepted, and after a resend, a link's records cross under a derived incarnation that begins
 at an offset below what had crossed (policy.truncation). Below an accepted truncation the records are those that crossed;
 from there on the source has others. After a resend they are all the same records, and only those that stayed the first
-time may cross now. `Crossed.before` says which crossed already; `Crossed.take` counts those that do so again.
+time may cross now. `Crossed.before` says which crossed already; `Crossed.take` counts those that do so again. The others are
+passed by: WITHHELD with the reason `crossed-before`, which no leaf may give where no resend was asked for (`Crossed.is_resent`).
 
 Invariants: what is held is a bit per offset, in chunks; a chunk of which every offset crossed costs nothing.
-Callers: audit.verify (holds both logs to it), region.ingest (refuses what crossed).
+Callers: audit.verify (holds both logs to it), audit.spark.passed_by (one log to the other), region.ingest (refuses what crossed).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from audit.leaf import Kind, Leaf, Side, decode_leaf, iter_entries, read_header
 from audit.position import ShardName
 from policy.truncation import Live
 
+CROSSED_BEFORE: Final = "crossed-before"
+"""Why a record stays that a resend passes by."""
 CHUNK: Final = 1 << 12
 """Offsets of one chunk: 512 bytes where some of them crossed, so that no record, wherever it says that it lies, takes more than
 eight times what its entry in the log does."""
@@ -102,6 +105,21 @@ class Crossed:
         """`incarnation` goes on where `ended` ends: after a truncation at that offset, or (None) with a resend."""
         if len(self._origins) < DERIVED_MAX:
             self._origins.setdefault(incarnation, _Origin(ended, truncated_at))
+
+    @property
+    def derived(self) -> dict[bytes, tuple[bytes, int | None]]:
+        """What was derived: by incarnation the one that it goes on from, and the offset of the truncation, if it was one."""
+        return dict(self._origins)
+
+    def is_resent(self, incarnation: bytes) -> bool:
+        """Whether this incarnation began with a resend, or one that it goes on from did."""
+        seen = set[bytes]()
+        while (origin := self._origins.get(incarnation)) is not None and incarnation not in seen:
+            if origin.below is None:
+                return True
+            seen.add(incarnation)
+            incarnation = origin.ended
+        return False
 
     def take(self, leaf: Leaf) -> int:
         """Take a leaf. Returns how many of its records had crossed before, under an incarnation that this one goes on from."""

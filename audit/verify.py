@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.continuity import Continuity
+from audit.crossed import CROSSED_BEFORE
 from audit.document_leaf import read_document
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, decode_leaf
 from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash
@@ -370,9 +371,15 @@ class _Run:
             self._report.unsupported = (*known, *what)
 
     def _again(self, leaf: Leaf) -> list[str]:
-        """Step 7, after a resend: what crossed before does not cross again."""
-        twice = self._agreements.crossed.take(leaf)
-        header = leaf.header
+        """Step 7, after a resend: what crossed before does not cross again; and without one nothing is passed by as if it had."""
+        crossed, header = self._agreements.crossed, leaf.header
+        passed_by = header.kind is Kind.WITHHELD and header.reason == CROSSED_BEFORE
+        if passed_by and not crossed.is_resent(header.incarnation):
+            return [
+                f"WITHHELD of {header.stream}, shard {header.shard}: {header.records} records of {header.first_offset}.."
+                f"{header.last_offset} are said to have crossed before a resend, and none was asked for."
+            ]
+        twice = crossed.take(leaf)
         return (
             [
                 f"{header.kind.name} of {header.stream}, shard {header.shard}: {twice} records of {header.first_offset}.."

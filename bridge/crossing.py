@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from audit.crossed import OffsetSet
+from audit.crossed import CROSSED_BEFORE, OffsetSet
 from audit.leaf import (
     CommitmentKey,
     Committer,
@@ -67,8 +67,6 @@ TRANSFORM_FAILED: Final = "transform-failed"
 FILTERED: Final = "filtered"
 LOOP: Final = "loop"
 ONWARD: Final = "onward"
-CROSSED_BEFORE: Final = "crossed-before"
-"""a resend passes by what crossed the first time"""
 REASONS: Final = (TRANSFORM_FAILED, FILTERED, LOOP, ONWARD, CROSSED_BEFORE)
 """Why records stay, in the order in which their leaves stand."""
 _CODES: Final = {

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from audit.crossed import CROSSED_BEFORE
 from audit.leaf import GapKind, Header, Kind, Side
 from audit.position import LinkShard
 from audit.stream_statement import Span
@@ -135,7 +136,7 @@ class Ledger:
             grant = self._grant(header.grant_id)
             grant.crossed_records += header.records
             grant.crossed_bytes += header.listed_bytes
-        elif header.kind is Kind.WITHHELD and header.reason != "crossed-before":
+        elif header.kind is Kind.WITHHELD and header.reason != CROSSED_BEFORE:
             account.withheld += header.records
             account.filtered += header.records if header.reason == "filtered" else 0
         elif header.kind is Kind.GAP:

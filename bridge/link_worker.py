@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 import msgspec
 from opentelemetry.trace import Span
 
-from audit.crossed import CROSSED_AHEAD, OffsetSet, crossed_before
+from audit.crossed import CROSSED_AHEAD, CROSSED_BEFORE, OffsetSet, crossed_before
 from audit.errors import AuditUnavailableError
 from audit.leaf import GapKind, Header, Kind, Leaf, Side
 from audit.position import LinkShard
@@ -39,7 +39,6 @@ from audit.trail import Trail
 from bridge.budget import RateLimit, fits_budget
 from bridge.config import LimitsConfig
 from bridge.crossing import (
-    CROSSED_BEFORE,
     Route,
     SealedRange,
     compile_terms,

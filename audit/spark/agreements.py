@@ -59,10 +59,12 @@ _REVOCATION: Final = "log string, grant_id string, leaf_index bigint"
 
 
 class LogDocuments(NamedTuple):
-    """What one log's documents say. `terms`: rows of `_NAMES`; `revocations`: the log, the grant, the index of the REVOKE leaf."""
+    """What one log's documents say. `terms`: rows of `_NAMES`; `revocations`: the log, the grant, the index of the REVOKE leaf;
+    `derived`: which incarnation goes on from which (`audit.crossed`)."""
 
     terms: list[tuple[Any, ...]]
     revocations: list[tuple[str, str, int]]
+    derived: dict[bytes, tuple[bytes, int | None]]
 
 
 class Signed(NamedTuple):
@@ -70,6 +72,7 @@ class Signed(NamedTuple):
 
     terms: DataFrame
     revocations: DataFrame
+    derived: Mapping[bytes, tuple[bytes, int | None]]
 
 
 def _row(place: Mapping[str, Any], legal: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -144,7 +147,7 @@ def rows_of(origin: str, leaves: Iterable[tuple[int, Leaf]], files: Files, trust
         for grant_id in agreements.grants()
         for index in agreements.revocations(grant_id)
     ]
-    return LogDocuments(rows, revocations)
+    return LogDocuments(rows, revocations, agreements.crossed.derived)
 
 
 def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
@@ -169,24 +172,30 @@ def read_signed(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog
     indexes = {row["log"]: row["indexes"] for row in places.collect()}
     found: dict[str, tuple[Any, ...]] = {}
     revocations: list[tuple[str, str, int]] = []
+    derived: dict[bytes, tuple[bytes, int | None]] = {}
     for log in sorted(
         logs, key=lambda log: (Origin.parse(log.checkpoint.origin).bridge is None, log.checkpoint.origin)
     ):
         named = _leaves(log, indexes.get(log.checkpoint.origin, ()))
         read = rows_of(log.checkpoint.origin, named, open_files(log.path), trust)
         revocations += read.revocations
+        derived |= read.derived
         for row in read.terms:
             held = found.get(row[0])
             if held is None or (row[_NAMES.index("signed")] and not held[_NAMES.index("signed")]):
                 found[row[0]] = row
-    return signed_frames(spark, [found[key] for key in sorted(found)], revocations)
+    return signed_frames(spark, [found[key] for key in sorted(found)], revocations, derived)
 
 
 def signed_frames(
-    spark: SparkSession, terms: Sequence[tuple[Any, ...]], revocations: Sequence[tuple[str, str, int]]
+    spark: SparkSession,
+    terms: Sequence[tuple[Any, ...]],
+    revocations: Sequence[tuple[str, str, int]],
+    derived: Mapping[bytes, tuple[bytes, int | None]],
 ) -> Signed:
     """These rows as the queries take them."""
     return Signed(
         spark.createDataFrame(list(terms), f"{_PLACE}, {_LEGAL}"),
         spark.createDataFrame(list(revocations), _REVOCATION),
+        derived,
     )

@@ -15,7 +15,7 @@ from hashlib import sha256
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Final
 
-from audit.leaf import decode_leaf
+from audit.leaf import Leaf, decode_leaf
 from audit.merkle import TILE_WIDTH
 from audit.spark.files import open_files
 from audit.tile import Files, read_bundle
@@ -31,11 +31,12 @@ TASKS_PER_CORE: Final = 4
 """Parts of the work: several per core, so that one long part does not keep the others waiting."""
 
 _ENTRY: Final = Struct(">QqI32s16s")
-_SCHEMA: Final = (
+FINDINGS: Final = (
     "status string, finding string, source_region string, destination_region string, bridge string, stream string, "
     "destination_stream string, incarnation string, shard bigint, first_offset bigint, last_offset bigint, records bigint, egress_leaf bigint, "
     "ingress_leaf bigint, envelope_sha256 string, sentence string"
 )
+"""Columns of the rows that workers make (`reconciliation.FINDING_COLUMNS`)."""
 _WORDS: Final = {
     "record-not-delivered": "Announced in the egress log; not in the ingress log.",
     "record-not-announced": "In the ingress log; never announced in the egress log.",
@@ -69,8 +70,8 @@ class LeafReader:
         self._files: dict[str, Files] = {}
         self._bundles: dict[tuple[str, int], list[memoryview]] = {}
 
-    def entries(self, log: str, index: int, entries_sha256: str | None) -> bytes:
-        """The packed entries of a leaf. Raises TamperError where they are not those with this SHA-256 (in hex)."""
+    def leaf(self, log: str, index: int, entries_sha256: str | None) -> Leaf:
+        """A leaf. Raises TamperError where its entries are not those with this SHA-256 (in hex)."""
         path, size = self._logs[log]
         key = log, index // TILE_WIDTH
         bundle = self._bundles.pop(key, None)
@@ -80,10 +81,10 @@ class LeafReader:
             if len(self._bundles) >= BUNDLES_KEPT:
                 self._bundles.pop(next(iter(self._bundles)))
         self._bundles[key] = bundle
-        entries = decode_leaf(bundle[index % TILE_WIDTH]).entries
-        if (sha256(entries).hexdigest() if entries else None) != entries_sha256:
+        leaf = decode_leaf(bundle[index % TILE_WIDTH])
+        if (sha256(leaf.entries).hexdigest() if leaf.entries else None) != entries_sha256:
             raise TamperError(f"Leaf {index} of {log} changed while the report was made.")
-        return entries
+        return leaf
 
 
 def _listed(reader: LeafReader, places: Iterable[Mapping[str, Any]], side: str) -> Entries:
@@ -91,8 +92,8 @@ def _listed(reader: LeafReader, places: Iterable[Mapping[str, Any]], side: str) 
     for place in places:
         if place["side"] == side:
             index = place["leaf_index"]
-            entries = reader.entries(place["log"], index, place["entries_sha256"])
-            for fields in _ENTRY.iter_unpack(entries):
+            leaf = reader.leaf(place["log"], index, place["entries_sha256"])
+            for fields in _ENTRY.iter_unpack(leaf.entries):
                 # An envelope that stands in a log twice is a finding of its own.
                 found.setdefault(fields[0], (_ENTRY.pack(*fields), index))
     return found
@@ -131,7 +132,7 @@ def compare_records(places: DataFrame, logs: Mapping[str, tuple[str, int]]) -> D
     # Given explicitly: Spark would make one task of what looks small, and is a great deal of reading.
     parts = max(1, places.sparkSession.sparkContext.defaultParallelism) * TASKS_PER_CORE
     spread = places.repartitionByRange(parts, "first_leaf").sortWithinPartitions("first_leaf")
-    kind = StructType.fromDDL(_SCHEMA)
+    kind = StructType.fromDDL(FINDINGS)
     assert isinstance(kind, StructType)
     fields = to_arrow_schema(kind, timezone="UTC")
-    return spread.mapInArrow(_compare(dict(logs), fields), _SCHEMA)
+    return spread.mapInArrow(_compare(dict(logs), fields), FINDINGS)

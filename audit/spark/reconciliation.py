@@ -13,7 +13,9 @@ is accounted for under each.
    envelope's entries (`batch_sha256`: the same however each side cut it into leaves) are compared;
 2. envelopes that this does not show to be alike are compared record by record, commitment by commitment, where the
    leaves stand (`audit.spark.comparison`): records are never shuffled, and logs that agree are never read again;
-3. per shard, the source offsets that INTENT, WITHHELD and GAP leaves cover must follow each other without a hole
+3. records that a resend passes by must have arrived before it, under an incarnation that it goes on from (`audit.spark.passed_by`):
+   that they crossed is the egress log's word, and the ingress log has them or it is not so;
+4. per shard, the source offsets that INTENT, WITHHELD and GAP leaves cover must follow each other without a hole
    and without two INTENT leaves over the same offset, and covered = crossed + withheld + passed by in a resend + gaps. A link may go on
    further ahead where another grant begins; what lies between is counted as skipped.
 
@@ -26,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from audit.crossed import CROSSED_BEFORE
 from audit.origin import Origin
 from audit.spark.table import Column, Type
 
@@ -38,7 +41,7 @@ DIFFERS: Final = "differs"
 ONE_SIDE: Final = "one side only"
 """The counterpart's log was not among those given: nothing to hold this one against."""
 
-PASSED_BY: Final = "kind = 'WITHHELD' AND reason <=> 'crossed-before'"
+PASSED_BY: Final = f"kind = 'WITHHELD' AND reason <=> '{CROSSED_BEFORE}'"
 """Leaves about records that a resend leaves out, since they crossed before it: nothing that was withheld from anybody."""
 
 COLUMNS: Final = (
@@ -322,7 +325,7 @@ def _covered(leaves: DataFrame) -> DataFrame:
 
 
 def coverage_findings(leaves: DataFrame) -> DataFrame:
-    """Step 3, by place: holes that no GAP leaf declares, offsets announced twice, arrivals twice."""
+    """Step 4, by place: holes that no GAP leaf declares, offsets announced twice, arrivals twice."""
     before = f"""OVER (PARTITION BY {_ARRIVING} ORDER BY first_offset, last_offset, leaf_index
                        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)"""
     tail = "CAST(NULL AS BIGINT) AS ingress_leaf, envelope_sha256"

@@ -33,6 +33,7 @@ from audit.spark.agreements import read_signed
 from audit.spark.comparison import compare_records
 from audit.spark.document import Missing, Report, Totals, VerifiedLog, as_json
 from audit.spark.java import Java
+from audit.spark.passed_by import unfounded
 from audit.spark.session import default_master, open_session
 from audit.spark.table import Table, encode_csv, from_rows, iso, write_parquet
 from audit.spark.verification import (
@@ -353,9 +354,13 @@ def _compute(
     sides = reconciliation.envelopes(leaves, given).localCheckpoint()
     found = reconciliation.envelope_findings(sides).unionByName(reconciliation.coverage_findings(leaves))
     unlike = reconciliation.unlike_envelopes(sides).localCheckpoint()
+    places = {log.checkpoint.origin: (log.path, log.checkpoint.size) for log in opened}
+    passed = leaves.where(f"side = 'egress' AND {reconciliation.PASSED_BY} AND {given.ingress}")
+    if not passed.isEmpty():
+        tell("Looking for what a resend passed by in the ingress logs")
+        found = found.unionByName(unfounded(leaves, passed, places, signed.derived))
     if not unlike.isEmpty():
         tell("Comparing records where the digests differ")
-        places = {log.checkpoint.origin: (log.path, log.checkpoint.size) for log in opened}
         found = found.unionByName(compare_records(reconciliation.places(leaves, unlike), places))
     found = found.localCheckpoint()
     differing, more_findings = _collect(reconciliation.in_order(found))

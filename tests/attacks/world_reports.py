@@ -91,7 +91,7 @@ class Logs:
         schema = to_arrow_schema(StructType.fromDDL(SCHEMA), timezone="UTC")
         rows = spark.createDataFrame(pa.Table.from_pylist(self._rows, schema=schema))
         leaves = register.prepare(rows).localCheckpoint()
-        signed = signed_frames(spark, self._terms, self._revocations)
+        signed = signed_frames(spark, self._terms, self._revocations, {})
         story = spark.createDataFrame(self._story, "log string, leaf_index bigint, sentence string")
         found: Breaches = defaultdict(set)
         listed = exceptions.found(leaves, leaves, signed, story).where(f"severity = '{exceptions.BREACH}'")

@@ -6,10 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossing_logs import DEPARTURES, INCARNATION, START_MS, World, trust, write_world
+from crossing_logs import DEPARTURES, INCARNATION, SIGNED, START_MS, World, trust, write_world
+from signed_grants import paper_leaf, signing_key
 
 from audit.leaf import GapKind, Header, Kind, Leaf, Side
 from audit.spark.report import run_report
+from audit.tile_disk import Folder
+from audit.verify import verify_log
+from policy.grant import Standing, StandingAction, sign_standing
+from policy.truncation import Accepted, Truncation
 
 
 @dataclass
@@ -52,7 +57,13 @@ def test_a_truncation_is_shown_and_both_logs_reconcile(spark: Any, tmp_path: Pat
     assert "gap-truncation" in {row["exception"] for row in result.report.exceptions.records()}
 
 
-DERIVED = b"resent" + bytes(10)
+RESENT = Accepted(
+    Truncation(stream=DEPARTURES, shard=0, incarnation=INCARNATION.hex(), epoch=0, offset=0),
+    "us-east",
+    START_MS + 1_500,
+    is_resend=True,
+)
+DERIVED = RESENT.incarnation
 
 
 @dataclass
@@ -62,13 +73,25 @@ class ResentWorld(CutWorld):
             more |= {"reason": "crossed-before", "code": 0}
         return super().header(kind, side, time_ms, stream, **more)
 
+    def resend(self) -> None:
+        """The source's standing, in both logs; from here on the shard begins again."""
+        signed = SIGNED[DEPARTURES]
+        body = Standing(
+            grant=signed.grant, action=StandingAction.RESEND, region="us-east", sequence=1, at=RESENT.at, by="alice",
+            truncation=RESENT.truncation,
+        )  # fmt: skip
+        document = sign_standing(body, signing_key("us-east"))
+        for side, appends in ((Side.EGRESS, self.egress), (Side.INGRESS, self.ingress)):
+            appends.append([paper_leaf(document, signed, side, RESENT.at)])
+        self.offsets[DEPARTURES, 0], self.incarnation = 0, DERIVED
+
 
 def test_a_resend_is_shown_and_both_logs_reconcile(spark: Any, tmp_path: Path) -> None:
     world = ResentWorld()
     world.grant(DEPARTURES, START_MS)
     world.batch(DEPARTURES, 0, START_MS, 10, withheld=1.0)
     world.batch(DEPARTURES, 0, START_MS + 1_000, 10, withheld=0.0)
-    world.offsets[DEPARTURES, 0], world.incarnation = 0, DERIVED
+    world.resend()
     world.batch(DEPARTURES, 0, START_MS + 2_000, 10, withheld=0.0)
     world.batch(DEPARTURES, 0, START_MS + 3_000, 10, withheld=1.0)
     result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)
@@ -82,3 +105,31 @@ def test_a_resend_is_shown_and_both_logs_reconcile(spark: Any, tmp_path: Path) -
     (transfer,) = report.register.records()
     assert (transfer["records"], transfer["withheld"]) == (20, 10)
     assert "passed by in a resend" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_what_a_resend_passes_by_must_have_arrived_before(spark: Any, tmp_path: Path) -> None:
+    """A rogue agent, or one that believed a rogue destination, says of 10 records that stayed that they had crossed."""
+    world = ResentWorld()
+    world.grant(DEPARTURES, START_MS)
+    world.batch(DEPARTURES, 0, START_MS, 10, withheld=1.0)
+    world.batch(DEPARTURES, 0, START_MS + 1_000, 10, withheld=0.0)
+    world.resend()
+    world.batch(DEPARTURES, 0, START_MS + 2_000, 15, withheld=1.0)
+    result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)
+    (found,) = result.report.findings.records()
+    assert (found["status"], found["finding"]) == ("differs", "passed-by-without-arrival")
+    assert (found["first_offset"], found["last_offset"], found["records"]) == (0, 9, 10)
+    assert found["incarnation"] == DERIVED.hex()
+    statuses = {row["incarnation"]: row["status"] for row in result.report.reconciliation.records()}
+    assert statuses[DERIVED.hex()] == "differs"
+
+
+def test_nothing_is_passed_by_where_no_resend_was_asked_for(tmp_path: Path) -> None:
+    world = ResentWorld()
+    world.grant(DEPARTURES, START_MS)
+    world.batch(DEPARTURES, 0, START_MS, 10, withheld=0.0)
+    world.offsets[DEPARTURES, 0], world.incarnation = 0, DERIVED
+    world.batch(DEPARTURES, 0, START_MS + 2_000, 10, withheld=1.0)
+    egress, _ = write_world(tmp_path, world)
+    (found,) = verify_log(Folder(egress), trust()).findings
+    assert found.step == 7 and "none was asked for" in found.sentence
