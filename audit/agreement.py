@@ -169,6 +169,8 @@ class _Held:
     """of policies about a stream, by the policy's hash and whether it is in force"""
     approved_from: dict[tuple[bytes, ApprovalRule], int] = field(default_factory=dict)
     """from when on (ms) a policy's rule has its approvals"""
+    agreed: Agreement | None = None
+    """the newest that was complete before a half was signed again"""
 
     def revoked(self, terms: GrantTerms) -> bool:
         """Whether one of the grant's two regions revoked it; nobody else can."""
@@ -307,6 +309,8 @@ class Agreements:
             held = self._grants[grant] = _Held()
         if len(held.documents) >= GRANT_DOCUMENTS_MAX:
             return [f"more than {GRANT_DOCUMENTS_MAX} documents of one grant"]
+        if isinstance(body, ExportGrant | ImportGrant) and held.exports and held.imports:
+            self._remember(held, grant)
         held.book = None
         held.documents.append((index, header.time_ms, document))
         match body:
@@ -329,6 +333,13 @@ class Agreements:
         held.decisions.clear()
         held.approved_from.clear()
         return []
+
+    def _remember(self, held: _Held, grant: str) -> None:
+        """A half is about to be signed again, and may ask for more approvals than there are: under what was complete until now,
+        records crossed lawfully, and no region undoes that alone."""
+        found = self.agreement(grant)
+        if found is not None and found.complete:
+            held.agreed = found
 
     def _drained(self, header: Header) -> list[str]:
         if header.kind is not Kind.REVOKE or not header.drain_until_ms:
@@ -454,10 +465,15 @@ class Agreements:
 
     def agreement(self, grant_id: str) -> Agreement | None:
         """What both regions signed about this grant, as far as the log has come; None where there are no two halves that
-        agree. `Agreement.problems` says what else is missing."""
+        agree. `Agreement.problems` says what else is missing. Where a half was signed again and is not approved as it asks now, what
+        was complete before."""
         held = self._grants.get(grant_id)
         if held is None:
             return None
+        found = self._newest(held, grant_id)
+        return found if found is not None and found.complete else held.agreed or found
+
+    def _newest(self, held: _Held, grant_id: str) -> Agreement | None:
         if not held.exports or not held.imports:
             return None
         # Which of several halves counts is the book's to say. Who approved, as of the grant's last moment: whether there were

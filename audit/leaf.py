@@ -65,6 +65,9 @@ COMMITMENT_SECRET_BYTES: Final = 32
 DOCUMENT_BYTES_MAX: Final = 24_000
 """A signed document as it stands in the leaf; a longer one stands in a file beside the log (audit.document_leaf)."""
 
+EMPTY_RANGE_BYTES: Final = 256
+"""What a range without bytes of records counts towards a grant's rate and budget: it crosses all the same, and is a leaf in both logs for ever."""
+
 VERSION: Final = 2
 """Of every leaf that is made now."""
 _VERSIONS: Final = (1, VERSION)
@@ -270,6 +273,11 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     def listed_bytes(self) -> int:
         """Bytes of the records listed, as the leaf's version counts them."""
         return self.record_bytes or self.payload_bytes
+
+    @property
+    def charged_bytes(self) -> int:
+        """What rate and budget of the grant are charged for this leaf of a range."""
+        return self.listed_bytes or EMPTY_RANGE_BYTES
 
 
 class Entry(NamedTuple):

@@ -102,10 +102,10 @@ class _Snapshot(msgspec.Struct):
     last_leaf_hash: bytes
     states: list[_State]
     unreadable: list[int]
-    crossed_bytes: dict[str, int]
-    version: Literal[4]
+    charged_bytes: dict[str, int]
+    version: Literal[5]
     """A snapshot of another version is not taken: one of version 0.1 has none, and does not say which leaves could not be
-    read; up to version 3, positions of two destination streams were one."""
+    read; up to version 3, positions of two destination streams were one; up to version 4, ranges without records were free."""
 
 
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
@@ -152,7 +152,7 @@ class Positions:
         """the same states, of every bridge that carries a shard"""
         self.unreadable: list[int] = []
         """leaves that cannot be read, ascending; the first UNREADABLE_MAX of them"""
-        self._crossed_bytes: dict[str, int] = {}
+        self._charged_bytes: dict[str, int] = {}
 
     def apply(self, number: int, header: Header | None) -> None:
         """Take the leaf with index `number` into account. Kinds that move no position change nothing.
@@ -167,7 +167,7 @@ class Positions:
             return
         if header.kind is Kind.INTENT or header.side is Side.INGRESS:
             grant = header.grant_id
-            self._crossed_bytes[grant] = self._crossed_bytes.get(grant, 0) + header.listed_bytes
+            self._charged_bytes[grant] = self._charged_bytes.get(grant, 0) + header.charged_bytes
         key = LinkShard.of(header)
         state = self._states.get(key)
         if state is None:
@@ -208,9 +208,9 @@ class Positions:
             return f"{UNANSWERED_MAX} intents of {first.stream}, shard {first.shard}, are without an answer"
         return ""
 
-    def crossed_bytes(self, grant_id: str) -> int:
-        """Bytes of records announced (egress) or appended (ingress) under this grant, in all its leaves."""
-        return self._crossed_bytes.get(grant_id, 0)
+    def charged_bytes(self, grant_id: str) -> int:
+        """What was announced (egress) or appended (ingress) under this grant, in all its leaves, as its budget counts it."""
+        return self._charged_bytes.get(grant_id, 0)
 
     def last_intent(self, key: LinkShard) -> Crossing | None:
         """The newest INTENT of this link shard."""
@@ -252,7 +252,7 @@ class Positions:
         """A snapshot after `size` leaves, the last of which has this hash."""
         return msgspec.msgpack.encode(
             _Snapshot(
-                size, last_leaf_hash, list(self._states.values()), self.unreadable, self._crossed_bytes, 4
+                size, last_leaf_hash, list(self._states.values()), self.unreadable, self._charged_bytes, 5
             )
         )
 
@@ -267,5 +267,5 @@ class Positions:
         for state in snapshot.states:
             positions._keep(state)
         positions.unreadable = snapshot.unreadable
-        positions._crossed_bytes = snapshot.crossed_bytes
+        positions._charged_bytes = snapshot.charged_bytes
         return positions, snapshot.size, snapshot.last_leaf_hash

@@ -357,10 +357,10 @@ class Trail:
         with self._lock:
             return self._positions.unanswered(key)
 
-    def crossed_bytes(self, grant_id: str) -> int:
+    def charged_bytes(self, grant_id: str) -> int:
         """Bytes of records announced (egress) or appended (ingress) under this grant, in durable leaves."""
         with self._lock:
-            return self._positions.crossed_bytes(grant_id)
+            return self._positions.charged_bytes(grant_id)
 
     @property
     def unreadable(self) -> tuple[int, ...]:

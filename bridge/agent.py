@@ -81,6 +81,8 @@ SOON_S: Final = 0.1
 """The same while there is no session with the source, or just after something was carried."""
 REPORT_S: Final = 1.0
 COSIGN_S: Final = 3.0
+COSIGN_WAIT_S: Final = 10.0
+"""How long a round waits for regions to cosign before the ledger's snapshot is written and the next one begins with the others."""
 QUORUM_S: Final = 0.5
 """How often is looked whether a quorum of witnesses has cosigned."""
 WITNESS_LAG_MS: Final = 60_000
@@ -207,9 +209,11 @@ class Agent:
         self._egress_documents: EgressDocuments
         self._reasons: dict[str, str] = {}
         self._expiry_told = Stage.FRESH
-        self._comparing = asyncio.Lock()
+        self._comparing: dict[str, asyncio.Lock] = {}
+        """by destination: one that does not answer keeps the links to no other from opening"""
         self._compared: dict[str, tuple[Link, Link]] = {}
         """The sessions with source and destination in which both regions' logs were compared with what the other cosigned."""
+        self._cosigning: dict[str, asyncio.Task[None]] = {}
         self._uncosigned: dict[str, str] = {}
         """regions that refuse to cosign, and why: a bundle that was not given again"""
 
@@ -292,6 +296,7 @@ class Agent:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
                     await self._cosign_all(final=True)
+            await end_tasks(*self._cosigning.values())
             self.shop.trail, self.shop.trail_reason = None, "The agent is stopping."
             if self._submissions is not None:
                 await asyncio.to_thread(self._submissions.stop)
@@ -396,7 +401,7 @@ class Agent:
                 hint=EGRESS_HINT,
             )
         source = self.shop.source
-        async with self._comparing:
+        async with self._comparing.setdefault(endpoint.region, asyncio.Lock()):
             sessions = (source.link(), endpoint.link())
             if self._compared.get(endpoint.region) != sessions:
                 if isinstance(known, Witnessed) and known.cosigned:
@@ -604,11 +609,7 @@ class Agent:
     async def _cosign_loop(self) -> None:
         while True:
             await asyncio.sleep(COSIGN_S)
-            try:
-                await self._cosign_all()
-            except Exception:
-                # A full disk, or a mistake of ours: the next turn tries again, or nothing is witnessed any more.
-                log.exception("cosigning failed")
+            await self._cosign_all()
             trail = self.shop.trail
             if trail is not None:
                 try:
@@ -650,23 +651,38 @@ class Agent:
         return [] if self._submissions is None else self._submissions.status()
 
     async def _cosign_all(self, *, final: bool = False) -> None:
-        """The egress log by every destination; each region's own log by the other. `final`: up to the last leaf."""
-        source = self.shop.source
+        """The egress log by every destination; each region's own log by the other. `final`: up to the last leaf.
+
+        All at once: one that does not answer is not waited for in the next round, and delays no other. What is under way before
+        the final round is ended, since it may be about an older checkpoint.
+        """
+        if final:
+            await end_tasks(*self._cosigning.values())
         for region, endpoint in self._endpoints.items():
-            if endpoint is source or not endpoint.is_up:
-                continue
-            try:
-                await self._cosign_egress(endpoint, final)
-                if source.is_up:
-                    await cosign_region_log(endpoint, source, self.config.mesh)
-                    await cosign_region_log(source, endpoint, self.config.mesh)
-                self._uncosigned.pop(region, None)
-            except FelixError as error:
-                if not isinstance(error, UnavailableError):
-                    self._uncosigned[region] = f"{error.sentence} {error.hint}".strip()
-                self._say(f"cosigning with {region}", error)
-                if isinstance(error, CorruptionError):
-                    log.error("cosigning with %s: %s", region, error)
+            if endpoint is not self.shop.source and endpoint.is_up and region not in self._cosigning:
+                self._cosigning[region] = asyncio.ensure_future(self._cosign_with(region, endpoint, final))
+        if self._cosigning:
+            await asyncio.wait(self._cosigning.values(), timeout=None if final else COSIGN_WAIT_S)
+
+    async def _cosign_with(self, region: str, endpoint: RegionEndpoint, final: bool) -> None:
+        source = self.shop.source
+        try:
+            await self._cosign_egress(endpoint, final)
+            if source.is_up:
+                await cosign_region_log(endpoint, source, self.config.mesh)
+                await cosign_region_log(source, endpoint, self.config.mesh)
+            self._uncosigned.pop(region, None)
+        except FelixError as error:
+            if not isinstance(error, UnavailableError):
+                self._uncosigned[region] = f"{error.sentence} {error.hint}".strip()
+            self._say(f"cosigning with {region}", error)
+            if isinstance(error, CorruptionError):
+                log.error("cosigning with %s: %s", region, error)
+        except Exception:
+            # A full disk, or a mistake of ours: the next round tries again, or nothing is witnessed any more.
+            log.exception("cosigning with %s failed", region)
+        finally:
+            del self._cosigning[region]
 
     async def _cosign_egress(self, witness: RegionEndpoint, final: bool) -> None:
         trail = self.shop.trail

@@ -31,6 +31,6 @@ class RateLimit:
             self._spent_until_ms = begun + size * 1000 / self.rate
 
 
-def fits_budget(budget_bytes: int, crossed_bytes: int, size: int) -> bool:
+def fits_budget(budget_bytes: int, charged_bytes: int, size: int) -> bool:
     """Whether so many bytes more may cross; a budget of 0 is none."""
-    return not budget_bytes or crossed_bytes + size <= budget_bytes
+    return not budget_bytes or charged_bytes + size <= budget_bytes

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from typing import Final, NamedTuple
@@ -25,6 +26,7 @@ from bridge.document_sync import Documents, parse_documents
 from bridge.link_worker import LinkContext
 from felix.errors import FelixError, UnavailableError
 from felix.identity import TrustBundle
+from felix.pace import Pace
 from policy.approval import Approval, Document
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, GrantBook, ImportGrant, Standing, StandingAction
 from policy.residency import ResidencyPolicy, open_policy
@@ -47,6 +49,14 @@ _ORDER: Final = (
 )
 
 
+FOREIGN_PER_S: Final = 1 / 60
+"""Leaves of documents that one other region signed, after FOREIGN_BURST: each is a leaf, and may be a file, for ever, and a region may
+sign as many as it likes. What forbids holds for the links before it has its leaf; what allows waits for it."""
+FOREIGN_BURST: Final = 5_000
+"""As many as a region keeps of another's (region.governance): years of grants, or a bridge that is new to them."""
+REGIONS_MAX: Final = 1_000
+
+
 class Paper(NamedTuple):
     """One verified document. `grant`: which it is about, empty for policies and deny entries."""
 
@@ -67,6 +77,9 @@ class EgressDocuments:
         self._book = GrantBook()
         self._seen_ms: dict[bytes, int] = {}
         self._logging = asyncio.Lock()
+        self._pace = Pace(FOREIGN_PER_S, FOREIGN_BURST, REGIONS_MAX, time.monotonic)
+        self._held_back: set[str] = set()
+        """regions of which documents wait"""
 
     def take(
         self, held: Mapping[str, Documents], trusted: Trusted, anchors: TrustBundle, book: GrantBook
@@ -106,8 +119,11 @@ class EgressDocuments:
 
     @property
     def is_waiting(self) -> bool:
-        """True while a document has no leaf yet."""
-        return any(paper.digest not in self._shop.ledger.documents for paper in self._papers)
+        """True while a document has no leaf yet that may get it now."""
+        return any(
+            paper.digest not in self._shop.ledger.documents and paper.document.region not in self._held_back
+            for paper in self._papers
+        )
 
     def is_logged(self, file: bytes) -> bool:
         """True where the document may be brought to a region."""
@@ -135,10 +151,20 @@ class EgressDocuments:
         logged = self._shop.ledger.documents
         missing = [paper for paper in self._papers if paper.digest not in logged]
         written = 0
+        self._held_back.clear()
         for paper in missing:
-            if not (paper.revokes and is_busy(paper.grant)):
+            if not (paper.revokes and is_busy(paper.grant)) and self._may_log(paper.document.region):
                 written += await asyncio.shield(asyncio.ensure_future(self._append(paper)))
         return written
+
+    def _may_log(self, region: str) -> bool:
+        """Whether one more document that this region signed gets its leaf now."""
+        if region == self._shop.source.region:
+            return True
+        if region not in self._held_back and self._pace.take(region):
+            log.warning("%s signs documents without end; their leaves wait", region)
+            self._held_back.add(region)
+        return region not in self._held_back
 
     async def _append(self, paper: Paper) -> bool:
         shop = self._shop

@@ -33,7 +33,8 @@ class GrantAccount(msgspec.Struct):
 
     granted: bool = False
     revoked: bool = False
-    crossed_bytes: int = 0
+    charged_bytes: int = 0
+    """of its budget"""
     crossed_records: int = 0
 
 
@@ -135,7 +136,7 @@ class Ledger:
         if header.kind is Kind.INTENT:
             grant = self._grant(header.grant_id)
             grant.crossed_records += header.records
-            grant.crossed_bytes += header.listed_bytes
+            grant.charged_bytes += header.charged_bytes
         elif header.kind is Kind.WITHHELD and header.reason != CROSSED_BEFORE:
             account.withheld += header.records
             account.filtered += header.records if header.reason == "filtered" else 0

@@ -31,7 +31,7 @@ from opentelemetry.trace import Span
 
 from audit.crossed import CROSSED_AHEAD, CROSSED_BEFORE, OffsetSet, crossed_before
 from audit.errors import AuditUnavailableError
-from audit.leaf import GapKind, Header, Kind, Leaf, Side
+from audit.leaf import EMPTY_RANGE_BYTES, GapKind, Header, Kind, Leaf, Side
 from audit.position import LinkShard
 from audit.receipt import differences, open_receipt
 from audit.stream_statement import Cut, StreamStatement, cut_of, open_statement
@@ -84,6 +84,7 @@ from keys.handoff import HandoffScope, open_data_key
 from keys.hybrid import HybridKeyPair
 from keys.link import LinkSecrets, LinkSecretScope, open_link_secrets
 from keys.transfer import TransferScope, seal_transfer_key
+from policy.terms import GrantTerms
 from policy.transform import Transform
 from policy.truncation import Live, chain
 
@@ -191,7 +192,6 @@ class LinkStats:
     """What a link counts; offsets in records, times in ms."""
 
     crossed: int = 0
-    crossed_bytes: int = 0
     withheld: int = 0
     filtered: int = 0
     gaps: int = 0
@@ -882,7 +882,6 @@ class LinkWorker:
         at("transform")
         for sealed in seal_ranges(sorted_, route, window.next_offset):  # 7
             terms = route.terms
-            crossed = shop.ledger.grant(self.row.grant).crossed_bytes
             todo = window.judge(sealed.first_offset, sealed.last_offset)
             if todo is Todo.SKIP:
                 continue
@@ -901,26 +900,32 @@ class LinkWorker:
                 if not self._may_announce(route, now):
                     # Asked again here: between the last time and now a key was waited for. The loop ends in order.
                     return False
-                if not fits_budget(terms.budget_bytes, crossed, sealed.record_bytes):
-                    raise RequestError(
-                        f"The grant {self.row.grant} has used up its budget of {terms.budget_bytes} bytes: {crossed} "
-                        f"crossed, and the next batch has {sealed.record_bytes}.",
-                        code=Code.BUDGET_EXHAUSTED,
-                        hint="Make a new grant with a new budget.",
-                    )
+                charge = sealed.record_bytes or EMPTY_RANGE_BYTES
+                self._require_budget(terms, charge)
                 if shop.tracing is not None:
                     self._spans[sealed.last_offset] = shop.tracing.begin(
                         self.row.stream, terms.from_region, terms.to_region, opened.records or ()
                     )
                 self._announce(sealed, entries, way, route, now)  # 8
                 self._append_times[sealed.last_offset] = header.append_time_ms
-                rate.spend(sealed.record_bytes, shop.clock_ms())
+                rate.spend(charge, shop.clock_ms())
             else:
                 self.stats.resent += 1
                 window.put(way)
                 window.durable(way)
                 self._send()
         return True
+
+    def _require_budget(self, terms: GrantTerms, charge: int) -> None:
+        """Raises RequestError(BUDGET_EXHAUSTED) where the grant has not so many bytes left."""
+        charged = self._shop.ledger.grant(self.row.grant).charged_bytes
+        if not fits_budget(terms.budget_bytes, charged, charge):
+            raise RequestError(
+                f"The grant {self.row.grant} has used up its budget of {terms.budget_bytes} bytes: {charged} are "
+                f"charged, and the next range counts {charge}.",
+                code=Code.BUDGET_EXHAUSTED,
+                hint="Make a new grant with a new budget.",
+            )
 
     async def _take_data_key(self, key_id: bytes) -> DataKey:
         shop, row = self._shop, self.row
@@ -982,6 +987,8 @@ class LinkWorker:
         leap = window.leap(next_offset)
         if leap is None:
             return
+        if leap.announced is None:
+            self._require_budget(route.terms, EMPTY_RANGE_BYTES)
         cover, last = leap.cover_first, next_offset - 1
         envelope, digest = seal_nothing(route, cover, last)
         window.put(way := OnTheWay(cover, last, 0, envelope, digest, _NO_ENTRIES_SHA256, False))

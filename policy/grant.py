@@ -59,6 +59,7 @@ from policy.approval import (
     tally,
 )
 from policy.claims import read_claim, select_documents
+from policy.pattern import PatternSet
 from policy.quantity import Instant, Size
 from policy.residency import APPROVALS_MAX, Decision, ResidencyPolicy, decide_grant
 from policy.signed import (
@@ -814,23 +815,28 @@ class GrantBook:
         """The grants under which a truncation or a resend was accepted that counts for one of these, too: whoever crosses under
         these needs their documents to know what lives now."""
         exact: dict[str, set[tuple[str, ...]]] = {}
-        wild: dict[tuple[str, tuple[str, str]], NamePattern] = {}
+        wild: dict[tuple[str, ...], PatternSet] = {}
         for grant in grants:
             entry = self._entries.get(grant)
             if entry is None or entry.export is None:
                 continue
             terms = entry.export.terms
             if terms.wildcard:
-                wild[terms.stream, _ends(terms)] = NamePattern(terms.stream)
+                wild.setdefault(_ends(terms), PatternSet()).add(NamePattern(terms.stream))
             else:
                 exact.setdefault(terms.stream, set()).add(self._ends_of(grant, terms.stream))
         found: set[str] = set()
+        counts: dict[tuple[str, tuple[str, ...]], bool] = {}
         for (stream, _), accepted in self._truncations.items():
-            name = StreamName.parse(stream)
-            wanted = exact.get(stream, set()) | {
-                (*ends, stream) for (_, ends), pattern in wild.items() if pattern.matches(name)
-            }
-            found.update(named for named, _ in accepted if self._ends_of(named, stream) in wanted)
+            for named, _ in accepted:
+                ends = self._ends_of(named, stream)
+                if (stream, ends) not in counts:
+                    patterns = wild.get(ends[:2]) if ends[2:] == (stream,) else None
+                    counts[stream, ends] = ends in exact.get(stream, ()) or (
+                        patterns is not None and patterns.matches(StreamName.parse(stream))
+                    )
+                if counts[stream, ends]:
+                    found.add(named)
         return found
 
     def incarnations(self, grant: str, stream: str, shard: int, incarnation: bytes) -> tuple[Live, ...]:

@@ -1,4 +1,4 @@
-"""How name patterns relate to each other: one covers another, or two overlap.
+"""How name patterns relate to each other: one covers another, or two overlap; and many patterns that are asked together.
 
 `NamePattern.matches` answers for one name; a grant with a wildcard stands for many names, and whether a
 rule holds for all of them or for some is decided here, on the patterns alone.
@@ -6,7 +6,9 @@ rule holds for all of them or for some is decided here, on the patterns alone.
 
 from __future__ import annotations
 
-from felix.names import NamePattern
+from collections.abc import Iterator
+
+from felix.names import NamePattern, StreamName
 
 
 def covers(wide: NamePattern, narrow: NamePattern) -> bool:
@@ -37,3 +39,34 @@ def overlap(one: NamePattern, other: NamePattern) -> bool:
         elif left != right:
             return False
     return True
+
+
+class PatternSet:
+    """Patterns of which some match a name or none does. A question is answered from the name's own parts and their beginnings, so
+    it does not cost more for more patterns that have nothing to do with the name."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, dict[str, set[str]]] = {}
+
+    def add(self, pattern: NamePattern) -> None:
+        """Put a pattern in."""
+        first, second, third = pattern.text.split("/")
+        self._parts.setdefault(first, {}).setdefault(second, set()).add(third)
+
+    def matches(self, name: StreamName) -> bool:
+        """True where one of the patterns matches the name."""
+        return any(
+            third in thirds
+            for first in _fitting(name.tenant)
+            if (seconds := self._parts.get(first)) is not None
+            for second in _fitting(name.namespace)
+            if (thirds := seconds.get(second)) is not None
+            for third in _fitting(name.name)
+        )
+
+
+def _fitting(part: str) -> Iterator[str]:
+    """Every part of a pattern that this part of a name fits."""
+    yield part
+    for end in range(len(part) + 1):
+        yield f"{part[:end]}*"

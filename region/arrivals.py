@@ -155,7 +155,7 @@ async def settle(shard: ShardLog, trail: Trail, charge: Callable[[str, int], Non
     missing = await asyncio.to_thread(_missing, trail, landed) if landed else []
     for arrival in missing:
         leaves = arrival.encoded()
-        charge(leaves[0].header.grant_id, sum(leaf.header.record_bytes for leaf in leaves))
+        charge(leaves[0].header.grant_id, sum(leaf.header.charged_bytes for leaf in leaves))
         await trail.append(leaves)
         log.warning(
             "%s shard %d: a crash kept the leaf of source offsets %d to %d from the ingress log; it is there now",

@@ -36,6 +36,7 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import TrustBundle
 from felix.messages import KeyState
 from felix.names import SpiffeId, StreamName
+from felix.pace import Pace
 from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.keyring import Keyring
 from keys.transfer import TransferScope
@@ -69,7 +70,6 @@ from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
-from region.pace import Pace
 from region.trust_store import Memory, Newest, Remembered, forbids, place_of
 from region.witnessing import Witnessing
 
@@ -1132,13 +1132,13 @@ class Governance:
 
         return await asyncio.to_thread(find)
 
-    async def crossed_before(self, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
+    async def crossed_before(self, bridge: SpiffeId, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
         """What the ingress log says that arrived of a shard before the newest of `lives` began. Reads the whole log."""
-        return await self._crossed.read(name, lives)
+        return await self._crossed.read(str(bridge), name, lives)
 
-    async def arrived_below(self, name: ShardName, incarnation: bytes) -> int:
+    async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> int:
         """Below which source offset the ingress log says that a shard arrived under this incarnation. Reads the whole log."""
-        return await self._crossed.arrived_below(name, incarnation)
+        return await self._crossed.arrived_below(str(bridge), name, incarnation)
 
     def audit_state(self) -> tuple[str, int]:
         """The audit log's origin and durable size in leaves."""

@@ -1,7 +1,7 @@
 """What one grant has let into this region: its budget, and its rate. Pure; time comes in.
 
 The agent holds itself to both. The destination counts for itself: the budget from its own ingress log (the bytes of ACK
-leaves, `audit.trail.Trail.crossed_bytes`) and what is on its way there, so a restart forgets nothing; the rate by
+leaves, `audit.trail.Trail.charged_bytes`) and what is on its way there, so a restart forgets nothing; the rate by
 holding envelopes back, so an honest agent, whose bucket is the same, is never refused for it.
 
 Invariants: `taken_bytes` is what the log says and what is on its way, each byte once; it never passes the budget.
@@ -18,7 +18,8 @@ BURST_S: Final = 1.0
 
 @dataclass(slots=True)
 class GrantMeter:
-    """Of one grant, for all its links. Sizes in bytes of keys, encoded headers and payloads."""
+    """Of one grant, for all its links. Sizes in bytes of keys, encoded headers and payloads; a range that
+    has none counts EMPTY_RANGE_BYTES (`audit.leaf.Header.charged_bytes`)."""
 
     taken_bytes: int
     _spent_until_s: float = 0.0

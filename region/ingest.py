@@ -41,7 +41,16 @@ from typing import Final, NamedTuple
 import msgspec
 
 from audit.crossed import CROSSED_AHEAD, CROSSED_BEHIND_MAX, OffsetSet
-from audit.leaf import CommitmentKey, Committer, EncodedLeaf, Header, Kind, Side, encode_part
+from audit.leaf import (
+    EMPTY_RANGE_BYTES,
+    CommitmentKey,
+    Committer,
+    EncodedLeaf,
+    Header,
+    Kind,
+    Side,
+    encode_part,
+)
 from audit.position import LinkShard
 from audit.receipt import Receipt, sign_receipt
 from audit.stream_statement import Span, StreamStatement, cut_of, open_statement, parts_below
@@ -144,7 +153,7 @@ class IngestService:
         meter = self._meters.get(grant)
         if meter is None:
             # Nothing of it is on its way yet, so the log says all.
-            meter = self._meters[grant] = GrantMeter(self.governance.trail.crossed_bytes(grant))
+            meter = self._meters[grant] = GrantMeter(self.governance.trail.charged_bytes(grant))
         return meter
 
     def claim(self, name: StreamName, shard: int, slot: int, stream: IngestStream) -> _Landing:
@@ -230,7 +239,8 @@ class _Way(NamedTuple):
     batch: Batch | None
     leaves: list[EncodedLeaf]
     entries_sha256: bytes
-    record_bytes: int
+    charge: int
+    """of the grant's rate and budget, in bytes"""
     note: Note | None
     """its leaves beside the stream's log, until they are in the ingress log; None of a range that landed before"""
 
@@ -425,7 +435,9 @@ class IngestStream:
         )
         if not any(live.accepted is not None and live.accepted.is_resend for live in lives):
             return OffsetSet()
-        return await self._service.governance.crossed_before(_link_shard(scope).shard_name, lives)
+        return await self._service.governance.crossed_before(
+            scope.bridge, _link_shard(scope).shard_name, lives
+        )
 
     async def _logged_below(self, scope: TransferScope) -> int:
         """Below which source offset the ingress log says that records arrived under this incarnation."""
@@ -433,7 +445,7 @@ class IngestStream:
         if governance.trail.newest_incarnation(shard) in (b"", scope.incarnation):
             return governance.trail.arrived_below(shard, scope.incarnation)
         # Another incarnation came last. This one may be new, or a source's older stream that was put back, or stated anew.
-        return await governance.arrived_below(shard, scope.incarnation)
+        return await governance.arrived_below(scope.bridge, shard, scope.incarnation)
 
     def _told(self, opened: IngestOpened) -> IngestOpened:
         """With what crossed before a resend, from the oldest range on that may be sent again."""
@@ -675,9 +687,8 @@ class IngestStream:
             return
         if header.base_offset < self._before.next:
             self._check_new(found.offsets)
-        # One without records costs a leaf all the same, so it waits for what it has in bytes.
-        costs = 0 if again is not None else found.size_bytes or size
-        if not await self._turn(costs):
+        charge = found.size_bytes or EMPTY_RANGE_BYTES
+        if not await self._turn(charge if again is None else 0):
             return
         # From here to the append nothing waits: what is asked now is true then.
         self._check_grant()
@@ -689,7 +700,7 @@ class IngestStream:
                 code=Code.CONFLICT,
             )
         if again is None:
-            self._check_budget(found.size_bytes)
+            self._check_budget(charge)
             self._service.leaves.check_room()
         leaf = msgspec.structs.replace(leaf, time_ms=self._service.broker.clock_ms())
         leaves = [encode_part(leaf, part, landed.first_offset) for part in found.parts]
@@ -703,7 +714,7 @@ class IngestStream:
             batch,
             leaves,
             found.entries_sha256,
-            found.size_bytes,
+            charge,
             None,
         )
         self._landed_on().begin(header.base_offset)
@@ -713,7 +724,7 @@ class IngestStream:
             return
         arrival = encode_arrival(self._slot, landed, self._service.governance.trail, leaves)
         way = way._replace(note=self._shard.take_note(arrival))
-        self._meter.take(way.record_bytes)
+        self._meter.take(way.charge)
         self._position = position.after(landed, header.next_offset)
         record = self._record._replace(position=self._position)
         if landed.records:
@@ -770,8 +781,8 @@ class IngestStream:
         budget = self._terms.budget_bytes
         if not self._meter.fits(budget, size):
             raise GrantError(
-                f"The grant {self._grant_id} has a budget of {budget} bytes: {self._meter.taken_bytes} came in, and the next "
-                f"envelope has {size}.",
+                f"The grant {self._grant_id} has a budget of {budget} bytes: {self._meter.taken_bytes} are charged, and the next "
+                f"envelope counts {size}.",
                 code=Code.BUDGET_EXHAUSTED,
                 hint="Make a new grant with a new budget.",
             )
@@ -807,7 +818,7 @@ class IngestStream:
         if isinstance(result, FelixError):
             assert way.note is not None
             self._shard.release_note(way.note)
-            self._meter.give_back(way.record_bytes)
+            self._meter.give_back(way.charge)
             if isinstance(result, OffsetMismatchError):
                 result = UnavailableError("The append was moved; open the stream again.", retry_after_ms=50)
             self._lost(way, result)
@@ -887,7 +898,7 @@ class IngestStream:
             if held.header.base_offset != landed.base_offset or held.body != batch.body:
                 raise self._another(way)
         # It was within the budget when it landed, and counts from here on.
-        self._meter.take(way.record_bytes)
+        self._meter.take(way.charge)
         self._log(way)
 
     def _another(self, way: _Way) -> RequestError:

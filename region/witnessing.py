@@ -18,8 +18,8 @@ from audit.witness import Witness
 from felix.errors import Code, UnavailableError
 from felix.messages import CheckpointAnswer, Witnessed
 from felix.names import SpiffeId
+from felix.pace import Pace
 from felix.runtime.port import Clock
-from region.pace import Pace
 
 CHECKPOINTS_PER_S: Final = 1.0
 """Answers with a checkpoint to one other region: an agent asks every 3 s."""

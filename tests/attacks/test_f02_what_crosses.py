@@ -14,7 +14,7 @@ import pytest
 from bridge_mesh import STREAM, Mesh, two_regions, until
 from rogue_agent import Wild, granted, rogue_agent
 
-from audit.leaf import Kind, iter_entries
+from audit.leaf import EMPTY_RANGE_BYTES, Kind, iter_entries
 from bridge.link import LinkPhase
 from felix.batch import encode_headers
 from felix.errors import Code, FelixError
@@ -181,6 +181,29 @@ async def test_the_destination_counts_the_budget_for_itself_and_over_restarts(
     tally("records beyond a budget", tried - taken)
 
 
+async def test_envelopes_without_records_use_up_a_budget_too_and_over_restarts(
+    mesh: Mesh, tally: Tally
+) -> None:
+    """Each is a leaf in the ingress log for ever: under a budget nobody writes as many as he likes."""
+    grant = await granted(mesh, transform=build_spec(keep=["id"]), budget_bytes=4 * EMPTY_RANGE_BYTES + 1)
+    position = 0
+    for allowed in (3, 1, 0):
+        async with rogue_agent(mesh, grant) as agent:
+            await agent.open()
+            for _ in range(allowed):
+                agent.send_nothing(position, position)
+                await agent.receipt()
+                position += 1
+            if not allowed:
+                agent.send_nothing(position, position)
+                with pytest.raises(FelixError) as refused:
+                    await agent.receipt()
+                assert refused.value.code is Code.BUDGET_EXHAUSTED
+        await mesh.stop("eu-west")
+        await mesh.start("eu-west")
+    tally("envelopes without records beyond a budget", 1)
+
+
 async def test_the_destination_holds_a_rogue_to_the_rate_and_refuses_no_one_for_it(
     mesh: Mesh, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,7 +231,7 @@ async def test_the_destination_holds_a_rogue_to_the_rate_and_refuses_no_one_for_
         took = loop.time() - begun
         agent.send_nothing(20, 1_000)
         await agent.receipt()
-    assert charged[:-1] == [record.size] * 20 and charged[-1] > 100
+    assert charged == [record.size] * 20 + [EMPTY_RANGE_BYTES]
     # The first second's worth goes at once; a slow machine takes longer, and none may take less.
     assert took > 0.85
     assert await mesh.arrived() == 20

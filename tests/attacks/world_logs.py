@@ -238,8 +238,12 @@ def is_revoked(world: World, log: dict[str, Any], upto: int, number: int) -> boo
 
 def has_terms(world: World, log: dict[str, Any], number: int) -> bool:
     """Whether the register may name the terms of a grant: both halves, their approvals at some time in its window, and the
-    own region's policy stand in the whole log."""
-    seen = view(world, log, len(log["entries"]), FAR, grace=False)
+    own region's policy stand in the log, up to some leaf: a half that is signed again later undoes nothing."""
+    return any(_has_terms(world, log, upto, number) for upto in range(len(log["entries"]), 0, -1))
+
+
+def _has_terms(world: World, log: dict[str, Any], upto: int, number: int) -> bool:
+    seen = view(world, log, upto, FAR, grace=False)
     if not seen["revisions"]:
         return False
     terms = seen["grants"][number]["terms"]

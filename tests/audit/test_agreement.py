@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from audit_log import BRIDGE, EGRESS_ORIGIN, INGRESS_ORIGIN, STREAM, TIME_MS, Link, key, region_bundle, trust
 from signed_grants import (
+    ACCEPTOR,
     HOUR_MS,
     Signed,
     approver,
@@ -27,10 +28,11 @@ from audit.agreement import STANDING_GRACE_MS, Agreements, read_agreements
 from audit.document_leaf import read_document
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.origin import Origin
+from audit.spark.agreements import rows_of
 from audit.tile import MemoryFiles
 from audit.trust import Trust
 from policy.approval import Document, sign_approval
-from policy.grant import StandingAction, sign_export
+from policy.grant import StandingAction, open_export, sign_export, sign_import
 from policy.signed import SignedDocument
 
 NOWHERE = MemoryFiles({})
@@ -323,3 +325,35 @@ def test_the_keys_of_these_tests_are_those_of_their_bundles() -> None:
     assert key(8).verify_key.public in region_bundle("us-east").policy_keys and STREAM in str(
         make_terms().pattern
     )
+
+
+def test_a_half_signed_again_for_more_approvals_stops_what_comes_and_undoes_nothing() -> None:
+    """A destination that asks for two approvals from now on does not make a breach of what crossed with one."""
+    signed = signed_grant()
+    stricter = policy_document("eu-west", 2)
+    at = TIME_MS + 90_000
+    export = open_export(signed.export, trust().policy_keys)
+    again = sign_import(
+        signed.export, opened_policy(stricter), signing_key("eu-west"), trust().policy_keys, ACCEPTOR, at
+    )
+    found, problems = read(grant_leaves(signed))
+    assert problems == [] and found.judge(crossing(signed)) == []
+    assert found.take(50, paper_leaf(again, signed, Side.EGRESS, at), load) == []
+    (said,) = found.judge(crossing(signed, time_ms=at + 1))
+    assert "not approved" in said
+    agreed = found.agreement(signed.grant)
+    assert agreed is not None and agreed.complete
+    assert (agreed.terms, agreed.accepted.approvals) == (export.terms, 1)
+    rows = rows_of(
+        EGRESS_ORIGIN,
+        enumerate([*grant_leaves(signed), paper_leaf(again, signed, Side.EGRESS, at)]),
+        NOWHERE,
+        trust(),
+    )
+    assert [row[0] for row in rows.terms] == [signed.terms.hash().hex()]
+    # With the second approval the new half counts.
+    more = sign_approval(signed.terms.hash(), approver("eu-west", "dpo1"), at)
+    assert found.take(51, paper_leaf(more, signed, Side.EGRESS, at), load) == []
+    assert found.judge(crossing(signed, time_ms=at + 2)) == []
+    agreed = found.agreement(signed.grant)
+    assert agreed is not None and agreed.accepted.approvals == 2

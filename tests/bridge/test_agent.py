@@ -255,7 +255,7 @@ async def test_a_used_up_budget_stops_the_link_before_it_is_exceeded(mesh: Mesh)
     async with mesh.agent() as agent:
         stopped = await state(agent, "stopped")
         assert "budget" in stopped.reason
-        assert 0 < agent.shop.ledger.grant(grant).crossed_bytes <= 20_000
+        assert 0 < agent.shop.ledger.grant(grant).charged_bytes <= 20_000
     await settle(mesh)
     assert mesh.verify_egress().ok
     denied = mesh.headers(mesh.egress_folder, Kind.DENY)

@@ -27,10 +27,10 @@ def test_it_accounts_for_what_crossed_what_stayed_and_what_is_gone() -> None:
     assert (account.accounted_to, account.crossed, account.withheld, account.gaps) == (18, 8, 5, 5)
     assert ledger.grant(link.grant_id).granted
     assert not ledger.grant(link.grant_id).revoked
-    crossed = sum(leaf.header.record_bytes for leaf in leaves if leaf.header.kind is Kind.INTENT)
-    assert (ledger.grant(link.grant_id).crossed_records, ledger.grant(link.grant_id).crossed_bytes) == (
+    charged = sum(leaf.header.charged_bytes for leaf in leaves if leaf.header.kind is Kind.INTENT)
+    assert (ledger.grant(link.grant_id).crossed_records, ledger.grant(link.grant_id).charged_bytes) == (
         8,
-        crossed,
+        charged,
     )
     ledger.apply(link.revoke().header)
     assert ledger.grant(link.grant_id).revoked

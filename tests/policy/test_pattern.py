@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from felix.names import NamePattern, StreamName
-from policy.pattern import covers, overlap
+from policy.pattern import PatternSet, covers, overlap
 
 _part = st.sampled_from(["a", "ab", "abc", "b", "*", "a*", "ab*", "b*"])
 _pattern = st.tuples(_part, _part, _part).map("/".join).map(NamePattern)
@@ -44,3 +44,12 @@ def test_covering_and_overlapping_agree_with_what_the_patterns_match(
     if not overlap(one, other):
         assert not both
     assert overlap(one, other) == overlap(other, one)
+
+
+@given(st.lists(_pattern, max_size=6))
+def test_a_set_of_patterns_matches_what_one_of_them_does(patterns: list[NamePattern]) -> None:
+    held = PatternSet()
+    for pattern in patterns:
+        held.add(pattern)
+    for name in _names:
+        assert held.matches(name) is any(pattern.matches(name) for pattern in patterns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from region.pace import Pace
+from felix.pace import Pace
 
 
 def test_a_burst_then_so_many_a_second_each_caller_by_itself() -> None:
