@@ -165,6 +165,9 @@ class _Held:
     book: GrantBook | None = None
     book_of: int = -1
     """how many deny entries it was made with"""
+    settled: GrantBook | None = None
+    settled_of: frozenset[int] = frozenset()
+    """the leaves of the documents that it was made of"""
     decisions: dict[tuple[str, bytes, bool], Decision] = field(default_factory=dict)
     """of policies about a stream, by the policy's hash and whether it is in force"""
     approved_from: dict[tuple[bytes, ApprovalRule], int] = field(default_factory=dict)
@@ -393,19 +396,41 @@ class Agreements:
         return [f"{what}: {unmet}"] if unmet else []
 
     def _book(self, held: _Held) -> GrantBook:
-        if held.book is None or held.book_of != len(self._denies):
+        if held.book is None:
             documents = [document for _, _, document in (*held.documents, *self._denies)]
-            held.book, held.book_of = GrantBook(documents, self._keys, self._anchors), len(self._denies)
+            held.book = GrantBook(documents, self._keys, self._anchors)
+        elif held.book_of != len(self._denies):
+            held.book = held.book.including(document for _, _, document in self._denies[held.book_of :])
+        held.book_of = len(self._denies)
         return held.book
 
     def _settled(self, held: _Held, until_ms: int) -> GrantBook:
-        """A book without the pauses and deny entries whose leaves are younger than this."""
-        documents = [
-            document
-            for _, time_ms, document in (*held.documents, *self._denies)
+        """A book without the pauses and deny entries whose leaves are younger than this. Made from the one before: whoever writes a
+        log may have thousands of them between any two crossings."""
+        documents = {
+            index: document
+            for index, time_ms, document in (*held.documents, *self._denies)
             if time_ms <= until_ms or not _stops(document)
-        ]
-        return GrantBook(documents, self._keys, self._anchors)
+        }
+        leaves = frozenset(documents)
+        if held.settled is None:
+            held.settled = GrantBook(documents.values(), self._keys, self._anchors)
+        elif leaves != held.settled_of:
+            went, stay = (
+                held.settled_of - leaves,
+                set(documents.values()) if held.settled_of - leaves else set(),
+            )
+            gone = [
+                document
+                for index, _, document in (*held.documents, *self._denies)
+                if index in went and document not in stay
+            ]
+            come = [documents[index] for index in leaves - held.settled_of]
+            held.settled = held.settled.changed(
+                [each for each in gone if each not in documents.values()], come
+            )
+        held.settled_of = leaves
+        return held.settled
 
     def _policy_unmet(
         self, held: _Held, export: ExportGrant, accepted: ImportGrant, stream: StreamName, header: Header

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from typing import Final, NamedTuple
@@ -77,7 +76,7 @@ class EgressDocuments:
         self._book = GrantBook()
         self._seen_ms: dict[bytes, int] = {}
         self._logging = asyncio.Lock()
-        self._pace = Pace(FOREIGN_PER_S, FOREIGN_BURST, REGIONS_MAX, time.monotonic)
+        self._pace = Pace(FOREIGN_PER_S, FOREIGN_BURST, REGIONS_MAX, shop.runtime.clock.monotonic)
         self._held_back: set[str] = set()
         """regions of which documents wait"""
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from itertools import combinations
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
 from audit_log import BRIDGE, EGRESS_ORIGIN, INGRESS_ORIGIN, STREAM, TIME_MS, Link, key, region_bundle, trust
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from signed_grants import (
     ACCEPTOR,
     HOUR_MS,
@@ -357,3 +360,28 @@ def test_a_half_signed_again_for_more_approvals_stops_what_comes_and_undoes_noth
     assert found.judge(crossing(signed, time_ms=at + 2)) == []
     agreed = found.agreement(signed.grant)
     assert agreed is not None and agreed.accepted.approvals == 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.integers(0, 25_000)), max_size=12), st.randoms()
+)
+@settings(max_examples=25)
+def test_books_that_are_made_from_the_ones_before_decide_as_new_ones_do(
+    entries: list[tuple[int, bool, int]], random: Random
+) -> None:
+    """Deny entries and liftings between crossings, inside and outside of the time in which what was on its way is written down."""
+    signed, at = signed_grant(), TIME_MS
+    leaves, found = grant_leaves(signed), Agreements(trust(), Origin.parse(EGRESS_ORIGIN))
+    for index, leaf in enumerate(leaves):
+        assert found.take(index, leaf, load) == []
+    for number, (streams, lifted, later_ms) in enumerate(entries):
+        at += later_ms
+        document = deny_entry(
+            ("acme/*/*", "acme/ops/*", STREAM, "acme/hr/*", "*/*/*")[streams],
+            region=random.choice(("us-east", "eu-west")), sequence=number // 2 + 1, lifted=lifted, at=at,
+        )  # fmt: skip
+        leaves.append(paper_leaf(document, signed, Side.EGRESS, at))
+        assert found.take(len(leaves) - 1, leaves[-1], load) == []
+        asked = crossing(signed, time_ms=at + random.choice((0, 1, 9_999, 10_000, 10_001)))
+        fresh, _ = read(leaves)
+        assert (found.judge(asked) == []) is (fresh.judge(asked) == [])

@@ -1,0 +1,76 @@
+"""What one region can do to the links of others: by not answering, and by signing without end."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bridge.agent import Agent
+from bridge.documents import EgressDocuments, Paper
+from bridge.ledger import Ledger
+from felix.tasks import end_tasks
+
+
+async def test_a_region_that_does_not_answer_keeps_no_other_from_cosigning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, bool]] = []
+
+    async def cosign(_: Agent, witness: Any, final: bool) -> None:
+        asked.append((witness.region, final))
+        if witness.region == "ap-south":
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(Agent, "_cosign_egress", cosign)
+    monkeypatch.setattr("bridge.agent.COSIGN_WAIT_S", 0.001)
+    agent = object.__new__(Agent)
+    source = SimpleNamespace(is_up=False)
+    agent.shop = SimpleNamespace(source=source)  # type: ignore[assignment]
+    agent._endpoints = {"us-east": source} | {  # type: ignore[assignment]
+        region: SimpleNamespace(is_up=True, region=region) for region in ("ap-south", "eu-west")
+    }
+    agent._cosigning, agent._uncosigned, agent._reasons = {}, {}, {}
+    for _ in range(3):
+        await agent._cosign_all()
+    assert asked == [("ap-south", False), *[("eu-west", False)] * 3]
+    final = asyncio.ensure_future(agent._cosign_all(final=True))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert sorted(asked[4:]) == [("ap-south", True), ("eu-west", True)]
+    final.cancel()
+    await asyncio.wait([final])
+    await end_tasks(*agent._cosigning.values())
+
+
+async def test_documents_that_another_region_signs_without_end_wait_for_their_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bridge.documents.FOREIGN_BURST", 3)
+    now, ledger, logged = [0.0], Ledger(), list[str]()
+    shop: Any = SimpleNamespace(
+        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0])),
+        source=SimpleNamespace(region="us-east"),
+        ledger=ledger,
+    )
+
+    async def append(_: EgressDocuments, paper: Paper) -> bool:
+        ledger.documents.add(paper.digest)
+        logged.append(paper.document.region)
+        return True
+
+    monkeypatch.setattr(EgressDocuments, "_append", append)
+    documents = EgressDocuments(shop)
+    signers = ["eu-west"] * 10 + ["us-east"] * 10 + ["ap-south"]
+    documents._papers = tuple(
+        Paper(SimpleNamespace(region=region), b"", b"%d" % number)  # type: ignore[arg-type]
+        for number, region in enumerate(signers)
+    )
+    assert await documents.log(lambda grant: False) == 3 + 10 + 1
+    assert not documents.is_waiting, "what may not be written now is not asked for again at once"
+    assert await documents.log(lambda grant: False) == 0
+    now[0] += 60
+    assert await documents.log(lambda grant: False) == 1
+    assert logged.count("eu-west") == 4
