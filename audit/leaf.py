@@ -142,6 +142,8 @@ class GapKind(StrEnum):
     COMPACTION = "compaction"
     INCARNATION = "incarnation"
     """the stream was deleted and made again; the range is in the old incarnation"""
+    ELSEWHERE = "elsewhere"
+    """the destination says that it has them: another bridge brought them, and this log knows nothing of it"""
 
 
 class FieldLineage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

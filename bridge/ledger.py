@@ -140,7 +140,7 @@ class Ledger:
         elif header.kind is Kind.WITHHELD and header.reason != CROSSED_BEFORE:
             account.withheld += header.records
             account.filtered += header.records if header.reason == "filtered" else 0
-        elif header.kind is Kind.GAP:
+        elif header.kind is Kind.GAP and header.gap is not GapKind.ELSEWHERE:
             account.gaps += after - header.first_offset
 
     def grant(self, grant_id: str) -> GrantAccount:

@@ -466,6 +466,7 @@ class LinkWorker:
             await self._open_channel(self._first_epoch(trail))  # 3
             assert self._channel is not None and self._window is None
             self._check_destination(trail)
+            self._log_elsewhere()
             self._window = self._begin(trail)
             self.stats.position = self._window.position
             self._feed = await SealedFeed.open(  # 4
@@ -638,6 +639,24 @@ class LinkWorker:
         )
         cut = Cut(source.statement.epoch_at(at), at)
         raise self._truncated(said, source.live.incarnation, account, cut, source)
+
+    def _log_elsewhere(self) -> None:
+        """Offsets that this log knows nothing of, and the destination says that it has: another bridge brought them, or it is not so.
+        The GAP leaf says whose word it is, and the report holds the ingress log to it."""
+        source, channel, shop, row = self._source, self._channel, self._shop, self.row
+        assert source is not None and channel is not None
+        account = shop.ledger.shard(self.link_shard, source.live.incarnation)
+        known = source.begins_at if account is None else account.accounted_to
+        position = channel.opened.position
+        # Under the grant that it accounts for, a destination that is further is refused (bridge.link).
+        if position <= known or (account is not None and account.grant_id == row.grant):
+            return
+        template = msgspec.structs.replace(
+            self._template(source.live.incarnation),
+            sentence=f"{row.destination_region} says that it has them; this bridge did not bring them.",
+        )
+        leaf = gap_leaf(template, GapKind.ELSEWHERE, known, position - 1, shop.clock_ms())
+        shop.append([leaf], lambda index, error: None)
 
     def _truncated(
         self, said: str, incarnation: bytes, account: ShardAccount | None, cut: Cut, source: SourceShard

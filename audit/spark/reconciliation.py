@@ -13,8 +13,9 @@ is accounted for under each.
    envelope's entries (`batch_sha256`: the same however each side cut it into leaves) are compared;
 2. envelopes that this does not show to be alike are compared record by record, commitment by commitment, where the
    leaves stand (`audit.spark.comparison`): records are never shuffled, and logs that agree are never read again;
-3. records that a resend passes by must have arrived before it, under an incarnation that it goes on from (`audit.spark.passed_by`):
-   that they crossed is the egress log's word, and the ingress log has them or it is not so;
+3. records that a resend passes by must have arrived before it, under an incarnation that it goes on from, and offsets that another
+   bridge brought must have arrived (`audit.spark.arrived_before`): an egress log takes the destination's word for it, and the ingress
+   log has them or it is not so;
 4. per shard, the source offsets that INTENT, WITHHELD and GAP leaves cover must follow each other without a hole
    and without two INTENT leaves over the same offset, and covered = crossed + withheld + passed by in a resend + gaps. A link may go on
    further ahead where another grant begins; what lies between is counted as skipped.
@@ -29,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from audit.crossed import CROSSED_BEFORE
+from audit.leaf import GapKind
 from audit.origin import Origin
 from audit.spark.table import Column, Type
 
@@ -43,6 +45,10 @@ ONE_SIDE: Final = "one side only"
 
 PASSED_BY: Final = f"kind = 'WITHHELD' AND reason <=> '{CROSSED_BEFORE}'"
 """Leaves about records that a resend leaves out, since they crossed before it: nothing that was withheld from anybody."""
+TAKEN_ON_TRUST: Final = (
+    f"side = 'egress' AND ({PASSED_BY} OR (kind = 'GAP' AND gap <=> '{GapKind.ELSEWHERE}'))"
+)
+"""Leaves of an egress log that say what the destination had before."""
 
 COLUMNS: Final = (
     Column("source_region", Type.TEXT, "From region"),

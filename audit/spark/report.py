@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from audit.origin import Origin
 from audit.spark import exceptions, lineage, openlineage, page, reconciliation, register, volumes
 from audit.spark.agreements import read_signed
+from audit.spark.arrived_before import unfounded
 from audit.spark.comparison import compare_records
 from audit.spark.document import Missing, Report, Totals, VerifiedLog, as_json
 from audit.spark.java import Java
-from audit.spark.passed_by import unfounded
 from audit.spark.session import default_master, open_session
 from audit.spark.table import Table, encode_csv, from_rows, iso, write_parquet
 from audit.spark.verification import (
@@ -355,10 +355,10 @@ def _compute(
     found = reconciliation.envelope_findings(sides).unionByName(reconciliation.coverage_findings(leaves))
     unlike = reconciliation.unlike_envelopes(sides).localCheckpoint()
     places = {log.checkpoint.origin: (log.path, log.checkpoint.size) for log in opened}
-    passed = leaves.where(f"side = 'egress' AND {reconciliation.PASSED_BY} AND {given.ingress}")
-    if not passed.isEmpty():
-        tell("Looking for what a resend passed by in the ingress logs")
-        found = found.unionByName(unfounded(leaves, passed, places, signed.derived))
+    trusting = leaves.where(f"{reconciliation.TAKEN_ON_TRUST} AND {given.ingress}")
+    if not trusting.isEmpty():
+        tell("Looking in the ingress logs for what had arrived before")
+        found = found.unionByName(unfounded(leaves, trusting, places, signed.derived))
     if not unlike.isEmpty():
         tell("Comparing records where the digests differ")
         found = found.unionByName(compare_records(reconciliation.places(leaves, unlike), places))

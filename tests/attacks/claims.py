@@ -101,8 +101,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("crossed", "agent"): Cell(
         _F,
         "an INTENT for what it never sent has no receipt; a crossing without its INTENT, or with other bytes than were "
-        "committed to, differs from the ingress log: the reconciliation names each record",
-        ("attacks/test_one_party_alone.py", "attacks/test_rogue_agent.py"),
+        "committed to, differs from the ingress log: the reconciliation names each record, also those that a resend passed by as if they had crossed before",
+        ("attacks/test_one_party_alone.py", "attacks/test_rogue_agent.py", "spark/test_truncation_report.py"),
     ),
     ("crossed", "source"): Cell(
         _F,
@@ -315,9 +315,15 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         _Y, "it may withhold what it likes: Felix proves what crossed, not that all did"
     ),
     ("withheld", "destination"): Cell(
-        _C,
-        "it cannot write the egress log, and a withheld record's commitment tells it nothing",
-        ("attacks/test_f15_withheld_records.py", "attacks/test_one_party_alone.py"),
+        _F,
+        "it cannot write the egress log, and a withheld record's commitment tells it nothing; where it says that it has what it never "
+        "got, and the agent leaves that out, the egress log says whose word it is, and the report looks for it in the ingress log",
+        (
+            "attacks/test_f15_withheld_records.py",
+            "attacks/test_one_party_alone.py",
+            "attacks/test_destination_ahead.py",
+            "spark/test_truncation_report.py",
+        ),
     ),
     ("withheld", "third"): Cell(
         _C, "it cannot write the egress log", ("attacks/test_f05_witnesses_and_names.py",)

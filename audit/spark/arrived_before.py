@@ -1,0 +1,147 @@
+"""What an egress log says that the destination had before: its own log must have it.
+
+Two kinds of leaves take the destination's word, and a destination may lie, or the agent that writes them:
+
+- WITHHELD with the reason `crossed-before`: a resend passes these records by. Each of them must have arrived under an incarnation
+  that theirs goes on from (`audit.crossed`, with the documents of all logs);
+- GAP of the kind `elsewhere`: another bridge brought these offsets. Arrivals under the same incarnation must cover them.
+
+One row for each shard goes to a worker, which reads the leaves again; a set of offsets takes a bit each. Who may call:
+`audit.spark.report`, where there are such leaves. Executors import this module by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from audit.crossed import Crossed, OffsetSet
+from audit.leaf import Kind, Leaf, iter_entries
+from audit.position import ShardName
+from audit.spark.comparison import FINDINGS, LeafReader
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+Derived = Mapping[bytes, tuple[bytes, int | None]]
+
+_NAMES: Final = ("source_region", "destination_region", "stream", "destination_stream", "shard")
+"""A shard as the destination has it, over all incarnations and bridges."""
+_SHARD: Final = ", ".join(_NAMES)
+_PLACE: Final = (
+    "array_sort(collect_list(struct(leaf_index, log, entries_sha256, bridge, incarnation, "
+    "CASE kind WHEN 'GAP' THEN 'elsewhere' ELSE 'passed-by' END AS what)))"
+)
+_WORDS: Final = {
+    "passed-by": "Passed by in a resend as if they had crossed before; the ingress log does not have them.",
+    "elsewhere": "Left out as if another bridge had brought them; the ingress log does not have them.",
+}
+
+
+class _Arrived:
+    """What the ingress log has of one shard."""
+
+    def __init__(self, derived: Derived) -> None:
+        self._crossed = Crossed()
+        for incarnation, (ended, truncated_at) in derived.items():
+            self._crossed.derive(incarnation, ended, truncated_at)
+        self._before: dict[bytes, OffsetSet] = {}
+        self._ranges: dict[bytes, list[tuple[int, int]]] = {}
+
+    def take(self, leaf: Leaf) -> None:
+        """Its next ACK leaf."""
+        self._crossed.take(leaf)
+        self._ranges.setdefault(leaf.header.incarnation, []).append(_range(leaf))
+
+    def lacks(self, leaf: Leaf) -> list[tuple[int, int]]:
+        """Which of the offsets that an egress leaf is about did not arrive: ranges, both ends included."""
+        incarnation = leaf.header.incarnation
+        if leaf.header.kind is Kind.GAP:
+            return _uncovered(_range(leaf), sorted(self._ranges.get(incarnation, ())))
+        if incarnation not in self._before:
+            self._before[incarnation] = self._crossed.before(ShardName.of(leaf.header), incarnation)
+        before = self._before[incarnation]
+        return [(entry.offset, entry.offset) for entry in iter_entries(leaf) if entry.offset not in before]
+
+
+def _range(leaf: Leaf) -> tuple[int, int]:
+    first, last = leaf.header.first_offset, leaf.header.last_offset
+    assert first is not None and last is not None
+    return first, last
+
+
+def _uncovered(wanted: tuple[int, int], ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of a range that none of these covers, which come in order of where they begin."""
+    found, (at, end) = list[tuple[int, int]](), wanted
+    for first, last in ranges:
+        if first > end:
+            break
+        if first > at:
+            found.append((at, first - 1))
+        at = max(at, last + 1)
+    if at <= end:
+        found.append((at, end))
+    return found
+
+
+def _missing(
+    reader: LeafReader, derived: Derived, row: Mapping[str, Any]
+) -> Iterator[tuple[Mapping[str, Any], list[tuple[int, int]]]]:
+    """Each place that is about offsets of which nothing says that they arrived, with these."""
+    arrived = _Arrived(derived)
+    for place in row["arrived"] or ():
+        arrived.take(reader.leaf(place["log"], place["leaf_index"], place["entries_sha256"]))
+    for place in row["trusting"]:
+        missing = arrived.lacks(reader.leaf(place["log"], place["leaf_index"], place["entries_sha256"]))
+        if missing:
+            yield place, missing
+
+
+def _look(
+    logs: Mapping[str, tuple[str, int]], derived: Derived, fields: Any
+) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def work(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        reader = LeafReader(logs)
+        for batch in batches:
+            for row in batch.to_pylist():
+                made = [
+                    {
+                        **{name: row[name] for name in _NAMES}, "bridge": place["bridge"], "incarnation": place["incarnation"],
+                        "status": "differs", "finding": f"{place['what']}-without-arrival", "first_offset": missing[0][0],
+                        "last_offset": missing[-1][1], "records": sum(last - first + 1 for first, last in missing),
+                        "egress_leaf": place["leaf_index"], "sentence": _WORDS[place["what"]],
+                    }
+                    for place, missing in _missing(reader, derived, row)
+                ]  # fmt: skip
+                if made:
+                    yield pa.RecordBatch.from_pylist(made, schema=fields)
+
+    return work
+
+
+def unfounded(
+    leaves: DataFrame, trusting: DataFrame, logs: Mapping[str, tuple[str, int]], derived: Derived
+) -> DataFrame:
+    """A finding for each leaf of `trusting` (`reconciliation.TAKEN_ON_TRUST`) about offsets that did not arrive. `logs` is path and size of each log, by origin."""
+    from pyspark.sql.pandas.types import to_arrow_schema
+    from pyspark.sql.types import StructType
+
+    places = leaves.sparkSession.sql(
+        f"""
+        WITH trusting AS (SELECT {_SHARD}, {_PLACE} AS trusting FROM {{trusting}} GROUP BY {_SHARD}),
+             arrived AS (
+                 SELECT {_SHARD}, {_PLACE} AS arrived FROM {{leaves}}
+                 WHERE side = 'ingress' AND kind = 'ACK' AND first_offset IS NOT NULL GROUP BY {_SHARD}
+             )
+        SELECT * FROM trusting LEFT JOIN arrived USING ({_SHARD})
+        """,  # noqa: S608  # constants
+        leaves=leaves,
+        trusting=trusting,
+    )
+    kind = StructType.fromDDL(FINDINGS)
+    assert isinstance(kind, StructType)
+    fields = to_arrow_schema(kind, timezone="UTC")
+    return places.mapInArrow(_look(dict(logs), dict(derived), fields), FINDINGS)
