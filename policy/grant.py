@@ -1,15 +1,8 @@
 """Grants: two signed documents that let one stream cross, and the book that answers whether it may right now.
 
-The **export grant** carries the terms and is signed by the source region's policy key; the **import grant** names
-the same terms hash and is signed by the destination's. Each states how many approvals its region asks for, and on each
-side so many different people must have signed the terms' hash (policy.approval). Without all of this nothing moves.
-Later changes are signed documents too: a `Standing` pauses, resumes or revokes, or accepts a truncation; a `DenyEntry`
-forbids a stream whatever is granted.
-
-States of a grant (TRANSITIONS is the table that the code runs on)::
-
-    offered ──complete──▶ active ◀──pause/resume──▶ paused
-       └──────────── revoke, expire ──────────────▶ revoked, expired   (final)
+The documents are in policy.grant_documents, the states in policy.grant_state, questions and answers in policy.attempt; whoever deals
+with grants has all of their names here. Each half states how many approvals its region asks for, and on each side so many different
+people must have signed the terms' hash (policy.approval). Without all of this nothing moves.
 
 Checks of `GrantBook.check`, in this order; each has its own refusal:
 
@@ -39,15 +32,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
-from typing import Annotated, Final, Literal, NamedTuple, Self
+from enum import IntEnum
+from typing import Final, NamedTuple, Self
 
-import msgspec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-from felix.errors import Code, RequestError
+from felix.errors import Code
 from felix.identity import TrustBundle
-from felix.names import NamePattern, SpiffeId, StreamName, parse_region
+from felix.names import NamePattern, SpiffeId, StreamName
 from policy.approval import (
     Approval,
     ApprovalBody,
@@ -58,22 +48,74 @@ from policy.approval import (
     open_approval,
     tally,
 )
+from policy.attempt import CODES, Allowed, Attempt, Refusal, RefusalKind, check_path
 from policy.claims import read_claim, select_documents
+from policy.grant_documents import (
+    EVERYWHERE,
+    DenyEntry,
+    ExportGrant,
+    GrantError,
+    ImportGrant,
+    OutdatedError,
+    Standing,
+    StandingAction,
+    agree,
+    open_export,
+    open_import,
+    sign_deny,
+    sign_export,
+    sign_import,
+    sign_standing,
+)
+from policy.grant_state import TRANSITIONS, GrantEvent, GrantState, advance
 from policy.pattern import PatternSet
 from policy.quantity import Instant, Size
-from policy.residency import APPROVALS_MAX, Decision, ResidencyPolicy, decide_grant
+from policy.residency import Decision, ResidencyPolicy, decide_grant
 from policy.signed import (
     Purpose,
     SignatureError,
-    SignedDocument,
     Trusted,
     canonical,
     decode_body,
-    sign,
     verify,
 )
-from policy.terms import GrantId, GrantTerms, Hash, Line, Number, OptionalLine, grant_id
+from policy.terms import GrantTerms
 from policy.truncation import Accepted, Live, Truncation, chain
+
+__all__ = [
+    "ANEW_FROM",
+    "CODES",
+    "DECISIONS_MAX",
+    "DOCUMENTS_MAX",
+    "EVERYWHERE",
+    "NEVER",
+    "TRANSITIONS",
+    "Allowed",
+    "Attempt",
+    "DenyEntry",
+    "ExportGrant",
+    "GrantBook",
+    "GrantError",
+    "GrantEvent",
+    "GrantState",
+    "GrantView",
+    "ImportGrant",
+    "OutdatedError",
+    "Problem",
+    "Refusal",
+    "RefusalKind",
+    "Standing",
+    "StandingAction",
+    "advance",
+    "agree",
+    "check_path",
+    "open_export",
+    "open_import",
+    "sign_deny",
+    "sign_export",
+    "sign_import",
+    "sign_standing",
+]
 
 DOCUMENTS_MAX: Final = 100_000
 """Documents in one book: each is verified once when the book is made."""
@@ -81,412 +123,8 @@ DECISIONS_MAX: Final = 4_096
 """Remembered policy decisions; beyond that the memory starts anew."""
 ANEW_FROM: Final = 8
 """Where more than one of so many grants changes, a new book costs less than a changed one."""
-EVERYWHERE: Final = "*"
 NEVER: Final = 1 << 63
 """A time (ms) that does not come."""
-
-ApprovalCount = Annotated[int, msgspec.Meta(ge=0, le=APPROVALS_MAX)]
-
-
-class GrantError(RequestError):
-    """A grant that does not hold."""
-
-    default_code = Code.GRANT_INVALID
-
-
-# ------------------------------------------------------------------------------------------------ documents
-
-
-class ExportGrant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body that the source region signs. `approvals`, `separate`: what its policy asked for when it was made."""
-
-    version: Literal[2] = 2
-    grant: GrantId
-    terms: GrantTerms
-    terms_hash: Hash
-    approvals: ApprovalCount
-    separate: bool
-    policy_revision: Number
-    policy_hash: Hash
-    signed_at: Number
-
-    def __post_init__(self) -> None:
-        found = self.terms.hash()
-        if self.terms_hash != found.hex() or self.grant != grant_id(found):
-            raise ValueError("its id and terms hash are not those of the terms it carries")
-
-
-class ImportGrant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body that the destination region signs. `accepted_by`: SPIFFE id of the operator who accepted."""
-
-    version: Literal[2] = 2
-    grant: GrantId
-    terms_hash: Hash
-    stream: str
-    destination_stream: str
-    from_region: str
-    to_region: str
-    bridge: str
-    accepted_by: str
-    approvals: ApprovalCount
-    separate: bool
-    policy_revision: Number
-    policy_hash: Hash
-    signed_at: Number
-
-    def __post_init__(self) -> None:
-        NamePattern(self.stream)
-        acceptor = SpiffeId.parse(self.accepted_by)
-        if (acceptor.kind, acceptor.region) != ("operator", self.to_region):
-            raise ValueError(f"{self.accepted_by} is not an operator of {self.to_region}")
-
-
-class StandingAction(StrEnum):
-    PAUSE = "pause"
-    RESUME = "resume"
-    REVOKE = "revoke"
-    ACCEPT_TRUNCATION = "accept-truncation"
-    """a link that stopped because what had crossed is gone goes on (policy.truncation)"""
-    RESEND = "resend"
-    """the source goes back for records that stayed, under the terms that hold now (policy.truncation)"""
-
-
-class Standing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One region's later word on a grant. `sequence` grows with each one by that region on that grant."""
-
-    version: Literal[1] = 1
-    grant: GrantId
-    action: StandingAction
-    region: str
-    sequence: Number
-    at: Number
-    by: Line
-    reason: OptionalLine = ""
-    truncation: Truncation | msgspec.UnsetType = msgspec.UNSET
-    """of `accept-truncation` and `resend`, and of nothing else"""
-
-    def __post_init__(self) -> None:
-        goes_back = self.action in (StandingAction.ACCEPT_TRUNCATION, StandingAction.RESEND)
-        if goes_back != isinstance(self.truncation, Truncation):
-            raise ValueError(
-                "accept-truncation and resend name where the link goes on, and nothing else does"
-            )
-
-
-class DenyEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One region's signed no to a stream or pattern, towards one other region or `*`. `lifted` takes it back."""
-
-    version: Literal[1] = 1
-    streams: str
-    peer: str
-    region: str
-    sequence: Number
-    at: Number
-    by: Line
-    reason: OptionalLine = ""
-    lifted: bool = False
-
-    def __post_init__(self) -> None:
-        NamePattern(self.streams)
-        parse_region(self.region)
-        if self.peer != EVERYWHERE:
-            parse_region(self.peer)
-
-
-def sign_export(
-    terms: GrantTerms, policy: ResidencyPolicy, key: Ed25519PrivateKey, now: int
-) -> SignedDocument:
-    """The source region's half. Raises ResidencyError where its policy does not allow these terms, GrantError
-    where they have expired already."""
-    if policy.region != terms.from_region:
-        raise GrantError(f"The terms are for data of {terms.from_region}; this region is {policy.region}.")
-    _refuse_expired(terms, now)
-    decision = decide_grant(policy, terms, terms.pattern, now)
-    if not decision.allowed:
-        raise decision.error()
-    body = ExportGrant(
-        grant=grant_id(terms.hash()),
-        terms=terms,
-        terms_hash=terms.hash().hex(),
-        approvals=_asked(decision),
-        separate=_separate(decision),
-        policy_revision=policy.revision,
-        policy_hash=policy.hash.hex(),
-        signed_at=now,
-    )
-    return sign(Purpose.EXPORT, policy.region, canonical(body), key)
-
-
-def open_export(document: SignedDocument, trusted: Trusted) -> ExportGrant:
-    """A verified export grant. Raises SignatureError."""
-    verify(document, trusted)
-    _refuse_old(document)
-    export = decode_body(document, ExportGrant, Purpose.EXPORT)
-    if export.terms.from_region != document.region:
-        raise SignatureError(
-            f"An export grant for data of {export.terms.from_region} is signed by {document.region}."
-        )
-    return export
-
-
-def open_import(document: SignedDocument, trusted: Trusted) -> ImportGrant:
-    """A verified import grant. Raises SignatureError."""
-    verify(document, trusted)
-    _refuse_old(document)
-    accepted = decode_body(document, ImportGrant, Purpose.IMPORT)
-    if accepted.to_region != document.region:
-        raise SignatureError(f"An import grant for {accepted.to_region} is signed by {document.region}.")
-    return accepted
-
-
-def sign_import(
-    export: SignedDocument,
-    policy: ResidencyPolicy,
-    key: Ed25519PrivateKey,
-    trusted: Trusted,
-    accepted_by: str,
-    now: int,
-) -> SignedDocument:
-    """The destination region's half, made from the export grant it was handed. `accepted_by`: an operator's SPIFFE id.
-
-    Raises SignatureError where the export grant does not verify, GrantError where it is for another region or
-    expired, ResidencyError where the destination's own policy does not allow the terms.
-    """
-    offered = open_export(export, trusted)
-    terms = offered.terms
-    if policy.region != terms.to_region:
-        raise GrantError(
-            f"The grant {offered.grant} is for {terms.to_region}; this region is {policy.region}."
-        )
-    _refuse_expired(terms, now)
-    decision = decide_grant(policy, terms, terms.pattern, now)
-    if not decision.allowed:
-        raise decision.error()
-    body = ImportGrant(
-        grant=offered.grant,
-        terms_hash=offered.terms_hash,
-        stream=terms.stream,
-        destination_stream=terms.destination_stream,
-        from_region=terms.from_region,
-        to_region=terms.to_region,
-        bridge=terms.bridge,
-        accepted_by=accepted_by,
-        approvals=_asked(decision),
-        separate=_separate(decision),
-        policy_revision=policy.revision,
-        policy_hash=policy.hash.hex(),
-        signed_at=now,
-    )
-    return sign(Purpose.IMPORT, policy.region, canonical(body), key)
-
-
-def sign_standing(standing: Standing, key: Ed25519PrivateKey) -> SignedDocument:
-    """A pause, a resume or a revocation, by one of the grant's two regions."""
-    return sign(Purpose.STANDING, standing.region, canonical(standing), key)
-
-
-def sign_deny(entry: DenyEntry, key: Ed25519PrivateKey) -> SignedDocument:
-    """A deny entry, or its lifting."""
-    return sign(Purpose.DENY, entry.region, canonical(entry), key)
-
-
-class OutdatedError(SignatureError):
-    """A grant that a former version made, and that is not in force any more."""
-
-
-class _Versioned(msgspec.Struct):
-    version: int = 0
-    grant: str = ""
-
-
-def _refuse_old(document: SignedDocument) -> None:
-    """Raises OutdatedError for a grant of version 0.1, whose approvers were a text and not signatures."""
-    try:
-        found = msgspec.json.decode(document.body, type=_Versioned)
-    except msgspec.MsgspecError:
-        return
-    if found.version == 1:
-        raise OutdatedError(
-            f"The grant {found.grant[:18]} was made by Felix 0.1, where approvals were texts and not signatures; it is not in "
-            "force any more.",
-            hint="Make it anew with `felix bridge allow`, have it accepted and approved.",
-        )
-
-
-def _asked(decision: Decision) -> int:
-    return max(rule.approvals for rule in decision.approvals)
-
-
-def _separate(decision: Decision) -> bool:
-    return any(rule.separate for rule in decision.approvals)
-
-
-def _refuse_expired(terms: GrantTerms, now: int) -> None:
-    if terms.expires <= now:
-        raise GrantError(
-            f"The terms expired at {Instant(terms.expires)}.", code=Code.GRANT_EXPIRED, hint="Make new terms."
-        )
-
-
-# ----------------------------------------------------------------------------------------- the state machine
-
-
-class GrantState(StrEnum):
-    OFFERED = "offered"
-    ACTIVE = "active"
-    PAUSED = "paused"
-    REVOKED = "revoked"
-    EXPIRED = "expired"
-
-
-class GrantEvent(StrEnum):
-    COMPLETE = "complete"
-    """both halves are there, and on each side the approvals that they ask for"""
-    PAUSE = "pause"
-    RESUME = "resume"
-    REVOKE = "revoke"
-    EXPIRE = "expire"
-
-
-TRANSITIONS: Final[Mapping[tuple[GrantState, GrantEvent], GrantState]] = {
-    (GrantState.OFFERED, GrantEvent.COMPLETE): GrantState.ACTIVE,
-    (GrantState.ACTIVE, GrantEvent.PAUSE): GrantState.PAUSED,
-    (GrantState.PAUSED, GrantEvent.RESUME): GrantState.ACTIVE,
-    (GrantState.OFFERED, GrantEvent.REVOKE): GrantState.REVOKED,
-    (GrantState.ACTIVE, GrantEvent.REVOKE): GrantState.REVOKED,
-    (GrantState.PAUSED, GrantEvent.REVOKE): GrantState.REVOKED,
-    (GrantState.OFFERED, GrantEvent.EXPIRE): GrantState.EXPIRED,
-    (GrantState.ACTIVE, GrantEvent.EXPIRE): GrantState.EXPIRED,
-    (GrantState.PAUSED, GrantEvent.EXPIRE): GrantState.EXPIRED,
-}
-"""What is not in the table leaves the state as it is: `revoked` and `expired` are final."""
-
-
-def advance(state: GrantState, event: GrantEvent) -> GrantState:
-    """The state after an event."""
-    return TRANSITIONS.get((state, event), state)
-
-
-# ------------------------------------------------------------------------------------------------- the answer
-
-
-class RefusalKind(StrEnum):
-    """Why nothing crosses; one sentence and one code for each."""
-
-    DENIED = "denied"
-    NO_GRANT = "no-grant"
-    IMPORT_MISSING = "import-missing"
-    EXPORT_MISSING = "export-missing"
-    FORGED = "forged"
-    OUTDATED = "outdated"
-    LEFT_OUT = "left-out"
-    TERMS_MISMATCH = "terms-mismatch"
-    WRONG_BRIDGE = "wrong-bridge"
-    REVOKED = "revoked"
-    NOT_YET = "not-yet"
-    EXPIRED = "expired"
-    NOT_APPROVED = "not-approved"
-    PAUSED = "paused"
-    LOOP = "loop"
-    ONWARD = "onward"
-    AGAINST_POLICY = "against-policy"
-    BUDGET = "budget"
-
-
-CODES: Final[Mapping[RefusalKind, Code]] = {
-    RefusalKind.DENIED: Code.RESIDENCY_DENIED,
-    RefusalKind.NO_GRANT: Code.GRANT_MISSING,
-    RefusalKind.IMPORT_MISSING: Code.GRANT_MISSING,
-    RefusalKind.EXPORT_MISSING: Code.GRANT_MISSING,
-    RefusalKind.FORGED: Code.GRANT_INVALID,
-    RefusalKind.OUTDATED: Code.GRANT_INVALID,
-    RefusalKind.LEFT_OUT: Code.GRANT_MISSING,
-    RefusalKind.NOT_APPROVED: Code.NOT_APPROVED,
-    RefusalKind.TERMS_MISMATCH: Code.GRANT_MISMATCH,
-    RefusalKind.WRONG_BRIDGE: Code.IDENTITY_REFUSED,
-    RefusalKind.REVOKED: Code.GRANT_REVOKED,
-    RefusalKind.NOT_YET: Code.GRANT_NOT_YET,
-    RefusalKind.EXPIRED: Code.GRANT_EXPIRED,
-    RefusalKind.PAUSED: Code.PAUSED,
-    RefusalKind.LOOP: Code.LOOP_REFUSED,
-    RefusalKind.ONWARD: Code.RESIDENCY_DENIED,
-    RefusalKind.AGAINST_POLICY: Code.RESIDENCY_DENIED,
-    RefusalKind.BUDGET: Code.BUDGET_EXHAUSTED,
-}
-
-
-class Attempt(NamedTuple):
-    """What somebody wants to do: move records of `stream` from one region to the other.
-
-    `bridge` None: whichever the grant names. `path`: the regions that the records have been in, oldest first; the source
-    region itself may be among them.
-    """
-
-    stream: StreamName
-    from_region: str
-    to_region: str
-    bridge: SpiffeId | None = None
-    path: tuple[str, ...] = ()
-
-
-class Allowed(NamedTuple):
-    """It may cross, under this grant. `export` and `accepted` are the two bodies that agree."""
-
-    export: ExportGrant
-    accepted: ImportGrant
-    terms_hash: bytes
-    destination_stream: StreamName
-    decision: Decision | None
-    """of the policy that was asked; None where none was"""
-
-    @property
-    def grant(self) -> str:
-        return self.export.grant
-
-    @property
-    def terms(self) -> GrantTerms:
-        return self.export.terms
-
-
-class Refusal(NamedTuple):
-    """It may not, for this reason. `grant` is empty where no grant is involved; `rule` where no policy rule is."""
-
-    kind: RefusalKind
-    sentence: str
-    hint: str
-    grant: str = ""
-    rule: str = ""
-
-    @property
-    def code(self) -> Code:
-        return CODES[self.kind]
-
-    def error(self) -> GrantError:
-        """The refusal as an error."""
-        return GrantError(self.sentence, code=self.code, hint=self.hint)
-
-
-def check_path(grant: str, terms: GrantTerms, path: tuple[str, ...]) -> Refusal | None:
-    """The refusal of one record for where it has been, or None.
-
-    For the bridge, which asks the book once for a batch and this for every record that has a path.
-    """
-    elsewhere = [region for region in path if region != terms.from_region]
-    if terms.to_region in elsewhere:
-        return Refusal(
-            RefusalKind.LOOP,
-            f"The records have been in {terms.to_region} already; they do not return there.",
-            "Grant the stream in one direction only, or filter what came from there.",
-            grant,
-        )
-    if elsewhere and not terms.onward:
-        return Refusal(
-            RefusalKind.ONWARD,
-            f"The records came from {elsewhere[0]}, and the grant {grant} does not allow onward transfer.",
-            "Make a grant that allows it, where the policy does.",
-            grant,
-        )
-    return None
 
 
 class Problem(NamedTuple):
@@ -1351,18 +989,6 @@ def _not_approved(
         f"Another approver signs it: felix bridge approve {grant} --as NAME --region {lacking[0].region}.",
         grant,
         rule.rule if rule else "",
-    )
-
-
-def agree(export: ExportGrant, accepted: ImportGrant) -> bool:
-    """True where both halves name the same terms, stream, direction and bridge."""
-    terms = export.terms
-    return (
-        export.terms_hash == accepted.terms_hash
-        and terms.stream == accepted.stream
-        and terms.destination_stream == accepted.destination_stream
-        and _ends(terms) == (accepted.from_region, accepted.to_region)
-        and terms.bridge == accepted.bridge
     )
 
 

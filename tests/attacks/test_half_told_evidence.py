@@ -154,6 +154,7 @@ def test_terms_that_share_a_grants_id_are_not_the_grants(monkeypatch: pytest.Mon
 
     import policy.approval
     import policy.grant
+    import policy.signed
 
     for module in (policy.grant, policy.approval):
         monkeypatch.setattr(module, "grant_id", lambda _: "g-aaaaaaaaaaaaaaaa")
@@ -161,8 +162,8 @@ def test_terms_that_share_a_grants_id_are_not_the_grants(monkeypatch: pytest.Mon
     agreed, invented = make(), make(purpose="marketing")
     earlier = msgspec.json.decode(invented.export.body) | {"signed_at": 1}
     half = msgspec.convert(earlier, policy.grant.ExportGrant)
-    export = policy.grant.sign(
-        policy.grant.Purpose.EXPORT, "us-east", policy.grant.canonical(half), signed_grants.signing_key("us-east")
+    export = policy.signed.sign(
+        policy.signed.Purpose.EXPORT, "us-east", policy.signed.canonical(half), signed_grants.signing_key("us-east")
     )  # fmt: skip
     other = invented._replace(export=export)
     link = Link(grant_id="g-aaaaaaaaaaaaaaaa")
