@@ -18,31 +18,22 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from audit.checkpoint import note_size
-from audit.crossed import OffsetSet
-from audit.leaf import Header, Kind, Leaf, Side
-from audit.position import ShardName
-from audit.proof import find_leaves
 from audit.signed_leaf import signed_leaf
 from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
 from audit.witness import Witness
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import TrustBundle
-from felix.messages import KeyState
 from felix.names import SpiffeId, StreamName
 from felix.pace import Pace
 from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.keyring import Keyring
-from keys.transfer import TransferScope
 from policy.access import Verb
 from policy.approval import CLOCK_SKEW_MS, Approval, Document, open_approval, parse_document, refuse_ended
-from policy.claims import read_claim
 from policy.grant import (
     DOCUMENTS_MAX,
     EVERYWHERE,
@@ -62,10 +53,20 @@ from policy.grant import (
 from policy.residency import ResidencyPolicy, check_successor, open_policy
 from policy.signed import Purpose, SignedDocument, decode_body, verify
 from policy.terms import GrantTerms
-from policy.truncation import Live
+from region.arrival_index import ArrivalIndex
 from region.broker import Broker
-from region.crossed_reader import CrossedReader
+from region.denials import DENIED_PEERS_MAX, Denials
 from region.document_log import DocumentLog
+from region.held_document import (
+    HeldDocument,
+    denies_between,
+    digest_of,
+    document_id,
+    grant_of,
+    is_revocation,
+    require_signer,
+)
+from region.key_service import KeyService
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.records import DocumentKind
@@ -79,18 +80,6 @@ SYNCED_KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """What a bridge may list, and bring from the other region: the region that signed it is what counts, not who carries it."""
 DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "policy", "bundle")
 """What PutDocument and ListDocuments call the documents."""
-DENY_QUIET_MS: Final = 10_000
-"""The same refusal to the same peer is one leaf in this time."""
-DENY_LEAVES_MAX: Final = 20
-"""Leaves about one peer in that time, however its refusals differ: nobody fills the log by asking for made-up grants."""
-DENY_REGION_LEAVES_MAX: Final = 100
-"""The same about all peers of one other region together: it may have as many identities as it likes."""
-DENIED_PEERS_MAX: Final = 10_000
-"""Peers whose refusals are remembered; then the one that was refused first is forgotten."""
-SENTENCE_CHARS_MAX: Final = 1_900
-"""Of a refusal in its leaf, what was left out besides."""
-UNKNOWN_REGION: Final = "(unknown)"
-"""Where an attempt under no grant would have led."""
 CUT_OFF_MS_MAX: Final = 30_000
 """How long grants are judged by what is known while the metadata store does not answer: a revocation may stand in it."""
 PEER_DOCUMENTS_MAX: Final = 5_000
@@ -154,50 +143,6 @@ _PURPOSES: Final = {
 }
 
 
-@dataclass(slots=True)
-class _Denials:
-    """What one peer was refused since `begun_ms`: the refusals that have a leaf, and how many have none."""
-
-    begun_ms: int
-    written: set[tuple[str, str, str, int]] = field(default_factory=set)
-    left_out: int = 0
-
-    def is_due(
-        self, refusal: tuple[str, str, str, int], now_ms: int, leaves_max: int = DENY_LEAVES_MAX
-    ) -> bool:
-        """True where this refusal gets a leaf."""
-        if now_ms - self.begun_ms >= DENY_QUIET_MS:
-            self.begun_ms = now_ms
-            self.written.clear()
-        if refusal in self.written or len(self.written) >= leaves_max:
-            self.left_out += 1
-            return False
-        self.written.add(refusal)
-        return True
-
-
-class _Held(NamedTuple):
-    """A document of the store, parsed once. `lasts`: it forbids, or lifts what did (region.trust_store). `half_of`: the grant that
-    it is a half of, empty for any other document."""
-
-    document: Document
-    digest: bytes
-    lasts: bool
-    half_of: str
-
-    @classmethod
-    def of(cls, data: bytes) -> _Held:
-        """Raises SignatureError."""
-        document = parse_document(data)
-        lasts = isinstance(document, SignedDocument) and place_of(document) is not None
-        is_half = isinstance(document, SignedDocument) and document.purpose in (
-            Purpose.EXPORT,
-            Purpose.IMPORT,
-        )
-        claim = read_claim(document) if is_half else None
-        return cls(document, _digest(document), lasts, "" if claim is None else claim.grant)
-
-
 class _Made(NamedTuple):
     """A book, and what it was made of."""
 
@@ -206,13 +151,6 @@ class _Made(NamedTuple):
     documents: dict[int, Document]
     """by object"""
     book: GrantBook
-
-
-class FoundAck(NamedTuple):
-    """The index of an ACK leaf in the ingress log, and the envelope that it answers."""
-
-    leaf: int
-    envelope_sha256: bytes
 
 
 class ImportTerms(NamedTuple):
@@ -247,7 +185,7 @@ class Governance:
         self.trail = trail
         self._catalog = catalog
         self._mirror = mirror
-        self._keyring = keyring
+        self.keys = KeyService(keyring, trail, own.region, lambda: broker.clock_ms())
         self._own = own
         self._bundles: dict[str, RegionBundle] = {own.region: own}
         self._pinned = pinned
@@ -255,7 +193,7 @@ class Governance:
         self._memory = memory
         self.logged = logged
         self.drain: Drain = _nothing_to_drain
-        self._parsed: dict[bytes, _Held] = {}
+        self._parsed: dict[bytes, HeldDocument] = {}
         self._halves: dict[str, list[SignedDocument]] = {}
         self._newest = Newest()
         self._unverified: dict[bytes, SignedDocument] = {}
@@ -272,9 +210,10 @@ class Governance:
         self._newest_policy: ResidencyPolicy | None = None
         self._read_from: tuple[bytes, SignedDocument, ResidencyPolicy] | None = None
         self._remember(remembered)
-        self._denials: dict[SpiffeId, _Denials] = {}
-        self._region_denials: dict[str, _Denials] = {}
-        self._crossed = CrossedReader(trail)
+        self.denials = Denials(broker, trail, own.region, lambda: self._book, lambda: self._bundles)
+        self.denied = self.denials.denied
+        """hands a DENY leaf for a refusal to the audit log, and gives the refusal back"""
+        self.arrivals = ArrivalIndex(trail)
         self._superseded = Pace(
             SUPERSEDED_PER_S, SUPERSEDED_MAX, DENIED_PEERS_MAX, broker.runtime.clock.monotonic
         )
@@ -340,13 +279,13 @@ class Governance:
 
         What forbids is in force at once; what allows, once its leaf stands in the audit log.
         """
-        parsed: dict[bytes, _Held] = {}
+        parsed: dict[bytes, HeldDocument] = {}
         for section, side in _STORED.values():
             for name, data in self._mirror.documents(section, side).items():
                 held = self._parsed.get(data)
                 try:
                     # Parsed once: the rest of a change costs little, however many documents there are.
-                    parsed[data] = held if held is not None else _Held.of(data)
+                    parsed[data] = held if held is not None else HeldDocument.of(data)
                 except FelixError as error:
                     log.error("document %s/%s/%s cannot be read: %s", section, side, name, error)
         self._parsed = parsed
@@ -411,10 +350,10 @@ class Governance:
         """Raises GrantError where a region speaks in another's name, or of a grant that is none of its own."""
         if document.purpose is Purpose.STANDING:
             standing = decode_body(document, Standing, Purpose.STANDING)
-            _require_signer(document, standing.region, str(standing.action))
+            require_signer(document, standing.region, str(standing.action))
             self._require_end(standing)
         elif document.purpose is Purpose.DENY:
-            _require_signer(document, decode_body(document, DenyEntry, Purpose.DENY).region, "deny entry")
+            require_signer(document, decode_body(document, DenyEntry, Purpose.DENY).region, "deny entry")
 
     def _remember(self, remembered: Remembered) -> None:
         """What this broker knew before it was started again. Each document is verified as those of the store are."""
@@ -422,7 +361,7 @@ class Governance:
             try:
                 document = SignedDocument.parse(data)
                 if place_of(document) is not None:
-                    self._unverified[_digest(document)] = document
+                    self._unverified[digest_of(document)] = document
             except FelixError as error:
                 log.error("a document that was kept cannot be read: %s", error)
         self._kept = frozenset(self._unverified)
@@ -481,7 +420,7 @@ class Governance:
                 self._read_from = held.document, document, self._own_policy(document)
             _, document, policy = self._read_from
             newest = self._newest_policy
-            if _digest(document) not in self.logged:
+            if digest_of(document) not in self.logged:
                 if newest is not None and newest.hash != policy.hash:
                     check_successor(newest, policy)
                 self._log_soon(document)
@@ -601,98 +540,6 @@ class Governance:
                 retry_after_ms=1000,
             )
 
-    # -- refusals --------------------------------------------------------------------------------------
-
-    def denied(
-        self,
-        error: FelixError,
-        *,
-        actor: SpiffeId,
-        action: str,
-        stream: str = "",
-        grant_id: str = "",
-        from_region: str = "",
-        to_region: str = "",
-    ) -> FelixError:
-        """Hand a DENY leaf for this refusal to the audit log, and give the refusal back.
-
-        One leaf per actor, action, stream, grant and code in DENY_QUIET_MS, DENY_LEAVES_MAX of them per actor, and
-        DENY_REGION_LEAVES_MAX of them for all of another region: a peer that keeps asking cannot fill the log, and its next
-        leaf says how many refusals were left out.
-        """
-        now = self.broker.clock_ms()
-        held = self._denials.get(actor)
-        if held is None:
-            if len(self._denials) >= DENIED_PEERS_MAX:
-                del self._denials[next(iter(self._denials))]
-            held = self._denials[actor] = _Denials(now)
-        refusal = (action, stream, grant_id, int(error.code))
-        if not held.is_due(refusal, now):
-            return error
-        if actor.region != self._own.region:
-            theirs = self._region_denials.setdefault(actor.region, _Denials(now))
-            if not theirs.is_due((f"{actor} {action}", *refusal[1:]), now, DENY_REGION_LEAVES_MAX):
-                held.left_out += 1
-                return error
-        more = f" ({held.left_out} more refusals of this peer since its last entry.)" if held.left_out else ""
-        held.left_out = 0
-        own = self._own.region
-        said = self._known_names(stream, grant_id, from_region, to_region)
-        # The sentence may quote what was asked for; a peer of another region chooses more than these names.
-        quotable = said == (stream, grant_id, from_region, to_region) and (
-            actor.region == own or isinstance(error, GrantError)
-        )
-        sentence = error.sentence if quotable else f"It was refused with {error.code.name}."
-        stream, grant_id, from_region, to_region = said
-        header = Header(
-            kind=Kind.DENY,
-            side=Side.INGRESS if from_region else Side.EGRESS,
-            time_ms=now,
-            source_region=from_region or own,
-            destination_region=own if from_region else to_region or UNKNOWN_REGION,
-            stream=stream,
-            grant_id=grant_id,
-            actor=str(actor),
-            action=action,
-            rule=error.code.name.lower().replace("_", "-"),
-            code=int(error.code),
-            sentence=sentence[:SENTENCE_CHARS_MAX] + more,
-        )
-        self._write(Leaf(header))
-        return error
-
-    def _known_names(self, stream: str, grant_id: str, from_region: str, to_region: str) -> tuple[str, ...]:
-        """The names of an attempt as a leaf may hold them: what this region does not know itself stands as its hash, for
-        whoever asks would choose a text that is kept for ever."""
-        try:
-            view = self._book.get(grant_id, self.broker.clock_ms())
-        except GrantError:
-            view = None
-        granted = set()
-        if view is not None and view.export is not None:
-            granted.add(view.export.terms.stream)
-        if view is not None and view.accepted is not None:
-            granted.add(view.accepted.stream)
-        return (
-            stream if stream in granted or self._hosts(stream) else _hashed(stream),
-            grant_id if view is not None else _hashed(grant_id),
-            from_region if from_region in self._bundles else _hashed(from_region),
-            to_region if to_region in self._bundles else _hashed(to_region),
-        )
-
-    def _hosts(self, stream: str) -> bool:
-        try:
-            return self.broker.streams.get(StreamName.parse(stream)) is not None
-        except RequestError:
-            return False
-
-    def _write(self, leaf: Leaf) -> None:
-        """Append a leaf that nobody waits for. A log that takes no more is already an alarm of its own."""
-        try:
-            self.trail.append_nowait([leaf], lambda index, error: None)
-        except FelixError as error:
-            log.error("the audit log took no %s leaf: %s", leaf.header.kind.name, error)
-
     # -- documents -------------------------------------------------------------------------------------
 
     async def put(self, actor: SpiffeId, kind: str, body: bytes) -> str:
@@ -714,7 +561,7 @@ class Governance:
         await self._require_room(document)
         if kind == "deny":
             entry = decode_body(document, DenyEntry, Purpose.DENY)
-            _require_signer(document, entry.region, "deny entry")
+            require_signer(document, entry.region, "deny entry")
             if entry.region != self._own.region and entry.peer not in (EVERYWHERE, self._own.region):
                 raise RequestError(
                     f"The entry is between {entry.region} and {entry.peer}; this is {self._own.region}.",
@@ -722,7 +569,7 @@ class Governance:
                 )
             if await self._is_outranked(actor, document):
                 return f"{entry.region} has a later word on {entry.streams} to or from {entry.peer}."
-            await self._log_and_store(actor, "denies", "state", _document_id(document), document)
+            await self._log_and_store(actor, "denies", "state", document_id(document), document)
             return f"{entry.streams} to or from {entry.peer}: {'lifted' if entry.lifted else 'denied'}."
         if kind == "import":
             accepted = open_import(document, self._trusted_policy_keys())
@@ -742,14 +589,14 @@ class Governance:
 
     async def _put_standing(self, actor: SpiffeId, document: SignedDocument) -> str:
         standing = decode_body(document, Standing, Purpose.STANDING)
-        _require_signer(document, standing.region, str(standing.action))
+        require_signer(document, standing.region, str(standing.action))
         self._book.get(standing.grant, self.broker.clock_ms())
         self._require_end(standing)
         done = f"{standing.grant} is {_DONE[standing.action]} by {standing.region}."
         if self._book.is_revoked_by(standing.grant, standing.region):
             # The first one holds. Others would be kept, verified at each change, and have no end.
             return f"{standing.grant} is revoked by {standing.region} already."
-        name = _document_id(document)
+        name = document_id(document)
         if standing.action is not StandingAction.REVOKE:
             if await self._is_outranked(actor, document):
                 return f"{standing.region} has a later word on {standing.grant}."
@@ -757,7 +604,7 @@ class Governance:
             await self._log_and_store(actor, "revocations", "state", name, document)
             return done
         # A revocation takes effect whether or not the log can be written, and its leaf comes behind what it found on its way.
-        self._actors[_digest(document)] = actor
+        self._actors[digest_of(document)] = actor
         await self._store("revocations", "state", name, document)
         await asyncio.wait({self._log_soon(document)}, timeout=DRAIN_MS / 1000)
         return done
@@ -766,13 +613,13 @@ class Governance:
         self, actor: SpiffeId, kind: DocumentKind, side: DocumentSide, name: str, document: Document
     ) -> None:
         """Its leaf first: nothing is in force that the log does not know of."""
-        self._actors[_digest(document)] = actor
+        self._actors[digest_of(document)] = actor
         await self._log(document)
         await self._store(kind, side, name, document)
 
     def _log_soon(self, document: Document) -> asyncio.Task[None]:
         """Write the leaf of a document that the store holds and the log does not, and judge anew by it."""
-        digest = _digest(document)
+        digest = digest_of(document)
         held = self._logging.get(digest)
         if held is None:
             held = self._logging[digest] = asyncio.ensure_future(self._log_and_reload(document))
@@ -809,14 +656,14 @@ class Governance:
 
     async def _log(self, document: Document) -> None:
         """Append the document's leaf, where the log has none. Raises AuditUnavailableError, OSError."""
-        digest = _digest(document)
+        digest = digest_of(document)
         if digest in self.logged:
             self._actors.pop(digest, None)
             return
         now = self.broker.clock_ms()
         drain_until = 0
-        grant = _grant_of(document)
-        if isinstance(document, SignedDocument) and _is_revocation(document):
+        grant = grant_of(document)
+        if isinstance(document, SignedDocument) and is_revocation(document):
             drain_until = now + DRAIN_MS
             await self.drain(grant)
         own = self._own
@@ -848,7 +695,7 @@ class Governance:
         for task in list(self._logging.values()):
             task.cancel()
         await asyncio.gather(*self._logging.values(), return_exceptions=True)
-        await self._crossed.close()
+        await self.arrivals.close()
         await self.logged.close()
 
     async def _put_approval(self, actor: SpiffeId, approval: Approval) -> str:
@@ -971,7 +818,7 @@ class Governance:
         policy = open_policy(document, {self._own.region: self._own.policy_keys}, "the policy")
         if self._policy is not None:
             check_successor(self._policy, policy)
-        self._actors[_digest(document)] = actor
+        self._actors[digest_of(document)] = actor
         await self._log(document)
         await self._catalog.put_policy(policy.revision, document.encode_file())
         async with asyncio.timeout(MIRROR_TIMEOUT_S):
@@ -1004,7 +851,7 @@ class Governance:
         if (
             document.region != self._own.region
             and self._newest.has(document)
-            and _digest(document) not in self.logged
+            and digest_of(document) not in self.logged
         ):
             wait_ms = self._superseded.take(document.region)
             if wait_ms:
@@ -1016,7 +863,7 @@ class Governance:
                 )
         if not self._newest.outranks(document):
             return False
-        self._actors[_digest(document)] = actor
+        self._actors[digest_of(document)] = actor
         await self._log(document)
         return True
 
@@ -1102,139 +949,14 @@ class Governance:
             own |= self._book.cut_under(own)
         if kind in ("export", "import", "approval", "standing"):
             return {name: data for name, data in found.items() if name.split(".")[0] in own}
-        return {name: data for name, data in found.items() if _denies_between(data, regions)}
+        return {name: data for name, data in found.items() if denies_between(data, regions)}
 
     # -- witnessing ------------------------------------------------------------------------------------
-
-    async def find_ack(self, scope: TransferScope, source_offset: int) -> FoundAck | None:
-        """The ingress ACK leaf that begins at this source offset, whichever bridge brought it under whichever grant."""
-
-        def find() -> FoundAck | None:
-            size = note_size(self.trail.publish())
-            for index, leaf, _ in find_leaves(
-                self.trail.files,
-                size,
-                Kind.ACK,
-                Side.INGRESS,
-                str(scope.stream),
-                scope.shard,
-                source_offset,
-                scope.destination_region,
-                scope.incarnation,
-            ):
-                if (
-                    leaf.header.source_region == scope.source_region
-                    and leaf.header.destination_stream == str(scope.destination)
-                    and leaf.header.first_offset == source_offset
-                ):
-                    return FoundAck(index, leaf.header.envelope_sha256)
-            return None
-
-        return await asyncio.to_thread(find)
-
-    async def crossed_before(self, bridge: SpiffeId, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
-        """What the ingress log says that arrived of a shard before the newest of `lives` began. Reads the whole log."""
-        return await self._crossed.read(str(bridge), name, lives)
-
-    async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> int:
-        """Below which source offset the ingress log says that a shard arrived under this incarnation. Reads the whole log."""
-        return await self._crossed.arrived_below(str(bridge), name, incarnation)
 
     def audit_state(self) -> tuple[str, int]:
         """The audit log's origin and durable size in leaves."""
         return self.trail.key.name, self.trail.status().durable
 
-    # -- keys ------------------------------------------------------------------------------------------
-
-    async def list_keys(self, stream: str) -> list[KeyState]:
-        """Keys by level, without secrets."""
-        name = StreamName.parse(stream) if stream else None
-        found = await asyncio.to_thread(self._keyring.list, name)
-        return [
-            KeyState(key.key_id, key.level, key.state.value, key.at_ms, key.stream, key.shard, key.epoch)
-            for key in found
-        ]
-
-    async def rotate(self, actor: SpiffeId, level: str, stream: str) -> str:
-        """Rotate data keys or the root key, and write KEY leaves. Returns a sentence for a person."""
-        if level == "data":
-            name = StreamName.parse(stream) if stream else None
-            ended = await asyncio.to_thread(self._keyring.rotate_data, name)
-            return f"{ended} data keys ended; the next batch of each shard takes a fresh one."
-        if level != "root" or stream:
-            raise RequestError("Rotate data keys (of one stream or all), or the root key.")
-        rotation = await asyncio.to_thread(self._keyring.rotate_root)
-        for key_id, action in ((rotation.new_root, "made"), (rotation.old_root, "rotated")):
-            await self.log_key(actor, key_id, action)
-        return f"A new root key wraps {rotation.stream_keys} stream keys; no data was touched."
-
-    async def log_key(self, actor: SpiffeId, key_id: bytes, action: str) -> None:
-        """Write a KEY leaf, and wait until it is durable. Raises UnavailableError where the log cannot be written."""
-        header = Header(
-            kind=Kind.KEY,
-            side=Side.INGRESS,
-            time_ms=self.broker.clock_ms(),
-            source_region=self._own.region,
-            destination_region=self._own.region,
-            actor=str(actor),
-            action=action,
-            key_id=key_id,
-        )
-        await self.trail.append([Leaf(header)])
-
-
-def _require_signer(document: SignedDocument, region: str, what: str) -> None:
-    """A region signs for itself alone. Raises GrantError(GRANT_INVALID)."""
-    if document.region != region:
-        raise GrantError(
-            f"A {what} by {region} is signed by {document.region}.",
-            hint=f"Only {region} can sign it; find out who wrote this one.",
-        )
-
-
-def _hashed(text: str) -> str:
-    """What stands in a leaf for a text that a peer chose; empty for none."""
-    return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}" if text else ""
-
-
-def _digest(document: Document) -> bytes:
-    """What names a document in the log: the SHA-256 of its file."""
-    return hashlib.sha256(document.encode_file()).digest()
-
-
-def _grant_of(document: Document) -> str:
-    """The grant that an approval or a standing is about; empty for other documents. Raises SignatureError."""
-    if isinstance(document, Approval):
-        return document.claim.grant
-    if document.purpose is Purpose.STANDING:
-        return decode_body(document, Standing, Purpose.STANDING).grant
-    return ""
-
 
 async def _nothing_to_drain(grant: str) -> None:
     return None
-
-
-def _is_revocation(document: SignedDocument) -> bool:
-    """Raises SignatureError where a standing cannot be read."""
-    return (
-        document.purpose is Purpose.STANDING
-        and decode_body(document, Standing, Purpose.STANDING).action is StandingAction.REVOKE
-    )
-
-
-def _denies_between(data: bytes, regions: set[str]) -> bool:
-    """True where a deny entry is of one of these regions, towards another of them or towards all."""
-    try:
-        entry = decode_body(SignedDocument.parse(data), DenyEntry, Purpose.DENY)
-    except FelixError:
-        return False
-    return entry.region in regions and (entry.peer == EVERYWHERE or entry.peer in regions)
-
-
-def _document_id(document: SignedDocument) -> str:
-    """A name for a document in the store: the grant it is about, and a hash."""
-    digest = hashlib.sha256(document.body + document.signature).hexdigest()[:24]
-    if document.purpose is Purpose.STANDING:
-        return f"{decode_body(document, Standing, Purpose.STANDING).grant}.{digest}"
-    return f"d.{digest}"

@@ -435,7 +435,7 @@ class IngestStream:
         )
         if not any(live.accepted is not None and live.accepted.is_resend for live in lives):
             return OffsetSet()
-        return await self._service.governance.crossed_before(
+        return await self._service.governance.arrivals.crossed_before(
             scope.bridge, _link_shard(scope).shard_name, lives
         )
 
@@ -445,7 +445,7 @@ class IngestStream:
         if governance.trail.newest_incarnation(shard) in (b"", scope.incarnation):
             return governance.trail.arrived_below(shard, scope.incarnation)
         # Another incarnation came last. This one may be new, or a source's older stream that was put back, or stated anew.
-        return await governance.arrived_below(scope.bridge, shard, scope.incarnation)
+        return await governance.arrivals.arrived_below(scope.bridge, shard, scope.incarnation)
 
     def _told(self, opened: IngestOpened) -> IngestOpened:
         """With what crossed before a resend, from the oldest range on that may be sent again."""
@@ -879,7 +879,7 @@ class IngestStream:
 
     async def _answer_again(self, way: _Way) -> None:
         """Find the leaf's index in the ingress log and sign the same receipt again."""
-        found = await self._service.governance.find_ack(self._key.scope, way.header.base_offset)
+        found = await self._service.governance.arrivals.find_ack(self._key.scope, way.header.base_offset)
         if found is None:
             await self._log_again(way)
         elif found.envelope_sha256 != way.digest:

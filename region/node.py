@@ -264,7 +264,7 @@ class Node:
                 broker,
                 # Read each time: a renewed issuing certificate is taken without a restart.
                 lambda: load_authority(folder.authority, config.region, config.mesh).without_root_key(),
-                governance.log_key,
+                governance.keys.record,
             ),
             {
                 OpenIngest: ingest.open,

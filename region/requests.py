@@ -457,13 +457,13 @@ class Requests:
 
     async def list_keys(self, identity: SpiffeId, request: ListKeys) -> KeyPage:
         self._broker.require_operator(identity, "list keys")
-        keys = await self._governance.list_keys(request.stream)
+        keys = await self._governance.keys.list(request.stream)
         page = _fitting(keys[request.skip : request.skip + request.limit])
         return KeyPage(page, len(keys) > request.skip + len(page))
 
     async def rotate_keys(self, identity: SpiffeId, request: RotateKeys) -> Done:
         self._broker.require_operator(identity, "rotate keys")
-        return Done(await self._governance.rotate(identity, request.level, request.stream))
+        return Done(await self._governance.keys.rotate(identity, request.level, request.stream))
 
     # -- region and links ------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from felix.names import SpiffeId
 from policy.grant import Standing, StandingAction, sign_standing
 from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, canonical, sign
-from region.governance import DENY_REGION_LEAVES_MAX, SIGNED_AGAIN_MAX
+from region.denials import DENY_REGION_LEAVES_MAX
+from region.governance import SIGNED_AGAIN_MAX
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")

@@ -36,7 +36,8 @@ from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, SignedDocument, decode_body
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.governance import CUT_OFF_MS_MAX, DENY_LEAVES_MAX, Governance
+from region.denials import DENY_LEAVES_MAX
+from region.governance import CUT_OFF_MS_MAX, Governance
 from region.metadata.catalog import Catalog
 from region.metadata.port import Put
 from region.metadata.records import PolicyPointer, encode
@@ -194,7 +195,7 @@ async def test_made_up_grants_do_not_fill_the_log(mesh: Mesh) -> None:
                 await peer.ask(
                     Subscribe(STREAM, Start("earliest"), credit_bytes=1 << 21, grant=made_up), number
                 )
-    held = governance(mesh)._denials[identity.spiffe_id]
+    held = governance(mesh).denials._peers[identity.spiffe_id]
     assert held.left_out == 2 * DENY_LEAVES_MAX
     await mesh.stop("us-east")
     assert len(mesh.headers(mesh.us.root / "data" / "audit", Kind.DENY)) == DENY_LEAVES_MAX
