@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from hashlib import sha256
 from typing import Final, NamedTuple
 
@@ -87,7 +87,7 @@ class EgressDocuments:
         shop = self._shop
         doubted = {problem.document for problem in book.problems}
         papers: dict[bytes, Paper] = {}
-        own, regions = _own(book, str(shop.bridge), shop.clock_ms())
+        own, regions = book.carried_by(str(shop.bridge))
         source = shop.source.region
         for region, documents in held.items():
             for document in parse_documents(documents):
@@ -200,18 +200,7 @@ def _order(paper: Paper) -> tuple[bool, int, bytes]:
     return paper.revokes, _ORDER.index(paper.document.purpose), paper.digest
 
 
-def _own(book: GrantBook, bridge: str, now_ms: int) -> tuple[set[str], set[str]]:
-    """The bridge's own grants, and the regions that they are between."""
-    own, regions = set(), set()
-    for view in book.list(now_ms):
-        for half in (view.export.terms if view.export else None, view.accepted):
-            if half is not None and half.bridge == bridge:
-                own.add(view.grant)
-                regions |= {half.from_region, half.to_region}
-    return own, regions
-
-
-def _paper(document: Document, own: Iterable[str], regions: set[str]) -> Paper | None:
+def _paper(document: Document, own: Collection[str], regions: Collection[str]) -> Paper | None:
     """A document that concerns the bridge; None for one that does not."""
     file = document.encode_file()
     digest = sha256(file).digest()

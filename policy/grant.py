@@ -92,6 +92,7 @@ __all__ = [
     "TRANSITIONS",
     "Allowed",
     "Attempt",
+    "Carried",
     "DenyEntry",
     "ExportGrant",
     "GrantBook",
@@ -204,6 +205,16 @@ class GrantView(NamedTuple):
         return f"waits for approvals: {', '.join(missing)}"
 
 
+class Carried(NamedTuple):
+    """What one bridge carries: its grants, and the regions that they are between."""
+
+    grants: frozenset[str]
+    regions: frozenset[str]
+
+
+_NOTHING: Final = Carried(frozenset(), frozenset())
+
+
 class _Step(IntEnum):
     """How far a candidate came; of several refused candidates the one that came furthest tells why."""
 
@@ -224,6 +235,7 @@ class GrantBook:
 
     __slots__ = (
         "_anchors",
+        "_carried",
         "_decisions",
         "_denies",
         "_denying",
@@ -285,6 +297,7 @@ class GrantBook:
         self._denying = {
             key: (NamePattern(deny.streams), deny) for key, deny in self._denies.items() if not deny.lifted
         }
+        self._carried: dict[str, Carried] | None = None
 
     @property
     def problems(self) -> tuple[Problem, ...]:
@@ -332,6 +345,7 @@ class GrantBook:
         made._truncations, made._decisions = dict(self._truncations), {}
         made._problems, made._exact = dict(self._problems), dict(self._exact)
         made._wild, made._denying = self._wild, dict(self._denying)
+        made._carried = None
         return made
 
     def _leave_group(self, group: str, documents: Iterable[Document]) -> None:
@@ -836,6 +850,27 @@ class GrantBook:
         if export is not None and now >= export.terms.expires:
             state = advance(state, GrantEvent.EXPIRE)
         return GrantView(name, state, export, accepted, tuple(pausing), tallies)
+
+    def carried_by(self, bridge: str) -> Carried:
+        """The grants that name this bridge, in whichever half. Found once for all bridges: each of them asks every second."""
+        if self._carried is None:
+            grants: dict[str, set[str]] = {}
+            regions: dict[str, set[str]] = {}
+            for entry in self._entries.values():
+                export = entry.export
+                accepted = (
+                    entry.newest_half()
+                    if export is None
+                    else _agreeing(export, entry.imports.get(export.terms.to_region, []))
+                )
+                for half in (export.terms if export is not None else None, accepted):
+                    if half is not None:
+                        grants.setdefault(half.bridge, set()).add(entry.grant)
+                        regions.setdefault(half.bridge, set()).update((half.from_region, half.to_region))
+            self._carried = {
+                name: Carried(frozenset(held), frozenset(regions[name])) for name, held in grants.items()
+            }
+        return self._carried.get(bridge, _NOTHING)
 
     def get(self, grant: str, now: int) -> GrantView:
         """One grant by its id. Raises GrantError(GRANT_MISSING)."""

@@ -938,12 +938,7 @@ class Governance:
             for name, data in found.items()
             if (held := self._parsed.get(data)) is not None and held.digest in self.logged
         }
-        own, regions = set(), set()
-        for view in self._book.list(self.broker.clock_ms()):
-            for half in (view.export.terms if view.export else None, view.accepted):
-                if half is not None and half.bridge == str(identity):
-                    own.add(view.grant)
-                    regions |= {half.from_region, half.to_region}
+        own, regions = self._book.carried_by(str(identity))
         if kind in ("export", "standing"):
             # What its streams cross under now may rest on what was accepted under another bridge's grant.
             own |= self._book.cut_under(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from typing import NamedTuple
 
 from felix.errors import FelixError
@@ -66,7 +67,7 @@ def is_revocation(document: SignedDocument) -> bool:
     )
 
 
-def denies_between(data: bytes, regions: set[str]) -> bool:
+def denies_between(data: bytes, regions: Collection[str]) -> bool:
     """True where a deny entry is of one of these regions, towards another of them or towards all."""
     try:
         entry = decode_body(SignedDocument.parse(data), DenyEntry, Purpose.DENY)

@@ -157,3 +157,13 @@ def test_a_standing_of_version_0_1_still_reads_as_it_was_signed() -> None:
     body = canonical(accepted(OWN, 5, 100)).replace(b'"shard":0', b'"shard":-1')
     with pytest.raises(SignatureError):
         decode_body(sign(Purpose.STANDING, "us-east", body, KEYS["us-east"]), Standing, Purpose.STANDING)
+
+
+def test_what_a_bridge_carries_is_what_names_it_in_any_half() -> None:
+    other = terms(not_before=DAY, bridge="spiffe://us-east.acme/bridge/another", to_region="ap-south")
+    book = GrantBook([EXPORT, exported(other)], TRUSTED)
+    for each in (book, GrantBook([EXPORT], TRUSTED).including([exported(other)])):
+        assert each.carried_by(terms().bridge) == ({GRANT}, {"us-east", "eu-west"})
+        assert each.carried_by(other.bridge) == ({grant_id(other.hash())}, {"us-east", "ap-south"})
+        assert each.carried_by("spiffe://us-east.acme/bridge/nobody") == (frozenset(), frozenset())
+    assert book.changed([EXPORT], ()).carried_by(terms().bridge).grants == frozenset()
