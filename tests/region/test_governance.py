@@ -328,7 +328,7 @@ async def test_nothing_is_handed_out_once_the_log_has_stopped(mesh: Mesh) -> Non
 async def test_keys_of_a_deleted_stream_are_not_handed_out_for_a_new_one_of_its_name(mesh: Mesh) -> None:
     grant = await granted(mesh)
     await mesh.publish([b"{}"])
-    keyring = governance(mesh)._keyring
+    keyring = governance(mesh).keys._keyring
     old = next(key.key_id for key in keyring.list(NAME) if key.level == "data")
     pair = HybridKeyPair.generate()
     export = mesh.nodes["us-east"].services.export
@@ -347,7 +347,7 @@ async def test_a_grant_that_is_revoked_while_the_keyring_is_asked_gives_no_key(
 ) -> None:
     grant = await granted(mesh)
     await mesh.publish([b"{}"])
-    keyring, asked, go_on = governance(mesh)._keyring, asyncio.Event(), asyncio.Event()
+    keyring, asked, go_on = governance(mesh).keys._keyring, asyncio.Event(), asyncio.Event()
     found = keyring.data_key(next(key.key_id for key in keyring.list(NAME) if key.level == "data"))
     loop = asyncio.get_running_loop()
 
