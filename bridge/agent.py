@@ -296,7 +296,8 @@ class Agent:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
                     await self._cosign_all(final=True)
-            await end_tasks(*self._cosigning.values())
+        await end_tasks(*self._cosigning.values())
+        if trail is not None:
             self.shop.trail, self.shop.trail_reason = None, "The agent is stopping."
             if self._submissions is not None:
                 await asyncio.to_thread(self._submissions.stop)
