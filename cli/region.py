@@ -205,6 +205,7 @@ def up(
             f"The broker of {name}",
         )
         out.print(f"{name} serves at {state['address']}, process {state['pid']}, log {folder.broker_log}")
+        _tell_of_agents()
         return
     logging.getLogger("felix").setLevel(logging.INFO)
     pid = PidFile(folder.broker_pid, f"The broker of {name}")
