@@ -546,10 +546,10 @@ class ShardLog:
 
     def _hand_over(self, item: Pending) -> None:
         assert self._group_commit is not None
+        self._drained.clear()
         self._group_commit.put(item)
         if not self._start_scheduled:
             self._start_scheduled = True
-            self._drained.clear()
             # At the end of this loop turn: what is appended together is committed together.
             self._loop.call_soon(self._start)
 
