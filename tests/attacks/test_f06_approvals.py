@@ -217,8 +217,8 @@ async def test_whatever_the_operator_signs_it_takes_two_people_on_each_side(mesh
     # Nothing crosses meanwhile; then the second person signs on each side, and it does.
     await mesh.publish([flight(number) for number in range(20)])
     async with mesh.agent() as agent:
-        await until(lambda: agent.links() and agent.links()[0].state == "waiting", "a link that waits")
-        assert "1 missing" in agent.links()[0].reason
+        await until(lambda: agent.links() and "1 missing" in agent.links()[0].reason, "what a link waits for")
+        assert agent.links()[0].state == "waiting"
         assert await mesh.arrived() == 0
         await mesh.put("us-east", "approval", sign_approval(terms_hash, ciso, now_ms()))
         denied_at_source = asked(mesh, body.grant)[0]
