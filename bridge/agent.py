@@ -209,6 +209,8 @@ class Agent:
         self._egress_documents: EgressDocuments
         self._reasons: dict[str, str] = {}
         self._expiry_told = Stage.FRESH
+        self._expiry_reasons: set[Code] = set()
+        """why the identity could not be renewed, as far as it was told at this stage: each once"""
         self._comparing: dict[str, asyncio.Lock] = {}
         """by destination: one that does not answer keeps the links to no other from opening"""
         self._compared: dict[str, tuple[Link, Link]] = {}
@@ -719,8 +721,11 @@ class Agent:
             await asyncio.to_thread(store_renewed, renewed, held, self.paths.identity)
         except (FelixError, OSError) as error:
             stage = stage_of(Life(held.not_before_ms, held.not_after_ms), now_ms)
+            why = error.code if isinstance(error, FelixError) else Code.STATE
             if stage is not self._expiry_told:
-                self._expiry_told = stage
+                self._expiry_told, self._expiry_reasons = stage, set()
+            if why not in self._expiry_reasons:
+                self._expiry_reasons.add(why)
                 log.warning(
                     "%s %s, and could not be renewed: %s",
                     held.spiffe_id, until_text(held.not_after_ms, now_ms), error,
