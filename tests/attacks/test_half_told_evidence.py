@@ -154,6 +154,7 @@ def test_terms_that_share_a_grants_id_are_not_the_grants(monkeypatch: pytest.Mon
 
     import policy.approval
     import policy.grant
+    import policy.grant_documents
     import policy.signed
 
     for module in (policy.grant, policy.approval):
