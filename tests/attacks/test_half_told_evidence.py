@@ -157,7 +157,7 @@ def test_terms_that_share_a_grants_id_are_not_the_grants(monkeypatch: pytest.Mon
     import policy.grant_documents
     import policy.signed
 
-    for module in (policy.grant, policy.approval):
+    for module in (policy.grant_documents, policy.approval):
         monkeypatch.setattr(module, "grant_id", lambda _: "g-aaaaaaaaaaaaaaaa")
     make = signed_grants.signed_grant.__wrapped__
     agreed, invented = make(), make(purpose="marketing")
