@@ -142,4 +142,4 @@ def test_a_leaf_that_changed_since_it_was_verified_ends_the_report(tmp_path: Pat
     size = int((path / "checkpoint").read_text().split("\n")[1])
     reader = LeafReader({"log": (str(path), size)})
     with pytest.raises(TamperError, match="changed while the report was made"):
-        reader.entries("log", 1, "00" * 32)
+        reader.leaf("log", 1, "00" * 32)
