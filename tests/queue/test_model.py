@@ -34,6 +34,8 @@ from region.queue.state import Phase, Run
 from region.views.dead_letter import DEAD_OFFSET, DELIVER_AT, read_records
 
 STEPS_LEAST = count(2_500, 10_000)
+SELDOM_LEAST = count(5, 20)
+"""Of each operation; a purge is drawn seldom."""
 ATTEMPTS = 3
 RETRY_MS = 20_000
 KEYS = [None, b"a", b"b"]
@@ -441,7 +443,10 @@ def place(tmp_path: Path) -> Iterator[Place]:
 @pytest.mark.timeout(600)
 def test_thousands_of_steps_end_where_the_model_ends(place: Place) -> None:
     Model.place = place
-    while place.steps < STEPS_LEAST:
+    seldom = ("lease", "ack", "nack", "restart", "purge", "replay")
+    while place.steps < STEPS_LEAST or (
+        place.steps < 4 * STEPS_LEAST and min(place.counted.get(name, 0) for name in seldom) < SELDOM_LEAST
+    ):
         run_state_machine_as_test(
             Model,
             settings=settings(
@@ -451,6 +456,4 @@ def test_thousands_of_steps_end_where_the_model_ends(place: Place) -> None:
             ),
         )  # fmt: skip
     assert place.steps >= STEPS_LEAST
-    assert all(
-        place.counted.get(name, 0) >= 20 for name in ("lease", "ack", "nack", "restart", "purge", "replay")
-    )
+    assert min(place.counted.get(name, 0) for name in seldom) >= SELDOM_LEAST, place.counted
