@@ -416,19 +416,16 @@ class Agreements:
         if held.settled is None:
             held.settled = GrantBook(documents.values(), self._keys, self._anchors)
         elif leaves != held.settled_of:
-            went, stay = (
-                held.settled_of - leaves,
-                set(documents.values()) if held.settled_of - leaves else set(),
-            )
+            went = held.settled_of - leaves
+            # A document may stand in two leaves, of which one stays.
+            stay = set(documents.values()) if went else set()
             gone = [
                 document
                 for index, _, document in (*held.documents, *self._denies)
                 if index in went and document not in stay
             ]
             come = [documents[index] for index in leaves - held.settled_of]
-            held.settled = held.settled.changed(
-                [each for each in gone if each not in documents.values()], come
-            )
+            held.settled = held.settled.changed(gone, come)
         held.settled_of = leaves
         return held.settled
 

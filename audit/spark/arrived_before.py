@@ -12,6 +12,7 @@ One row for each shard goes to a worker, which reads the leaves again; a set of 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +20,7 @@ from audit.crossed import Crossed, OffsetSet
 from audit.leaf import Kind, Leaf, iter_entries
 from audit.position import ShardName
 from audit.spark.comparison import FINDINGS, LeafReader
+from felix.ranges import RangeSet
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,18 +49,19 @@ class _Arrived:
         for incarnation, (ended, truncated_at) in derived.items():
             self._crossed.derive(incarnation, ended, truncated_at)
         self._before: dict[bytes, OffsetSet] = {}
-        self._ranges: dict[bytes, list[tuple[int, int]]] = {}
+        self._ranges: defaultdict[bytes, RangeSet] = defaultdict(RangeSet)
 
     def take(self, leaf: Leaf) -> None:
         """Its next ACK leaf."""
         self._crossed.take(leaf)
-        self._ranges.setdefault(leaf.header.incarnation, []).append(_range(leaf))
+        self._ranges[leaf.header.incarnation].add(*_range(leaf))
 
     def lacks(self, leaf: Leaf) -> list[tuple[int, int]]:
         """Which of the offsets that an egress leaf is about did not arrive: ranges, both ends included."""
         incarnation = leaf.header.incarnation
         if leaf.header.kind is Kind.GAP:
-            return _uncovered(_range(leaf), sorted(self._ranges.get(incarnation, ())))
+            missing = self._ranges[incarnation].missing(*_range(leaf))
+            return [(first, following - 1) for first, following in missing]
         if incarnation not in self._before:
             self._before[incarnation] = self._crossed.before(ShardName.of(leaf.header), incarnation)
         before = self._before[incarnation]
@@ -66,23 +69,10 @@ class _Arrived:
 
 
 def _range(leaf: Leaf) -> tuple[int, int]:
+    """The offsets that a leaf is about: the first, and the one after the last."""
     first, last = leaf.header.first_offset, leaf.header.last_offset
     assert first is not None and last is not None
-    return first, last
-
-
-def _uncovered(wanted: tuple[int, int], ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of a range that none of these covers, which come in order of where they begin."""
-    found, (at, end) = list[tuple[int, int]](), wanted
-    for first, last in ranges:
-        if first > end:
-            break
-        if first > at:
-            found.append((at, first - 1))
-        at = max(at, last + 1)
-    if at <= end:
-        found.append((at, end))
-    return found
+    return first, last + 1
 
 
 def _missing(
