@@ -33,7 +33,7 @@ from cli.lines import (
     LineSplitter,
     LongLine,
 )
-from cli.output import note, out, print_json, progress
+from cli.output import counted, note, out, print_json, progress
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
 from felix.batch import BATCH_BYTES_MAX
 from felix.errors import Code, FelixError, RequestError
@@ -499,8 +499,3 @@ class Summary:
             again = f"; {counted(later, f'later {self.noun}')} acknowledged already" if later else ""
             said.append(f"  go on with --from-line {tally.next_line}{again}")
         return said
-
-
-def counted(number: int, what: str) -> str:
-    """As in 1 record, 3,053 records."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

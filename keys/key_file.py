@@ -22,11 +22,7 @@ def save_signing_key(key: SigningKey, path: Path) -> None:
 
 def load_signing_key(path: Path) -> SigningKey:
     """Raises RequestError: NOT_FOUND, FORBIDDEN where others may read it, INVALID."""
-    pem = read_file(path, "a signing key", private=True)
-    try:
-        key = serialization.load_pem_private_key(pem, None)
-    except (ValueError, TypeError) as error:
-        raise RequestError(f"{path} holds no readable signing key: {error}.", code=Code.INVALID) from error
+    key = _load_pem(path, "a signing key")
     if not isinstance(key, Ed25519PrivateKey):
         raise RequestError(f"{path} holds a key that is not Ed25519.", code=Code.INVALID)
     return SigningKey.of(key)
@@ -39,14 +35,19 @@ def save_ml_dsa_key(key: MlDsaKey, path: Path) -> None:
 
 def load_ml_dsa_key(path: Path) -> MlDsaKey:
     """Raises RequestError: NOT_FOUND, FORBIDDEN where others may read it, INVALID."""
-    pem = read_file(path, "an ML-DSA-44 signing key", private=True)
-    try:
-        key = serialization.load_pem_private_key(pem, None)
-    except (ValueError, TypeError) as error:
-        raise RequestError(f"{path} holds no readable signing key: {error}.", code=Code.INVALID) from error
+    key = _load_pem(path, "an ML-DSA-44 signing key")
     if not isinstance(key, MLDSA44PrivateKey):
         raise RequestError(f"{path} holds a key that is not ML-DSA-44.", code=Code.INVALID)
     return MlDsaKey.of(key)
+
+
+def _load_pem(path: Path, what: str) -> object:
+    """The private key in a PEM file, of whatever algorithm. `what` names it where the file cannot be read."""
+    pem = read_file(path, what, private=True)
+    try:
+        return serialization.load_pem_private_key(pem, None)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"{path} holds no readable signing key: {error}.", code=Code.INVALID) from error
 
 
 def save_key_pair(pair: HybridKeyPair, path: Path) -> None:
