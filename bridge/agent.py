@@ -347,10 +347,11 @@ class Agent:
         trail = self.shop.trail
         return None if trail is None else trail.status()
 
+    def _monotonic_ms(self) -> int:
+        return int(self._runtime.clock.monotonic() * 1000)
+
     def _quorum_lag_ms(self) -> int | None:
-        return (
-            None if self._quorum is None else self._quorum.lag_ms(int(self._runtime.clock.monotonic() * 1000))
-        )
+        return None if self._quorum is None else self._quorum.lag_ms(self._monotonic_ms())
 
     def _sessions(self) -> dict[str, bool]:
         return {region: endpoint.is_up for region, endpoint in self._endpoints.items()}
@@ -624,9 +625,7 @@ class Agent:
         while self._quorum is not None:
             trail, before = self.shop.trail, self._held()
             if trail is not None:
-                self._quorum.update(
-                    int(self._runtime.clock.monotonic() * 1000), trail.cosigned(), trail.status().durable
-                )
+                self._quorum.update(self._monotonic_ms(), trail.cosigned(), trail.status().durable)
             if bool(self._held()) is not bool(before):
                 log.warning("%s", self._held() or "A quorum of witnesses has cosigned; links go on.")
                 for worker, _ in list(self._workers.values()):
@@ -634,9 +633,7 @@ class Agent:
             await asyncio.sleep(QUORUM_S)
 
     def _held(self) -> str:
-        return (
-            "" if self._quorum is None else self._quorum.refuses(int(self._runtime.clock.monotonic() * 1000))
-        )
+        return "" if self._quorum is None else self._quorum.refuses(self._monotonic_ms())
 
     def _notice(self) -> str:
         behind = [status for status in self.witnesses() if status.lag_ms >= WITNESS_LAG_MS]

@@ -380,7 +380,7 @@ class Node:
                 *(key for each in self.config.audit.witnesses for key in each.target(self.folder.root).keys),
             ],
             settings=TrailSettings(checkpoint_interval_ms=self.config.audit.checkpoint_every),
-            refusal=lambda: self._not_registered(),
+            refusal=self._not_registered,
             clock=self._runtime.clock,
         )
         if trail.recovered is not None:
