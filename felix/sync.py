@@ -149,7 +149,7 @@ def connect(
 
 
 class SyncRegion(BlockingRegion):
-    """As `felix.client.RegionClient`, blocking."""
+    """As `felix.client.RegionClient`, blocking; see `felix.blocking.BlockingRegion`."""
 
     __slots__ = ()
 
@@ -416,7 +416,7 @@ class SyncRegion(BlockingRegion):
 
 
 class SyncTransaction(BlockingTransaction):
-    """As `felix.transaction.Transaction`, blocking."""
+    """As `felix.transaction.Transaction`, blocking; see `felix.blocking.BlockingTransaction`."""
 
     __slots__ = ()
 
@@ -707,11 +707,7 @@ class SyncStream(Blocking[Stream]):
 
 
 class SyncPublisher(GatheringPublisher):
-    """Gathers records in the caller's thread, and hands them over by the batch; one thread at a time.
-
-    A record leaves when its batch is full, once `linger_ms` have passed since the first one of the batch, or with
-    `flush` or `close`. Without `linger_ms` no time makes it leave.
-    """
+    """As `felix.publisher.Publisher`, blocking; see `felix.blocking.GatheringPublisher`."""
 
     __slots__ = ()
 
@@ -782,7 +778,7 @@ class SyncPublisher(GatheringPublisher):
 
 
 class SyncSubscription(RecordIterator):
-    """As `felix.subscription.Subscription`, blocking."""
+    """As `felix.subscription.Subscription`, blocking; see `felix.blocking.RecordIterator`."""
 
     __slots__ = ()
 
@@ -808,7 +804,7 @@ class SyncSubscription(RecordIterator):
 
 
 class SyncConsumer(BlockingConsumer):
-    """As `felix.consumer.Consumer`, blocking."""
+    """As `felix.consumer.Consumer`, blocking; see `felix.blocking.BlockingConsumer`."""
 
     __slots__ = ()
 
@@ -957,7 +953,7 @@ class SyncCache(Blocking[Cache]):
 
 
 class SyncWatch(ChangeIterator):
-    """As `felix.cache.Watch`, blocking."""
+    """As `felix.cache.Watch`, blocking; see `felix.blocking.ChangeIterator`."""
 
     __slots__ = ()
 
@@ -973,7 +969,7 @@ class SyncWatch(ChangeIterator):
 
 
 class SyncMirror(BlockingMirror):
-    """As `felix.cache.Mirror`, blocking."""
+    """As `felix.cache.Mirror`, blocking; see `felix.blocking.BlockingMirror`."""
 
     __slots__ = ()
 
@@ -1147,7 +1143,7 @@ class SyncQueue(Blocking[Queue]):
 
 
 class SyncQueueConsumer(JobIterator):
-    """As `felix.queue.QueueConsumer`, blocking."""
+    """As `felix.queue.QueueConsumer`, blocking; see `felix.blocking.JobIterator`."""
 
     __slots__ = ()
 
@@ -1181,7 +1177,7 @@ class SyncQueueConsumer(JobIterator):
 
 
 class SyncJob(BlockingJob):
-    """As `felix.queue.Job`, blocking."""
+    """As `felix.queue.Job`, blocking; see `felix.blocking.BlockingJob`."""
 
     __slots__ = ()
 

@@ -172,11 +172,10 @@ class _Writer:
         base = f"Blocking[{face.name}]" if face.base == "Blocking" else face.base
         self.imports.add(f"from felix.blocking import {face.base}")
         there = self._inherited(face.base)
-        said = ast.get_docstring(self.bases[face.base]) if face.base != "Blocking" else None
+        more = "" if face.base == "Blocking" else f"; see `felix.blocking.{face.base}`"
         lines = [
             f"\n\nclass {face.twin}({base}):",
-            f'    """As `felix.{face.module}.{face.name}`, blocking."""' if said is None or face.base != "GatheringPublisher"
-            else f'    """{said}\n    """',
+            f'    """As `felix.{face.module}.{face.name}`, blocking{more}."""',
             "",
             "    __slots__ = ()",
         ]  # fmt: skip
