@@ -7,9 +7,8 @@ What is not installed is left out, with a sentence that says how to get it; that
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Annotated, Final
 
 import msgspec
 import typer
@@ -17,6 +16,7 @@ from rich.table import Table
 
 from benchmarks.caching import STAMP_BYTES, CacheAccount, CachePlan, CacheReport, measure_cache
 from benchmarks.fanout import FanoutPlan, FanoutReport, FanoutResult, measure_fanout
+from benchmarks.options import FolderOption, JsonOption, QuickOption, measured
 from benchmarks.queueing import QueueAccount, QueuePlan, QueueReport, measure_queue
 from benchmarks.systems import CACHES, FELIX, QUEUES, SYSTEMS
 from cli.benchmark.accounting import PAYLOAD_BYTES_MIN, Account
@@ -31,26 +31,13 @@ QUICK_QUEUE: Final = QueuePlan(repeats=1, jobs=2_000, paced_jobs=60, budget_s=45
 QUICK_CACHE: Final = CachePlan(repeats=1, calls=2_000, lone_calls=300, budget_s=45)
 SUBSCRIBERS_MAX: Final = 64
 
-R = TypeVar("R")
-
 
 SystemOption = Annotated[
     list[str] | None, typer.Option("--system", help=f"Of {', '.join(SYSTEMS)}; may be repeated.")
 ]
-FolderOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--folder",
-        help="Where all measured state goes for the while (default: the folder for temporary files).",
-        exists=True,
-        file_okay=False,
-    ),
-]
 RepeatsOption = Annotated[
     int, typer.Option("--repeats", help="Rounds over all cases; 0: 3, or 1 with --quick.", min=0, max=100)
 ]
-QuickOption = Annotated[bool, typer.Option("--quick", help="One short round, under a minute.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with the values of every round.")]
 
 
 def fanout(
@@ -71,7 +58,7 @@ def fanout(
 ) -> None:
     """One publisher, many subscribers: records per second and latency, beside Redis and NATS where they are installed."""
     plan = fanout_plan_of(system, subscribers, size, chunk, repeats, quick)
-    report = _measured(lambda said: measure_fanout(plan, folder, said))
+    report = measured(lambda said: measure_fanout(plan, folder, said), logging.WARNING)
     _say_skipped(report.skipped)
     if not report.is_lossless:
         print_losses([(str(result.case), result.account) for result in report.results])
@@ -150,7 +137,7 @@ def queue(
         jobs=jobs or plan.jobs,
         repeats=repeats or plan.repeats,
     )
-    report = _measured(lambda said: measure_queue(plan, folder, said))
+    report = measured(lambda said: measure_queue(plan, folder, said), logging.WARNING)
     _say_skipped(report.skipped)
     if not report.is_lossless:
         print_losses([(str(result.case), result.account) for result in report.results])
@@ -190,7 +177,7 @@ def cache(
         calls=calls or plan.calls,
         repeats=repeats or plan.repeats,
     )
-    report = _measured(lambda said: measure_cache(plan, folder, said))
+    report = measured(lambda said: measure_cache(plan, folder, said), logging.WARNING)
     _say_skipped(report.skipped)
     if not report.is_lossless:
         print_losses([(str(result.case), result.account) for result in report.results])
@@ -209,12 +196,6 @@ def known_systems(systems: Sequence[str] | None, known: Collection[str]) -> tupl
                 f"There is no system {name!r}.", code=Code.INVALID, hint=f"One of {', '.join(known)}."
             )
     return tuple(systems or ())
-
-
-def _measured(measure: Callable[[Callable[[str], None]], R]) -> R:
-    logging.getLogger("felix").setLevel(logging.WARNING)
-    with err.status("starting") as status:
-        return measure(status.update)
 
 
 def _say_skipped(skipped: Sequence[str]) -> None:

@@ -5,15 +5,14 @@ say how it is measured.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
 import msgspec
 import typer
 from rich.table import Table
 
 from benchmarks.fairness import FairnessPlan, FairnessReport, measure_fairness
+from benchmarks.options import FolderOption, JsonOption, QuickOption, measured
 from benchmarks.slow_consumer import SlowPlan, SlowReport, measure_slow_consumer
 from cli.benchmark.accounting import Account
 from cli.benchmark.figures import LatencySpread, Spread
@@ -28,10 +27,10 @@ QUICK_SLOW: Final = SlowPlan(seconds=1.0, repeats=1, backlog_bytes=80 << 20)
 ENGINE: Final = FairnessPlan().engine
 PER_SECOND: Final = FairnessPlan().per_second
 QUOTA: Final = str(Rate(FairnessPlan().quota_bytes))
+LOGGED: Final = logging.ERROR
+"""Sessions that are slowed down say so, as they should; here it is what is asked for."""
 BACKLOG_BYTES_MIN: Final = 80 << 20
 """Ten times what a shard keeps in memory."""
-
-R = TypeVar("R")
 
 
 EngineOption = Annotated[str, typer.Option("--engine", help=f"Of {', '.join(ENGINE_NAMES)}.")]
@@ -44,17 +43,6 @@ PaceOption = Annotated[
 RepeatsOption = Annotated[
     int, typer.Option("--repeats", help="Rounds; 0: 3, or 1 with --quick.", min=0, max=100)
 ]
-QuickOption = Annotated[bool, typer.Option("--quick", help="One short round, under a minute.")]
-FolderOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--folder",
-        help="Where all measured state goes for the while (default: the folder for temporary files).",
-        exists=True,
-        file_okay=False,
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with the values of every round.")]
 
 
 def fairness(
@@ -79,7 +67,7 @@ def fairness(
         quota_bytes=int(Rate.parse(quota)),
         repeats=repeats or plan.repeats,
     )
-    report = _measured(lambda said: measure_fairness(plan, folder, said))
+    report = measured(lambda said: measure_fairness(plan, folder, said), LOGGED)
     _settle([(result.phase, result.account) for result in report.results])
     print_json(report, kind="Benchmark") if json else print_fairness(report)
 
@@ -112,7 +100,7 @@ def slow_consumer(
             code=Code.INVALID,
             hint=f"At least {Size(BACKLOG_BYTES_MIN)}, ten times what a shard keeps in memory.",
         )
-    report = _measured(lambda said: measure_slow_consumer(plan, folder, said))
+    report = measured(lambda said: measure_slow_consumer(plan, folder, said), LOGGED)
     _settle([("the one that reads", report.reader), ("the slow one", report.slow)])
     print_json(report, kind="Benchmark") if json else print_slow(report)
     if not report.memory.is_within:
@@ -128,13 +116,6 @@ def _known(engine: str) -> str:
             hint=f"One of {', '.join(ENGINE_NAMES)}.",
         )
     return engine
-
-
-def _measured(measure: Callable[[Callable[[str], None]], R]) -> R:
-    # Sessions that are slowed down say so, as they should; here it is what is asked for.
-    logging.getLogger("felix").setLevel(logging.ERROR)
-    with err.status("starting") as status:
-        return measure(status.update)
 
 
 def _settle(books: list[tuple[str, Account]]) -> None:
