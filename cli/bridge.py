@@ -22,7 +22,7 @@ from cli.agent import (
 )
 from cli.approval import approve, submit
 from cli.exits import EXIT_REFUSED
-from cli.grant_notes import backlog_note, waiting_notes
+from cli.grant_notes import backlog_note, waiting_notes, what_it_waits_for
 from cli.grants import (
     add_right,
     default_bridge,
@@ -489,8 +489,12 @@ def list_(region: RegionOption = "", json: JsonOption = False) -> None:
     folder, config = folder_of(region)
     book = run(fetch_book(config.region, folder))
     views = book.list(now_ms())
+    connected = run(_connected(config.region))
     if json:
-        print_json([_view(view) for view in views], denials=book.denies())
+        waits = [what_it_waits_for(view, config.region, connected) for view in views]
+        print_json(
+            [_view(view, found) for view, found in zip(views, waits, strict=True)], denials=book.denies()
+        )
         return
     table(
         f"Grants of {config.region}",
@@ -519,7 +523,7 @@ def list_(region: RegionOption = "", json: JsonOption = False) -> None:
             ["streams", "other region", "by", "reason"],
             [[d.streams, d.peer, d.region, d.reason] for d in denials],
         )
-    for sentence in waiting_notes(views, config.region, run(_connected(config.region))):
+    for sentence in waiting_notes(views, config.region, connected):
         note(sentence)
     for problem in book.problems:
         note(f"not believed: a document signed as {problem.document.region}: {problem.sentence}")
@@ -533,24 +537,29 @@ async def _connected(region: str) -> list[str]:
         return (await client.describe()).bridges
 
 
-def _view(view: GrantView) -> dict[str, Any]:
+def _view(view: GrantView, waits_for: list[str]) -> dict[str, Any]:
     return {
         "grant": view.grant,
         "state": view.state.value,
+        "waits_for": waits_for,
         "export": view.export,
         "import": view.accepted,
         "paused_by": view.paused_by,
-        "approvals": [
-            {
-                "region": found.region,
-                "needed": found.needed,
-                "approved": found.approved,
-                "missing": found.missing,
-                "not_counted": [{"approver": name, "why": why} for name, why in found.not_counted],
-            }
-            for found in view.approvals
-        ],
+        "approvals": _approvals(view),
     }
+
+
+def _approvals(view: GrantView) -> list[dict[str, Any]]:
+    return [
+        {
+            "region": found.region,
+            "needed": found.needed,
+            "approved": found.approved,
+            "missing": found.missing,
+            "not_counted": [{"approver": name, "why": why} for name, why in found.not_counted],
+        }
+        for found in view.approvals
+    ]
 
 
 @app.command()
@@ -568,13 +577,14 @@ def show(
         export = open_export(read_grant(grant), trusted)
         if json:
             print_json({**dict.fromkeys(("state", "import")), "grant": export.grant, "export": export,
-                        "paused_by": [], "approvals": []})  # fmt: skip
+                        "waits_for": [], "paused_by": [], "approvals": []})  # fmt: skip
         else:
             show_terms(export)
         return
     view = run(fetch_book(config.region, folder)).get(grant, now_ms())
+    connected = run(_connected(config.region))
     if json:
-        print_json(_view(view))
+        print_json(_view(view, what_it_waits_for(view, config.region, connected)))
         return
     rows = [("state", view.state.value), *tally_rows(view.approvals)]
     if view.export is not None:
@@ -585,7 +595,7 @@ def show(
     if view.accepted is not None:
         rows.append(("accepted", f"by {view.accepted.accepted_by}, {iso(view.accepted.signed_at)}"))
     table(grant, ["", ""], rows)
-    for sentence in waiting_notes([view], config.region, run(_connected(config.region))):
+    for sentence in waiting_notes([view], config.region, connected):
         note(sentence)
 
 
@@ -621,7 +631,7 @@ def explain(
                 "policy_allows": decision.allowed, "rule": decision.rule, "reasons": reasons,
                 "refused": refusal.kind if refusal else None, "sentence": refusal.sentence if refusal else "",
                 "grant": view.grant if view else None,
-                "grant_state": state, "approvals": _view(view)["approvals"] if view else [],
+                "grant_state": state, "approvals": _approvals(view) if view else [],
             }
         )  # fmt: skip
     else:

@@ -11,34 +11,31 @@ from policy.terms import GrantTerms
 
 
 def waiting_notes(views: Iterable[GrantView], region: str, connected: Collection[str]) -> list[str]:
-    """A sentence for each grant under which nothing crosses yet, or now, for want of a half, an approval or a bridge.
+    """A sentence for each grant that waits for something, which begins with its id."""
+    said = ((view.grant, what_it_waits_for(view, region, connected)) for view in views)
+    return [f"{grant} {'; '.join(found)}" for grant, found in said if found]
+
+
+def what_it_waits_for(view: GrantView, region: str, connected: Collection[str]) -> list[str]:
+    """Why nothing crosses under a grant yet, or now, for want of a half, an approval or a bridge; empty where nothing is missing.
 
     `connected`: the names of the region's own bridges that have a session with it.
     """
-    found = []
-    for view in views:
-        said = []
-        if view.waits_for:
-            said.append(view.waits_for)
-        terms = None if view.export is None else view.export.terms
-        if (
-            terms is not None
-            and terms.from_region == region
-            and view.state in (GrantState.OFFERED, GrantState.ACTIVE)
-        ):
-            bridge = SpiffeId.parse(terms.bridge).name
-            if bridge not in connected:
-                brings = (
-                    ", and what is signed there comes only with it"
-                    if view.state is GrantState.OFFERED
-                    else ""
-                )
-                said.append(
-                    f"its bridge {bridge} is not connected{brings} (felix bridge up {bridge} --region {region})"
-                )
-        if said:
-            found.append(f"{view.grant} {'; '.join(said)}")
-    return found
+    said = [view.waits_for] if view.waits_for else []
+    terms = None if view.export is None else view.export.terms
+    if (
+        terms is None
+        or terms.from_region != region
+        or view.state not in (GrantState.OFFERED, GrantState.ACTIVE)
+    ):
+        return said
+    bridge = SpiffeId.parse(terms.bridge).name
+    if bridge not in connected:
+        brings = ", and what is signed there comes only with it" if view.state is GrantState.OFFERED else ""
+        said.append(
+            f"its bridge {bridge} is not connected{brings} (felix bridge up {bridge} --region {region})"
+        )
+    return said
 
 
 def backlog_note(
@@ -92,4 +89,4 @@ def backlog_note(
 
 
 def _records(count: int) -> str:
-    return f"{count} record{'' if count == 1 else 's'}"
+    return f"{count:,} record{'' if count == 1 else 's'}"

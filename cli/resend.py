@@ -16,11 +16,15 @@ from felix.errors import Code, RequestError
 from felix.messages import StreamState
 from felix.names import StreamName
 from felix.runtime.real import now_ms
-from policy.grant import GrantState, GrantView, StandingAction
+from policy.grant import GrantBook, GrantState, GrantView, StandingAction
+from policy.quantity import Duration
 from policy.truncation import TRUNCATIONS_MAX, Truncation
+from region.folder import RegionFolder
 
 FIND_S: Final = 10.0
 """How long the first record after a time is waited for."""
+POLL_S: Final = 0.5
+"""Between two looks at a grant whose acceptance is on its way."""
 
 
 def resend(
@@ -34,11 +38,12 @@ def resend(
     stream: Annotated[str, typer.Option(help="Which stream, where the grant is a pattern.")] = "",
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     reason: Annotated[str, typer.Option(help="For the register and the audit log.")] = "",
+    wait: Annotated[str, typer.Option(help="Wait so long for an acceptance that is on its way.")] = "30s",
     region: RegionOption = "",
 ) -> None:
     """Go back for records that were withheld or filtered: they cross under this grant. What crossed does not come again."""
     folder, config = folder_of(region)
-    book = run(fetch_book(config.region, folder))
+    book = run(_book_when_accepted(config.region, folder, grant, Duration.parse(wait)))
     view = book.get(grant, now_ms())
     name = _stream(view, config.region, stream)
     state = run(_describe(config.region, name))
@@ -76,11 +81,33 @@ def resend(
         out.print(stand(folder, config, book, view.grant, StandingAction.RESEND, reason, each))
 
 
+async def _book_when_accepted(region: str, folder: RegionFolder, grant: str, wait: Duration) -> GrantBook:
+    """The region's book, once the grant is no longer only offered, or after so long a wait: a bridge brings acceptances by itself."""
+    until_ms = now_ms() + wait
+    told = False
+    while True:
+        book = await fetch_book(region, folder)
+        if book.get(grant, now_ms()).state is not GrantState.OFFERED or now_ms() >= until_ms:
+            return book
+        if not told:
+            out.print(
+                f"{grant} is offered: waiting up to {wait} for its acceptance, which the bridge brings."
+            )
+            told = True
+        await asyncio.sleep(POLL_S)
+
+
 def _stream(view: GrantView, region: str, stream: str) -> str:
     """The source stream that is meant. Raises RequestError where this region is not the grant's source, or it does not hold."""
     if view.export is None or view.export.terms.from_region != region:
         raise RequestError(f"{region} is not the source of {view.grant}; only the source sends again.")
     if view.state is not GrantState.ACTIVE:
+        if view.state is GrantState.OFFERED:
+            raise RequestError(
+                f"The grant {view.grant} is offered, and its acceptance has not come: nothing crosses under it.",
+                code=Code.FORBIDDEN,
+                hint="felix bridge list says what it waits for. Let the bridge run, or wait longer: --wait 5m.",
+            )
         raise RequestError(
             f"The grant {view.grant} is {view.state.value}: nothing crosses under it.",
             code=Code.FORBIDDEN,

@@ -14,7 +14,7 @@ from cli.process import read_state
 from cli.setting import JsonOption, RegionOption, connect, folder_of, read_file, run
 from felix.errors import Code, FelixError, RequestError
 from felix.files import PUBLIC, replace_file
-from felix.messages import Done, PutDocument
+from felix.messages import PutDocument
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, SignedBundle, changes_beyond_fingerprint, check_update, decode_bundle
 from keys.offer import SignedOffer, decode_offer, is_offer
@@ -108,7 +108,7 @@ def trust(
     if received.offer is not None:
         keep_offer(folder, received.offer)
     if read_state(folder.broker_pid) is not None:
-        out.print(run(_put_bundle(config.region, received.bundle.encode())))
+        run(_put_bundle(config.region, received.bundle.encode()))
     out.print(f"{config.region} trusts {other.region}, fingerprint {other.fingerprint()}")
 
 
@@ -254,8 +254,6 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str) -> bo
     return True
 
 
-async def _put_bundle(region: str, body: bytes) -> str:
+async def _put_bundle(region: str, body: bytes) -> None:
     async with connect(region) as client:
-        answer = await client.request(PutDocument("bundle", body))
-        assert isinstance(answer, Done)
-        return answer.note
+        await client.request(PutDocument("bundle", body))

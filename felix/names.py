@@ -46,7 +46,7 @@ class StreamName:
         for part in (self.tenant, self.namespace, self.name):
             if not _PART.fullmatch(part):
                 raise _refuse(
-                    "stream name",
+                    "name",
                     f"{self.tenant}/{self.namespace}/{self.name}",
                     "expected tenant/namespace/name, each part of 1 to 63 characters a-z 0-9 . _ - "
                     "that starts with a letter or digit",
@@ -58,7 +58,7 @@ class StreamName:
         parts = text.split("/")
         if len(parts) != 3:
             raise _refuse(
-                "stream name", text, "expected three parts, tenant/namespace/name, as in acme/payments/orders"
+                "name", text, "expected three parts, tenant/namespace/name, as in acme/payments/orders"
             )
         return cls(*parts)
 

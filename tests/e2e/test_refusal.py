@@ -586,3 +586,15 @@ def test_a_region_cannot_speak_in_the_other_ones_name(mesh: CommandMesh) -> None
     assert len(mesh.leaves(mesh.own_log, Kind.REVOKE, stream=stream)) == before, (
         "and no leaf says that it did"
     )
+
+
+def test_nothing_is_sent_again_under_a_grant_that_is_only_offered(mesh: CommandMesh) -> None:
+    stream = "acme/ops/offered-alone"
+    mesh.create(stream)
+    mesh.publish(stream, [b'{"n": 1}'])
+    grant = mesh.allow(stream)
+    said = mesh.felix(
+        "bridge", "resend", grant, "--from", "0", "--wait", "0s", "--yes", "--region", SOURCE, code=3
+    )
+    assert "its acceptance has not come" in said.err
+    assert "felix bridge list" in said.err

@@ -149,7 +149,7 @@ listen: 9000
         ),
         (
             "region: us-east\nstreams:\n  - name: acme/ops",
-            "us-east.yaml:3:11: streams[0].name: 'acme/ops' is not a stream name",
+            "us-east.yaml:3:11: streams[0].name: 'acme/ops' is not a name",
         ),
         (
             "region: us-east\nstreams:\n  - {name: a/b/c, shards: 65}",

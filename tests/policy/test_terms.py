@@ -63,7 +63,7 @@ def test_pseudonyms_survive_renewal_and_differ_by_destination_and_purpose() -> N
             "keeps the streams' names",
         ),
         ({"stream": "acme/ops"}, "is not a name pattern"),
-        ({"destination_stream": "acme/ops"}, "is not a stream name"),
+        ({"destination_stream": "acme/ops"}, "is not a name"),
         ({"to_region": "us-east"}, "source and destination are both us-east"),
         ({"to_region": "EU"}, "is not a region or mesh name"),
         ({"bridge": "spiffe://us-east.acme/client/x"}, "is not a bridge identity of us-east"),
