@@ -83,6 +83,11 @@ Text = Annotated[str, msgspec.Meta(max_length=512)]
 Sentence = Annotated[str, msgspec.Meta(max_length=2_048)]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Offset = Annotated[int, msgspec.Meta(ge=0, le=OFFSET_MAX)]
+TIME_MS_MAX: Final = 253_402_300_799_999
+"""The end of the year 9999: no calendar that a report writes goes further, and one leaf must not keep a report from being made."""
+Moment = Annotated[int, msgspec.Meta(ge=0, le=TIME_MS_MAX)]
+Small = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+"""What stands in a column of 32 bits in reports."""
 Digest = Annotated[bytes, msgspec.Meta(max_length=SHA256_BYTES)]
 Id16 = Annotated[bytes, msgspec.Meta(max_length=16)]
 Texts = Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
@@ -201,7 +206,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
 
     kind: Kind
     side: Side
-    time_ms: Natural
+    time_ms: Moment
     """when the leaf was made, by the clock of whoever made it"""
     source_region: Text
     destination_region: Text
@@ -209,7 +214,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """the bridge's SPIFFE id"""
     stream: Text = ""
     destination_stream: Text = ""
-    shard: Natural = 0
+    shard: Small = 0
     source_epoch: Natural = 0
     """the source shard's leader epoch, to which the transfer key is bound"""
     incarnation: Id16 = b""
@@ -225,8 +230,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """version 1: payload bytes of the records listed"""
     record_bytes: Natural = 0
     """from version 2: bytes of key, encoded headers and payload of the records listed, together"""
-    part: Natural = 0
-    parts: Natural = 1
+    part: Small = 0
+    parts: Small = 1
     source_key_id: Id16 = b""
     destination_key_id: Id16 = b""
     """the destination's import key (egress), the key it sealed with (ingress)"""
@@ -239,7 +244,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """of the batch as it stands sealed in the source's log"""
     envelope_sha256: Digest = b""
     """of the transfer envelope as sent"""
-    attempt: Natural = 0
+    attempt: Small = 0
     """ACK: which send was answered, from 1"""
     path: Texts = ()
     """the regions the records have been in, in order (provenance)"""
@@ -251,7 +256,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """DENY: what was tried; KEY: made, rotated, destroyed; STANDING: pause, resume"""
     rule: Text = ""
     """DENY: the rule that refused"""
-    code: Natural = 0
+    code: Small = 0
     """DENY, WITHHELD: felix.errors.Code"""
     sentence: Sentence = ""
     """DENY, REVOKE …: the sentence for a person"""
@@ -266,7 +271,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     """`DOCUMENT_KINDS`: the signed document, where it is short enough to stand here"""
     document_sha256: Digest = b""
     """from version 2: of the signed document, wherever it stands"""
-    drain_until_ms: Natural = 0
+    drain_until_ms: Moment = 0
     """REVOKE: nothing that was taken later than this stands before the leaf, and nothing at all behind it (docs/audit.md)"""
     seal_file: Text = ""
     seal_sha256: Digest = b""

@@ -60,6 +60,11 @@ class Origin(NamedTuple):
             return f"{kind.name} is between {header.source_region} and {header.destination_region}; it is one region's."
         return ""
 
+    def require_place(self, header: Header, what: str) -> None:
+        """Raises TamperError where this leaf is not this log's to say. `what`: which one, as the sentence names it."""
+        if mistake := self.misplaced(header):
+            raise TamperError(f"{what} is not that log's to say: {mistake}")
+
     @classmethod
     def parse(cls, origin: str) -> Origin:
         """Raises TamperError where no log of a region is called that."""

@@ -379,9 +379,10 @@ def check_proof(
     missing = log.missing(signed.cosigned, cosignatures_min)
     if missing:
         raise TamperError(f"The proof's checkpoint is not cosigned as required: {missing}.")
-    # 3. The INTENT leaf is in the tree, and lists the record.
+    # 3. The INTENT leaf is in the tree, of a log that may say it, and lists the record.
     intent = _included(proof.intent, signed, "The INTENT leaf")
     header = intent.header
+    log.origin.require_place(header, "The proof's INTENT")
     entry = find_entry(intent, record.offset)
     if (header.kind, header.side) != (Kind.INTENT, Side.EGRESS) or entry is None:
         raise TamperError(

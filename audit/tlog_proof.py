@@ -28,6 +28,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from audit.agreement import VERSION_1_UNSUPPORTED
 from audit.checkpoint import SignedCheckpoint
 from audit.leaf import ENTRY_BYTES, Entry, Header, Kind, Leaf, Side, decode_leaf, find_entry
 from audit.merkle import PROOF_HASHES_MAX, inclusion_proof, leaf_hash, verify_inclusion
@@ -43,6 +44,9 @@ FIRST_LINE: Final = "c2sp.org/tlog-proof@v1"
 SUFFIX: Final = ".tlog-proof"
 PROOF_BYTES_MAX: Final = 8 << 20
 """The entries of 65,536 records are 4.5 MB, and a third more as base64."""
+WITHOUT_DOCUMENTS_UNSUPPORTED: Final = (
+    "that both regions signed a grant with these terms, and that people approved it: the documents are in the other format",
+)
 _LEAF_ALONE: Final = b"felix/tlog-proof/1\0"
 _WITH_ENTRIES: Final = b"felix/tlog-proof/2\0"
 _OFFSET: Final = Struct(">Q")
@@ -145,7 +149,7 @@ class ProvenLeaf(msgspec.Struct, frozen=True):
     cosigned: tuple[tuple[str, int], ...]
     """regions and outside witnesses, with the POSIX seconds of their cosignature"""
     unsupported: tuple[str, ...] = ()
-    """what it does not show: which records of its range a receipt of before is for"""
+    """what it does not show: that the grant is one, and which records of its range a receipt of before is for"""
 
 
 def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURES_MIN) -> ProvenLeaf:
@@ -160,13 +164,14 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
     missing = log.missing(signed.cosigned, cosignatures_min)
     if missing:
         raise TamperError(f"The proof's checkpoint is not cosigned as required: {missing}.")
-    # 4. The leaf is in its tree.
+    # 4. The leaf is in its tree, and the log's to say.
     checkpoint = signed.checkpoint
     verify_inclusion(
         leaf_hash(leaf_data), proof.leaf_index, checkpoint.size, proof.path, checkpoint.root, "The leaf"
     )
     leaf = decode_leaf(leaf_data)
     header = leaf.header
+    log.origin.require_place(header, f"The proof's leaf {proof.leaf_index}")
     if (
         header.kind not in (Kind.INTENT, Kind.ACK)
         or header.side is not Side.EGRESS
@@ -177,7 +182,10 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
         )
     # 5. The receipt in an ACK is the destination's, says the same, and is for this record among others.
     receipt: Receipt | None = None
-    listed, unsupported = leaf, tuple[str, ...]()
+    listed: Leaf = leaf
+    unsupported: tuple[str, ...] = WITHOUT_DOCUMENTS_UNSUPPORTED
+    if leaf.version == 1:
+        unsupported += VERSION_1_UNSUPPORTED
     if header.kind is Kind.ACK:
         receipt = trust.open_receipt(header.receipt)
         differing = differences(receipt, header)
@@ -185,7 +193,7 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
             raise TamperError(f"The proof's receipt and ACK differ in {', '.join(differing)}.")
         listed = Leaf(header, entries)
         if not receipt.entries_sha256:
-            unsupported = WITHOUT_ENTRIES_UNSUPPORTED
+            unsupported += WITHOUT_ENTRIES_UNSUPPORTED
     if header.kind is Kind.INTENT or receipt is None or not receipt.entries_sha256:
         if entries:
             raise TamperError("The proof carries entries that no receipt is for.")

@@ -338,8 +338,11 @@ def counted(number: int, what: str) -> str:
 
 
 def iso(time_ms: int) -> str:
-    """ISO 8601 in UTC, to the second; empty for 0."""
-    return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if time_ms else ""
+    """ISO 8601 in UTC, to the second; empty for 0. What others signed may state a time that no calendar has."""
+    try:
+        return datetime.fromtimestamp(time_ms / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if time_ms else ""
+    except (ValueError, OverflowError, OSError):
+        return "after the year 9999"
 
 
 def progress(*, counted: bool = True) -> Progress:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from audit.spark.reconciliation import PASSED_BY
-from audit.spark.table import Column, Type
+from audit.spark.table import COUNT_MAX, Column, Type
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -184,7 +184,9 @@ def listed(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: Data
     return leaves.sparkSession.sql(
         f"""
         SELECT severity, exception, source_region, destination_region, stream, grant_id, actor, action, rule, code,
-               sentence, count(*) AS events, sum(records) AS records, min(time_ms) AS first_time,
+               sentence, count(*) AS events,
+               -- Leaves may say that any number is missing: what is more than a column holds is shown as the most that it does.
+               coalesce(try_sum(records), CASE WHEN count(records) > 0 THEN {COUNT_MAX} END) AS records, min(time_ms) AS first_time,
                max(time_ms) AS last_time, log, min(leaf_index) AS first_leaf, max(leaf_index) AS last_leaf
         FROM {{gathered}}
         GROUP BY severity, exception, source_region, destination_region, stream, grant_id, actor, action, rule, code,

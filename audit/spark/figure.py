@@ -8,7 +8,7 @@ Invariants: all text is escaped; coordinates are rounded to tenths, so that the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -223,11 +223,11 @@ def time_svg(
     buckets: Sequence[tuple[int, str, int, int, int]],
     width_ms: int,
     colours: Mapping[str, int],
-    labels: Mapping[int, str],
+    label: Callable[[int], str],
 ) -> str:
     """Records per bucket as stacked bars: each stream's crossed records, and on top what was withheld.
 
-    `buckets` are (start ms, stream, records, bytes, withheld); `labels` give the words for each start on the axis.
+    `buckets` are (start ms, stream, records, bytes, withheld); `label` gives the words for a start.
     """
     if not buckets:
         return ""
@@ -244,9 +244,7 @@ def time_svg(
     out = [
         f'<svg viewBox="0 0 {_n(_WIDTH)} 250" role="img" aria-labelledby="time-title time-said">'
         '<title id="time-title">Records over time</title><desc id="time-said">'
-        + escape(
-            "; ".join(f"{labels[start]}: {count(total)} records" for start, total in sums.items())[:4000]
-        )
+        + escape("; ".join(f"{label(start)}: {count(total)} records" for start, total in sums.items())[:4000])
         + "</desc>"
     ]
     for value in range(0, highest + 1, step):
@@ -266,7 +264,7 @@ def time_svg(
             reached[start] = y
             x = _PLOT_LEFT + (start - first) // width_ms * slot + (slot - bar) / 2
             paint = "var(--stay)" if what == "withheld" else colour(colours.get(stream, COLOURS - 1))
-            said = f"{labels[start]}: {stream}, {count(amount)} records {what}"
+            said = f"{label(start)}: {stream}, {count(amount)} records {what}"
             out.append(
                 f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(bar)}" height="{_n(height)}" style="fill:{paint}">'
                 f"<title>{escape(said)}</title></rect>"
@@ -275,7 +273,7 @@ def time_svg(
     for place in range(0, slots, every):
         x = _PLOT_LEFT + place * slot + slot / 2
         out.append(
-            f'<text class="soft" x="{_n(x)}" y="236" text-anchor="middle">{escape(labels[first + place * width_ms])}</text>'
+            f'<text class="soft" x="{_n(x)}" y="236" text-anchor="middle">{escape(label(first + place * width_ms))}</text>'
         )
     out.append("</svg>")
     return "".join(out)

@@ -7,7 +7,7 @@ Same report, same bytes. Who may call: `audit.spark.report`, tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any, Final
@@ -286,13 +286,13 @@ def _flows(report: Report, colours: dict[str, int]) -> str:
     )
     if any(flow.target is None for flow in flows):
         legend += '<li><span class="swatch" style="background:var(--stay)"></span>withheld</li>'
-    labels = _labels(report)
+    label = _label(report)
     unit = "day" if report.bucket_ms >= DAY_MS else "hour"
     body = (
         f"<figure>{picture}<figcaption>Records by region and stream. Band widths are in proportion to records; "
         f"the thinnest are widened to be seen.</figcaption></figure>"
         f'<h3>Records per {unit}</h3><figure><ul class="legend">{legend}</ul>'
-        f"{time_svg(report.time_line, report.bucket_ms, colours, labels)}"
+        f"{time_svg(report.time_line, report.bucket_ms, colours, label)}"
         f"<figcaption>Records per {unit} (UTC), crossed by stream, and withheld on top.</figcaption></figure>"
         if picture
         else "<p>Nothing crossed and nothing was withheld in the window.</p>"
@@ -328,15 +328,10 @@ def _flows(report: Report, colours: dict[str, int]) -> str:
     )
 
 
-def _labels(report: Report) -> dict[int, str]:
-    if not report.time_line:
-        return {}
-    first, last = report.time_line[0][0], report.time_line[-1][0]
+def _label(report: Report) -> Callable[[int], str]:
+    """The words for a bucket of the time line. Made one by one: two leaves may lie thousands of years apart."""
     words = "%b %d" if report.bucket_ms >= DAY_MS else "%b %d, %H:00"
-    return {
-        start: f"{datetime.fromtimestamp(start // 1000, UTC):{words}}"
-        for start in range(first, last + 1, report.bucket_ms)
-    }
+    return lambda start: f"{datetime.fromtimestamp(start // 1000, UTC):{words}}"
 
 
 def _shown(rows: int) -> str:

@@ -163,9 +163,11 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
     key = (*SHARD_KEY, "envelope_sha256")
 
     def side(kind: str, where: str, prefix: str) -> str:
+        # A receipt lists no records, so nothing holds its leaf to a number of bytes.
+        listed = "CAST(NULL AS BIGINT)" if prefix == "receipt" else "sum(record_bytes)"
         return f"""
             SELECT {_ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
-                   sum(records) AS {prefix}_records, sum(record_bytes) AS {prefix}_bytes,
+                   sum(records) AS {prefix}_records, {listed} AS {prefix}_bytes,
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
                    max(batch_sha256) AS {prefix}_digest,
                    array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said

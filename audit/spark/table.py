@@ -23,10 +23,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 
+from audit.leaf import TIME_MS_MAX
 from felix.visible import visible
 
 _FORMULA_STARTS: Final = ("=", "+", "-", "@")
 """Also behind blanks, which some spreadsheets strip. Tabs and line feeds stand as escapes before this is asked."""
+COUNT_MAX: Final = (1 << 63) - 1
+"""The most that a COUNT column holds."""
+AFTER_CALENDAR: Final = "after the year 9999"
 LIST_SEPARATOR: Final = "; "
 """Between the items of a list in CSV, which has no lists."""
 
@@ -74,9 +78,12 @@ class Table:
 
 
 def iso(time_ms: int | None) -> str | None:
-    """ISO 8601 in UTC with milliseconds: 2013-01-01T00:00:00.000Z."""
+    """ISO 8601 in UTC with milliseconds: 2013-01-01T00:00:00.000Z. A time that no calendar has is told in words: signed documents
+    and cosignatures may state any."""
     if time_ms is None:
         return None
+    if time_ms > TIME_MS_MAX:
+        return AFTER_CALENDAR
     moment = datetime.fromtimestamp(time_ms // 1000, UTC)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03d}Z"
 

@@ -102,7 +102,12 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         _F,
         "an INTENT for what it never sent has no receipt; a crossing without its INTENT, or with other bytes than were "
         "committed to, differs from the ingress log: the reconciliation names each record, also those that a resend passed by as if they had crossed before",
-        ("attacks/test_one_party_alone.py", "attacks/test_rogue_agent.py", "spark/test_truncation_report.py"),
+        (
+            "attacks/test_one_party_alone.py",
+            "attacks/test_rogue_agent.py",
+            "spark/test_truncation_report.py",
+            "attacks/test_leaf_that_stops_reports.py",
+        ),
     ),
     ("crossed", "source"): Cell(
         _F,
@@ -116,13 +121,18 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("crossed", "destination"): Cell(
         _F,
-        "it can write any ingress log, and no egress leaf to go with it",
-        ("attacks/test_one_party_alone.py",),
+        "it can write any ingress log, and no egress leaf to go with it; what it writes of the source's into a log of its own proves "
+        "nothing: a leaf counts in the log of whoever it speaks for",
+        ("attacks/test_one_party_alone.py", "attacks/test_log_of_another.py"),
     ),
     ("crossed", "third"): Cell(
         _C,
-        "no log, receipt or document of another region verifies under its keys",
-        ("attacks/test_one_party_alone.py", "attacks/test_f05_witnesses_and_names.py"),
+        "no log, receipt or document of another region verifies under its keys, and no leaf of theirs counts in a log of its own",
+        (
+            "attacks/test_one_party_alone.py",
+            "attacks/test_f05_witnesses_and_names.py",
+            "attacks/test_log_of_another.py",
+        ),
     ),
     ("crossed", "store"): Cell(
         _C,

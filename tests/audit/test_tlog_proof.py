@@ -15,7 +15,15 @@ from audit.leaf import Kind
 from audit.note import parse_note, verify_note
 from audit.proof import check_proof
 from audit.tile_disk import Folder
-from audit.tlog_proof import TlogProof, check_leaf, decode_proof, encode_proof, is_tlog_proof, prove_leaves
+from audit.tlog_proof import (
+    WITHOUT_DOCUMENTS_UNSUPPORTED,
+    TlogProof,
+    check_leaf,
+    decode_proof,
+    encode_proof,
+    is_tlog_proof,
+    prove_leaves,
+)
 from audit.trail import Trail, TrailSettings
 from audit.witness import MemoryWitnessStore, Witness
 from felix.errors import RequestError, TamperError
@@ -83,7 +91,7 @@ def test_both_proofs_of_a_record_are_of_one_envelope_and_the_second_has_the_rece
     assert intent.header.envelope_sha256 == ack.header.envelope_sha256
     assert intent.entry is not None and intent.entry.offset == 3 and intent.receipt is None
     assert ack.receipt is not None and ack.receipt.first_offset <= 3 <= ack.receipt.last_offset
-    assert ack.entry == intent.entry and not ack.unsupported
+    assert ack.entry == intent.entry and ack.unsupported == WITHOUT_DOCUMENTS_UNSUPPORTED
     assert intent.cosigned == (("eu-west", 1_760_000_000),)
 
 
