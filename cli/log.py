@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from cli.exits import EXIT_DAMAGED
-from cli.output import err, iso, out, print_json, progress, styled, table
+from cli.output import counted, err, iso, out, print_json, progress, styled, table
 from cli.setting import JsonOption, RegionOption, folder_of, read_file
 from felix.errors import Code, RequestError, UnavailableError
 from felix.names import StreamName
@@ -250,6 +250,7 @@ def inspect(
                 "base_offset": header.base_offset,
                 "created_ms": header.created_ms,
                 "compacted": header.span._asdict() if header.span else None,
+                "head": header.head._asdict() if header.head else None,
                 "entries": [line._asdict() for line in entries],
                 "damage": [line._asdict() for line in damaged],
             }
@@ -263,6 +264,10 @@ def inspect(
                 f"{identity.incarnation.hex()}, from offset {header.base_offset}, made {iso(header.created_ms)}",
             )
         )
+        if (head := header.head) and (head.note or head.carried):
+            out.print(
+                f"begins behind {counted(head.note, 'position')}, with copies of {counted(head.carried, 'annotation')}"
+            )
         if span := header.span:
             out.print(
                 f"compacted: stands for offsets {header.base_offset} to {span.end_offset - 1} with {span.records:,} records "

@@ -35,6 +35,7 @@ from region.log.ahead import Note
 from region.log.counters import ShardCounters
 from region.log.disk import ANNOTATION_SLOTS_MAX, FULL_RETRY_MS, disk_full
 from region.log.durability import Kind
+from region.log.point import LogPoint
 from region.log.producers import ProducerTable
 from region.log.recovery import annotate
 from region.log.ring import Entry
@@ -51,13 +52,6 @@ Done = Callable[[Appended | FelixError], None]
 
 
 EntryOf = Callable[[Batch], Entry]
-
-
-class LogPoint(NamedTuple):
-    """A place between entries: below it are all batches below `offset`, and `note` position entries behind the last of them."""
-
-    offset: int
-    note: int = 0
 
 
 class CommitPort(Protocol):
@@ -188,15 +182,15 @@ class EpochBegan(NamedTuple):
 
 
 class Cutting(NamedTuple):
-    """The log is about to be cut: nobody reads from `offset` on."""
+    """The log is about to be cut: nobody reads from there on."""
 
-    offset: int
+    point: LogPoint
 
 
 class Truncated(NamedTuple):
     """The log was cut. None for producers: those that are known are rolled back."""
 
-    end: int
+    end: LogPoint
     producers: ProducerTable | None = None
     annotations: dict[int, bytes] | None = None
 
@@ -299,26 +293,25 @@ class LogCore:
         cls,
         identity: ShardIdentity,
         settings: ShardSettings,
-        offset: int,
+        point: LogPoint,
         entry_of: EntryOf,
         *,
         producers: ProducerTable | None = None,
         commit: CommitPort | None = None,
     ) -> LogCore:
-        """Of a log whose records below `offset` are committed, such as one that was recovered alone. `entry_of`, pure, gives what
+        """Of a log whose entries below `point` are committed, such as one that was recovered alone. `entry_of`, pure, gives what
         readers get of a batch."""
-        point = LogPoint(offset)
         return cls(
             identity,
             settings,
-            Admission(identity, producers or ProducerTable(settled=offset), settings.deduplication),
+            Admission(identity, producers or ProducerTable(settled=point.offset), settings.deduplication),
             commit or Alone(),
             settings.durability.kind is Kind.EPHEMERAL,
             entry_of,
             log_end=point,
             durable=point,
             committed=point,
-            readable_to=offset,
+            readable_to=point.offset,
         )
 
     @property
@@ -331,13 +324,12 @@ class LogCore:
         """Whether some note is not released."""
         return bool(self._noted)
 
-    def cut_refusal(self, offset: int) -> FelixError | None:
-        """Why the log may not be cut at `offset`: what stands from there on was committed, and others count on it. None where it may."""
-        # A cut at an offset takes the positions that stand there, too.
-        if LogPoint(offset) >= self.committed or self.commit.may_cut(LogPoint(offset)):
+    def cut_refusal(self, point: LogPoint) -> FelixError | None:
+        """Why the log may not be cut there: what stands behind it was committed, and others count on it. None where it may."""
+        if point >= self.committed or self.commit.may_cut(point):
             return None
         return RequestError(
-            f"The log is committed up to offset {self.committed.offset}; it cannot be cut at {offset}.",
+            f"The log is committed up to offset {self.committed.offset}; it cannot be cut at {point.offset}.",
             code=Code.CONFLICT,
         )
 
@@ -402,8 +394,8 @@ class LogCore:
                     self.hold = None
             case EpochBegan(epoch):
                 self.epoch = epoch
-            case Cutting(offset):
-                self.readable_to = min(self.readable_to, offset)
+            case Cutting(point):
+                self.readable_to = min(self.readable_to, point.offset)
             case Truncated():
                 return self._truncated(event)
             case SyncDue():
@@ -676,26 +668,26 @@ class LogCore:
             self._noted[number] = min(hidden_from, offset)
 
     def _truncated(self, event: Truncated) -> Ready:
-        assert not self.writing and event.end <= self.log_end.offset
-        point = LogPoint(event.end)
+        point = event.end
+        assert not self.writing and point <= self.log_end
         error = UnavailableError(
-            f"The log was cut at offset {event.end}; what was appended from there on is not in it.",
+            f"The log was cut at offset {point.offset}; what was appended from there on is not in it.",
             code=Code.NOT_LEADER,
         )
         answers: list[tuple[Done, Appended | FelixError]] = []
         while self._uncommitted and self._uncommitted[-1].point > point:
             answers.append((self._uncommitted.pop().done, error))
-        while self._invisible and self._invisible[-1].next_offset > event.end:
+        while self._invisible and self._invisible[-1].next_offset > point.offset:
             self.invisible_bytes -= len(self._invisible.pop().data)
         self.log_end = self.durable = point
         self.committed = min(self.committed, point)
-        self.readable_to = min(self.readable_to, event.end)
+        self.readable_to = min(self.readable_to, point.offset)
         if event.producers is not None:
             self.admission.producers = event.producers
-        self._forget_from(event.end)
+        self._forget_from(point.offset)
         if event.annotations is not None:
             self.annotations = event.annotations
-        return Ready(rolled_back=(event.end, error), answers=answers[::-1])
+        return Ready(rolled_back=(point.offset, error), answers=answers[::-1])
 
     def _closed(self) -> Ready:
         """What is durable here and committed nowhere else yet: nobody can say what becomes of it."""

@@ -35,7 +35,9 @@ from region.log.durable_mark import MARK_NAME, Mark
 from region.log.epochs import EpochHistory
 from region.log.index import INDEX_INTERVAL_BYTES, SparseIndex, decode_index
 from region.log.offload import OFFLOADED_NAME, Offloaded, OffloadState, encode_offload
-from region.log.producers import ProducerTable
+from region.log.origin import Origin
+from region.log.point import LogPoint, PointCounter
+from region.log.producers import ProducerTable, decode_snapshot
 from region.log.recovery import (
     EPOCHS_NAME,
     PRODUCERS_NAME,
@@ -45,13 +47,17 @@ from region.log.recovery import (
     damaged,
     encode_epochs,
     recover,
+    scan_bytes,
     scan_file,
     write_index,
 )
 from region.log.retention import Retention, SegmentSpan, plan_deletion
 from region.log.segment import (
+    ANNOTATION_BYTES_MAX,
+    ENTRY_BYTES_MAX,
     EntryDamagedError,
     EntryIncompleteError,
+    Head,
     Kind,
     SegmentEntry,
     SegmentHeader,
@@ -116,7 +122,8 @@ class StorageFailedError(UnavailableError):
 
 
 class Frame(NamedTuple):
-    """What `write` puts into the file as one entry. The batch, if any, is sealed and carries its final header.
+    """What `write` puts into the file as one entry, and what is the same on every copy of a log. The batch, if any, is sealed and
+    carries its final header.
 
     Without batch and annotation it frees the slot.
     """
@@ -187,6 +194,8 @@ class DiskLog:
         self._segments: tuple[SegmentState, ...] = tuple(recovered.segments)
         self._indexes: OrderedDict[Path, SparseIndex] = OrderedDict()
         self._indexes_lock = Lock()
+        self.epochs = recovered.epochs
+        self._epochs_saved = False
         self._synced_to = 0
         self._cut_unsynced = False
         """What a full disk took a part of was cut off again, and the next sync brings that to the disk: a closed segment has
@@ -208,15 +217,19 @@ class DiskLog:
         limits: SegmentLimits | None = None,
         commitment: Callable[[], bytes] = no_commitment,
         full_verify: bool = False,
+        origin: Origin | None = None,
         runtime: Runtime = REAL,
     ) -> tuple[DiskLog, Recovered]:
-        """Recover what `folder` holds, or begin a log in it. `commitment` is asked for each new segment's header.
+        """Recover what `folder` holds, or begin a log in it at `origin`, else at offset 0. `commitment` is asked for each new
+        segment's header.
 
-        Raises CorruptionError (region.log.recovery), OSError.
+        Raises CorruptionError (region.log.recovery, or of the origin's snapshot), OSError.
         """
         files = files or DiskFiles()
         files.make_folder(folder)
         recovered = recover(folder, identity, files=files, full=full_verify)
+        if not recovered.segments:
+            recovered = _beginning(origin or Origin())
         log = cls(
             folder,
             identity,
@@ -232,7 +245,7 @@ class DiskLog:
                 log._active = files.open(active.path, os.O_RDWR)
                 log._synced_to = active.segment_bytes
             else:
-                log._create_segment(0, now_ms)
+                log._begin((origin or Origin()).point, recovered.producers, now_ms)
             log._open_mark()
             if recovered.report.epochs_rebuilt:
                 log.save_epochs(recovered.epochs)
@@ -252,6 +265,16 @@ class DiskLog:
     def end_offset(self) -> int:
         """The offset after the last batch written."""
         return self._segments[-1].next_offset
+
+    @property
+    def start_point(self) -> LogPoint:
+        """Where the log stands before the first entry held."""
+        return self._segments[0].base_point
+
+    @property
+    def end_point(self) -> LogPoint:
+        """Where the log stands behind the last entry written."""
+        return self._segments[-1].end_point
 
     @property
     def segment_count(self) -> int:
@@ -305,9 +328,12 @@ class DiskLog:
         buffers: list[bytes | memoryview] = []
         position = active.segment_bytes
         notes: list[tuple[int, int, int, int, int]] = []
-        next_offset = active.next_offset
+        next_offset, note, epoch = active.next_offset, active.end_note, self.epochs.current
         for frame in frames:
             assert frame.base_offset == next_offset
+            if frame.leader_epoch > epoch:
+                self._epoch_begins(frame)
+                epoch = frame.leader_epoch
             batch = frame.batch
             header = batch.header if batch else None
             length = header.total_length if header else 0
@@ -327,9 +353,10 @@ class DiskLog:
                 assert (header.base_offset, header.leader_epoch) == (frame.base_offset, frame.leader_epoch)
                 assert header.shard == self.identity.shard and header.body_length == len(batch.body)
                 buffers += (header.encode(), batch.body)
-                next_offset = header.next_offset
+                next_offset, note = header.next_offset, 0
                 notes.append((frame.base_offset, next_offset, position, end, header.append_time_ms))
             else:
+                note += 1
                 notes.append((frame.base_offset, next_offset, position, end, -1))
             position = end
         try:
@@ -351,9 +378,58 @@ class DiskLog:
                 index.add(base_offset, following, begin, end, time_ms)
         active.last_time_ms = index.last_time_ms
         active.segment_bytes = position
-        active.next_offset = next_offset
+        active.next_offset, active.end_note = next_offset, note
         for frame in frames:
             annotate(self.annotations, frame.slot, frame.annotation, alone=frame.batch is None)
+
+    def write_frames(self, point: LogPoint, frames: Sequence[Frame], now_ms: int) -> None:
+        """Write what `read_frames` gave of another copy of this log, where this one ends: the batches' bytes are not changed, and entries
+        get this folder's salt. Nothing is written of a group in which something is wrong.
+
+        Raises RequestError(CONFLICT) where this log does not end at `point` or knows a newer leader, RequestError(BATCH_MALFORMED)
+        where the frames are not such as follow each other in a log, and what `write` raises.
+        """
+        if point != self.end_point:
+            raise RequestError(
+                f"The log ends at offset {self.end_point.offset} and {self.end_point.note} positions, not at {point.offset} and "
+                f"{point.note}.",
+                code=Code.CONFLICT,
+                hint="Ask the leader where the two logs part.",
+            )
+        epoch, offset = self.epochs.current, point.offset
+        for frame in frames:
+            if frame.leader_epoch < epoch:
+                raise RequestError(
+                    f"Epoch {frame.leader_epoch} follows where epoch {epoch} has begun already.",
+                    code=Code.CONFLICT,
+                    hint="A newer leader was elected; ask the metadata store which one.",
+                )
+            if wrong := self._misfit(frame, offset):
+                raise RequestError(
+                    f"A frame at offset {frame.base_offset} cannot follow offset {offset}: {wrong}.",
+                    code=Code.BATCH_MALFORMED,
+                )
+            epoch = frame.leader_epoch
+            offset = frame.batch.header.next_offset if frame.batch else offset
+        if frames:
+            self.write(frames, now_ms)
+
+    def _misfit(self, frame: Frame, offset: int) -> str:
+        """Why a frame of another copy cannot stand at `offset`; empty where it can."""
+        if frame.base_offset != offset:
+            return "they do not follow each other"
+        if len(frame.annotation) > ANNOTATION_BYTES_MAX:
+            return f"its annotation has {len(frame.annotation)} bytes"
+        if frame.batch is None:
+            return ""
+        header, body = frame.batch.header, frame.batch.body
+        if (header.base_offset, header.leader_epoch) != (offset, frame.leader_epoch):
+            return "its batch's header is of another place"
+        if header.shard != self.identity.shard:
+            return f"its batch is of shard {header.shard}"
+        if len(body) != header.body_length or body_checksum(body) != header.body_checksum:
+            return "its body's checksum does not hold"
+        return ""
 
     def sync(self) -> None:
         """Bring everything written to the disk, then write the mark. Raises StorageFailedError."""
@@ -389,8 +465,10 @@ class DiskLog:
         assert active.index is not None
         self.sync()
         write_index(self._files, active.index_path, active.index.encode())
+        if not self._epochs_saved:
+            self.save_epochs(self.epochs)
         try:
-            self._create_segment(active.next_offset, now_ms)
+            self._create_segment(active.end_point, now_ms)
         except OSError as error:
             with self._fatal("Creating a segment", self.folder):
                 if not is_full(error):
@@ -404,8 +482,31 @@ class DiskLog:
         """For the header of a new segment."""
         return self.runtime.random.getrandbits(64)
 
-    def _create_segment(self, base_offset: int, now_ms: int) -> None:
-        header = SegmentHeader(self.identity, base_offset, now_ms, self.new_salt(), self._commitment())
+    def _begin(self, point: LogPoint, producers: ProducerTable, now_ms: int) -> None:
+        """Begin a log in a folder that holds none. What is known of its beginning is durable before the log is there."""
+        if len(producers):
+            self.save_producers(producers.encode(point.offset))
+        self.save_epochs(self.epochs)
+        self._create_segment(point, now_ms)
+        self.synced_offset = point.offset
+
+    def _epoch_begins(self, frame: Frame) -> None:
+        """A frame's epoch is newer than all known: its leader wrote it down before, elsewhere. Durable at the latest with the
+        segment's end; until then the frames themselves tell."""
+        history = EpochHistory(list(self.epochs.starts))
+        history.begin(frame.leader_epoch, frame.base_offset)
+        self.epochs, self._epochs_saved = history, False
+
+    def _create_segment(self, point: LogPoint, now_ms: int) -> None:
+        base_offset = point.offset
+        header = SegmentHeader(
+            self.identity,
+            base_offset,
+            now_ms,
+            self.new_salt(),
+            self._commitment(),
+            head=Head(point.note, len(self.annotations)),
+        )
         encoded = header.encode()
         start = position = len(encoded)
         buffers: list[bytes | memoryview] = [encoded]
@@ -431,7 +532,19 @@ class DiskLog:
         self._synced_to = position
         index = SparseIndex(base_offset, start)
         index.add_position(position)
-        self._segments += (SegmentState(path, header, start, base_offset, position, -1, index),)
+        self._segments += (
+            SegmentState(
+                path,
+                header,
+                start,
+                base_offset,
+                position,
+                -1,
+                index,
+                base_note=point.note,
+                end_note=point.note,
+            ),
+        )
 
     def _open_mark(self) -> None:
         path = self.folder / MARK_NAME
@@ -481,6 +594,110 @@ class DiskLog:
                 return found
             # What is left of this segment was compacted away: the next entry is in the next one.
             offset = segment.next_offset
+
+    def origin(self, producers: bytes) -> Origin:
+        """What a copy of this log begins with, whose frames are then read from `start_point` on. `producers`: a snapshot of now.
+
+        Raises as `read_frames` does.
+        """
+        while True:
+            segments = self._segments
+            first = segments[0]
+            if first.header.span:
+                raise _compacted(first, first.base_offset)
+            annotations: dict[int, bytes] = {}
+            counter = PointCounter(first.header, first.base_note)
+            try:
+                descriptor = self._open_segment(first)
+            except FileNotFoundError:
+                if self._segments is segments:
+                    raise damaged(first.path, 0, first.base_offset, "the file is gone") from None
+                continue
+            try:
+                for entry in scan_file(
+                    self._files,
+                    descriptor,
+                    first.header,
+                    first.start,
+                    first.segment_bytes,
+                    verify_bodies=False,
+                ):
+                    if counter.follow(entry):
+                        break
+                    annotate(annotations, entry.slot, entry.annotation, alone=True)
+            except EntryDamagedError as error:
+                raise damaged(first.path, first.start, first.base_offset, str(error)) from error
+            finally:
+                self._files.close(descriptor)
+            return Origin(first.base_point, annotations, producers, self.epochs.starts)
+
+    def read_frames(self, point: LogPoint, max_bytes: int, limit: LogPoint) -> list[Frame]:
+        """The frames from `point` on, none that ends behind `limit`: at least one where there is one, then up to `max_bytes`, all of
+        one segment. Each as it stands: sealed, with its leader's epoch.
+
+        Raises OffsetOutOfRangeError where the log does not hold `point`, RequestError(UNSUPPORTED) where what follows was compacted
+        (its closed segments are to be copied), NotLocalError, CorruptionError.
+        """
+        while True:
+            segments = self._segments
+            if not segments[0].base_point <= point <= limit:
+                raise OffsetOutOfRangeError(point.offset, segments[0].base_offset, limit.offset)
+            if point == limit:
+                return []
+            segment = segments[bisect_right(segments, point, key=_base_point) - 1]
+            if segment.header.span:
+                raise _compacted(segment, point.offset)
+            try:
+                descriptor = self._open_segment(segment)
+            except FileNotFoundError:
+                if self._segments is segments:
+                    raise damaged(segment.path, 0, point.offset, "the file is gone") from None
+                continue
+            try:
+                return self._read_frames(descriptor, segment, point, max_bytes, limit)
+            finally:
+                self._files.close(descriptor)
+
+    def _read_frames(
+        self, descriptor: int, segment: SegmentState, point: LogPoint, max_bytes: int, limit: LogPoint
+    ) -> list[Frame]:
+        found: list[Frame] = []
+        size = 0
+        # From the batch that ends at the point, so that the positions behind it are counted.
+        within = point.offset > segment.base_offset
+        position = self._index(segment).position_for_offset(point.offset - 1) if within else segment.start
+        counter = PointCounter(segment.header, segment.base_note)
+        reached = counter.point if position == segment.start else None
+        try:
+            for entry, data in scan_bytes(
+                self._files,
+                descriptor,
+                segment.header,
+                position,
+                segment.segment_bytes,
+                verify_bodies=True,
+                window_bytes=ENTRY_BYTES_MAX + INDEX_INTERVAL_BYTES + max_bytes,
+            ):
+                position = entry.end
+                if not counter.follow(entry):
+                    continue
+                if counter.point > limit or (found and size + entry.length > max_bytes):
+                    break
+                if counter.point > point:
+                    if not found and reached != point:
+                        break
+                    header = entry.header
+                    batch = Batch(header, data[entry.length - header.body_length :]) if header else None
+                    found.append(
+                        Frame(batch, entry.base_offset, entry.leader_epoch, entry.slot, entry.annotation)
+                    )
+                    size += entry.length
+                reached = counter.point
+        except EntryDamagedError as error:
+            raise damaged(segment.path, position, counter.offset, str(error)) from error
+        if not found:
+            raise OffsetOutOfRangeError(point.offset, segment.base_offset, limit.offset)
+        return found
 
     def _open_segment(self, segment: SegmentState) -> int:
         """For reading: the local file, else a fetched copy. Raises NotLocalError where there is neither."""
@@ -604,7 +821,7 @@ class DiskLog:
             start=segment.start,
         )
         if not index:
-            index, _ = self._rescan(segment, segment.segment_bytes)
+            index, _, _ = self._rescan(segment, segment.segment_bytes)
             write_index(self._files, segment.index_path, index.encode())
         self._hold_index(segment.path, index)
         return index
@@ -622,48 +839,39 @@ class DiskLog:
         segment.index = None
 
     def _rescan(
-        self, segment: SegmentState, end: int, offset: int | None = None
-    ) -> tuple[SparseIndex, dict[int, bytes]]:
-        """Index and annotations of a segment from its bytes; with `offset`, of the batches wholly below it."""
+        self, segment: SegmentState, end: int, cut: LogPoint | None = None
+    ) -> tuple[SparseIndex, dict[int, bytes], int]:
+        """Index, annotations and last note of a segment from its bytes; with `cut`, of the entries up to that point."""
         index = SparseIndex(segment.base_offset, segment.start)
         annotations: dict[int, bytes] = {}
+        counter = PointCounter(segment.header, segment.base_note)
+        note = counter.note
         descriptor = self._open_segment(segment)
-        # Positions behind the last batch that stays go with the batches that do not.
-        pending: list[SegmentEntry] = []
         try:
             for entry in scan_file(
                 self._files, descriptor, segment.header, segment.start, end, verify_bodies=False
             ):
-                if offset is not None and entry.next_offset > offset:
-                    pending.clear()
+                if counter.follow(entry) and cut is not None and counter.point > cut:
                     break
-                pending.append(entry)
-                if entry.header is None and entry.base_offset != segment.base_offset:
-                    continue
-                for note in pending:
-                    if note.header:
-                        header = note.header
-                        index.add(
-                            header.base_offset,
-                            header.next_offset,
-                            note.position,
-                            note.end,
-                            header.append_time_ms,
-                        )
-                    else:
-                        index.add_position(note.end)
-                    annotate(annotations, note.slot, note.annotation, alone=note.header is None)
-                pending.clear()
-            for note in pending:
-                index.add_position(note.end)
-                annotate(annotations, note.slot, note.annotation, alone=True)
+                note = counter.note
+                if header := entry.header:
+                    index.add(
+                        header.base_offset,
+                        header.next_offset,
+                        entry.position,
+                        entry.end,
+                        header.append_time_ms,
+                    )
+                else:
+                    index.add_position(entry.end)
+                annotate(annotations, entry.slot, entry.annotation, alone=header is None)
         except EntryDamagedError as error:
             raise damaged(segment.path, index.segment_bytes, index.next_offset, str(error)) from error
         finally:
             self._files.close(descriptor)
         if segment.header.span:
             index.end_at(segment.header.span.end_offset)
-        return index, annotations
+        return index, annotations, note
 
     # Deleting.
 
@@ -773,6 +981,7 @@ class DiskLog:
             return False
         assert new.index is not None and new.base_offset == old[0].base_offset
         assert new.next_offset == old[-1].next_offset
+        new.base_note, new.end_note = old[0].base_note, old[-1].end_note
         self._files.rename(aside, new.path)
         with self._fatal("A sync", self.folder):
             self._files.sync_folder(self.folder)
@@ -819,33 +1028,31 @@ class DiskLog:
         self._files.remove(segment.path)
         self._files.sync_folder(self.folder)
 
-    def truncate(self, offset: int) -> ProducerTable:
-        """Cut every batch that reaches past `offset`, with the annotations from there on; the producers of what stays.
+    def truncate(self, cut: LogPoint) -> ProducerTable:
+        """Cut every entry that reaches past `cut`; the producers of what stays.
 
         For a follower whose log parts from its leader's. Raises OffsetOutOfRangeError outside the log,
         RequestError(UNSUPPORTED) where it was compacted, so that what the cut records superseded is gone, or offloaded.
         """
-        if not self.start_offset <= offset < self.end_offset:
+        offset = cut.offset
+        if not self.start_point <= cut < self.end_point:
             raise OffsetOutOfRangeError(offset, self.start_offset, self.end_offset)
-        fixed_to = max(
-            (one.next_offset for one in self._segments if one.header.span or one.remote), default=0
-        )
-        if offset < fixed_to:
+        at = bisect_right(self._segments, cut, key=_base_point) - 1
+        if any(one.header.span or one.remote for one in self._segments[at:]):
             raise RequestError(
-                f"The log was compacted or offloaded up to offset {fixed_to}; it cannot be cut at {offset}.",
+                f"The log was compacted or offloaded behind offset {offset}; it cannot be cut there.",
                 code=Code.UNSUPPORTED,
                 hint="Build the replica anew from its leader.",
             )
         self.sync()
         if offset < self.compaction.clean_to:
             self.save_compaction(msgspec.structs.replace(self.compaction, clean_to=offset))
-        at = bisect_right(self._segments, offset, key=_base_offset) - 1
         target, later = self._segments[at], self._segments[at + 1 :]
-        index, annotations = self._rescan(target, target.segment_bytes, offset)
+        index, annotations, note = self._rescan(target, target.segment_bytes, cut)
         # What no longer holds goes first: a snapshot, then the claim that these bytes are there.
         self._files.remove(self.folder / PRODUCERS_NAME)
         self._files.sync_folder(self.folder)
-        target.index, target.next_offset = index, index.next_offset
+        target.index, target.next_offset, target.end_note = index, index.next_offset, note
         target.segment_bytes, target.last_time_ms = index.segment_bytes, index.last_time_ms
         self._segments = self._segments[: at + 1]
         self._synced_to, self.synced_offset = index.segment_bytes, index.next_offset
@@ -863,6 +1070,9 @@ class DiskLog:
         self._files.truncate(self._active, index.segment_bytes)
         self._files.sync(self._active)
         self.annotations = annotations
+        history = EpochHistory(list(self.epochs.starts))
+        history.truncate(index.next_offset)
+        self.save_epochs(history)
         # A producer's older batches may have been forgotten in favour of those just cut, so the log is asked again.
         return recover(self.folder, self.identity, files=self._files).producers
 
@@ -871,6 +1081,7 @@ class DiskLog:
     def save_epochs(self, history: EpochHistory) -> None:
         """Make the leader-epoch history durable."""
         save_checked(self._files, self.folder / EPOCHS_NAME, encode_epochs(history))
+        self.epochs, self._epochs_saved = history, True
 
     def save_producers(self, snapshot: bytes) -> None:
         """Make a snapshot of the producers' table durable."""
@@ -897,3 +1108,30 @@ class DiskLog:
 
 def _base_offset(segment: SegmentState) -> int:
     return segment.base_offset
+
+
+def _base_point(segment: SegmentState) -> LogPoint:
+    return segment.base_point
+
+
+def _compacted(segment: SegmentState, offset: int) -> RequestError:
+    return RequestError(
+        f"What follows offset {offset} was compacted up to {segment.next_offset}.",
+        code=Code.UNSUPPORTED,
+        hint="Copy the closed segments, and go on behind them.",
+    )
+
+
+def _beginning(origin: Origin) -> Recovered:
+    """What recovery would find of a log that has just begun. Raises CorruptionError."""
+    point = origin.point
+    producers = (
+        decode_snapshot(origin.producers)[0] if origin.producers else ProducerTable(settled=point.offset)
+    )
+    producers.rollback(point.offset)
+    return Recovered(
+        [],
+        dict(origin.annotations),
+        EpochHistory([one for one in origin.epochs if one.start_offset < point.offset]),
+        producers,
+    )

@@ -55,6 +55,7 @@ from region.log.durable_mark import MARK_NAME, Mark, decode_mark
 from region.log.epochs import EpochHistory, EpochStart
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
 from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, OffloadState, decode_offload
+from region.log.point import LogPoint, PointCounter
 from region.log.producers import ProducerTable, Remembered, decode_snapshot
 from region.log.segment import (
     ANNOTATION_BYTES_MAX,
@@ -114,6 +115,11 @@ class SegmentState:
     """Where a verified copy is."""
     is_local: bool = True
     """False once the local file was let go; never so without `remote`."""
+    base_note: int = 0
+    """Position entries between the last batch before the segment and its beginning."""
+    end_note: int = 0
+    """Those behind its last batch, or behind the one before it where it has none. 0 where they are not known: in a compacted
+    segment, and in one that is in a store only."""
 
     @property
     def fetched_path(self) -> Path:
@@ -124,6 +130,16 @@ class SegmentState:
     def base_offset(self) -> int:
         """The first offset of the segment."""
         return self.header.base_offset
+
+    @property
+    def base_point(self) -> LogPoint:
+        """Where the log stands before the segment's first own entry."""
+        return LogPoint(self.header.base_offset, self.base_note)
+
+    @property
+    def end_point(self) -> LogPoint:
+        """Where the log stands behind its last entry."""
+        return LogPoint(self.next_offset, self.end_note)
 
     @property
     def generation(self) -> int:
@@ -174,12 +190,20 @@ def scan_file(
 
 
 def scan_bytes(
-    files: Files, descriptor: int, segment: SegmentHeader, start: int, end: int, *, verify_bodies: bool
+    files: Files,
+    descriptor: int,
+    segment: SegmentHeader,
+    start: int,
+    end: int,
+    *,
+    verify_bodies: bool,
+    window_bytes: int = WINDOW_BYTES,
 ) -> Iterator[tuple[SegmentEntry, memoryview]]:
-    """As `scan_file`, with each entry's bytes; of a body that was not verified perhaps only a part."""
+    """As `scan_file`, with each entry's bytes; of a body that was not verified perhaps only a part. `window_bytes`, read at a time,
+    hold the largest entry."""
     position = start
     while position < end:
-        window = files.pread(descriptor, min(WINDOW_BYTES, end - position), position)
+        window = files.pread(descriptor, min(window_bytes, end - position), position)
         if not window:
             raise EntryIncompleteError("the file is shorter than it was", 1)
         entries, stopped = scan_window(
@@ -299,6 +323,13 @@ def _decode_producers(payload: bytes) -> tuple[ProducerTable, int] | None:
         return None
 
 
+def counter_of(header: SegmentHeader, before: SegmentState | None) -> PointCounter:
+    """Of a segment that follows `before`. Version 1 does not say at which point it begins: the one before it tells, or it is 0."""
+    if header.head:
+        return PointCounter(header, header.head.note)
+    return PointCounter(header, before.end_note if before and not header.span else 0)
+
+
 class _Recovery:
     """One pass over a folder, oldest segment first."""
 
@@ -348,8 +379,17 @@ class _Recovery:
             raise damaged(path, 0, header.base_offset, f"{size} bytes of {header.span.segment_bytes}")
         return header, length, size
 
-    def visit(self, index: SparseIndex, path: Path, entry: SegmentEntry, *, holes: bool = False) -> None:
+    def visit(
+        self,
+        index: SparseIndex,
+        path: Path,
+        entry: SegmentEntry,
+        counter: PointCounter,
+        *,
+        holes: bool = False,
+    ) -> None:
         """Check that an entry follows the one before it; replay it."""
+        counter.follow(entry)
         if entry.base_offset != index.next_offset and not (holes and entry.base_offset > index.next_offset):
             raise damaged(
                 path,
@@ -383,9 +423,11 @@ class _Recovery:
                 ),
             )
 
-    def closed(self, path: Path, next_base: int) -> SegmentState:
+    def closed(self, path: Path, next_base: int, before: SegmentState | None) -> SegmentState:
         """A segment that another follows: whole, and ending where that one begins."""
         header, start, size = self.read_header(path)
+        counter = counter_of(header, before)
+        base_note = counter.note
         stored = read_file(self.files, path.with_suffix(INDEX_SUFFIX))
         index = stored and decode_index(
             stored, base_offset=header.base_offset, segment_bytes=size, start=start
@@ -394,10 +436,10 @@ class _Recovery:
         descriptor = self.files.open(path, os.O_RDONLY)
         try:
             if index and not self.full and not replayed:
-                self._check_end(descriptor, path, header, index)
+                self._check_end(descriptor, path, header, index, counter)
             else:
                 index = self._scan_closed(
-                    descriptor, path, header, start, size, bodies=self.full or not index
+                    descriptor, path, header, start, size, counter, bodies=self.full or not index
                 )
         finally:
             self.files.close(descriptor)
@@ -408,9 +450,13 @@ class _Recovery:
                 index.next_offset,
                 f"the segment ends here, but the next one begins at {next_base}",
             )
-        return SegmentState(path, header, start, index.next_offset, size, index.last_time_ms, None)
+        state = SegmentState(path, header, start, index.next_offset, size, index.last_time_ms, None)
+        state.base_note, state.end_note = base_note, counter.note
+        return state
 
-    def _check_end(self, descriptor: int, path: Path, header: SegmentHeader, index: SparseIndex) -> None:
+    def _check_end(
+        self, descriptor: int, path: Path, header: SegmentHeader, index: SparseIndex, counter: PointCounter
+    ) -> None:
         """Follow the entries from the index's last place to the end of the file."""
         position = index.positions[-1] if index.positions else index.start
         offset = index.offsets[-1] if index.offsets else index.base_offset
@@ -420,6 +466,7 @@ class _Recovery:
             ):
                 if entry.base_offset != offset and not (header.span and entry.base_offset > offset):
                     raise damaged(path, entry.position, offset, f"offset {entry.base_offset} stands here")
+                counter.follow(entry)
                 offset, position = entry.next_offset, entry.end
         except EntryDamagedError as error:
             raise damaged(path, position, offset, str(error)) from error
@@ -429,13 +476,21 @@ class _Recovery:
             raise damaged(path, position, offset, f"the index says that {index.next_offset} is next")
 
     def _scan_closed(
-        self, descriptor: int, path: Path, header: SegmentHeader, start: int, size: int, *, bodies: bool
+        self,
+        descriptor: int,
+        path: Path,
+        header: SegmentHeader,
+        start: int,
+        size: int,
+        counter: PointCounter,
+        *,
+        bodies: bool,
     ) -> SparseIndex:
         index = SparseIndex(header.base_offset, start)
         try:
             batches = records = 0
             for entry in scan_file(self.files, descriptor, header, start, size, verify_bodies=bodies):
-                self.visit(index, path, entry, holes=header.span is not None)
+                self.visit(index, path, entry, counter, holes=header.span is not None)
                 batches += entry.header is not None
                 records += entry.header.records if entry.header else 0
         except EntryDamagedError as error:
@@ -457,11 +512,15 @@ class _Recovery:
             write_index(self.files, path.with_suffix(INDEX_SUFFIX), encoded)
         return index
 
-    def last(self, path: Path, mark: Mark | None) -> tuple[SegmentState, dict[int, bytes]]:
+    def last(
+        self, path: Path, mark: Mark | None, before: SegmentState | None
+    ) -> tuple[SegmentState, dict[int, bytes]]:
         """The newest segment: verified to its last byte, a torn tail cut."""
         header, start, size = self.read_header(path)
         if header.span:
             raise damaged(path, 0, header.span.end_offset, "no segment follows this compacted one")
+        counter = counter_of(header, before)
+        base_note = counter.note
         index = SparseIndex(header.base_offset, start)
         annotations: dict[int, bytes] = {}
         evidence = max(start, mark.synced_to if mark and mark.segment == header.base_offset else 0)
@@ -470,7 +529,7 @@ class _Recovery:
             stopped: EntryDamagedError | None = None
             try:
                 for entry in scan_file(self.files, descriptor, header, start, size, verify_bodies=True):
-                    self.visit(index, path, entry)
+                    self.visit(index, path, entry, counter)
                     evidence = max(evidence, entry.synced_to)
                     annotate(annotations, entry.slot, entry.annotation, alone=entry.header is None)
             except EntryDamagedError as error:
@@ -499,6 +558,7 @@ class _Recovery:
             self.files.close(descriptor)
         self.verified_bytes += position
         state = SegmentState(path, header, start, offset, position, index.last_time_ms, index)
+        state.base_note, state.end_note = base_note, counter.note
         return state, annotations
 
     def run(self) -> Recovered:
@@ -528,7 +588,7 @@ class _Recovery:
         if not paths:
             return Recovered([], report=RecoveryReport(epochs_rebuilt=True))
         segments = self._closed_segments(paths)
-        state, annotations = self.last(paths[-1], mark)
+        state, annotations = self.last(paths[-1], mark, segments[-1] if segments else None)
         segments.append(state)
         if self.replay_from > state.next_offset:
             # Acknowledged under `interval` and lost with the power, or cut by hand: the snapshot knows too much.
@@ -582,7 +642,7 @@ class _Recovery:
         for (base, path), (next_base, _) in pairwise(places):
             entry = remote.get(base)
             if path is not None:
-                state = self.closed(path, next_base)
+                state = self.closed(path, next_base, segments[-1] if segments else None)
                 state.remote = entry
             else:
                 assert entry is not None
@@ -605,6 +665,7 @@ class _Recovery:
                     None,
                     entry,
                     is_local=False,
+                    base_note=header.head.note if header.head else 0,
                 )
             segments.append(state)
         return segments

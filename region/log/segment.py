@@ -5,15 +5,19 @@ A segment is one header and then entries, back to back. Integers are big-endian,
 Segment header::
 
     0  magic "FELIXSEG"   8     32 salt                  8
-    8  version (1, 2)     2     40 incarnation          16
+    8  version (1, 2, 3)  2     40 incarnation          16
     10 header length      2     56 region length         1
     12 shard              4     57 stream length         1
     16 base_offset        8     58 commitment length     2
-    24 created_ms         8     60 region, stream, key commitment, span (version 2), then checksum (8) of all
-                                   before it
+    24 created_ms         8     60 region, stream, key commitment, span (version 2) or head (version 3), then
+                                   checksum (8) of all before it
 
 Version 2 is a segment that compaction wrote (region.log.compaction). Its entries may leave offsets out, so its span
 says what the file has to hold: end offset 8, segment bytes 8, batches 8, records 8, generation 4.
+
+Version 3 is every other one that is written now. Its head says at which point of the log it begins (region.log.point): note 4, how many
+position entries stand behind the last batch before it; carried 4, how many entries at its beginning are copies of annotations that
+were in force then. Version 1, of Felix 0.1, says neither.
 
 Entry: a header of 48 bytes, then the annotation, then the batch (felix.batch, sealed where the stream is)::
 
@@ -54,9 +58,11 @@ HEADER_PREFIX_BYTES: Final = 60
 HEADER_BYTES_MAX: Final = HEADER_PREFIX_BYTES + 255 + 255 + COMMITMENT_BYTES_MAX + 36 + 8
 
 _MAGIC: Final = b"FELIXSEG"
-_VERSION: Final = 1
+_VERSION_0_1: Final = 1
 _VERSION_COMPACTED: Final = 2
+_VERSION: Final = 3
 _SPAN: Final = struct.Struct(">QQQQI")
+_HEAD: Final = struct.Struct(">II")
 _PREFIX: Final = struct.Struct(">8sHHIQqQ16sBBH")
 _ENTRY_MAGIC: Final = b"FE"
 _ENTRY: Final = struct.Struct(">2sBBHHIIQQQ")
@@ -95,9 +101,18 @@ class Span(NamedTuple):
     generation: int
 
 
+class Head(NamedTuple):
+    """At which point of the log a segment begins, beside its base offset: behind `note` position entries that follow the last batch
+    before it. Its first `carried` entries are copies of annotations in force then."""
+
+    note: int = 0
+    carried: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What stands at the head of a segment file. Times in ms since the Unix epoch. `span`: of a compacted one."""
+    """What stands at the head of a segment file. Times in ms since the Unix epoch. `span`: of a compacted one; `head`: of any
+    other that version 0.1 did not write."""
 
     identity: ShardIdentity
     base_offset: int
@@ -105,22 +120,26 @@ class SegmentHeader:
     salt: int
     commitment: bytes
     span: Span | None = None
+    head: Head | None = None
 
     def encode(self) -> bytes:
         """The header's bytes, checksum last. Their number does not depend on the span's values."""
         region, stream = self.identity.region.encode(), self.identity.stream.encode()
         assert len(region) < 256 and len(stream) < 256 and len(self.identity.incarnation) == 16
         assert len(self.commitment) <= COMMITMENT_BYTES_MAX
-        span = _SPAN.pack(*self.span) if self.span else b""
-        length = HEADER_PREFIX_BYTES + len(region) + len(stream) + len(self.commitment) + len(span) + 8
-        version = _VERSION_COMPACTED if self.span else _VERSION
+        version, more = _VERSION_0_1, b""
+        if self.span:
+            version, more = _VERSION_COMPACTED, _SPAN.pack(*self.span)
+        elif self.head:
+            version, more = _VERSION, _HEAD.pack(*self.head)
+        length = HEADER_PREFIX_BYTES + len(region) + len(stream) + len(self.commitment) + len(more) + 8
         head = b"".join(
             (
                 _PREFIX.pack(
                     _MAGIC, version, length, self.identity.shard, self.base_offset, self.created_ms,
                     self.salt, self.identity.incarnation, len(region), len(stream), len(self.commitment),
                 ),
-                region, stream, self.commitment, span,
+                region, stream, self.commitment, more,
             )
         )  # fmt: skip
         return head + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
@@ -146,14 +165,14 @@ def decode_segment_header(data: Buffer) -> tuple[SegmentHeader, int]:
         magic, version, length, shard, base_offset, created_ms, salt, incarnation,
         region_length, stream_length, commitment_length,
     ) = _PREFIX.unpack_from(data, 0)  # fmt: skip
-    if magic != _MAGIC or version not in (_VERSION, _VERSION_COMPACTED):
+    if magic != _MAGIC or not _VERSION_0_1 <= version <= _VERSION:
         raise CorruptionError(
-            f"Magic {magic!r} version {version} is not {_MAGIC!r} version {_VERSION} or {_VERSION_COMPACTED}.",
+            f"Magic {magic!r} version {version} is not {_MAGIC!r} version {_VERSION_0_1} to {_VERSION}.",
             hint="A newer Felix may have written it.",
         )
-    span_length = _SPAN.size if version == _VERSION_COMPACTED else 0
-    span_at = HEADER_PREFIX_BYTES + region_length + stream_length + commitment_length
-    expected = span_at + span_length + 8
+    more_length = {_VERSION_COMPACTED: _SPAN.size, _VERSION: _HEAD.size}.get(version, 0)
+    more_at = HEADER_PREFIX_BYTES + region_length + stream_length + commitment_length
+    expected = more_at + more_length + 8
     if length != expected or len(data) < length:
         raise CorruptionError(f"A segment header of {length} bytes where its parts take {expected}.")
     (checksum,) = _CHECKSUM.unpack_from(data, length - 8)
@@ -167,11 +186,12 @@ def decode_segment_header(data: Buffer) -> tuple[SegmentHeader, int]:
     except UnicodeDecodeError as error:
         raise CorruptionError(f"The segment header's names are not UTF-8: {error}.") from error
     identity = ShardIdentity(region, stream, incarnation, shard)
-    span = Span(*_SPAN.unpack_from(data, span_at)) if span_length else None
+    span = Span(*_SPAN.unpack_from(data, more_at)) if version == _VERSION_COMPACTED else None
+    head = Head(*_HEAD.unpack_from(data, more_at)) if version == _VERSION else None
     if span and not (base_offset < span.end_offset and span.generation > 0):
         raise CorruptionError(f"A compacted segment's span {tuple(span)} does not begin at {base_offset}.")
     return SegmentHeader(
-        identity, base_offset, created_ms, salt, bytes(data[commitment_at:span_at]), span
+        identity, base_offset, created_ms, salt, bytes(data[commitment_at:more_at]), span, head
     ), length
 
 

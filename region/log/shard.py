@@ -49,6 +49,8 @@ from region.log.group_commit import GroupCommit
 from region.log.maintenance import COMPACTION_SHARE, Maintenance
 from region.log.message_ids import Identified, MessageIds, identified
 from region.log.offloader import OffloadReport
+from region.log.origin import Origin
+from region.log.point import LogPoint
 from region.log.recovery import Recovered, RecoveryReport
 from region.log.ring import Entry, Ring
 from region.log.segment import ShardIdentity
@@ -108,7 +110,7 @@ class ShardLog:
         self.observer: AppendObserver | None = None
         self._hooks = hooks
         self._core = LogCore.beginning(
-            identity, settings, settings.first_offset, self._plain_entry, commit=commit
+            identity, settings, LogPoint(settings.first_offset), self._plain_entry, commit=commit
         )
         self._commit_pool = commit_pool
         self._read_pool = read_pool
@@ -179,6 +181,7 @@ class ShardLog:
                 commitment=hooks.commitment,
                 runtime=hooks.runtime,
                 full_verify=full_verify,
+                origin=Origin(LogPoint(settings.first_offset)),
             )
 
         try:
@@ -230,7 +233,7 @@ class ShardLog:
         self._core = LogCore.beginning(
             self.identity,
             self.settings,
-            disk.end_offset,
+            disk.end_point,
             self._plain_entry,
             producers=recovered.producers,
             commit=commit,
@@ -768,36 +771,33 @@ class ShardLog:
             self._epochs = history
             self._happened(core.EpochBegan(history.current))
 
-    async def truncate(self, offset: int) -> None:
-        """Cut every batch that reaches past `offset`; for a follower whose log parts from its leader's.
+    async def truncate(self, cut: LogPoint) -> None:
+        """Cut every entry that reaches past `cut`; for a follower whose log parts from its leader's.
 
         Appends are refused meanwhile. Raises OffsetOutOfRangeError outside the log, RequestError(CONFLICT) below what was committed
         and others count on.
         """
         async with _Held(self, "its log is being truncated"):
-            if offset == self.log_end_offset:
+            if cut == self._core.log_end:
                 return
-            if not self.log_start_offset <= offset <= self.log_end_offset:
-                raise OffsetOutOfRangeError(offset, self.log_start_offset, self.log_end_offset)
-            if refused := self._core.cut_refusal(offset):
+            if not self.log_start_offset <= cut.offset or cut > self._core.log_end:
+                raise OffsetOutOfRangeError(cut.offset, self.log_start_offset, self.log_end_offset)
+            if refused := self._core.cut_refusal(cut):
                 raise refused
-            self._happened(core.Cutting(offset))
+            self._happened(core.Cutting(cut))
             if self._disk is None:
-                self._ring.truncate(offset)
-                self._happened(core.Truncated(self._ring.next_offset))
+                self._ring.truncate(cut.offset)
+                self._happened(core.Truncated(LogPoint(self._ring.next_offset)))
                 return
-            self._ring.truncate(min(offset, self._ring.next_offset))
+            self._ring.truncate(min(cut.offset, self._ring.next_offset))
             assert self._reader is not None
             with self._reader.truncating():
-                producers = await self._change(self._disk.truncate, offset)
-            self._happened(core.Truncated(self._disk.end_offset, producers, dict(self._disk.annotations)))
+                producers = await self._change(self._disk.truncate, cut)
+            self._happened(core.Truncated(self._disk.end_point, producers, dict(self._disk.annotations)))
             self._segments_seen = self._disk.segment_count
             self._ring.truncate(min(self.high_watermark, self._ring.next_offset))
-            history = EpochHistory(list(self._epochs.starts))
-            history.truncate(self.log_end_offset)
-            await self._change(self._disk.save_epochs, history)
-            self._epochs = history
-            self._happened(core.EpochBegan(history.current))
+            self._epochs = self._disk.epochs
+            self._happened(core.EpochBegan(self._epochs.current))
 
     def hold_from(self, offset: int | None) -> None:
         """Under `acked` retention keep everything from `offset` on: the lowest committed offset of the shard's durable

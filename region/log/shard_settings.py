@@ -50,7 +50,7 @@ class ShardSettings:
     pending_bytes_max: int = PENDING_BYTES_MAX
     deduplication: Deduplication | None = None
     first_offset: int = 0
-    """Where an ephemeral shard begins to count; a durable one goes on from its log."""
+    """Where a log begins that is not there yet; a durable one goes on from its log."""
 
 
 @dataclass(frozen=True, slots=True)

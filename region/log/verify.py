@@ -7,7 +7,7 @@ The steps, numbered as in docs/log.md:
 3. each entry decodes, with the checksums of its own header, its batch's header and its body; offsets follow each other
    (in a compacted segment they only rise, and the number of batches and records is its header's); neither append
    times nor leader epochs go back; `synced_to` stays within the file;
-4. each segment ends where the next one begins;
+4. each segment ends where the next one begins, and the next one says behind how many positions that is;
 5. the mark decodes, names the oldest and the newest segment, and what it says was synced is there. Bytes behind that in
    the newest segment which do not decode are a torn tail: recovery will cut them, and nothing acknowledged is in them;
 6. indexes, the epochs' history, the producers' snapshot and the state of compaction decode and agree with the segments.
@@ -35,6 +35,7 @@ from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compa
 from region.log.durable_mark import MARK_NAME, Mark, decode_mark
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
 from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, OffloadState, decode_offload
+from region.log.point import LogPoint, PointCounter
 from region.log.producers import decode_snapshot
 from region.log.recovery import (
     EPOCHS_NAME,
@@ -135,6 +136,8 @@ class _Verification:
         self._check_object = check_object
         self._offload = OffloadState()
         self._time_ms = self._epoch = -1
+        self._reached: LogPoint | None = None
+        """Where the log stands behind the segment before, where that has all of its entries."""
         self.verdict = ShardVerdict(identity.stream, identity.incarnation.hex(), identity.shard)
 
     def _find(
@@ -266,6 +269,7 @@ class _Verification:
         verdict.compacted_segments += header.span is not None
         verdict.segment_bytes += segment.size
         batches, records = verdict.batches, verdict.records
+        counter = self._begin_counting(segment)
         descriptor = self._files.open(segment.path, os.O_RDONLY)
         evidence = segment.start
         if mark and is_last and mark.segment == header.base_offset:
@@ -277,6 +281,7 @@ class _Verification:
                     self._files, descriptor, header, segment.start, segment.size, verify_bodies=True
                 ):
                     self._entry(segment, entry, data)
+                    counter.follow(entry)
                     evidence = max(evidence, entry.synced_to)
                     self._progress(entry.length)
             except EntryDamagedError as error:
@@ -308,6 +313,7 @@ class _Verification:
                     segment.path,
                     f"a torn tail of {segment.size - position} bytes, never acknowledged; the next start cuts it",
                 )
+        self._reached = None if stopped or header.span else counter.point
         if span := header.span:
             found = verdict.batches - batches, verdict.records - records
             if not stopped and found != (span.batches, span.records):
@@ -319,6 +325,20 @@ class _Verification:
                 )
             if span.end_offset >= index.next_offset:
                 index.end_at(span.end_offset)
+
+    def _begin_counting(self, segment: _Segment) -> PointCounter:
+        """4: of the points; the offsets are `_follow`'s."""
+        header, reached = segment.header, self._reached
+        known = reached.note if reached and reached.offset == header.base_offset else None
+        if header.head is None:
+            return PointCounter(header, known or 0)
+        if known is not None and header.head.note != known:
+            self._find(
+                segment.path,
+                f"it begins behind {header.head.note} positions, but {known} stand before it",
+                offset=header.base_offset,
+            )
+        return PointCounter(header, header.head.note)
 
     def _entry(self, segment: _Segment, entry: SegmentEntry, data: memoryview) -> None:
         index, path = segment.index, segment.path

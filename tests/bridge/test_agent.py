@@ -27,6 +27,7 @@ from felix.settings import Compaction, Views
 from policy.grant import StandingAction
 from policy.transform import build_spec
 from region import ingest
+from region.log.point import LogPoint
 
 
 @pytest.fixture
@@ -371,7 +372,7 @@ async def test_a_source_that_has_less_than_what_crossed_stops_the_link_with_an_a
         await position(agent, 50)
     hosted = mesh.nodes["us-east"].broker.streams.get(StreamName.parse(STREAM))
     assert hosted is not None
-    await hosted.shards[0].truncate(20)
+    await hosted.shards[0].truncate(LogPoint(20))
     async with mesh.agent() as agent:
         stopped = await state(agent, "truncated")
         assert "cut back to offset 20" in stopped.reason

@@ -22,6 +22,7 @@ from region.cache import shard as cache_shard
 from region.cache.shard import CacheShard
 from region.cache.state import ENTRY_BYTES
 from region.log.durability import Durability, Kind
+from region.log.point import LogPoint
 from region.log.shard import ShardHooks, ShardSettings
 from region.streams import delivery_frame
 
@@ -125,7 +126,7 @@ async def test_a_cache_whose_log_is_cut_below_what_it_applied_shows_nothing_of_i
         await held.put(b"a", b"1")
         kept = held.shard.log.high_watermark
         await held.put(b"a", b"2")
-        await held.shard.log.truncate(kept)
+        await held.shard.log.truncate(LogPoint(kept))
         with pytest.raises(UnavailableError, match=f"was cut at offset {kept}") as refused:
             held.shard.check()
         assert refused.value.code is Code.SHARD_STOPPED

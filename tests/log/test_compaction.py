@@ -45,6 +45,7 @@ from region.log.compaction import (
     judge,
 )
 from region.log.disk import DiskLog, Frame, SegmentLimits
+from region.log.point import LogPoint
 from region.log.recovery import PRODUCERS_NAME
 from region.log.retention import Retention
 from region.log.segment import parse_segment_name
@@ -267,9 +268,9 @@ def test_a_compacted_log_cannot_be_cut_where_it_was_compacted(tmp_path: Path) ->
     append(log, keyed((b"b", b"3")))
     append(log, keyed((b"b", b"4")))
     with pytest.raises(RequestError) as refused:
-        log.truncate(1)
+        log.truncate(LogPoint(1))
     assert refused.value.code is Code.UNSUPPORTED
-    log.truncate(3)
+    log.truncate(LogPoint(3))
     assert latest(held(log)) == {b"a": b"2", b"b": b"3"}
     log.close()
 

@@ -16,8 +16,9 @@ from felix.settings import Deduplication
 from region.log import core
 from region.log.admission import Appended
 from region.log.ahead import Note
-from region.log.core import LogCore, LogPoint, Pending, Ready
+from region.log.core import LogCore, Pending, Ready
 from region.log.durability import EPHEMERAL, FSYNC, Durability, Kind
+from region.log.point import LogPoint
 from region.log.ring import Entry
 from region.log.shard_settings import ShardSettings
 from region.log.states import Event, State
@@ -47,7 +48,7 @@ class Lagging:
 
 
 def core_of(settings: ShardSettings | None = None, commit: Lagging | None = None) -> LogCore:
-    made = LogCore.beginning(IDENTITY, settings or ShardSettings(), 0, entry_of, commit=commit)
+    made = LogCore.beginning(IDENTITY, settings or ShardSettings(), LogPoint(0), entry_of, commit=commit)
     made.turn(Event.OPENED)
     return made
 
@@ -225,10 +226,10 @@ def test_what_was_committed_is_not_cut_where_others_count_on_it() -> None:
     actor.append("b", batch_of(b"2", producer=5))
     actor.write()
     actor.told()
-    refused = actor.core.cut_refusal(0)
+    refused = actor.core.cut_refusal(LogPoint(0))
     assert isinstance(refused, RequestError) and refused.code is Code.CONFLICT
-    assert actor.core.cut_refusal(1) is None
-    actor.step(core.Truncated(1))
+    assert actor.core.cut_refusal(LogPoint(1)) is None
+    actor.step(core.Truncated(LogPoint(1)))
     assert actor.told() == ["rolled back to 1", "b refused NOT_LEADER"]
     assert actor.core.log_end == actor.core.durable == actor.core.committed == LogPoint(1)
     others.others = LogPoint(9)
@@ -403,7 +404,7 @@ class CoreAgainstModel(RuleBasedStateMachine):
         held = self.actor.core
         end = max(0, held.log_end.offset - back)
         if end < held.log_end.offset and LogPoint(end) >= held.committed:
-            self.actor.step(core.Truncated(end))
+            self.actor.step(core.Truncated(LogPoint(end)))
             del self.accepted[end:]
 
     @invariant()

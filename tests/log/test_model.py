@@ -16,6 +16,7 @@ from long_runs import count
 from felix.batch import decode_batch, decode_records
 from region.log.disk import DiskLog, Frame, OffsetOutOfRangeError, SegmentLimits
 from region.log.durable_mark import MARK_NAME, decode_mark
+from region.log.point import LogPoint
 from region.log.retention import Retention
 
 LIMITS = SegmentLimits(segment_bytes_max=1_500)
@@ -100,7 +101,7 @@ class LogAgainstList(RuleBasedStateMachine):
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         offset = data.draw(st.integers(self.start, self.end - 1))
-        self.log.truncate(offset)
+        self.log.truncate(LogPoint(offset))
         end = max(at for at in self.ends if at <= offset)
         self.ends = {at for at in self.ends if at <= end}
         del self.records[end:], self.times[end:]

@@ -14,6 +14,7 @@ from log.building import IDENTITY, SMALL, batch_of, open_disk, placed, stored, w
 from felix.errors import CorruptionError
 from region.log.disk import DiskLog, Frame
 from region.log.durable_mark import MARK_NAME
+from region.log.point import LogPoint
 from region.log.recovery import judge_tail, recover
 from region.log.retention import Retention
 from region.log.segment import ShardIdentity
@@ -331,7 +332,7 @@ def test_a_slot_that_was_freed_stays_free_over_roll_truncation_and_restart(tmp_p
     log.close()
     log = open_disk(tmp_path, limits=SMALL)
     assert log.annotations == {}
-    log.truncate(log.end_offset - 1)
+    log.truncate(LogPoint(log.end_offset - 1))
     assert log.annotations == {8: b"new"}, "the freeing goes with what it came after"
     log.close()
 

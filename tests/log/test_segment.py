@@ -11,6 +11,7 @@ from felix.errors import CorruptionError
 from region.log.segment import (
     EntryDamagedError,
     EntryIncompleteError,
+    Head,
     Kind,
     SegmentHeader,
     ShardIdentity,
@@ -50,10 +51,13 @@ def decode(data: bytes, *, salt: int = SALT) -> object:
     salt=st.integers(0, 2**64 - 1),
     commitment=st.binary(max_size=256),
     shard=st.integers(0, 2**32 - 1),
+    head=st.none() | st.builds(Head, st.integers(0, 2**32 - 1), st.integers(0, 384)),
 )
-def test_segment_header_round_trip(base: int, created: int, salt: int, commitment: bytes, shard: int) -> None:
+def test_segment_header_round_trip(
+    base: int, created: int, salt: int, commitment: bytes, shard: int, head: Head | None
+) -> None:
     header = SegmentHeader(
-        ShardIdentity("us-east", "a/b/c", bytes(16), shard), base, created, salt, commitment
+        ShardIdentity("us-east", "a/b/c", bytes(16), shard), base, created, salt, commitment, head=head
     )
     data = header.encode()
     assert decode_segment_header(data + b"more") == (header, len(data))

@@ -40,6 +40,7 @@ from keys.key_id import KeyKind, new_key_id
 from region.log.disk import ANNOTATION_SLOTS_MAX, OffsetOutOfRangeError
 from region.log.durability import EPHEMERAL, Durability
 from region.log.durability import Kind as DurabilityKind
+from region.log.point import LogPoint
 from region.log.retention import Retention
 from region.log.segment import ANNOTATION_BYTES_MAX
 from region.log.shard import TRANSITIONS, Appended, Event, ShardHooks, ShardLog, ShardSettings, State
@@ -571,13 +572,13 @@ async def test_truncation_forgets_records_epochs_positions_and_sequences(tmp_pat
             await shard.append(numbered(sequence), annotation=b"@%d" % sequence)
         assert shard.segment_count > 2
         assert shard.epochs.end_of(1, shard.log_end_offset).start_offset == 20
-        await shard.truncate(10)
+        await shard.truncate(LogPoint(10))
         assert (shard.high_watermark, shard.log_end_offset) == (10, 10)
         assert [start.epoch for start in shard.epochs.starts] == [1]
         assert shard.annotations == {0: b"@9"}
         assert (await shard.append(numbered(10))).base_offset == 10
         with pytest.raises(OffsetOutOfRangeError):
-            await shard.truncate(1_000)
+            await shard.truncate(LogPoint(1_000))
         with pytest.raises(RequestError):
             await shard.begin_epoch(0)
     async with serving(tmp_path) as shard:
