@@ -46,7 +46,7 @@ _ANSWERED: Final = ("incarnation", "source_epoch", "grant_id", "terms_hash", "de
 
 
 class _Batch(NamedTuple):
-    key: LinkShard
+    incarnation: bytes
     said: tuple[object, ...]
     first: int
     last: int
@@ -190,6 +190,10 @@ class Continuity:
         if first < shard.following and header.grant_id != shard.grant_id and self._is_open(header, first):
             shard.following = first
             shard.held.clear()
+            # What another grant begins again from there on is not answered any more.
+            for key, batch in self._unanswered_of(header):
+                if batch.first >= first:
+                    del self._unanswered[key]
         if first > shard.following and not shard.held:
             missing = first - shard.following
             at, shard.following = shard.following, first
@@ -203,10 +207,16 @@ class Continuity:
 
     def _is_open(self, header: Header, first: int) -> bool:
         """Whether a batch that covers this offset was announced and has no ACK."""
+        return any(batch.first <= first <= batch.last for _, batch in self._unanswered_of(header))
+
+    def _unanswered_of(self, header: Header) -> list[tuple[tuple[LinkShard, bytes], _Batch]]:
+        """The batches of a leaf's link shard and incarnation that have no ACK."""
         link = LinkShard.of(header)
-        return any(
-            key == link and batch.first <= first <= batch.last for (key, _), batch in self._unanswered.items()
-        )
+        return [
+            (key, batch)
+            for key, batch in self._unanswered.items()
+            if key[0] == link and batch.incarnation == header.incarnation
+        ]
 
     def _cover(self, leaf: Leaf) -> list[str]:
         header = leaf.header
@@ -307,7 +317,7 @@ class Continuity:
             if len(self._unanswered) >= UNANSWERED_MAX:
                 return [f"More than {UNANSWERED_MAX} batches without an ACK: not all can be checked."]
             self._unanswered[key] = _Batch(
-                key[0],
+                header.incarnation,
                 _answered(header),
                 first,
                 last,

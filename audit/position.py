@@ -103,9 +103,10 @@ class _Snapshot(msgspec.Struct):
     states: list[_State]
     unreadable: list[int]
     charged_bytes: dict[str, int]
-    version: Literal[5]
+    version: Literal[6]
     """A snapshot of another version is not taken: one of version 0.1 has none, and does not say which leaves could not be
-    read; up to version 3, positions of two destination streams were one; up to version 4, ranges without records were free."""
+    read; up to version 3, positions of two destination streams were one; up to version 4, ranges without records were free;
+    up to version 5, what another grant announced again still waited for its answer."""
 
 
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
@@ -140,6 +141,16 @@ def _joined(before: Crossing, header: Header) -> Crossing:
         last_offset=header.last_offset,
         records=before.records + header.records,
         destination_last_offset=header.destination_last_offset,
+    )
+
+
+def _begins_again(header: Header, announced: Crossing) -> bool:
+    """Whether an INTENT of another grant begins at or before one that was announced and not answered: that one had not arrived."""
+    return (
+        header.grant_id != announced.grant_id
+        and header.incarnation == announced.incarnation
+        and header.first_offset is not None
+        and header.first_offset <= announced.first_offset
     )
 
 
@@ -178,6 +189,7 @@ class Positions:
                 state.intent = state.unanswered[-1] = _joined(state.intent, header)
             else:
                 state.intent = _crossing(number, header)
+                state.unanswered = [each for each in state.unanswered if not _begins_again(header, each)]
                 state.unanswered.append(state.intent)
         elif header.part and state.ack is not None:
             state.ack = _joined(state.ack, header)
@@ -252,7 +264,7 @@ class Positions:
         """A snapshot after `size` leaves, the last of which has this hash."""
         return msgspec.msgpack.encode(
             _Snapshot(
-                size, last_leaf_hash, list(self._states.values()), self.unreadable, self._charged_bytes, 5
+                size, last_leaf_hash, list(self._states.values()), self.unreadable, self._charged_bytes, 6
             )
         )
 

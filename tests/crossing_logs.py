@@ -171,7 +171,7 @@ class World:
                 sentence="The record is not JSON.", **common,
             )  # fmt: skip
             leaves += intent_leaves(header, stay, committer)
-        envelope = sha256(f"{stream} {shard} {first}".encode()).digest()
+        envelope = sha256(f"{stream} {shard} {first} {common['grant_id']}".encode()).digest()
         common |= {"envelope_sha256": envelope}
         header = self.header(
             Kind.INTENT, Side.EGRESS, time_ms, stream, source_batch_sha256=sha256(envelope).digest(),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
 from audit.spark.table import COUNT_MAX, Column, Type
 
@@ -110,6 +111,10 @@ def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataF
             SELECT '{NOTICE}', 'onward-transfer', *,
                    concat('Records that had been in ', array_join(path, ', '), ' crossed onward.')
             FROM crossed WHERE size(path) > 1
+            UNION ALL
+            SELECT '{NOTICE}', 'announced-again', *,
+                   'Announced, never answered, and announced again under the grant that followed: it had not arrived.'
+            FROM crossed WHERE {BEGUN_AGAIN}
         ),
         gathered AS (
             SELECT severity, exception, source_region, destination_region, stream, grant_id,

@@ -18,7 +18,8 @@ is accounted for under each.
    log has them or it is not so;
 4. per shard, the source offsets that INTENT, WITHHELD and GAP leaves cover must follow each other without a hole
    and without two INTENT leaves over the same offset, and covered = crossed + withheld + passed by in a resend + gaps. A link may go on
-   further ahead where another grant begins; what lies between is counted as skipped.
+   further ahead where another grant begins; what lies between is counted as skipped. It may begin again where the grant before it was
+   not answered any more (`audit.spark.begun_again`); what was announced twice so counts once.
 
 An INTENT later than its shard's last receipt may be in flight while the log is copied; it is reported as `open`,
 which is neither reconciled nor a difference.
@@ -32,6 +33,8 @@ from typing import TYPE_CHECKING, Final
 from audit.crossed import CROSSED_BEFORE
 from audit.leaf import GapKind
 from audit.origin import Origin
+from audit.spark.begun_again import BEGUN_AGAIN, FOLLOWED
+from audit.spark.shard_key import SHARD, SHARD_KEY, same
 from audit.spark.table import Column, Type
 
 if TYPE_CHECKING:
@@ -99,19 +102,9 @@ FINDING_COLUMNS: Final = (
     Column("sentence", Type.TEXT, "In words"),
 )
 
-SHARD_KEY: Final = (
-    "source_region",
-    "destination_region",
-    "bridge",
-    "stream",
-    "destination_stream",
-    "incarnation",
-    "shard",
-)
-_SHARD: Final = ", ".join(SHARD_KEY)
 _ARRIVING: Final = ", ".join(name for name in SHARD_KEY if name != "bridge")
 """At the destination a shard has one place, whichever bridge brings it."""
-_ENVELOPE: Final = f"{_SHARD}, envelope_sha256"
+_ENVELOPE: Final = f"{SHARD}, envelope_sha256"
 
 
 class Given:
@@ -146,10 +139,6 @@ def _is_one_of(column: str, names: Sequence[str]) -> str:
     return f"coalesce({column} IN ({listed}), false)" if names else "false"
 
 
-def _same(left: str, right: str, names: tuple[str, ...]) -> str:
-    return " AND ".join(f"{left}.{name} <=> {right}.{name}" for name in names)
-
-
 _SAID: Final = ("grant_id", "terms_hash", "source_epoch")
 """What both sides say of an envelope besides its range, counts and records."""
 
@@ -162,7 +151,7 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
     """One row per envelope that any leaf names, with both sides' counts (null: that side has no such leaf)."""
     key = (*SHARD_KEY, "envelope_sha256")
 
-    def side(kind: str, where: str, prefix: str) -> str:
+    def side(kind: str, where: str, prefix: str, more: str = "") -> str:
         # A receipt lists no records, so nothing holds its leaf to a number of bytes.
         listed = "CAST(NULL AS BIGINT)" if prefix == "receipt" else "sum(record_bytes)"
         return f"""
@@ -170,21 +159,23 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
                    sum(records) AS {prefix}_records, {listed} AS {prefix}_bytes,
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
                    max(batch_sha256) AS {prefix}_digest,
-                   array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said
+                   array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said{more}
             FROM {{leaves}} WHERE kind = '{kind}' AND side = '{where}' GROUP BY {_ENVELOPE}"""  # noqa: S608
+
+    again = f", bool_or({BEGUN_AGAIN}) AS {BEGUN_AGAIN}, bool_or({FOLLOWED}) AS {FOLLOWED}"
 
     def picked(name: str) -> str:
         return f"coalesce(i.{name}, r.{name}, a.{name}) AS {name}"
 
     return leaves.sparkSession.sql(
         f"""
-        WITH i AS ({side("INTENT", "egress", "intent")}),
+        WITH i AS ({side("INTENT", "egress", "intent", again)}),
              r AS ({side("ACK", "egress", "receipt")}),
              a AS ({side("ACK", "ingress", "arrival")}),
              joined AS (
                  SELECT {", ".join(picked(name) for name in key)},
                         i.* EXCEPT ({_ENVELOPE}), r.* EXCEPT ({_ENVELOPE}), a.* EXCEPT ({_ENVELOPE})
-                 FROM i FULL OUTER JOIN r ON {_same("i", "r", key)}
+                 FROM i FULL OUTER JOIN r ON {same("i", "r", key)}
                  FULL OUTER JOIN a ON {" AND ".join(f"coalesce(i.{n}, r.{n}) <=> a.{n}" for n in key)}
              )
         SELECT joined.*, {given.egress} AS has_egress, {given.ingress} AS has_ingress,
@@ -198,7 +189,7 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
 
 def envelope_findings(sides: DataFrame) -> DataFrame:
     """Step 1: what is missing on a side, or counted differently. `sides` is `envelopes(…)`."""
-    place = f"""{_SHARD}, coalesce(intent_first, receipt_first, arrival_first) AS first_offset,
+    place = f"""{SHARD}, coalesce(intent_first, receipt_first, arrival_first) AS first_offset,
                 coalesce(intent_last, receipt_last, arrival_last) AS last_offset,
                 coalesce(intent_records, receipt_records, arrival_records) AS records,
                 coalesce(intent_leaf, receipt_leaf) AS egress_leaf, arrival_leaf AS ingress_leaf, envelope_sha256"""
@@ -210,16 +201,18 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
         )
 
     late = "CASE WHEN intent_first > coalesce({last}, -1) THEN 'open' ELSE 'differs' END"
+    # Nobody asks for the receipt of a grant that another one followed: the ingress log says whether it arrived.
+    unasked = f"CASE WHEN {FOLLOWED} AND NOT has_ingress THEN 'open' ELSE {late} END"
     cases = [
         finding(
-            late.format(last="last_receipt"), "intent-without-receipt",
+            unasked.format(last="last_receipt"), "intent-without-receipt",
             "'Announced in the egress log; no receipt of the destination follows.'",
-            "intent_leaf IS NOT NULL AND receipt_leaf IS NULL",
+            f"intent_leaf IS NOT NULL AND receipt_leaf IS NULL AND NOT {BEGUN_AGAIN} AND NOT ({FOLLOWED} AND arrival_leaf IS NOT NULL)",
         ),
         finding(
             late.format(last="last_arrival"), "intent-without-arrival",
             "'Announced in the egress log; the ingress log does not have it.'",
-            "intent_leaf IS NOT NULL AND receipt_leaf IS NULL AND arrival_leaf IS NULL AND has_ingress",
+            f"intent_leaf IS NOT NULL AND receipt_leaf IS NULL AND arrival_leaf IS NULL AND has_ingress AND NOT {BEGUN_AGAIN}",
         ),
         finding(
             "'differs'", "receipt-without-arrival",
@@ -302,7 +295,7 @@ def places(leaves: DataFrame, unlike: DataFrame) -> DataFrame:
         SELECT {", ".join("leaves." + name for name in key)}, min(leaves.leaf_index) AS first_leaf,
                array_sort(collect_list(struct(leaves.side, leaves.part, leaves.leaf_index, leaves.log,
                    leaves.entries_sha256))) AS places
-        FROM {{leaves}} AS leaves JOIN {{unlike}} AS unlike ON {_same("leaves", "unlike", key)}
+        FROM {{leaves}} AS leaves JOIN {{unlike}} AS unlike ON {same("leaves", "unlike", key)}
         WHERE (leaves.kind = 'INTENT' AND leaves.side = 'egress') OR (leaves.kind = 'ACK' AND leaves.side = 'ingress')
         GROUP BY {", ".join("leaves." + name for name in key)}
         """,  # noqa: S608
@@ -314,9 +307,10 @@ def places(leaves: DataFrame, unlike: DataFrame) -> DataFrame:
 def _covered(leaves: DataFrame) -> DataFrame:
     """Egress leaves that cover source offsets, each with how far the ones before it reach.
 
-    A truncation covers nothing: it says of offsets that were accounted for that the source lost them afterwards.
+    A truncation covers nothing: it says of offsets that were accounted for that the source lost them afterwards. Nor does what
+    another grant announced again.
     """
-    before = f"""OVER (PARTITION BY {_SHARD} ORDER BY first_offset, last_offset, leaf_index
+    before = f"""OVER (PARTITION BY {SHARD} ORDER BY first_offset, last_offset, leaf_index
                        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)"""
     return leaves.sparkSession.sql(
         f"""
@@ -326,7 +320,7 @@ def _covered(leaves: DataFrame) -> DataFrame:
                last(grant_id, true) {before} AS grant_before
         FROM {{leaves}}
         WHERE side = 'egress' AND kind IN ('INTENT', 'WITHHELD', 'GAP') AND first_offset IS NOT NULL
-              AND NOT (kind = 'GAP' AND gap <=> 'truncation')
+              AND NOT (kind = 'GAP' AND gap <=> 'truncation') AND NOT {BEGUN_AGAIN}
         """,  # noqa: S608
         leaves=leaves,
     )
@@ -339,17 +333,17 @@ def coverage_findings(leaves: DataFrame) -> DataFrame:
     tail = "CAST(NULL AS BIGINT) AS ingress_leaf, envelope_sha256"
     return leaves.sparkSession.sql(
         f"""
-        SELECT 'differs' AS status, 'undeclared-gap' AS finding, {_SHARD}, reached + 1 AS first_offset,
+        SELECT 'differs' AS status, 'undeclared-gap' AS finding, {SHARD}, reached + 1 AS first_offset,
                first_offset - 1 AS last_offset, first_offset - reached - 1 AS records, leaf_index AS egress_leaf,
                {tail}, 'Source offsets that no leaf accounts for, between two that do.' AS sentence
         FROM {{covered}} WHERE first_offset > reached + 1 AND coalesce(grant_id, grant_before) <=> grant_before
         UNION ALL
-        SELECT 'differs', 'announced-twice', {_SHARD}, first_offset, least(announced, last_offset),
+        SELECT 'differs', 'announced-twice', {SHARD}, first_offset, least(announced, last_offset),
                least(announced, last_offset) - first_offset + 1, leaf_index, {tail},
                'Source offsets that two INTENT leaves cover.'
         FROM {{covered}} WHERE kind = 'INTENT' AND first_offset <= announced
         UNION ALL
-        SELECT 'differs', 'delivered-twice', {_SHARD}, first_offset, least(reached, last_offset),
+        SELECT 'differs', 'delivered-twice', {SHARD}, first_offset, least(reached, last_offset),
                least(reached, last_offset) - first_offset + 1, CAST(NULL AS BIGINT), leaf_index, envelope_sha256,
                'Source offsets that the destination appended twice.'
         FROM (SELECT *, max(last_offset) {before} AS reached FROM {{leaves}}
@@ -366,7 +360,7 @@ def shards(leaves: DataFrame, findings: DataFrame, given: Given) -> DataFrame:
     return leaves.sparkSession.sql(
         f"""
         WITH sums AS (
-            SELECT {_SHARD}, min(first_offset) AS first_offset, max(last_offset) AS last_offset,
+            SELECT {SHARD}, min(first_offset) AS first_offset, max(last_offset) AS last_offset,
                    coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'INTENT'), 0) AS crossed,
                    coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'WITHHELD'), 0)
                        - coalesce(sum(records) FILTER (WHERE side = 'egress' AND {PASSED_BY}), 0) AS withheld,
@@ -378,11 +372,11 @@ def shards(leaves: DataFrame, findings: DataFrame, given: Given) -> DataFrame:
                    coalesce(sum(record_bytes) FILTER (WHERE side = 'ingress' AND kind = 'ACK'), 0)
                        AS delivered_bytes
             FROM {{leaves}}
-            WHERE kind IN ('INTENT', 'ACK') OR (side = 'egress' AND kind IN ('WITHHELD', 'GAP'))
-            GROUP BY {_SHARD}
+            WHERE (kind IN ('INTENT', 'ACK') OR (side = 'egress' AND kind IN ('WITHHELD', 'GAP'))) AND NOT {BEGUN_AGAIN}
+            GROUP BY {SHARD}
         ),
         reach AS (
-            SELECT {_SHARD},
+            SELECT {SHARD},
                    sum(greatest(0, last_offset - greatest(first_offset, coalesce(reached + 1, first_offset)) + 1))
                        AS covered,
                    coalesce(sum(greatest(0, last_offset - greatest(first_offset, coalesce(missing + 1, first_offset))
@@ -390,12 +384,12 @@ def shards(leaves: DataFrame, findings: DataFrame, given: Given) -> DataFrame:
                    coalesce(sum(first_offset - reached - 1) FILTER (
                        WHERE first_offset > reached + 1 AND NOT coalesce(grant_id, grant_before) <=> grant_before
                    ), 0) AS skipped
-            FROM {{covered}} GROUP BY {_SHARD}
+            FROM {{covered}} GROUP BY {SHARD}
         ),
         counted AS (
-            SELECT {_SHARD}, count(*) FILTER (WHERE status = '{DIFFERS}') AS findings,
+            SELECT {SHARD}, count(*) FILTER (WHERE status = '{DIFFERS}') AS findings,
                    count(*) FILTER (WHERE status = '{OPEN}') AS open
-            FROM {{findings}} GROUP BY {_SHARD}
+            FROM {{findings}} GROUP BY {SHARD}
         ),
         joined AS (
             SELECT sums.*, coalesce(reach.covered, 0) AS covered, coalesce(reach.gap, 0) AS gap,
@@ -403,15 +397,15 @@ def shards(leaves: DataFrame, findings: DataFrame, given: Given) -> DataFrame:
                    coalesce(reach.covered - sums.crossed - sums.withheld - sums.passed_by - reach.gap, 0) AS unaccounted,
                    coalesce(counted.findings, 0) AS findings, coalesce(counted.open, 0) AS open
             FROM sums
-            LEFT JOIN reach ON {_same("sums", "reach", SHARD_KEY)}
-            LEFT JOIN counted ON {_same("sums", "counted", SHARD_KEY)}
+            LEFT JOIN reach ON {same("sums", "reach")}
+            LEFT JOIN counted ON {same("sums", "counted")}
         )
         SELECT *,
                CASE WHEN findings > 0 OR unaccounted <> 0 THEN '{DIFFERS}'
                     WHEN NOT ({given.egress} AND {given.ingress}) THEN '{ONE_SIDE}'
                     WHEN open > 0 THEN '{OPEN}'
                     ELSE '{RECONCILED}' END AS status
-        FROM joined ORDER BY {_SHARD}
+        FROM joined ORDER BY {SHARD}
         """,  # noqa: S608
         leaves=leaves,
         findings=findings,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
 from audit.spark.table import Column, Type
 
@@ -147,8 +148,8 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
         WITH said AS (
             -- A region's own log names who was refused, and no bridge: it is the same one where the actor carries.
             SELECT * EXCEPT (bridge), CASE WHEN kind = 'DENY' THEN coalesce(bridge, actor) ELSE bridge END AS bridge,
-                      kind = 'INTENT' AND side = 'egress' AS is_intent,
-                      kind = 'WITHHELD' AND side = 'egress' AND NOT ({PASSED_BY}) AS is_withheld,
+                      kind = 'INTENT' AND side = 'egress' AND NOT {BEGUN_AGAIN} AS is_intent,
+                      kind = 'WITHHELD' AND side = 'egress' AND NOT ({PASSED_BY}) AND NOT {BEGUN_AGAIN} AS is_withheld,
                       kind = 'ACK' AND side = 'egress' AS is_receipt,
                       kind = 'ACK' AND side = 'ingress' AS is_arrival,
                       kind = 'DENY' AS is_denial

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from audit.origin import Origin
-from audit.spark import exceptions, lineage, openlineage, page, reconciliation, register, volumes
+from audit.spark import begun_again, exceptions, lineage, openlineage, page, reconciliation, register, volumes
 from audit.spark.agreements import read_signed
 from audit.spark.arrived_before import unfounded
 from audit.spark.comparison import compare_records
@@ -258,7 +258,8 @@ def _make(
             verify_all, spark, opened, wanted.trust, wanted.cosignatures_min, wanted.remembered
         )
         # Checkpointed, not cached: what was verified is what is reported, and no query reads the files again.
-        leaves = register.prepare(_read(spark, opened).localCheckpoint()).localCheckpoint()
+        prepared = register.prepare(_read(spark, opened).localCheckpoint()).localCheckpoint()
+        leaves = begun_again.mark(prepared).localCheckpoint()
         verified = verifying.result()
     found = (
         leaves.where("problem IS NOT NULL")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
 from audit.spark.table import Column, Type
 
@@ -43,7 +44,7 @@ def by_day(leaves: DataFrame, terms: DataFrame) -> DataFrame:
                coalesce(sum(leaves.records) FILTER (WHERE leaves.kind = 'WITHHELD'), 0) AS withheld,
                count(*) FILTER (WHERE leaves.kind = 'DENY') AS denied
         FROM {{leaves}} AS leaves LEFT JOIN {{terms}} AS terms ON leaves.terms_hash = terms.terms_hash
-        WHERE (leaves.kind IN ('INTENT', 'WITHHELD') AND leaves.side = 'egress' AND NOT ({PASSED_BY}))
+        WHERE (leaves.kind IN ('INTENT', 'WITHHELD') AND leaves.side = 'egress' AND NOT ({PASSED_BY}) AND NOT {BEGUN_AGAIN})
               OR leaves.kind = 'DENY'
         GROUP BY ALL
         ORDER BY day, source_region, destination_region, stream, purpose, basis
@@ -66,7 +67,7 @@ def time_line(leaves: DataFrame, width_ms: int) -> DataFrame:
                coalesce(sum(records) FILTER (WHERE kind = 'INTENT'), 0) AS records,
                coalesce(sum(record_bytes) FILTER (WHERE kind = 'INTENT'), 0) AS record_bytes,
                coalesce(sum(records) FILTER (WHERE kind = 'WITHHELD'), 0) AS withheld
-        FROM {{leaves}} WHERE kind IN ('INTENT', 'WITHHELD') AND side = 'egress' AND NOT ({PASSED_BY})
+        FROM {{leaves}} WHERE kind IN ('INTENT', 'WITHHELD') AND side = 'egress' AND NOT ({PASSED_BY}) AND NOT {BEGUN_AGAIN}
         GROUP BY ALL ORDER BY start_ms, stream
         """,  # noqa: S608  # an int
         leaves=leaves,

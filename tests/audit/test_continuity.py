@@ -195,6 +195,10 @@ def test_another_grant_may_announce_again_what_had_no_answer_and_nothing_else() 
     intents = [with_header(leaf, envelope_sha256=bytes([at]) * 32) for at, leaf in enumerate(again.intent(3))]
     under_another = [again.grant(), *intents, *again.intent(3)]
     assert mistakes([*leaves, *under_another]) == []
+    late = link.ack(leaves[-1:])
+    assert mistakes([*leaves, late]) == []
+    (sentence,) = mistakes([*leaves, *under_another, late])
+    assert "answers no INTENT" in sentence
     link.offset = 3
     assert any("second time" in sentence for sentence in mistakes([*leaves, *link.intent(3)]))
     early = Link(grant_id="g-2")

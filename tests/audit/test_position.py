@@ -28,6 +28,18 @@ def test_a_snapshot_goes_round_at_every_leaf() -> None:
         assert again.keys() == positions.keys()
 
 
+def test_what_another_grant_announces_again_waits_for_no_answer_any_more() -> None:
+    positions, link = Positions(), Link()
+    for number in range(3):
+        positions.apply(number, link.intent(3)[0].header)
+    again = Link(grant_id="g-2")
+    again.offset = 3
+    (leaf,) = again.intent(6)
+    positions.apply(3, leaf.header)
+    waiting = [(each.grant_id, each.first_offset) for each in positions.unanswered(link.key)]
+    assert waiting == [(link.grant_id, 0), ("g-2", 3)]
+
+
 @given(st.binary(max_size=100))
 def test_what_is_no_snapshot_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptionError):

@@ -21,6 +21,7 @@ from crossing_logs import (
     INGRESS_ORIGIN,
     ORDERS,
     REGION_ORIGIN,
+    SIGNED,
     START_MS,
     TERMS,
     Made,
@@ -33,9 +34,9 @@ from crossing_logs import (
     write_log,
     write_world,
 )
-from signed_grants import ACCEPTOR
+from signed_grants import ACCEPTOR, signed_grant
 
-from audit.leaf import Header, Leaf
+from audit.leaf import Header, Kind, Leaf
 from audit.spark.document import STATEMENT
 from audit.spark.reconciliation import Given
 from audit.spark.report import (
@@ -536,3 +537,55 @@ def test_a_window_before_everything_is_an_empty_report(spark: Any, tmp_path: Pat
     result = run_report(logs, tmp_path / "out", trust=trust(), session=spark, until=1)
     assert result.report.register.rows == () and result.report.totals.records == 0
     assert "no crossings in the window" in result.page.read_text()
+
+
+def test_what_the_next_grant_announces_again_counts_once_and_is_named(spark: Any, tmp_path: Path) -> None:
+    """The bridge died between INTENTs and receipts, and the grant was renewed meanwhile: one batch had arrived, two had not."""
+    renewed = signed_grant(
+        stream=DEPARTURES, purpose="capacity planning, second year", expires=START_MS + 90 * DAY_MS
+    )
+
+    class Renewed(World):
+        signed = SIGNED[DEPARTURES]
+
+        def granted(self, stream: str, shard: int) -> dict[str, Any]:
+            said = {"grant_id": self.signed.grant, "terms_hash": self.signed.terms.hash()}
+            return super().granted(stream, shard) | said
+
+    def logs(folder: Path, at: int) -> list[Path]:
+        world = Renewed()
+        world.grant(DEPARTURES, START_MS)
+        world.batch(DEPARTURES, 0, START_MS + 1_000, 10)
+        world.batch(DEPARTURES, 0, START_MS + 2_000, 10, receipt=False)
+        for number in (3, 4):
+            world.batch(
+                DEPARTURES, 0, START_MS + 1_000 * number, 10, withheld=0.3, receipt=False, arrives=False
+            )
+        world.signed = renewed
+        world.grant(DEPARTURES, START_MS + 5_000, renewed)
+        world.offsets[DEPARTURES, 0] = at
+        world.arrived[DEPARTURES, 0] = sum(
+            leaf.header.records for leaves in world.ingress for leaf in leaves if leaf.header.kind is Kind.ACK
+        )
+        world.batch(DEPARTURES, 0, START_MS + 6_000, 15, withheld=0.0)
+        world.batch(DEPARTURES, 0, START_MS + 7_000, 15)
+        return write_world(folder, world)
+
+    both = logs(tmp_path / "lawful", 20)
+    report = run_report(both, tmp_path / "out", trust=trust(), session=spark).report
+    assert report.findings.records() == []
+    (row,) = report.reconciliation.records()
+    assert (row["status"], row["covered"], row["unaccounted"]) == ("reconciled", 50, 0)
+    assert row["crossed"] == row["delivered"] and row["crossed"] + row["withheld"] == 50
+    named = [each for each in report.exceptions.records() if each["exception"] == "announced-again"]
+    assert sum(each["events"] for each in named) == 2
+    assert sum(each["records"] for each in report.register.records()) == row["crossed"]
+
+    # Of the egress log alone nobody knows whether what has no receipt arrived.
+    alone = run_report(both[:1], tmp_path / "alone", trust=trust(), session=spark).report
+    assert [(each["finding"], each["status"]) for each in alone.findings.records()] == [
+        ("intent-without-receipt", "open")
+    ]
+    # What had arrived is not announced again.
+    twice = run_report(logs(tmp_path / "twice", 10), tmp_path / "more", trust=trust(), session=spark).report
+    assert {"announced-twice", "delivered-twice"} <= {each["finding"] for each in twice.findings.records()}
