@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -146,6 +146,23 @@ class Agreement:
         terms = self.terms
         found = legal_fields(terms, self.place(terms.from_region)[0], self.place(terms.to_region)[0])
         return msgspec.structs.replace(found, approvers=self.approvers)
+
+
+class Stop(NamedTuple):
+    """What the log's own region forbade to leave it, from when on and until when, by the times of the leaves (ms)."""
+
+    leaf: int
+    word: str
+    """revoked, paused or denied"""
+    grant_id: str
+    """empty of a deny entry"""
+    streams: str
+    """of a deny entry, a pattern of names; else empty"""
+    peer: str
+    """the region it must not go to; empty: any"""
+    from_ms: int
+    until_ms: int | None
+    """None: it still holds at the log's end"""
 
 
 @dataclass(slots=True)
@@ -543,6 +560,59 @@ class Agreements:
     def grants(self) -> tuple[str, ...]:
         """The grants that documents in the log are about, sorted."""
         return tuple(sorted(self._grants))
+
+    def stops(self) -> tuple[Stop, ...]:
+        """What the log's own region forbade to leave it: its revocations and pauses of grants out of it, its deny entries. An agent that
+        keeps such a document to itself has it neither in its egress log nor at the destination."""
+        region, found = self._origin.region, _Stops()
+        for grant_id, held in sorted(self._grants.items()):
+            if not held.exports or held.exports[-1].terms.from_region != region:
+                continue
+            for index, time_ms, document in held.documents:
+                if isinstance(document, Approval) or (document.purpose, document.region) != (
+                    Purpose.STANDING,
+                    region,
+                ):
+                    continue
+                standing = decode_body(document, Standing, Purpose.STANDING)
+                word = _FORBIDS.get(standing.action, "")
+                if word or standing.action is StandingAction.RESUME:
+                    final = standing.action is StandingAction.REVOKE
+                    key = (grant_id, "", "", final)
+                    found.take(key, standing.sequence, Stop(index, word, grant_id, "", "", time_ms, None))
+        for index, time_ms, document in self._denies:
+            if document.region == region and isinstance(document, SignedDocument):
+                entry = decode_body(document, DenyEntry, Purpose.DENY)
+                peer = "" if entry.peer == EVERYWHERE else entry.peer
+                word = "" if entry.lifted else "denied"
+                stop = Stop(index, word, "", entry.streams, peer, time_ms, None)
+                found.take(("", entry.streams, peer, False), entry.sequence, stop)
+        return found.all()
+
+
+class _Stops:
+    """Intervals from words in order: each ends what the one before it said, where its sequence is higher."""
+
+    def __init__(self) -> None:
+        self._newest: dict[tuple[str, str, str, bool], tuple[int, Stop]] = {}
+        self._ended: list[Stop] = []
+
+    def take(self, key: tuple[str, str, str, bool], sequence: int, stop: Stop) -> None:
+        """`key`: what it is about. A stop without a word lets it go on."""
+        held = self._newest.get(key)
+        if held is not None:
+            if sequence <= held[0]:
+                return
+            if held[1].word:
+                self._ended.append(held[1]._replace(until_ms=stop.from_ms))
+        self._newest[key] = sequence, stop
+
+    def all(self) -> tuple[Stop, ...]:
+        """Those that ended, and those that hold."""
+        return (*self._ended, *(stop for _, stop in self._newest.values() if stop.word))
+
+
+_FORBIDS: Final = {StandingAction.PAUSE: "paused", StandingAction.REVOKE: "revoked"}
 
 
 def read_agreements(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from audit.agreement import Agreement, Agreements
+from audit.agreement import Agreement, Agreements, Stop
 from audit.document_leaf import read_document
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Terms, decode_leaf
 from audit.merkle import TILE_WIDTH
@@ -56,23 +56,30 @@ LEGAL_FIELDS: Final = _NAMES[9:]
 
 
 _REVOCATION: Final = "log string, grant_id string, leaf_index bigint"
+_STOP: Final = (
+    "source_region string, stop_leaf bigint, word string, stop_grant string, streams string, peer string, from_ms bigint, "
+    "until_ms bigint"
+)
 
 
 class LogDocuments(NamedTuple):
     """What one log's documents say. `terms`: rows of `_NAMES`; `revocations`: the log, the grant, the index of the REVOKE leaf;
-    `derived`: which incarnation goes on from which (`audit.crossed`)."""
+    `derived`: which incarnation goes on from which (`audit.crossed`); `stops`: what a region's own log says that it forbade to leave it."""
 
     terms: list[tuple[Any, ...]]
     revocations: list[tuple[str, str, int]]
     derived: dict[bytes, tuple[bytes, int | None]]
+    stops: tuple[Stop, ...] = ()
 
 
 class Signed(NamedTuple):
-    """The same of all logs. `terms`: one row per terms hash; `revocations`: one per REVOKE leaf that ends its grant."""
+    """The same of all logs. `terms`: one row per terms hash; `revocations`: one per REVOKE leaf that ends its grant; `stops`: one per
+    `Stop`, with the region whose log it stands in."""
 
     terms: DataFrame
     revocations: DataFrame
     derived: Mapping[bytes, tuple[bytes, int | None]]
+    stops: DataFrame
 
 
 def _row(place: Mapping[str, Any], legal: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -147,7 +154,8 @@ def rows_of(origin: str, leaves: Iterable[tuple[int, Leaf]], files: Files, trust
         for grant_id in agreements.grants()
         for index in agreements.revocations(grant_id)
     ]
-    return LogDocuments(rows, revocations, agreements.crossed.derived)
+    stops = agreements.stops() if Origin.parse(origin).bridge is None else ()
+    return LogDocuments(rows, revocations, agreements.crossed.derived, stops)
 
 
 def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
@@ -173,6 +181,7 @@ def read_signed(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog
     found: dict[str, tuple[Any, ...]] = {}
     revocations: list[tuple[str, str, int]] = []
     derived: dict[bytes, tuple[bytes, int | None]] = {}
+    stops: list[tuple[Any, ...]] = []
     for log in sorted(
         logs, key=lambda log: (Origin.parse(log.checkpoint.origin).bridge is None, log.checkpoint.origin)
     ):
@@ -180,11 +189,12 @@ def read_signed(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog
         read = rows_of(log.checkpoint.origin, named, open_files(log.path), trust)
         revocations += read.revocations
         derived |= read.derived
+        stops += [(Origin.parse(log.checkpoint.origin).region, *stop) for stop in read.stops]
         for row in read.terms:
             held = found.get(row[0])
             if held is None or (row[_NAMES.index("signed")] and not held[_NAMES.index("signed")]):
                 found[row[0]] = row
-    return signed_frames(spark, [found[key] for key in sorted(found)], revocations, derived)
+    return signed_frames(spark, [found[key] for key in sorted(found)], revocations, derived, stops)
 
 
 def signed_frames(
@@ -192,10 +202,12 @@ def signed_frames(
     terms: Sequence[tuple[Any, ...]],
     revocations: Sequence[tuple[str, str, int]],
     derived: Mapping[bytes, tuple[bytes, int | None]],
+    stops: Sequence[tuple[Any, ...]] = (),
 ) -> Signed:
     """These rows as the queries take them."""
     return Signed(
         spark.createDataFrame(list(terms), f"{_PLACE}, {_LEGAL}"),
         spark.createDataFrame(list(revocations), _REVOCATION),
         derived,
+        spark.createDataFrame(list(stops), _STOP),
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
-from audit.spark.table import COUNT_MAX, Column, Type
+from audit.spark.table import COUNT_MAX, Column, Type, pattern_to_regex
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -48,6 +48,10 @@ COLUMNS: Final = (
     Column("last_leaf", Type.COUNT, "Last leaf"),
 )
 
+BROUGHT_MS: Final = 60_000
+"""How long the source's word may take to the destination, clocks that differ included; what arrives later arrived against it. A
+bridge brings it within seconds, and lets nothing across meanwhile."""
+
 _DENIALS: Final = {
     501: "grant-missing",
     502: "grant-invalid",
@@ -62,7 +66,8 @@ _DENIALS: Final = {
 
 
 def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataFrame) -> DataFrame:
-    """The exceptions of the window, each leaf's by itself. `all_leaves` and `signed` are of the whole logs: a revocation before
+    """The exceptions of the window, each leaf's by itself; what the source forbade and the destination was not told is looked for in the
+    source's own log. `all_leaves` and `signed` are of the whole logs: a revocation before
     the window forbids crossings inside it. `story`: what the verification's steps 7 and 10 found in whole logs (log, leaf_index,
     sentence).
 
@@ -130,6 +135,17 @@ def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataF
             LEFT ANTI JOIN (SELECT log, leaf_index FROM events WHERE severity = '{BREACH}') AS told
                 ON story.log = told.log AND story.leaf_index = told.leaf_index
             UNION ALL
+            SELECT '{BREACH}', concat('arrived-though-', word), leaves.source_region, destination_region, stream, grant_id,
+                   bridge, CAST(NULL AS STRING), CAST(NULL AS STRING), CAST(NULL AS INT),
+                   concat('Records arrived more than a minute after ', leaves.source_region, ' had ', word,
+                       ' it, by its own log: its word had not been brought to the destination.'),
+                   records, time_ms, log, leaf_index
+            FROM {{leaves}} AS leaves JOIN {{stops}} AS stops ON leaves.source_region = stops.source_region
+            WHERE kind = 'ACK' AND side = 'ingress' AND records > 0
+                AND time_ms >= from_ms + {BROUGHT_MS} AND (until_ms IS NULL OR time_ms < until_ms - {BROUGHT_MS})
+                AND (grant_id = stop_grant OR (stop_grant = '' AND (peer = '' OR peer = destination_region)
+                     AND stream RLIKE {pattern_to_regex("streams")}))
+            UNION ALL
             SELECT '{REFUSED}', {denial} ELSE 'denied' END, source_region, destination_region, stream, grant_id,
                    actor, action, rule, code, sentence, 0, time_ms, log, leaf_index
             FROM {{leaves}} WHERE kind = 'DENY'
@@ -179,6 +195,7 @@ def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataF
         all_leaves=all_leaves,
         terms=signed.terms,
         revocations=signed.revocations,
+        stops=signed.stops,
         story=story,
     )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
-from audit.spark.table import Column, Type
+from audit.spark.table import Column, Type, pattern_to_regex
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -101,26 +101,25 @@ def prepare(leaves: DataFrame) -> DataFrame:
     whoever is refused must not lend the attempt the legal basis of something else."""
     slim = leaves.withColumn("has_receipt", leaves.receipt.isNotNull()).drop("receipt", "document")
     return leaves.sparkSession.sql(
-        """
+        f"""
         WITH named AS (
-            SELECT grant_id, min(terms_hash) AS known FROM {slim}
+            SELECT grant_id, min(terms_hash) AS known FROM {{slim}}
             WHERE grant_id IS NOT NULL AND terms_hash IS NOT NULL GROUP BY grant_id
         ),
         covered AS (
             SELECT grant_id,
-                   -- A pattern's part may be or end in *: policy names, dots being the only character to escape.
-                   min(concat('^', replace(replace(stream, '.', '[.]'), '*', '[^/]*'), '$')) AS streams
-            FROM {slim} WHERE kind = 'GRANT' AND grant_id IS NOT NULL GROUP BY grant_id
+                   min({pattern_to_regex("stream")}) AS streams
+            FROM {{slim}} WHERE kind = 'GRANT' AND grant_id IS NOT NULL GROUP BY grant_id
         )
         SELECT slim.* EXCEPT (terms_hash),
                coalesce(
                    slim.terms_hash,
                    CASE WHEN slim.kind <> 'DENY' OR slim.stream RLIKE covered.streams THEN named.known END
                ) AS terms_hash
-        FROM {slim} AS slim
+        FROM {{slim}} AS slim
         LEFT JOIN named ON slim.grant_id = named.grant_id
         LEFT JOIN covered ON slim.grant_id = covered.grant_id
-        """,
+        """,  # noqa: S608  # a column's name
         slim=slim,
     )
 

@@ -88,6 +88,12 @@ def iso(time_ms: int | None) -> str | None:
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{time_ms % 1000:03d}Z"
 
 
+def pattern_to_regex(column: str) -> str:
+    """SQL: the names that a column's pattern of streams fits. A part may be or end in *; of the characters of names, dots alone mean
+    something in an expression."""
+    return f"concat('^', replace(replace({column}, '.', '[.]'), '*', '[^/]*'), '$')"
+
+
 def from_rows(
     name: str, title: str, columns: tuple[Column, ...], rows: Sequence[Mapping[str, Any] | Any]
 ) -> Table:

@@ -204,8 +204,13 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         _Y,
         "what terms say is taken from documents that both regions signed, and all that the destination can see of a record it "
         "holds to them. What it cannot see it cannot: whether a filter's field, which did not cross, let the record pass, and "
-        "whether a pseudonym was made from the right value",
-        ("attacks/test_rogue_agent.py", "attacks/test_f04_register.py"),
+        "whether a pseudonym was made from the right value. A revocation, pause or deny entry of its own region that it keeps to itself is "
+        "found where the source's own log is given",
+        (
+            "attacks/test_rogue_agent.py",
+            "attacks/test_f04_register.py",
+            "attacks/test_words_held_back.py",
+        ),
     ),
     ("terms", "source"): Cell(
         _C,

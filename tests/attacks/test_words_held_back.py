@@ -1,0 +1,131 @@
+"""An agent that keeps its region's word to itself: a revocation, a pause, a deny entry, which it brings neither to the destination nor
+into its egress log, and goes on. Both logs of the link verify and reconcile; the source's own log says since when nothing may leave.
+
+The report is of one world, in which the same agent also writes the largest numbers that its leaves may have.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attacks.conftest import Tally
+from audit_log import REGION_ORIGIN
+from crossing_logs import CREW, DEPARTURES, ORDERS, SIGNED, START_MS, World, trust, write_log, write_world
+from signed_grants import deny_entry, grant_leaves, paper_leaf, signed_grant, standing
+
+from audit.agreement import Agreements, Stop
+from audit.leaf import TIME_MS_MAX, GapKind, Kind, Leaf, Side
+from audit.origin import Origin
+from audit.spark.exceptions import BREACH, BROUGHT_MS
+from audit.spark.report import EXIT_DIFFERENCES, run_report
+from audit.spark.table import COUNT_MAX
+from audit.tile_disk import Folder
+from audit.verify import verify_log
+from felix.batch import OFFSET_MAX
+from policy.grant import StandingAction
+
+MINUTE_MS = 60_000
+PAUSE, RESUME, REVOKE = StandingAction.PAUSE, StandingAction.RESUME, StandingAction.REVOKE
+
+
+def words(*said: tuple[int, StandingAction, int, str]) -> list[Leaf]:
+    """The source's own log: what is agreed, and then its and others' words about the first grant."""
+    signed = SIGNED[DEPARTURES]
+    leaves = grant_leaves(signed, Side.EGRESS, START_MS - 1_000)
+    for time_ms, action, sequence, region in said:
+        document = standing(signed.grant, action, region, sequence, at=time_ms)
+        leaves.append(paper_leaf(document, signed, time_ms=time_ms))
+    return leaves
+
+
+def stops_of(leaves: list[Leaf], origin: str = REGION_ORIGIN) -> list[Stop]:
+    agreements = Agreements(trust(), Origin.parse(origin))
+    for index, leaf in enumerate(leaves):
+        assert not agreements.take(index, leaf, lambda header: header.document)
+    return sorted(agreements.stops(), key=lambda stop: stop.leaf)
+
+
+def test_a_regions_log_says_from_when_to_when_it_forbade_what_may_leave_it() -> None:
+    said = [
+        (1, PAUSE, 1, "us-east"),
+        (5, RESUME, 2, "us-east"),
+        (6, PAUSE, 1, "us-east"),
+        (7, PAUSE, 9, "eu-west"),
+    ]
+    leaves = words(*((START_MS + at, *rest) for at, *rest in said), (START_MS + 9, REVOKE, 3, "us-east"))  # type: ignore[misc]
+    other = [
+        deny_entry("acme/ops/*", sequence=1),
+        deny_entry("acme/ops/*", sequence=2, lifted=True),
+        deny_entry("acme/payments/*", region="eu-west"),
+        deny_entry("acme/payments/*"),
+    ]
+    signed = SIGNED[DEPARTURES]
+    leaves += [paper_leaf(document, signed, time_ms=START_MS + 20 + at) for at, document in enumerate(other)]
+    grant, first = signed.grant, len(grant_leaves(signed))
+    assert stops_of(leaves) == [
+        Stop(first, "paused", grant, "", "", START_MS + 1, START_MS + 5),
+        Stop(first + 4, "revoked", grant, "", "", START_MS + 9, None),
+        Stop(first + 5, "denied", "", "acme/ops/*", "", START_MS + 20, START_MS + 21),
+        Stop(first + 8, "denied", "", "acme/payments/*", "", START_MS + 23, None),
+    ]
+
+
+@pytest.mark.parametrize("action", [RESUME, PAUSE])
+def test_no_later_word_takes_a_revocation_back(action: StandingAction) -> None:
+    leaves = words((START_MS, REVOKE, 1, "us-east"), (START_MS + 1, action, 2, "us-east"))
+    assert [stop.until_ms for stop in stops_of(leaves) if stop.word == "revoked"] == [None]
+
+
+def extremes(world: World) -> None:
+    """Every large number that a leaf may have, in sums and in times."""
+    for shard in (5, 6, (1 << 31) - 1):
+        common = world.granted(DEPARTURES, shard) | {"first_offset": 0, "last_offset": OFFSET_MAX}
+        gap = world.header(Kind.GAP, Side.EGRESS, START_MS, DEPARTURES, gap=GapKind.RETENTION, **common)
+        world.egress.append([Leaf(gap)])
+    for time_ms in (0, TIME_MS_MAX):
+        world.batch(DEPARTURES, 7, time_ms, 2, withheld=1.0, receipt=False, arrives=False)
+        world.egress[-1] = [leaf for leaf in world.egress[-1] if leaf.header.kind is Kind.WITHHELD]
+        world.deny(CREW, time_ms, 501, "No grant.", records=COUNT_MAX, record_bytes=COUNT_MAX)
+
+
+def test_what_arrived_against_the_sources_word_is_a_breach(spark: Any, tmp_path: Path, tally: Tally) -> None:
+    other = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 10**10)
+    world = World()
+    world.grant(DEPARTURES, START_MS - 1_000)
+    world.grant(ORDERS, START_MS - 1_000)
+    world.grant(DEPARTURES, START_MS - 1_000, other)
+    extremes(world)
+    # Minute by minute, one batch of each stream; the source's word comes with minutes 2 (pause) to 8 (resume), 20 (revoke), 30 (deny).
+    minutes = (1, 2, 5, 7, 9, 15, 20, 22)
+    for minute in minutes:
+        world.batch(DEPARTURES, 0, START_MS + minute * MINUTE_MS, 10, withheld=0.0)
+    for minute in (*minutes, 40):
+        world.batch(ORDERS, 1, START_MS + minute * MINUTE_MS, 10, withheld=0.0)
+    own = words(
+        (START_MS + 2 * MINUTE_MS, PAUSE, 1, "us-east"),
+        (START_MS + 8 * MINUTE_MS, RESUME, 2, "us-east"),
+        (START_MS + 20 * MINUTE_MS, REVOKE, 3, "us-east"),
+    )
+    own += grant_leaves(SIGNED[ORDERS], Side.EGRESS, START_MS - 1_000)[1:]
+    denied = deny_entry("acme/payments/*", at=START_MS + 30 * MINUTE_MS)
+    own.append(paper_leaf(denied, SIGNED[ORDERS], time_ms=START_MS + 30 * MINUTE_MS))
+    paths = [*write_world(tmp_path, world), tmp_path / "region"]
+    write_log(paths[2], REGION_ORIGIN, [own], cosign=True)
+    for path in paths:
+        assert verify_log(Folder(path), trust()).ok
+    result = run_report(paths, tmp_path / "out", trust=trust(), session=spark)
+    rows = result.report.exceptions.records()
+    breaches = {(row["exception"], row["stream"]): (row["events"], row["records"]) for row in rows if row["severity"] == BREACH}  # fmt: skip
+    assert breaches == {
+        ("arrived-though-paused", DEPARTURES): (1, 10),
+        ("arrived-though-revoked", DEPARTURES): (1, 10),
+        ("arrived-though-denied", ORDERS): (1, 10),
+    }
+    assert result.exit_code == EXIT_DIFFERENCES and not result.report.totals.differences
+    assert BROUGHT_MS == MINUTE_MS
+    tally("arrivals against a word that was held back", len(breaches))
+    # A leaf of the largest numbers keeps no report from being made.
+    assert [row["records"] for row in rows if row["exception"] == "gap-retention"] == [COUNT_MAX]
+    tally("leaves with the largest numbers", 7)
