@@ -37,18 +37,20 @@ from region.log.index import INDEX_INTERVAL_BYTES, SparseIndex, decode_index
 from region.log.offload import OFFLOADED_NAME, Offloaded, OffloadState, encode_offload
 from region.log.origin import Origin
 from region.log.point import LogPoint, PointCounter
+from region.log.producer_snapshots import ProducerSnapshots
 from region.log.producers import ProducerTable, decode_snapshot
 from region.log.recovery import (
     EPOCHS_NAME,
-    PRODUCERS_NAME,
     Recovered,
     SegmentState,
     annotate,
+    count_batch,
     damaged,
     encode_epochs,
     recover,
     scan_bytes,
     scan_file,
+    told_from,
     write_index,
 )
 from region.log.retention import Retention, SegmentSpan, plan_deletion
@@ -190,6 +192,7 @@ class DiskLog:
         self._commitment = commitment
         self.runtime = runtime
         self.compaction = recovered.compaction
+        self._snapshots = ProducerSnapshots(files, folder)
         self.offload = recovered.offload
         self._segments: tuple[SegmentState, ...] = tuple(recovered.segments)
         self._indexes: OrderedDict[Path, SparseIndex] = OrderedDict()
@@ -484,8 +487,10 @@ class DiskLog:
 
     def _begin(self, point: LogPoint, producers: ProducerTable, now_ms: int) -> None:
         """Begin a log in a folder that holds none. What is known of its beginning is durable before the log is there."""
+        # Of an attempt that a crash ended, which may have been meant to begin elsewhere.
+        self._snapshots.cut(-1)
         if len(producers):
-            self.save_producers(producers.encode(point.offset))
+            self.save_producers(producers.encode(point.offset), point.offset)
         self.save_epochs(self.epochs)
         self._create_segment(point, now_ms)
         self.synced_offset = point.offset
@@ -933,6 +938,7 @@ class DiskLog:
         for segment in gone:
             for path in (segment.path, segment.index_path, segment.fetched_path):
                 self._files.remove(path)
+        self._snapshots.trim(told_from(self._segments))
         self._files.sync_folder(self.folder)
 
     # Compaction. What is to be written where is region.log.compactor's; here, as in all writing, by one at a time.
@@ -992,6 +998,7 @@ class DiskLog:
             for segment in old:
                 self._files.remove(segment.path)
                 self._files.remove(segment.index_path)
+            self._snapshots.trim(told_from(self._segments))
             self._files.sync_folder(self.folder)
         return True
 
@@ -1049,8 +1056,14 @@ class DiskLog:
             self.save_compaction(msgspec.structs.replace(self.compaction, clean_to=offset))
         target, later = self._segments[at], self._segments[at + 1 :]
         index, annotations, note = self._rescan(target, target.segment_bytes, cut)
-        # What no longer holds goes first: a snapshot, then the claim that these bytes are there.
-        self._files.remove(self.folder / PRODUCERS_NAME)
+        end = index.next_offset
+        producers = self._producers_at(end)
+        # What no longer holds goes first: snapshots, then the claim that these bytes are there.
+        snapshot = producers.encode(end)
+        self._snapshots.save(snapshot, end)
+        self._snapshots.cut(end)
+        if self.compaction.producers:
+            self.save_compaction(msgspec.structs.replace(self.compaction, producers=snapshot))
         self._files.sync_folder(self.folder)
         target.index, target.next_offset, target.end_note = index, index.next_offset, note
         target.segment_bytes, target.last_time_ms = index.segment_bytes, index.last_time_ms
@@ -1073,8 +1086,38 @@ class DiskLog:
         history = EpochHistory(list(self.epochs.starts))
         history.truncate(index.next_offset)
         self.save_epochs(history)
-        # A producer's older batches may have been forgotten in favour of those just cut, so the log is asked again.
-        return recover(self.folder, self.identity, files=self._files).producers
+        return producers
+
+    def _producers_at(self, end: int) -> ProducerTable:
+        """The producers of what stands below `end`. The table in memory cannot be cut back to it: of a producer's older batches some may
+        have been forgotten in favour of those behind."""
+        copied = ProducerSnapshots(self._files, self.folder, self.compaction.producers)
+        producers, begin = copied.at(end, told_from(self._segments))
+        for segment in self._segments:
+            if segment.next_offset <= begin or segment.base_offset >= end:
+                continue
+            descriptor = self._open_segment(segment)
+            position = self._index(segment).position_for_offset(begin)
+            try:
+                for entry in scan_file(
+                    self._files,
+                    descriptor,
+                    segment.header,
+                    position,
+                    segment.segment_bytes,
+                    verify_bodies=False,
+                ):
+                    if entry.next_offset > end:
+                        break
+                    header = entry.header
+                    if header and header.producer_id and header.base_offset >= begin:
+                        count_batch(producers, header)
+            except EntryDamagedError as error:
+                raise damaged(segment.path, position, begin, str(error)) from error
+            finally:
+                self._files.close(descriptor)
+        producers.settle(end)
+        return producers
 
     # Small files, and the end.
 
@@ -1083,9 +1126,13 @@ class DiskLog:
         save_checked(self._files, self.folder / EPOCHS_NAME, encode_epochs(history))
         self.epochs, self._epochs_saved = history, True
 
-    def save_producers(self, snapshot: bytes) -> None:
-        """Make a snapshot of the producers' table durable."""
-        save_checked(self._files, self.folder / PRODUCERS_NAME, snapshot)
+    def save_producers(self, snapshot: bytes, offset: int | None = None) -> None:
+        """Make a snapshot of the producers' table durable: of what stands below `offset`, where the log may be cut back to later;
+        without it, the one of a clean stop."""
+        if offset is None:
+            self._snapshots.save_last(snapshot)
+        else:
+            self._snapshots.save(snapshot, offset)
 
     def close(self) -> None:
         """Sync everything, mark included, and close the files."""

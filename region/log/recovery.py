@@ -40,7 +40,7 @@ Called once per shard, when it opens, in a thread; nothing else uses the folder 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -48,15 +48,16 @@ from typing import Final
 
 import msgspec
 
-from felix.batch import HEADER_BYTES
+from felix.batch import HEADER_BYTES, BatchHeader
 from felix.errors import CorruptionError
-from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compaction
+from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compaction, encode_compaction
 from region.log.durable_mark import MARK_NAME, Mark, decode_mark
 from region.log.epochs import EpochHistory, EpochStart
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
 from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, OffloadState, decode_offload
 from region.log.point import LogPoint, PointCounter
-from region.log.producers import ProducerTable, Remembered, decode_snapshot
+from region.log.producer_snapshots import ProducerSnapshots
+from region.log.producers import ProducerTable, Remembered
 from region.log.segment import (
     ANNOTATION_BYTES_MAX,
     ENTRY_BYTES_MAX,
@@ -75,10 +76,9 @@ from region.log.segment import (
     segment_name,
 )
 from region.storage.port import Files, is_full, write_all
-from region.storage.small_file import TEMPORARY_SUFFIX, load_checked, read_file
+from region.storage.small_file import TEMPORARY_SUFFIX, load_checked, read_file, save_checked
 
 EPOCHS_NAME: Final = "epochs"
-PRODUCERS_NAME: Final = "producers"
 WINDOW_BYTES: Final = 4 * ENTRY_BYTES_MAX
 """Read at once while scanning: a few of the largest entries, so memory stays bounded whatever a segment holds."""
 
@@ -309,18 +309,25 @@ def _load_compaction(files: Files, folder: Path) -> CompactionState | None:
     return None if payload is None else decode_compaction(payload)
 
 
-def _load_producers(files: Files, folder: Path) -> tuple[ProducerTable, int] | None:
-    payload = load_checked(files, folder / PRODUCERS_NAME)
-    return None if payload is None else _decode_producers(payload)
+def count_batch(producers: ProducerTable, header: BatchHeader) -> None:
+    """Let a batch of the log count for its producer."""
+    producers.settle(header.base_offset)
+    producers.record(
+        header.producer_id,
+        Remembered(
+            header.producer_epoch,
+            header.base_sequence,
+            header.base_sequence + header.records,
+            header.base_offset,
+            header.append_time_ms,
+        ),
+    )
 
 
-def _decode_producers(payload: bytes) -> tuple[ProducerTable, int] | None:
-    if not payload:
-        return None
-    try:
-        return decode_snapshot(payload)
-    except CorruptionError:
-        return None
+def told_from(segments: Sequence[SegmentState]) -> int:
+    """Below this offset the log no longer has all its batches within reach: what producers did there only snapshots know."""
+    gone = [one.next_offset for one in segments if one.header.span or not one.is_local]
+    return max([*(one.base_offset for one in segments[:1]), *gone], default=0)
 
 
 def counter_of(header: SegmentHeader, before: SegmentState | None) -> PointCounter:
@@ -333,22 +340,28 @@ def counter_of(header: SegmentHeader, before: SegmentState | None) -> PointCount
 class _Recovery:
     """One pass over a folder, oldest segment first."""
 
-    def __init__(self, files: Files, folder: Path, identity: ShardIdentity, *, full: bool) -> None:
+    def __init__(
+        self,
+        files: Files,
+        folder: Path,
+        identity: ShardIdentity,
+        *,
+        full: bool,
+        producers: tuple[ProducerTable, int] | None = None,
+    ) -> None:
         self.files = files
         self.folder = folder
         self.identity = identity
         self.full = full
         epochs = _load_epochs(files, folder)
-        producers = _load_producers(files, folder)
         stored = _load_compaction(files, folder)
         self.compaction = stored or CompactionState()
         self.compaction_missing = stored is None
         if epochs is None and self.compaction.epochs:
             epochs = EpochHistory(list(self.compaction.epochs))
-        # Of batches that compaction removed, only its own copy or a newer snapshot knows.
-        copy = _decode_producers(self.compaction.producers)
-        if copy and (producers is None or producers[1] < copy[1]):
-            producers = copy
+        self.snapshots = ProducerSnapshots(files, folder, self.compaction.producers)
+        self.is_second = producers is not None
+        producers = producers or self.snapshots.newest()
         self.epochs_rebuilt = epochs is None
         self.producers_rebuilt = producers is None
         self.epochs = epochs or EpochHistory()
@@ -411,17 +424,7 @@ class _Recovery:
         if header.leader_epoch > self.epochs.current:
             self.epochs.begin(header.leader_epoch, header.base_offset)
         if header.producer_id and header.base_offset >= self.replay_from:
-            self.producers.settle(header.base_offset)
-            self.producers.record(
-                header.producer_id,
-                Remembered(
-                    header.producer_epoch,
-                    header.base_sequence,
-                    header.base_sequence + header.records,
-                    header.base_offset,
-                    header.append_time_ms,
-                ),
-            )
+            count_batch(self.producers, header)
 
     def closed(self, path: Path, next_base: int, before: SegmentState | None) -> SegmentState:
         """A segment that another follows: whole, and ending where that one begins."""
@@ -592,11 +595,13 @@ class _Recovery:
         segments.append(state)
         if self.replay_from > state.next_offset:
             # Acknowledged under `interval` and lost with the power, or cut by hand: the snapshot knows too much.
-            self.files.remove(self.folder / PRODUCERS_NAME)
-            again = _Recovery(self.files, self.folder, self.identity, full=False)
+            known = self.snapshots.at(state.next_offset, told_from(segments))
+            again = _Recovery(self.files, self.folder, self.identity, full=False, producers=known)
             again.cut = self.cut
             return again.run()
         self.producers.settle(state.next_offset)
+        if self.is_second:
+            self.forget_above(state.next_offset)
         self.epochs.clamp(state.next_offset)
         compacted_to = max((one.next_offset for one in segments if one.header.span), default=0)
         if self.compaction_missing and compacted_to:
@@ -619,6 +624,16 @@ class _Recovery:
         return Recovered(
             segments, annotations, self.epochs, self.producers, report, self.compaction, self.offload
         )
+
+    def forget_above(self, end: int) -> None:
+        """Other batches will get the offsets from `end` on: no snapshot that knows of them is left."""
+        snapshot = self.producers.encode(end)
+        self.snapshots.save(snapshot, end)
+        self.snapshots.cut(end)
+        if self.compaction.producers:
+            self.compaction = msgspec.structs.replace(self.compaction, producers=snapshot)
+            save_checked(self.files, self.folder / COMPACTION_NAME, encode_compaction(self.compaction))
+        self.files.sync_folder(self.folder)
 
     def _synced_mark(self) -> Mark | None:
         path = self.folder / MARK_NAME

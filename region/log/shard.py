@@ -613,12 +613,13 @@ class ShardLog:
             return
         self._segments_seen = disk.segment_count
         # What is before a rolled segment need not be read again to know the producers.
-        snapshot, truncations = self.producers_snapshot(), reader.truncations
+        snapshot, offset = self.producers_snapshot(), self.high_watermark
+        truncations = reader.truncations
 
         def save() -> None:
             # A truncation in between made the snapshot claim what is no longer there.
             if truncations == reader.truncations:
-                disk.save_producers(snapshot)
+                disk.save_producers(snapshot, offset)
 
         self._submit(save, optional=True)
 

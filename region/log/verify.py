@@ -36,10 +36,10 @@ from region.log.durable_mark import MARK_NAME, Mark, decode_mark
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
 from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, OffloadState, decode_offload
 from region.log.point import LogPoint, PointCounter
+from region.log.producer_snapshots import PRODUCERS_NAME, parse_snapshot_name
 from region.log.producers import decode_snapshot
 from region.log.recovery import (
     EPOCHS_NAME,
-    PRODUCERS_NAME,
     decode_epochs,
     evidence_beyond,
     judge_tail,
@@ -224,7 +224,7 @@ class _Verification:
                     self._note(path, "an index without its segment")
             elif path.suffix == FETCHED_SUFFIX:
                 self._note(path, "a copy for reading; the next start removes it")
-            elif path.name not in SMALL_FILES:
+            elif path.name not in SMALL_FILES and parse_snapshot_name(path.name) is None:
                 self._note(path, "not a file of the log")
         return sorted(segments, key=lambda path: parse_segment_name(path.name) or (0, 0))
 
@@ -452,9 +452,12 @@ class _Verification:
                 self._note(
                     folder / EPOCHS_NAME, f"it ends at epoch {history.current}, the batches at {self._epoch}"
                 )
-        payload = self._payload(PRODUCERS_NAME)
-        if payload is not None:
-            self._snapshot(folder / PRODUCERS_NAME, payload)
+        for name in (PRODUCERS_NAME, *files.names(folder)):
+            if name != PRODUCERS_NAME and parse_snapshot_name(name) is None:
+                continue
+            payload = self._payload(name)
+            if payload is not None:
+                self._snapshot(folder / name, payload)
         compacted_to = max((one.header.span.end_offset for one in segments if one.header.span), default=0)
         state = CompactionState()
         payload = self._payload(COMPACTION_NAME)
@@ -475,9 +478,13 @@ class _Verification:
 
     def _snapshot(self, path: Path, payload: bytes) -> None:
         try:
-            decode_snapshot(payload)
+            _, offset = decode_snapshot(payload)
         except CorruptionError as error:
             self._note(path, error.sentence.rstrip("."))
+            return
+        named = parse_snapshot_name(path.name)
+        if named is not None and named != offset:
+            self._note(path, f"it is of what stands below offset {offset}; it is not used")
 
 
 def _replaces(other: SegmentHeader, segment: SegmentHeader) -> bool:

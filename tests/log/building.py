@@ -121,6 +121,7 @@ def compact(
     tombstone_ms: int = 1_000,
     keys_bytes_max: int = 1 << 20,
     files: Files | None = None,
+    producers: bytes = b"",
 ) -> CompactionReport | None:
     return Compactor(
         log,
@@ -130,7 +131,7 @@ def compact(
         open_batch=masked,
         writer=nullcontext(),
         pace=lambda: None,
-    ).run(b"", ())
+    ).run(producers, ())
 
 
 def append(log: DiskLog, batch: Batch, time_ms: int = 1_000) -> None:

@@ -46,7 +46,7 @@ from region.log.compaction import (
 )
 from region.log.disk import DiskLog, Frame, SegmentLimits
 from region.log.point import LogPoint
-from region.log.recovery import PRODUCERS_NAME
+from region.log.producer_snapshots import PRODUCERS_NAME
 from region.log.retention import Retention
 from region.log.segment import parse_segment_name
 from region.log.shard import ShardHooks, ShardLog, ShardSettings

@@ -129,8 +129,14 @@ class Leader:
         elif kind == 1:
             self.log.close()
             self.log = opened(self.disk, LEADERS)
+        elif kind == 2:
+            self.snapshot()
         else:
             self.write()
+
+    def snapshot(self) -> None:
+        end = self.log.end_offset
+        self.log.save_producers(self.producers.encode(end), end)
 
     def origin(self) -> Origin:
         return self.log.origin(self.producers.encode(self.log.end_offset))
@@ -227,8 +233,13 @@ def test_two_copies_cut_at_one_point_are_the_same_log_and_go_on_from_there() -> 
         leader = Leader(random)
         for _ in range(12):
             leader.write()
+            if random.random() < 0.3:
+                leader.snapshot()
         follower = Follower(random, leader)
         follower.finish()
+        snapshots = [path for path in leader.disk.files() if path.suffix == ".producers"]
+        if snapshots and random.random() < 0.5:
+            leader.disk.flip(random.choice(snapshots), random.randrange(8 * 20))
         points = [point for point, _ in frames_of(leader.log)]
         cut = random.choice([leader.log.start_point, *points[:-1]])
         kept = [found for found in frames_of(leader.log) if found[0] <= cut]
@@ -322,6 +333,21 @@ async def test_readers_producers_and_message_ids_go_on_at_the_copy(tmp_path: Pat
         assert again.offsets == (2,)
         assert payloads_of(await leader.read(0, 1 << 20)) == [b"a", b"b", b"of x"]
         await leader.append(None, annotation=b"@3", slot=4)
+
+
+def test_a_log_whose_start_was_let_go_begins_behind_the_positions_that_stood_there(tmp_path: Path) -> None:
+    log = open_disk(tmp_path)
+    append(log, batch_of(b"a"))
+    log.write([Frame(None, 1, 0, 7, b"@1"), Frame(None, 1, 0, 7, b"@2")], 1_000)
+    log.roll(1_000)
+    append(log, batch_of(b"b"))
+    log.trim(1, 1_000)
+    for _ in range(2):
+        assert (log.start_point, log.end_point) == (LogPoint(1, 2), LogPoint(2))
+        assert log.origin(b"").annotations == {7: b"@2"}
+        log.close()
+        log = open_disk(tmp_path)
+    log.close()
 
 
 async def test_a_log_may_begin_above_offset_0(tmp_path: Path) -> None:
