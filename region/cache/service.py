@@ -43,6 +43,7 @@ from region.broker import Broker
 from region.cache.shard import CacheShard
 from region.cache.state import Entry, Waiter
 from region.exchange import Exchange
+from region.gather import Gather
 from region.log.shard import ShardLog
 from region.ports import Exchanging, Role
 from region.quota import Meter
@@ -460,32 +461,26 @@ class _Gathered:
         self._exchange = exchange
         self._correlation = correlation
         self._versions = [0] * count
-        self._left = count + 1
-        self._error: FelixError | None = None
+        self._gather = Gather(self._answer)
+        self.asked = self._gather.asked
 
     def ask(self, at: int, mutate: Callable[[Waiter], None]) -> None:
+        done = self._gather.part()
+
+        def stored(version: int, error: FelixError | None) -> None:
+            self._versions[at] = version
+            done(error)
+
         try:
-            mutate(partial(self._done, at))
+            mutate(stored)
         except (RequestError, UnavailableError) as error:
-            self._done(at, 0, error)
+            done(error)
 
-    def asked(self) -> None:
-        """All parts have been asked for."""
-        self._one_less()
-
-    def _done(self, at: int, version: int, error: FelixError | None) -> None:
-        self._versions[at] = version
-        self._error = self._error or error
-        self._one_less()
-
-    def _one_less(self) -> None:
-        self._left -= 1
-        if self._left:
-            return
-        if self._error is None:
+    def _answer(self, error: FelixError | None) -> None:
+        if error is None:
             self._exchange.reply(self._correlation, StoredMany(self._versions))
         else:
-            self._exchange.refuse(self._correlation, self._error)
+            self._exchange.refuse(self._correlation, error)
 
 
 def _found(shard: CacheShard, entry: Entry | None, with_value: bool) -> Found:

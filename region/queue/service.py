@@ -23,6 +23,7 @@ from felix.queue_messages import Held, QueueState, Worker
 from felix.settings import Views
 from policy.access import Verb
 from region.broker import Broker
+from region.gather import Done, Gather, awaited
 from region.queue.shard import Leased, QueueShard
 from region.queue.state import Phase, Run
 from region.streams import HostedStream
@@ -361,20 +362,14 @@ class QueueService:
             return
         # Before its clock runs: a lease that has run out meanwhile must not be handed out again first.
         queue = await self.queue(stream, start=False)
-        waiting: list[asyncio.Future[None]] = []
-        for number, runs in runs_by_shard(held, len(queue.shards)).items():
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-            def done(error: FelixError | None, future: asyncio.Future[None] = future) -> None:
-                if not future.done():
-                    if error is None:
-                        future.set_result(None)
-                    else:
-                        future.set_exception(error)
+        def settle(done: Done) -> None:
+            gather = Gather(done)
+            for number, runs in runs_by_shard(held, len(queue.shards)).items():
+                queue.shards[number].settle(runs, gather.part())
+            gather.asked()
 
-            queue.shards[number].settle(runs, done)
-            waiting.append(future)
-        await asyncio.gather(*waiting)
+        await awaited(settle)
         await queue.open()
 
     # -- figures ---------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from felix.names import StreamName
 from felix.queue_messages import LEASE_BYTES_MAX, Job
 from felix.settings import DURATION_MS_MAX, QueueSettings
 from region.broker import Broker
+from region.gather import Done, ignore
 from region.log.disk import OffsetOutOfRangeError
 from region.log.ring import Entry
 from region.log.shard import ShardLog
@@ -60,7 +61,7 @@ from region.views.dead_letter import (
     each_record,
     entry_body,
 )
-from region.views.journal import Done, Journal, JournalKind
+from region.views.journal import Journal, JournalKind
 
 log = logging.getLogger("felix.region.queue")
 
@@ -439,7 +440,7 @@ class QueueShard:
             state.skip(next_offset)
         for offset in range(base_offset, next_offset):
             if offset in state.tracked:
-                self._append(state.lose(offset, self.now_ms), _ignore)
+                self._append(state.lose(offset, self.now_ms), ignore)
 
     def _forget_oldest(self) -> None:
         _, decoded = self._decoded.popitem(last=False)
@@ -550,7 +551,7 @@ class QueueShard:
         try:
             entries = self.log.read_hot(offset, 1)
         except OffsetOutOfRangeError:
-            self._append(self.state.lose(offset, self.now_ms), _ignore)
+            self._append(self.state.lose(offset, self.now_ms), ignore)
             return None
         except FelixError:
             return None
@@ -562,7 +563,7 @@ class QueueShard:
 
     def _found(self, entry: Entry, offset: int) -> _Decoded | None:
         if not entry.base_offset <= offset < entry.next_offset:
-            self._append(self.state.lose(offset, self.now_ms), _ignore)
+            self._append(self.state.lose(offset, self.now_ms), ignore)
             return None
         return self._take_apart(entry_body(entry), entry.base_offset, entry.next_offset)
 
@@ -572,7 +573,7 @@ class QueueShard:
             (entry, *_) = await self.log.read(offset, 1)
         except OffsetOutOfRangeError:
             if offset in self.state.tracked:
-                self._append(self.state.lose(offset, self.now_ms), _ignore)
+                self._append(self.state.lose(offset, self.now_ms), ignore)
             return
         except FelixError as error:
             log.error("queue %s cannot read its log: %s", self._stream.name, error)
@@ -648,7 +649,7 @@ class QueueShard:
     def _write(self, entries: Sequence[bytes], done: Done) -> None:
         """`done` once all are durable. Without entries it still comes after what was decided before."""
         for entry in entries[:-1]:
-            self._append(entry, _ignore)
+            self._append(entry, ignore)
         # A repeated acknowledgement is confirmed only behind the first one's entry.
         self._append(entries[-1] if entries else NOTHING, done)
         self._changed()
@@ -800,7 +801,3 @@ def _number(text: bytes | None, most: int) -> int | None:
     if text is None or not text.isdigit() or len(text) > 18:
         return None
     return min(int(text), most)
-
-
-def _ignore(error: FelixError | None) -> None:
-    """What comes of it is told otherwise."""

@@ -46,13 +46,13 @@ from felix.queue_messages import (
 from felix.settings import VISIBILITY_MS_MIN, QueueSettings, Views
 from policy.access import Verb, not_found_or_forbidden
 from region.exchange import Exchange
+from region.gather import Done, Gather, ignore
 from region.log.shard import Appended
 from region.ports import Exchanging
 from region.queue.service import SHARE_RECORDS_MAX, Queue, QueueService, runs_by_shard
 from region.queue.shard import JOB_ROOM_BYTES, Leased, QueueShard
 from region.queue.state import Run, runs_of, triples
 from region.quota import Meter
-from region.views.journal import Done
 
 VISIBILITY_MS_MAX: Final = 12 * 3_600_000
 HELD_LOOK_S: Final = 0.5
@@ -369,29 +369,18 @@ class QueueWorker:
         for number in by_shard:
             self._queue.shards[number].check()
         lost: list[tuple[int, int]] = []
-        left = len(by_shard)
-        failed: FelixError | None = None
-        decided = False
 
-        def done(error: FelixError | None) -> None:
-            nonlocal left, failed
-            left -= 1
-            failed = failed or error
-            if decided and not left:
-                answer()
-
-        def answer() -> None:
+        def answer(failed: FelixError | None) -> None:
             self.count_leases()
             if failed is not None:
                 self._exchange.refuse(correlation, failed)
             else:
                 self._exchange.reply(correlation, Settled(lost))
 
+        gather = Gather(answer)
         for number, runs in by_shard.items():
-            lost += ((number, offset) for offset in decide(self._queue.shards[number], runs, done))
-        decided = True
-        if not left:
-            answer()  # an ephemeral queue: all is done already
+            lost += ((number, offset) for offset in decide(self._queue.shards[number], runs, gather.part()))
+        gather.asked()
 
     # -- putting ---------------------------------------------------------------------------------------
 
@@ -514,29 +503,18 @@ class QueueWorker:
         self._require(Verb.ADMIN)
         for shard in self._queue.shards:
             shard.check()
-        left = len(self._queue.shards)
-        failed: FelixError | None = None
         purged = 0
-        decided = False
 
-        def done(error: FelixError | None) -> None:
-            nonlocal left, failed
-            left -= 1
-            failed = failed or error
-            if decided and not left:
-                answer()
-
-        def answer() -> None:
+        def answer(failed: FelixError | None) -> None:
             if failed is not None:
                 self._exchange.refuse(correlation, failed)
             else:
                 self._exchange.reply(correlation, Counted(purged))
 
+        gather = Gather(answer)
         for shard in self._queue.shards:
-            purged += shard.purge(done)
-        decided = True
-        if not left:
-            answer()
+            purged += shard.purge(gather.part())
+        gather.asked()
 
 
 _CALLS: Final[dict[type, Callable[[QueueWorker, int, Any], None]]] = {
@@ -557,13 +535,9 @@ _CALLS: Final[dict[type, Callable[[QueueWorker, int, Any], None]]] = {
 def _give_back(shard: QueueShard, jobs: Sequence[Job]) -> None:
     """Jobs that nobody will get: another worker may have them at once."""
     try:
-        shard.release(list(triples(runs_of((job.offset, job.token) for job in jobs))), _ignore)
+        shard.release(list(triples(runs_of((job.offset, job.token) for job in jobs))), ignore)
     except UnavailableError:
         return  # the journal is read again: their leases run out
-
-
-def _ignore(error: FelixError | None) -> None:
-    """Nobody waits for it."""
 
 
 def queue_opener(service: QueueService) -> Callable[[Exchanging, int], Exchange]:

@@ -41,6 +41,8 @@ from policy.access import Verb
 from region.broker import Broker
 from region.delivery import resolve_starts
 from region.exchange import Exchange
+from region.gather import Done as Written
+from region.gather import Gather, ignore
 from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
@@ -50,7 +52,6 @@ from region.subscriptions.consumer import Consumer
 from region.subscriptions.store import SubscriptionStore
 from region.subscriptions.subscription import DurableSubscription
 from region.views.dead_letter import dead_letter_name
-from region.views.journal import Done as Written
 
 log = logging.getLogger("felix.region.subscriptions")
 
@@ -237,7 +238,7 @@ class SubscriptionService:
         )
         subscription.close()
         for store in held.stores:
-            store.drop(subscription.id, _ignore)
+            store.drop(subscription.id, ignore)
 
     async def _close_stream(self, held: _Shelves) -> None:
         gone = RequestError(f"The stream {held.stream.name} was deleted.", code=Code.NOT_FOUND)
@@ -573,27 +574,17 @@ class SubscriptionService:
 
         What is about a subscription that was deleted, or begins anew, counts as done.
         """
-        left = 1
-        failed: FelixError | None = None
-
-        def written(error: FelixError | None) -> None:
-            nonlocal left, failed
-            left -= 1
-            failed = failed or error
-            if not left:
-                done(failed)
-
+        gather = Gather(done)
         for each in acks:
             found = self._loaded(each)
             if found is None:
                 continue
             refused = found.refusal()
-            left += 1
             if refused is not None:
-                written(refused)
+                gather.part()(refused)
             else:
-                found.settle(each.acks, written)
-        written(None)
+                found.settle(each.acks, gather.part())
+        gather.asked()
 
     def abandon(self, acks: Sequence[SubscriptionAcks]) -> None:
         """The transaction was not written: what was kept is delivered again."""
@@ -686,7 +677,3 @@ def _none(stream: StreamName, name: str) -> RequestError:
         code=Code.NOT_FOUND,
         hint="Create it, or open the consumer with settings.",
     )
-
-
-def _ignore(error: FelixError | None) -> None:
-    """A refused write is the store's matter."""

@@ -17,13 +17,14 @@ from typing import Final
 from felix.errors import Code, FelixError, UnavailableError
 from felix.settings import SubscriptionSettings
 from region.broker import Broker
+from region.gather import Done, ignore
 from region.log.shard import ShardLog
 from region.metadata.records import Subscription
 from region.streams import HostedStream
 from region.subscriptions.entries import Dropped, Entry, Letter, decode, encode
 from region.subscriptions.progress import Dying, Progress
 from region.views.dead_letter import DeadLetters, Move, Origin
-from region.views.journal import Done, Journal, JournalKind
+from region.views.journal import Journal, JournalKind
 
 log = logging.getLogger("felix.region.subscriptions")
 
@@ -138,7 +139,7 @@ class SubscriptionStore:
             done(self.refusal())
             return
         for data in written[:-1]:
-            self._journal.append(data, _ignore)
+            self._journal.append(data, ignore)
 
         def last(error: FelixError | None) -> None:
             if error is not None:
@@ -239,7 +240,3 @@ class SubscriptionStore:
             letters.stop()
         if self._journal is not None:
             await self._journal.close()
-
-
-def _ignore(error: FelixError | None) -> None:
-    """The last of several entries tells how all of them went."""

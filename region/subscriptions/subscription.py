@@ -23,13 +23,13 @@ from felix.messages import ConsumerState, SubscriptionShard, SubscriptionState
 from felix.names import SpiffeId
 from felix.ranges import RangeSet, pairs
 from region.broker import Broker
+from region.gather import Done, Gather, ignore, resolving
 from region.metadata.records import Subscription
 from region.streams import HostedStream
 from region.subscriptions.entries import Entry
 from region.subscriptions.group import Group, Step
 from region.subscriptions.progress import Progress, Redelivered
 from region.subscriptions.store import SubscriptionStore
-from region.views.journal import Done
 
 log = logging.getLogger("felix.region.subscriptions")
 
@@ -234,25 +234,15 @@ class DurableSubscription:
             if refused is not None:
                 raise refused
             work.append((each.shard, ranges))
-        left = len(work)
-        failed: FelixError | None = None
-
-        def written(error: FelixError | None) -> None:
-            nonlocal left, failed
-            left -= 1
-            failed = failed or error
-            if not left:
-                done(failed, fenced)
-
         self._sign(number)
-        if not work:
-            done(None, fenced)
+        gather = Gather(lambda error: done(error, fenced))
         for shard, ranges in work:
             progress = self.progress(shard)
             had_room = progress.has_room
-            self._stores[shard].write(progress.ack(ranges), written)
+            self._stores[shard].write(progress.ack(ranges), gather.part())
             if not had_room:
                 self._wake(shard)
+        gather.asked()
 
     def nack(self, number: int, call: Nack, done: Done) -> None:
         """Records failed; again later. Raises RequestError(CONSUMER_FENCED)."""
@@ -364,17 +354,15 @@ class DurableSubscription:
 
     async def position(self, starts: dict[int, int]) -> None:
         """Begin at these offsets, by shard; who has the shard is fenced and gets it anew. Durable once this returns."""
-        loop = asyncio.get_running_loop()
-        waiting: list[asyncio.Future[None]] = []
         refused = self.refusal()
         if refused is not None:
             raise refused.with_traceback(None)
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        gather = Gather(resolving(written))
         for shard, offset in starts.items():
             progress = self.progress(shard)
             owner, generation = self._group.owners.get(shard), progress.generation
-            future: asyncio.Future[None] = loop.create_future()
-            self._stores[shard].write(progress.move(offset), _resolving(future))
-            waiting.append(future)
+            self._stores[shard].write(progress.move(offset), gather.part())
             if owner is None:
                 continue
             member = self._members[owner]
@@ -384,7 +372,8 @@ class DurableSubscription:
             else:
                 self._assign(member, shard)
         self._rebalance()
-        await asyncio.gather(*waiting)
+        gather.asked()
+        await written
 
     # -- transactions ----------------------------------------------------------------------------------
 
@@ -417,23 +406,13 @@ class DurableSubscription:
 
     def settle(self, acks: Sequence[ShardAck], done: Done) -> None:
         """What a written transaction acknowledges is settled; again is no harm. `done` once it is durable."""
-        left = len(acks)
-        failed: FelixError | None = None
-
-        def written(error: FelixError | None) -> None:
-            nonlocal left, failed
-            left -= 1
-            failed = failed or error
-            if not left:
-                done(failed)
-
-        if not acks:
-            done(None)
+        gather = Gather(done)
         for each in acks:
             progress = self.progress(each.shard)
             entries = progress.ack(ranges_of(each, progress.committed))
-            self._stores[each.shard].write(entries, written)
+            self._stores[each.shard].write(entries, gather.part())
             self._wake(each.shard)
+        gather.asked()
 
     def unreserve(self, acks: Sequence[ShardAck]) -> None:
         """The transaction was not written: its records come again."""
@@ -518,7 +497,7 @@ class DurableSubscription:
 
     def _write(self, shard: int, entries: Iterable[Entry]) -> None:
         """Entries that nobody waits for."""
-        self._stores[shard].write(entries, _ignore)
+        self._stores[shard].write(entries, ignore)
 
 
 def ranges_of(ack: ShardAck, committed: int) -> list[tuple[int, int]]:
@@ -527,19 +506,3 @@ def ranges_of(ack: ShardAck, committed: int) -> list[tuple[int, int]]:
     if ack.through + 1 > committed:
         ranges.append((committed, ack.through + 1))
     return ranges
-
-
-def _resolving(future: asyncio.Future[None]) -> Done:
-    def done(error: FelixError | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    return done
-
-
-def _ignore(error: FelixError | None) -> None:
-    """A refused write is the store's matter: everybody starts anew."""

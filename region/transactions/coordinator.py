@@ -38,6 +38,7 @@ from felix.tasks import end_tasks
 from keys.envelope import SEAL_BYTES
 from policy.access import Verb
 from region.broker import Broker
+from region.gather import ignore
 from region.log.disk import ANNOTATION_SLOTS_MAX
 from region.log.message_ids import message_ids
 from region.log.shard import Appended, ShardLog, State
@@ -612,7 +613,7 @@ class Coordinator:
 
         for entry in entries:
             self.state.apply(entry)
-            journal.append(encode(entry), durable if isinstance(entry, Committed) else _ignore)
+            journal.append(encode(entry), durable if isinstance(entry, Committed) else ignore)
 
     def _decided_now(self, transaction: _Open, future: asyncio.Future[Outcome]) -> None:
         """It is open no longer. Its bytes are held until it is applied."""
@@ -766,7 +767,7 @@ class Coordinator:
         transaction.offsets = entry.offsets
         if self._journal is not None:
             # Where it is refused the next start, or the next replay, finds the parts in their shards and says it again.
-            self._journal.append(encode(entry), _ignore)
+            self._journal.append(encode(entry), ignore)
 
     def _shard_of(self, part: Part) -> ShardLog | FelixError | None:
         """None where the stream is gone, or is another incarnation; the error of a shard that could not be opened."""
@@ -927,10 +928,6 @@ def _release_all(shards: Iterable[ShardLog]) -> None:
     """In one turn of the loop: nobody sees one of them without the others."""
     for shard in shards:
         shard.release_visibility()
-
-
-def _ignore(_: FelixError | None) -> None:
-    """The decision behind it tells how it went."""
 
 
 def _heard(future: asyncio.Future[Outcome]) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Final
 
 import msgspec
 
 from felix.consumer_messages import SubscriptionAcks
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, RequestError
 from felix.names import SpiffeId, StreamName
 from felix.transaction_messages import QueueAcks
 from policy.access import Verb
 from region.broker import Broker
+from region.gather import awaited
 from region.queue.service import QueueService
 from region.subscriptions.service import SubscriptionService
 
@@ -51,17 +51,9 @@ class SubscriptionParticipant:
     async def apply(self, body: bytes) -> None:
         acks = [_decode(_subscription, body)]
         refused = await self._service.ready(acks)
-        if refused is None:
-            future: asyncio.Future[FelixError | None] = asyncio.get_running_loop().create_future()
-
-            def done(error: FelixError | None) -> None:
-                if not future.done():
-                    future.set_result(error)
-
-            self._service.apply(acks, done)
-            refused = await future
         if refused is not None:
             raise refused
+        await awaited(lambda done: self._service.apply(acks, done))
 
 
 class QueueParticipant:

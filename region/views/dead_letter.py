@@ -46,13 +46,14 @@ from felix.settings import QueueSettings, Retries, Views
 from keys.envelope import SEALABLE_BYTES_MAX
 from policy.access import Verb
 from region.broker import Broker
+from region.gather import Done, Gather, awaited
 from region.log.disk import OffsetOutOfRangeError
 from region.log.producers import BATCHES_REMEMBERED
 from region.log.ring import Entry
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import StreamConfig
 from region.streams import HostedStream
-from region.views.journal import Done, JournalKind
+from region.views.journal import JournalKind
 
 log = logging.getLogger("felix.region.dead_letter")
 
@@ -435,28 +436,24 @@ class DeadLetters:
         target = await self._target(move)
         shard = target.shard(move.shard % len(target.shards))
         records = await read_records(self._shard, move.offsets)
-        loop = asyncio.get_running_loop()
-        waiting: list[asyncio.Future[None]] = []
-        errors: list[FelixError] = []
         producer_id = self._producer_id(move)
-        for at, (offset, attempts, record) in enumerate(
-            zip(move.offsets, move.attempts, records, strict=True)
-        ):
-            future: asyncio.Future[None] = loop.create_future()
 
-            def done(result: Appended | FelixError, future: asyncio.Future[None] = future) -> None:
-                if isinstance(result, FelixError):
-                    errors.append(result)
-                if not future.done():
-                    future.set_result(None)
-
-            batch = self._batch(move, offset, attempts, record, producer_id, move.sequence + at)
-            shard.append_nowait(batch, done)
-            waiting.append(future)
-        await asyncio.gather(*waiting)
-        for error in errors:
+        def append(done: Done) -> None:
             # What follows a record that has no room now leaves a gap, too; the first refusal says why.
-            raise error
+            gather = Gather(done)
+
+            def appended(result: Appended | FelixError) -> None:
+                gather.done(result if isinstance(result, FelixError) else None)
+
+            for at, (offset, attempts, record) in enumerate(
+                zip(move.offsets, move.attempts, records, strict=True)
+            ):
+                gather.part()
+                batch = self._batch(move, offset, attempts, record, producer_id, move.sequence + at)
+                shard.append_nowait(batch, appended)
+            gather.asked()
+
+        await awaited(append)
 
     async def _target(self, move: Move) -> HostedStream:
         name = StreamName.parse(move.stream)

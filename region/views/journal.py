@@ -27,6 +27,7 @@ from typing import Final, NamedTuple
 
 from felix.batch import NewRecord, decode_batch, decode_payloads, encode_batch
 from felix.errors import Code, CorruptionError, FelixError, UnavailableError
+from region.gather import Done, awaited, ignore
 from region.log.shard import Appended, ShardLog
 
 log = logging.getLogger("felix.region.views")
@@ -69,9 +70,6 @@ class _Snapshot(NamedTuple):
     begin: int
     end: int
     size: int
-
-
-Done = Callable[[FelixError | None], None]
 
 
 class Journal:
@@ -206,9 +204,7 @@ class Journal:
 
     async def written(self, entry: bytes) -> None:
         """`append`, awaited: the entry is durable when this returns. Raises why it is not."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.append(entry, _resolving(future))
-        await future
+        await awaited(lambda done: self.append(entry, done))
 
     def _flush(self) -> None:
         self._flush_due = False
@@ -271,7 +267,7 @@ class Journal:
         begin = shard.log_end_offset
         self._last_snapshot_bytes = sum(map(len, parts))
         self._since_snapshot = 0
-        self._append([bytes([_Kind.BEGIN])], _ignore)
+        self._append([bytes([_Kind.BEGIN])], ignore)
         self._snapshot_task = asyncio.ensure_future(self._write_snapshot(begin, parts))
 
     async def _write_snapshot(self, begin: int, parts: list[bytes]) -> None:
@@ -295,9 +291,7 @@ class Journal:
             self._snapshot_task = None
 
     async def _appended(self, payloads: list[bytes]) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._append(payloads, _resolving(future))
-        await future
+        await awaited(lambda done: self._append(payloads, done))
 
     async def close(self) -> None:
         """Write what waits, and wait until it is answered. The log is closed by whoever opened it."""
@@ -306,21 +300,3 @@ class Journal:
         if self._snapshot_task is not None:
             self._snapshot_task.cancel()
         await self._settled.wait()
-
-
-def _resolving(future: asyncio.Future[None]) -> Done:
-    """What tells a future, unless whoever waited for it is gone."""
-
-    def done(error: FelixError | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-
-    return done
-
-
-def _ignore(error: FelixError | None) -> None:
-    """The end of a snapshot tells how it went."""
