@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import beside, tenants
+from benchmarks import beside, light, tenants
 from cli.command import Command
 from cli.main import main
 
@@ -25,6 +25,7 @@ app.command("queue", cls=Command)(beside.queue)
 app.command("cache", cls=Command)(beside.cache)
 app.command("fairness", cls=Command)(tenants.fairness)
 app.command("slow-consumer", cls=Command)(tenants.slow_consumer)
+app.command("shards", cls=Command)(light.shards)
 
 if __name__ == "__main__":
     main(app)

@@ -1,0 +1,36 @@
+"""`python -m benchmarks shards`: a small run finds all that it wrote, and what is missing ends it with exit code 6."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import light, shards
+from benchmarks.__main__ import app
+from benchmarks.shards import ShardsPlan, ShardsReport, sample_of
+from cli.exits import EXIT_UNRECONCILED
+
+
+def test_a_small_run_finds_after_a_restart_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(light, "QUICK_SHARDS", ShardsPlan(shards=8, sample=2, idle_s=0.1))
+    monkeypatch.setattr(shards, "SETTLE_S", 0.0)
+    said = CliRunner().invoke(app, ["shards", "--quick", "--json"])
+    assert said.exit_code == 0, said.output
+    report = msgspec.json.decode(said.stdout, type=ShardsReport)
+    assert report.is_whole and not report.refused
+    assert [part.shards for part in report.made] == [2, 4, 6, 8]
+    assert (report.checked, report.lost, report.restarted_shards) == (4, 0, 8)
+    assert report.files and report.restart.start_s > 0
+    light.print_shards(report)
+
+    short = msgspec.structs.replace(report, restarted_shards=7)
+    monkeypatch.setattr(light, "measure_shards", lambda *_: short)
+    said = CliRunner().invoke(app, ["shards", "--quick", "--json"])
+    assert said.exit_code == EXIT_UNRECONCILED
+    assert "7 of 8 shards came back" in said.output
+
+
+def test_a_sample_is_spread_over_all_streams() -> None:
+    assert sample_of(100, 4) == [0, 25, 50, 75]
+    assert sample_of(3, 10) == [0, 1, 2]
