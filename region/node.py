@@ -73,7 +73,7 @@ from region.renewal import IdentityRenewal
 from region.requests import Requests
 from region.sealing import KeyringSeal
 from region.session import ClientSession, Services
-from region.streams import StreamTable, least_bytes
+from region.streams import StreamTable
 from region.subscriptions.service import SubscriptionService
 from region.transactions.coordinator import OPEN_MAX, SYSTEM_STREAM, Coordinator
 from region.transactions.participants import QueueParticipant, SubscriptionParticipant
@@ -300,9 +300,7 @@ class Node:
         if system is not None:
             await streams.open(system)
         await transactions.start(streams)
-        streams.expected_bytes = sum(least_bytes(record.config) for record in records.values())
         for record in records.values():
-            streams.expected_bytes -= least_bytes(record.config)
             try:
                 await streams.open(record)
             except FelixError as error:

@@ -1,8 +1,9 @@
 """The streams that this broker hosts: their open shards, by name.
 
 `StreamTable` follows the catalog: what stands there is opened, what is marked as deleted there is closed and
-removed from disk. Missing metadata alone deletes nothing. Memory for the newest records of every shard comes out
-of one budget: a durable shard makes do with less once half of it is taken; what does not fit is refused.
+removed from disk. Missing metadata alone deletes nothing. Memory comes out of one budget: what an ephemeral stream was promised and what a
+durable shard takes by being open are reserved when a stream is opened, or it is refused; the newest records of durable shards take what is
+left, when there are some, and give way again (region.log.ring_pool).
 """
 
 from __future__ import annotations
@@ -31,17 +32,19 @@ from region.log.durability import Durability as LogDurability
 from region.log.durability import Kind
 from region.log.epochs import next_epoch
 from region.log.retention import Retention as LogRetention
+from region.log.ring_pool import RingPool
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.log.shard_settings import always_allowed
-from region.metadata.records import RING_BYTES_MIN, SHARDS_MAX, Stream, StreamConfig
+from region.metadata.records import SHARDS_MAX, Stream, StreamConfig
 from region.offload import check_offload
 
 log = logging.getLogger("felix.region.streams")
 
 HOT_BYTES: Final = 8 << 20
-"""Of a durable shard's newest records in memory: subscribers that keep up never read the disk. Once half of the
-ring budget is taken, a shard gets RING_BYTES_MIN."""
-
+"""Of a durable shard's newest records in memory, at most: subscribers that keep up never read the disk."""
+SHARD_BYTES: Final = 32 << 10
+"""Of the ring budget for each durable shard that is open, whether it is used or not: twice what an idle one was measured to take, so that
+the number of shards is bounded by memory as all else is (`python -m benchmarks shards`)."""
 
 FOREIGN_ROOM_PART: Final = 4
 """One part of so many of the ring budget is left by streams that are made for another region: this region's people make theirs there."""
@@ -238,9 +241,9 @@ def _shard_state(number: int, shard: ShardLog | FelixError) -> ShardState:
 
 
 def least_bytes(config: StreamConfig) -> int:
-    """Of the ring budget, for all shards of a stream."""
+    """Of the ring budget, for all shards of a stream: reserved as long as it is open."""
     ephemeral = config.durability.kind == "ephemeral"
-    return (config.ring_bytes if ephemeral else RING_BYTES_MIN) * config.shards
+    return (config.ring_bytes if ephemeral else SHARD_BYTES) * config.shards
 
 
 class StreamTable:
@@ -259,6 +262,7 @@ class StreamTable:
         self._directory = directory
         self._make_seal = make_seal
         self._ring_budget = ring_budget
+        self._rings = RingPool(ring_budget)
         self._changed = changed
         self._refusal = refusal
         self._runtime = runtime
@@ -270,8 +274,6 @@ class StreamTable:
         self._removed: set[str] = set()
         self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
         """Called with a stream whose shards are open, before anybody else sees it: what must be in them first."""
-        self.expected_bytes = 0
-        """Ring bytes that streams of the catalog need at least that are opened next, at a start: nothing is generous at their cost."""
         self.offload_refused = 0
         """Turns of offload that the configuration does not allow."""
 
@@ -304,11 +306,11 @@ class StreamTable:
                 if held.record.revision > record.revision:
                     return held  # the record is older than what is served
                 await self._close(held)
-            per_shard, taken = self._reserve(name, record.config)
+            taken = self._reserve(name, record.config)
             shards: list[ShardLog | FelixError] = []
             try:
                 for number in range(record.config.shards):
-                    shards.append(await self._open_shard(name, record, number, per_shard))  # noqa: PERF401
+                    shards.append(await self._open_shard(name, record, number))  # noqa: PERF401
             except BaseException:
                 for number in range(len(shards)):
                     await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
@@ -329,14 +331,13 @@ class StreamTable:
 
     def check_room(self, name: StreamName, config: StreamConfig) -> None:
         """Raises UnavailableError(LIMIT_MEMORY) where a stream with these settings could not be opened now."""
-        _, taken = self._reserve(name, config)
-        self._ring_budget.give(taken)
+        self._check_room(name, least_bytes(config))
 
     def check_foreign_room(self, name: StreamName, config: StreamConfig) -> None:
         """Raises UnavailableError(LIMIT_MEMORY) where a stream made for another region would take what is left for this one's."""
         budget = self._ring_budget
-        room = budget.limit_bytes - budget.limit_bytes // FOREIGN_ROOM_PART
-        if budget.used_bytes + least_bytes(config) > room:
+        kept = budget.limit_bytes // FOREIGN_ROOM_PART
+        if least_bytes(config) > self._rings.room_bytes - kept:
             raise UnavailableError(
                 f"{name} would be made for another region, and the ring budget's last quarter is for this region's streams.",
                 code=Code.LIMIT_MEMORY,
@@ -344,29 +345,32 @@ class StreamTable:
                 retry_after_ms=30_000,
             )
 
-    def _reserve(self, name: StreamName, config: StreamConfig) -> tuple[int, int]:
-        """Ring bytes per shard, and what was taken for all of them."""
-        budget = self._ring_budget
-        wanted = config.ring_bytes
-        if config.durability.kind != "ephemeral":
-            hot = budget.used_bytes + HOT_BYTES * config.shards
-            plenty = hot <= min(budget.limit_bytes // 2, budget.limit_bytes - self.expected_bytes)
-            wanted = HOT_BYTES if plenty else RING_BYTES_MIN
-        if budget.take(wanted * config.shards):
-            return wanted, wanted * config.shards
-        raise UnavailableError(
-            f"{name} needs {wanted * config.shards} bytes of memory for its newest records, and "
-            f"{budget.limit_bytes - budget.used_bytes} of {budget.limit_bytes} are left.",
-            code=Code.LIMIT_MEMORY,
-            hint="Give it fewer shards or a smaller ring, delete streams, or raise limits.ring_budget.",
-        )
+    def _check_room(self, name: StreamName, wanted: int) -> None:
+        if wanted > self._rings.room_bytes:
+            raise UnavailableError(
+                f"{name} needs {wanted} bytes of memory for its shards, and {self._rings.room_bytes} of "
+                f"{self._ring_budget.limit_bytes} are left.",
+                code=Code.LIMIT_MEMORY,
+                hint="Give it fewer shards or a smaller ring, delete streams, or raise limits.ring_budget.",
+            )
 
-    async def _open_shard(
-        self, name: StreamName, record: Stream, number: int, ring_bytes: int
-    ) -> ShardLog | FelixError:
+    def _reserve(self, name: StreamName, config: StreamConfig) -> int:
+        """The ring bytes that were taken for all shards of a stream. Raises as `check_room`."""
+        wanted = least_bytes(config)
+        self._check_room(name, wanted)
+        taken = self._rings.make_room(wanted) and self._ring_budget.take(wanted)
+        assert taken
+        return wanted
+
+    async def _open_shard(self, name: StreamName, record: Stream, number: int) -> ShardLog | FelixError:
         incarnation = bytes.fromhex(record.incarnation)
-        settings = shard_settings(record.config, ring_bytes)
-        hooks = ShardHooks(frame_prefix=delivery_frame, refusal=self._refusal, runtime=self._runtime)
+        config = record.config
+        settings = shard_settings(
+            config, config.ring_bytes if config.durability.kind == "ephemeral" else HOT_BYTES
+        )
+        hooks = ShardHooks(
+            frame_prefix=delivery_frame, refusal=self._refusal, runtime=self._runtime, rings=self._rings
+        )
         if settings.durability.kind is not Kind.EPHEMERAL:
             seal = self._make_seal(name, incarnation, number)
             hooks = replace(hooks, seal=seal.seal, open_batch=seal.open_batch, commitment=seal.commitment)
@@ -394,13 +398,13 @@ class StreamTable:
             raise RequestError(f"The stream {stream.name} was deleted.", code=Code.NOT_FOUND)
         if stream.ephemeral:
             return None
-        if not self._ring_budget.take(COMPANION_RING_BYTES):
+        if not self._rings.make_room(SHARD_BYTES) or not self._ring_budget.take(SHARD_BYTES):
             raise UnavailableError(
-                f"A view of {stream.name} needs {COMPANION_RING_BYTES} bytes of the broker's ring budget, which is used up.",
+                f"A view of {stream.name} needs {SHARD_BYTES} bytes of the broker's ring budget, which is used up.",
                 code=Code.LIMIT_MEMORY,
                 hint="Delete streams, or raise limits.ring_budget.",
             )
-        stream.ring_taken += COMPANION_RING_BYTES
+        stream.ring_taken += SHARD_BYTES
         stream.companions.append(number)
         settings = ShardSettings(
             shard_settings(stream.record.config, COMPANION_RING_BYTES).durability,
@@ -408,7 +412,12 @@ class StreamTable:
         )
         seal = self._make_seal(stream.name, stream.incarnation, number)
         hooks = ShardHooks(
-            seal.seal, seal.open_batch, seal.commitment, refusal=self._refusal, runtime=self._runtime
+            seal.seal,
+            seal.open_batch,
+            seal.commitment,
+            refusal=self._refusal,
+            runtime=self._runtime,
+            rings=self._rings,
         )
         companion = await self._directory.open_shard(stream.name, stream.incarnation, number, settings, hooks)
         if not companion.epochs.current:

@@ -3,7 +3,8 @@
 It is the whole log of an `ephemeral` shard and the hot tail of a durable one. Nothing here does I/O.
 
 Invariants: entries are contiguous in offset and never decrease in time; their bytes are at most `bytes_max`
-and their number at most `entries_max`, except that the newest entry is always held. Appending is O(1)
+and their number at most `entries_max`, except that the newest entry is always held. A ring with a pool (region.log.ring_pool) takes
+from it what it holds and gives way to other rings, so it may hold nothing at all. Appending is O(1)
 amortised, seeking O(log n). Used by one thread, the event loop's.
 """
 
@@ -12,10 +13,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from typing import Final, NamedTuple
 
+from region.log.ring_pool import RingPool
+
 RING_BYTES_MAX: Final = 8 << 20
 """Bytes per shard held for subscribers that keep up: about a second of one shard at full rate."""
 RING_ENTRIES_MAX: Final = 16_384
 """Bounds the bookkeeping where batches hold a single small record."""
+ENTRY_OVERHEAD_BYTES: Final = 224
+"""Of memory for an entry beside its data: the tuple, its numbers, the head of the bytes, a place in two lists."""
 
 
 class Entry(NamedTuple):
@@ -35,6 +40,7 @@ class Ring:
         "_ends",
         "_entries",
         "_head",
+        "_pool",
         "bytes_max",
         "entries_max",
         "first_offset",
@@ -47,8 +53,10 @@ class Ring:
         *,
         bytes_max: int = RING_BYTES_MAX,
         entries_max: int = RING_ENTRIES_MAX,
+        pool: RingPool | None = None,
     ) -> None:
         assert bytes_max > 0 and entries_max > 0
+        self._pool = pool
         self.bytes_max = bytes_max
         self.entries_max = entries_max
         self.first_offset = next_offset
@@ -70,6 +78,10 @@ class Ring:
     def append(self, entry: Entry) -> None:
         """Hold `entry`, evicting the oldest as the bounds ask. It must begin where the ring ends."""
         assert entry.base_offset == self.next_offset < entry.next_offset
+        if self._pool is not None and not self._pool.take(self, _bytes_of(entry)):
+            self.clear()
+            self.first_offset = self.next_offset = entry.next_offset
+            return
         self._entries.append(entry)
         self._ends.append(entry.next_offset)
         self._bytes += len(entry.data)
@@ -87,10 +99,21 @@ class Ring:
         self._entries[self._head] = None
         self._head += 1
         self._bytes -= len(entry.data)
+        if self._pool is not None:
+            self._pool.give(self, _bytes_of(entry))
         self.first_offset = entry.next_offset
         if 2 * self._head > len(self._entries):
             del self._entries[: self._head], self._ends[: self._head]
             self._head = 0
+
+    def give_way(self) -> None:
+        """Let go of the oldest entry, for another ring or stream."""
+        self._evict()
+
+    def clear(self) -> None:
+        """Let go of every entry; the ring goes on from where it ends."""
+        while len(self):
+            self._evict()
 
     def evict_before(self, time_ms: int, hold: int | None = None) -> None:
         """Let go of entries appended before `time_ms`; with `hold` of none that reaches past that offset."""
@@ -131,9 +154,15 @@ class Ring:
             self._ends.pop()
             assert entry is not None
             self._bytes -= len(entry.data)
+            if self._pool is not None:
+                self._pool.give(self, _bytes_of(entry))
             self.next_offset = entry.base_offset
         if not len(self):
             self.first_offset = self.next_offset = offset
+
+
+def _bytes_of(entry: Entry) -> int:
+    return len(entry.data) + ENTRY_OVERHEAD_BYTES
 
 
 def _time(entry: Entry | None) -> int:

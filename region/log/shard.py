@@ -223,7 +223,10 @@ class ShardLog:
 
     def _new_ring(self, next_offset: int) -> Ring:
         return Ring(
-            next_offset, bytes_max=self.settings.ring_bytes_max, entries_max=self.settings.ring_entries_max
+            next_offset,
+            bytes_max=self.settings.ring_bytes_max,
+            entries_max=self.settings.ring_entries_max,
+            pool=None if self._ephemeral else self._hooks.rings,
         )
 
     def _adopt(self, disk: DiskLog, recovered: Recovered, commit: CommitPort | None) -> None:
@@ -954,6 +957,7 @@ class ShardLog:
         if self._closed:
             return
         self._closed = True
+        self._ring.clear()
         for timer in (self._sync_timer, self._mark_timer):
             if timer:
                 timer.cancel()

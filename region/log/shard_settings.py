@@ -17,6 +17,7 @@ from region.log.durability import FSYNC, Durability
 from region.log.offloader import RATE_BYTES, FetchedCache
 from region.log.retention import Retention
 from region.log.ring import RING_BYTES_MAX, RING_ENTRIES_MAX
+from region.log.ring_pool import RingPool
 
 PENDING_BYTES_MAX: Final = 32 << 20
 """Appended and not yet durable, per shard: several groups ahead of a slow disk, and no more."""
@@ -70,6 +71,8 @@ class ShardHooks:
     frame_prefix: Callable[[BatchHeader], bytes] = no_prefix
     refusal: Callable[[], FelixError | None] = always_allowed
     runtime: Runtime = REAL
+    rings: RingPool | None = None
+    """Where a durable shard's newest records take their memory; None: its own bound is all."""
 
     def clock_ms(self) -> int:
         """The wall clock."""

@@ -29,6 +29,7 @@ from felix.messages import (
 from felix.names import shard_for_key
 from region.folder import RegionFolder
 from region.node import Node
+from region.streams import SHARD_BYTES
 
 CREW = "acme/ops/crew"
 KINDS = [Durability("fsync"), Durability("interval", 20), Durability("ephemeral")]
@@ -228,14 +229,19 @@ async def test_a_stream_that_does_not_fit_is_refused_before_anything_is_written(
         await region.create_stream(CREW)
 
 
-async def test_many_durable_shards_make_do_with_less_memory_each(
+async def test_a_shard_takes_memory_for_its_newest_records_when_there_are_some(
     node: Node, operator: felix.RegionClient
 ) -> None:
-    await operator.create_stream(CREW, shards=200)
     budget = node.broker.budgets.ring
-    assert budget.used_bytes <= budget.limit_bytes // 2
-    await operator.create_stream("acme/ops/fleet", shards=2)
-    assert await operator.stream("acme/ops/fleet").publish(b"x") == 0
+    empty = budget.used_bytes
+    await operator.create_stream(CREW, shards=200)
+    reserved = budget.used_bytes - empty
+    assert reserved == 200 * SHARD_BYTES
+    assert await operator.stream(CREW).publish(bytes(5000), key=b"k") == 0
+    held = budget.used_bytes - empty - reserved
+    assert 5000 < held < 6000
+    await operator.delete_stream(CREW)
+    await until(lambda: budget.used_bytes == empty)
 
 
 async def test_a_listing_of_many_shards_comes_in_pages_that_fit(operator: felix.RegionClient) -> None:
