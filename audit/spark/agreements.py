@@ -27,7 +27,7 @@ from audit.merkle import TILE_WIDTH
 from audit.origin import Origin
 from audit.spark.files import open_files
 from audit.spark.verification import OpenedLog
-from audit.tile import Files, read_bundle
+from audit.tile import Files
 from audit.trust import Trust
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def _leaves(log: OpenedLog, indexes: Iterable[int]) -> Iterator[tuple[int, Leaf]
     for index in indexes:
         if index // TILE_WIDTH != number:
             number = index // TILE_WIDTH
-            bundle = read_bundle(files, number, log.checkpoint.size)
+            bundle = log.bundles.read_bundle(files, number)
         yield index, decode_leaf(bundle[index % TILE_WIDTH])
 
 

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from audit.bundle_roots import BundleRoots
 from audit.crossed import Crossed, OffsetSet
 from audit.leaf import Kind, Leaf, iter_entries
 from audit.position import ShardName
@@ -89,7 +90,7 @@ def _missing(
 
 
 def _look(
-    logs: Mapping[str, tuple[str, int]], derived: Derived, fields: Any
+    logs: Mapping[str, tuple[str, BundleRoots]], derived: Derived, fields: Any
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def work(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
@@ -113,9 +114,9 @@ def _look(
 
 
 def unfounded(
-    leaves: DataFrame, trusting: DataFrame, logs: Mapping[str, tuple[str, int]], derived: Derived
+    leaves: DataFrame, trusting: DataFrame, logs: Mapping[str, tuple[str, BundleRoots]], derived: Derived
 ) -> DataFrame:
-    """A finding for each leaf of `trusting` (`reconciliation.TAKEN_ON_TRUST`) about offsets that did not arrive. `logs` is path and size of each log, by origin."""
+    """A finding for each leaf of `trusting` (`reconciliation.TAKEN_ON_TRUST`) about offsets that did not arrive. `logs` is path and bundles of each log, by origin."""
     from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import StructType
 

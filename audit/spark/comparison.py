@@ -3,7 +3,7 @@
 For envelopes that their digests do not show to be alike (`audit.spark.reconciliation`). A row that says where their
 leaves stand goes to a worker, the worker reads these leaves from the logs' files, and only what differs comes back:
 record entries never travel through Spark. Each leaf that is read again must be the one that was verified, by the
-SHA-256 of its entries; a log that changes while a report is made ends the report.
+the hash of its bundle; a log that changes while a report is made ends the report.
 
 Who may call: `audit.spark.report`. Executors import this module by name.
 """
@@ -15,10 +15,11 @@ from hashlib import sha256
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Final
 
+from audit.bundle_roots import BundleRoots
 from audit.leaf import Leaf, decode_leaf
 from audit.merkle import TILE_WIDTH
 from audit.spark.files import open_files
-from audit.tile import Files, read_bundle
+from audit.tile import Files
 from felix.errors import TamperError
 
 if TYPE_CHECKING:
@@ -63,21 +64,21 @@ def unlike_records(
 
 
 class LeafReader:
-    """Reads leaves of verified logs again. `logs`: path and size of each, by origin."""
+    """Reads leaves of verified logs again. `logs`: path and bundles of each, by origin."""
 
-    def __init__(self, logs: Mapping[str, tuple[str, int]]) -> None:
+    def __init__(self, logs: Mapping[str, tuple[str, BundleRoots]]) -> None:
         self._logs = logs
         self._files: dict[str, Files] = {}
         self._bundles: dict[tuple[str, int], list[memoryview]] = {}
 
     def leaf(self, log: str, index: int, entries_sha256: str | None) -> Leaf:
-        """A leaf. Raises TamperError where its entries are not those with this SHA-256 (in hex)."""
-        path, size = self._logs[log]
+        """A leaf. Raises TamperError where it is not the one that was verified, or its entries are not those with this SHA-256 (in hex)."""
+        path, bundles = self._logs[log]
         key = log, index // TILE_WIDTH
         bundle = self._bundles.pop(key, None)
         if bundle is None:
             files = self._files.setdefault(log, open_files(path))
-            bundle = read_bundle(files, key[1], size)
+            bundle = bundles.read_bundle(files, key[1])
             if len(self._bundles) >= BUNDLES_KEPT:
                 self._bundles.pop(next(iter(self._bundles)))
         self._bundles[key] = bundle
@@ -100,7 +101,7 @@ def _listed(reader: LeafReader, places: Iterable[Mapping[str, Any]], side: str) 
 
 
 def _compare(
-    logs: Mapping[str, tuple[str, int]], fields: Any
+    logs: Mapping[str, tuple[str, BundleRoots]], fields: Any
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def work(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
@@ -123,9 +124,9 @@ def _compare(
     return work
 
 
-def compare_records(places: DataFrame, logs: Mapping[str, tuple[str, int]]) -> DataFrame:
+def compare_records(places: DataFrame, logs: Mapping[str, tuple[str, BundleRoots]]) -> DataFrame:
     """A finding for each record of these envelopes that differs. `places` is `reconciliation.places(…)`; `logs` is path
-    and size of each log, by origin."""
+    and bundles of each log, by origin."""
     from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import StructType
 

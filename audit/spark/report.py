@@ -19,6 +19,7 @@ import platform
 import shutil
 import tempfile
 import time
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -232,6 +233,7 @@ def _read(spark: SparkSession, opened: Sequence[OpenedLog]) -> DataFrame:
             spark.read.format(FORMAT)
             .option("path", log.path)
             .option("size", str(log.checkpoint.size))
+            .option("roots", b64encode(log.bundles.roots).decode())
             .option("tampered", "rows")
             .load()
         )
@@ -355,7 +357,7 @@ def _compute(
     sides = reconciliation.envelopes(leaves, given).localCheckpoint()
     found = reconciliation.envelope_findings(sides).unionByName(reconciliation.coverage_findings(leaves))
     unlike = reconciliation.unlike_envelopes(sides).localCheckpoint()
-    places = {log.checkpoint.origin: (log.path, log.checkpoint.size) for log in opened}
+    places = {log.checkpoint.origin: (log.path, log.bundles) for log in opened}
     trusting = leaves.where(f"{reconciliation.TAKEN_ON_TRUST} AND {given.ingress}")
     if not trusting.isEmpty():
         tell("Looking in the ingress logs for what had arrived before")

@@ -12,11 +12,12 @@ Columns: `log` (the origin), `leaf_index`, `audit.leaf.LEAF_COLUMNS`, `batch_sha
               whose column `problem` says what is wrong, so that one run finds them all.
 - `size`      how many leaves to read; by default what the checkpoint says. The report gives the size it verified.
 - `bundles`   entry bundles per partition.
+- `roots`     what each bundle hashes to (`audit.bundle_roots`), in base64: the report gives what it held to the checkpoint.
 - `trust`     whose keys are trusted, as `audit.trust.Trust.encode` gives it. Without it, receipts are compared with their
               leaves, and their signatures are not checked.
 
 What is verified here, in the executors: each leaf decodes; its RFC 6962 hash is the one in its level-0 tile; each
-full level-0 tile hashes to its place in level 1; each receipt agrees with its leaf. What is left for the driver: levels 1 and up, the root, the
+full level-0 tile hashes to its place in level 1 (with `roots`, each tile to the hash given); each receipt agrees with its leaf. What is left for the driver: levels 1 and up, the root, the
 signature (`audit.spark.verification`). Reading without the driver's part shows damage, not forgery.
 
 Executors import this module by name: `audit.spark.session` ships the packages where the master is not local.
@@ -24,12 +25,14 @@ Executors import this module by name: `audit.spark.session` ships the packages w
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
+from audit.bundle_roots import root_over
 from audit.checkpoint import Checkpoint
 from audit.leaf import (
     ENTRY_COLUMNS,
@@ -42,7 +45,7 @@ from audit.leaf import (
     iter_entries,
     leaf_row,
 )
-from audit.merkle import HASH_BYTES, TILE_WIDTH, complete_root, leaf_hash, split_hashes
+from audit.merkle import HASH_BYTES, TILE_WIDTH, leaf_hash, split_hashes
 from audit.note import parse_note
 from audit.position import LinkShard
 from audit.receipt import differences, read_unverified
@@ -68,7 +71,7 @@ partition, one after the other: then nobody has added them up yet."""
 OPEN_BATCHES_MAX: Final = 1_024
 """Batches whose first leaves were read and whose last is to come. An append writes the leaves of a batch without a
 break, so there is one, or as many as bridges write at a time."""
-_OPTIONS: Final = ("path", "entries", "tampered", "size", "bundles", "trust")
+_OPTIONS: Final = ("path", "entries", "tampered", "size", "bundles", "roots", "trust")
 
 
 class Settings(NamedTuple):
@@ -79,6 +82,7 @@ class Settings(NamedTuple):
     as_rows: bool
     size: int | None
     bundles: int
+    roots: bytes
     trust: Trust | None
 
 
@@ -102,8 +106,19 @@ def read_options(options: Mapping[str, str]) -> Settings:
         tampered == "rows",
         _count("size", given["size"], 0) if "size" in given else None,
         _count("bundles", given.get("bundles", str(BUNDLES_PER_PARTITION)), 1),
+        _roots(given.get("roots", "")),
         Trust.decode(given["trust"]) if given.get("trust") else None,
     )
+
+
+def _roots(text: str) -> bytes:
+    try:
+        roots = b64decode(text, validate=True)
+    except ValueError as error:
+        raise RequestError(f"The option 'roots' is not base64: {error}.") from error
+    if len(roots) % HASH_BYTES:
+        raise RequestError(f"The option 'roots' is no row of {HASH_BYTES}-byte hashes.")
+    return roots
 
 
 def _count(name: str, text: str, least: int) -> int:
@@ -131,22 +146,25 @@ class Found(NamedTuple):
     problem: str | None
 
 
-def check_bundle(files: Files, bundle: int, size: int, trust: Trust | None = None) -> Iterator[Found]:
+def check_bundle(
+    files: Files, bundle: int, size: int, trust: Trust | None = None, root: bytes = b""
+) -> Iterator[Found]:
     """The leaves of one entry bundle of a log of `size` leaves, each checked against its tile.
 
-    Signatures of receipts are checked where there is `trust`.
+    `root`: what the tile must hash to; without it, what level 1 says where the tile is full. Signatures of receipts are checked
+    where there is `trust`.
     """
     first = bundle * TILE_WIDTH
     width = min(TILE_WIDTH, size - first)
     try:
         tile = read_tile(files, 0, bundle, size)
-        if width == TILE_WIDTH:
-            above = read_tile(files, 1, bundle // TILE_WIDTH, size)
+        if not root and width == TILE_WIDTH:
             at = bundle % TILE_WIDTH * HASH_BYTES
-            if complete_root(split_hashes(tile)) != above[at : at + HASH_BYTES]:
-                raise TamperError(
-                    f"The tile {tile_path(0, bundle)} does not hash to its place in level 1: a tile was changed."
-                )
+            root = read_tile(files, 1, bundle // TILE_WIDTH, size)[at : at + HASH_BYTES]
+        if root and root_over(split_hashes(tile)) != root:
+            raise TamperError(
+                f"The tile {tile_path(0, bundle, width)} does not hash to its place in level 1: a tile was changed."
+            )
     except CorruptionError as error:
         yield Found(first, None, f"Leaves {first} to {first + width - 1}: {error.sentence}")
         return
@@ -245,14 +263,21 @@ def _arrow(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.RecordBat
 
 
 class BundleRange(InputPartition):
-    """The entry bundles `first` to before `end` of a log of `size` leaves."""
+    """The entry bundles `first` to before `end` of a log of `size` leaves. `roots`: what each of them hashes to, in order; empty
+    where nothing says so."""
 
-    def __init__(self, origin: str, size: int, first: int, end: int) -> None:
+    def __init__(self, origin: str, size: int, first: int, end: int, roots: bytes = b"") -> None:
         super().__init__((first, end))
         self.origin = origin
         self.size = size
         self.first = first
         self.end = end
+        self.roots = roots
+
+    def root(self, bundle: int) -> bytes:
+        """What this bundle hashes to; empty where nothing says so."""
+        at = (bundle - self.first) * HASH_BYTES
+        return self.roots[at : at + HASH_BYTES]
 
 
 class AuditReader(DataSourceReader):
@@ -271,8 +296,15 @@ class AuditReader(DataSourceReader):
         if size > checkpoint.size:
             raise RequestError(f"{path} has {checkpoint.size} leaves; {size} were asked for.")
         bundles, step = -(-size // TILE_WIDTH), self._settings.bundles
+        roots = self._settings.roots
         ranges = [
-            BundleRange(checkpoint.origin, size, first, min(first + step, bundles))
+            BundleRange(
+                checkpoint.origin,
+                size,
+                first,
+                min(first + step, bundles),
+                roots[first * HASH_BYTES : (first + step) * HASH_BYTES],
+            )
             for first in range(0, bundles, step)
         ]
         # Spark plans an empty log as one partition without bundles.
@@ -288,7 +320,7 @@ class AuditReader(DataSourceReader):
         files, batches = open_files(settings.path), BatchDigests()
         for bundle in range(partition.first, partition.end):
             rows = []
-            for found in check_bundle(files, bundle, partition.size, settings.trust):
+            for found in check_bundle(files, bundle, partition.size, settings.trust, partition.root(bundle)):
                 if found.problem is not None and not settings.as_rows:
                     raise TamperError(f"{partition.origin}: {found.problem}")
                 rows.append(_row(partition.origin, found, settings, batches))

@@ -5,8 +5,8 @@ No check of `felix audit verify` is left out. Where each is made:
 - the driver reads the checkpoints (`open_log`) and checks signature, cosignatures, the tiles of level 1 and up, and the
   root. What it read is what everybody else holds the log to, also where the log grows meanwhile;
 - one task per log runs `verify_log`, all its steps, over the whole log in order (`verify_all`);
-- the source (`audit.spark.source`), which makes the rows that the tables come from, checks in parallel that each full
-  tile of level 0 hashes to its place in level 1, that each leaf hashes to its place in its tile and decodes, and that each
+- the source (`audit.spark.source`), which makes the rows that the tables come from, checks in parallel that each
+  tile of level 0 hashes to what the driver held to the root (`audit.bundle_roots`), that each leaf hashes to its place in its tile and decodes, and that each
   receipt agrees with its leaf: what is reported is what was verified.
 
 Whether the leaves, authentic as they are, tell a consistent story (steps 7 and 10) is for the report to say: a log that was
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
 
+from audit.bundle_roots import BundleRoots, read_bundle_roots
 from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.errors import RolledBackError
 from audit.merkle import (
@@ -75,6 +76,8 @@ class OpenedLog:
     key: VerifierKey
     checkpoint: Checkpoint
     cosigners: tuple[Cosigner, ...]
+    bundles: BundleRoots
+    """what each entry bundle hashes to, held to the checkpoint's root"""
     notes: Mapping[str, bytes]
     """the checkpoint and those that were cosigned, by path, as they were read"""
 
@@ -102,6 +105,7 @@ def open_log(
     key = signed.signed[0].key
     checkpoint = signed.checkpoint
     check_tree(files, checkpoint)
+    bundles = read_bundle_roots(files, checkpoint.size, checkpoint.root)
     held = {name: found for name in _PINNED[1:] if (found := files.read(name)) is not None}
     before = [log.open(found) for found in held.values()]
     cosigners = _cosigners(files, signed, before, log)
@@ -116,7 +120,7 @@ def open_log(
         )
     for note in notes_of(remembered, origin):
         _check_prefix(files, checkpoint, log.open(note).checkpoint)
-    return OpenedLog(path, key, checkpoint, cosigners, {CHECKPOINT_PATH: data, **held})
+    return OpenedLog(path, key, checkpoint, cosigners, bundles, {CHECKPOINT_PATH: data, **held})
 
 
 class PinnedFiles:

@@ -117,6 +117,7 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
             "attacks/test_one_party_alone.py",
             "attacks/test_f03_receipts_of_the_source.py",
             "attacks/test_half_told_evidence.py",
+            "attacks/test_log_served_twice.py",
         ),
     ),
     ("crossed", "destination"): Cell(

@@ -24,6 +24,7 @@ from audit.leaf import ENTRY_BYTES, Kind, Leaf, Side
 from audit.spark.comparison import LeafReader, unlike_records
 from audit.spark.report import EXIT_CLEAN, EXIT_DIFFERENCES, run_report
 from audit.spark.source import BatchDigests
+from audit.spark.verification import open_log
 from felix.errors import TamperError
 
 ENTRY = st.binary(min_size=2, max_size=2)
@@ -139,7 +140,7 @@ def test_a_leaf_that_changed_since_it_was_verified_ends_the_report(tmp_path: Pat
     world.grant(DEPARTURES, START_MS - 1_000)
     world.batch(DEPARTURES, 0, START_MS)
     path = write_world(tmp_path, world)[1]
-    size = int((path / "checkpoint").read_text().split("\n")[1])
-    reader = LeafReader({"log": (str(path), size)})
+    bundles = open_log(str(path), trust()).bundles
+    reader = LeafReader({"log": (str(path), bundles)})
     with pytest.raises(TamperError, match="changed while the report was made"):
         reader.leaf("log", 1, "00" * 32)

@@ -38,7 +38,7 @@ def problems(path: Path) -> list[str]:
     return [
         found.problem
         for bundle in range(-(-size // 256))
-        for found in check_bundle(open_files(str(path)), bundle, size, trust())
+        for found in check_bundle(open_files(str(path)), bundle, size, trust(), log.bundles.of(bundle))
         if found.problem
     ]
 
