@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
@@ -58,6 +58,11 @@ COMMANDS: Final[dict[str, Entry]] = {
 }
 
 
+ELSEWHERE: Final[dict[str, dict[str, tuple[str, str]]]] = {
+    "stream": {"publish": ("cli.publish", "publish")},
+}
+"""Commands of a group whose module is imported for them alone: by group and name, the module and the function."""
+
 ALIASES: Final = {"ls": "list", "rm": "delete"}
 
 
@@ -76,7 +81,7 @@ def load(name: str) -> Any:
     if isinstance(found, typer.Typer):
         return Group(
             name=name,
-            commands=_Subcommands(found.registered_commands),
+            commands=_Subcommands(found.registered_commands, ELSEWHERE.get(name, {})),
             help=entry.help,
             no_args_is_help=True,
             rich_markup_mode=None,
@@ -93,8 +98,9 @@ def _make(info: CommandInfo) -> Any:
 class _Subcommands(MutableMapping[str, Any]):
     """The commands of a group by name, each made of its function when it is looked up."""
 
-    def __init__(self, registered: Sequence[CommandInfo]) -> None:
-        self._registered: dict[str, CommandInfo] = {}
+    def __init__(self, registered: Sequence[CommandInfo], elsewhere: Mapping[str, tuple[str, str]]) -> None:
+        self._elsewhere = elsewhere
+        self._registered: dict[str, CommandInfo | None] = dict.fromkeys(elsewhere)
         for info in registered:
             assert info.callback is not None
             self._registered[info.name or get_command_name(info.callback.__name__)] = info
@@ -102,7 +108,11 @@ class _Subcommands(MutableMapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            self._made[name] = _make(self._registered[name])
+            info = self._registered[name]
+            if info is None:
+                module, function = self._elsewhere[name]
+                info = CommandInfo(name=name, callback=getattr(import_module(module), function))
+            self._made[name] = _make(info)
         return self._made[name]
 
     def __contains__(self, name: object) -> bool:

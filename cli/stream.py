@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,14 +22,15 @@ from cli.output import (
     write_data,
     write_json_line,
 )
-from cli.publish import publish
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, reader_watched, run
-from felix.batch import Record
 from felix.errors import RequestError
 from felix.messages import StreamState
 from felix.settings import Compaction, Deduplication, Offload, Views
-from felix.subscription import Gap
 from policy.quantity import Duration, Size
+
+if TYPE_CHECKING:
+    from felix.batch import Record
+    from felix.subscription import Gap
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -348,9 +349,6 @@ def delete(
 async def _delete(region: str, identity: str, name: str, incarnation: bytes) -> None:
     async with connect(region, identity) as client:
         await client.delete_stream(name, incarnation=incarnation)
-
-
-app.command()(publish)
 
 
 # -- subscribe -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from felix.backoff import BackoffPolicy
     from felix.batch import NewRecord, Record
     from felix.cache import FOREVER, Cache, Change, Entry, Mirror, Position, Watch
-    from felix.client import RegionClient, Stream, connect
+    from felix.client import RegionClient, connect
     from felix.connection import SessionInfo
     from felix.consumer import Consumer, ConsumerBatch, ConsumerRecord
     from felix.errors import (
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         SubscriptionSettings,
         Views,
     )
+    from felix.stream import Stream
     from felix.subscription import Gap, GapError, ReceivedBatch, Subscription
     from felix.transaction import Transaction, TransactionRecord
 
@@ -50,7 +51,7 @@ _NAMES: Final = {
     "felix.backoff": "BackoffPolicy",
     "felix.batch": "NewRecord Record",
     "felix.cache": "FOREVER Cache Change Entry Mirror Position Watch",
-    "felix.client": "RegionClient Stream connect",
+    "felix.client": "RegionClient connect",
     "felix.connection": "SessionInfo",
     "felix.consumer": "Consumer ConsumerBatch ConsumerRecord",
     "felix.errors": "Code CorruptionError FelixError OffsetMismatchError ProtocolError RequestError UnavailableError",
@@ -63,6 +64,7 @@ _NAMES: Final = {
     "felix.publisher": "PublishProgress Publisher Receipt Refusal",
     "felix.queue": "Job Queue QueueConsumer",
     "felix.settings": "Deduplication NamespaceSettings Retries RetriesChange SubscriptionSettings Views",
+    "felix.stream": "Stream",
     "felix.subscription": "Gap GapError ReceivedBatch Subscription",
     "felix.transaction": "Transaction TransactionRecord",
 }

@@ -40,10 +40,8 @@ from felix.frames import CALL_BYTES_MAX, FRAME_HEADER_BYTES, Frame
 from felix.messages import AlterStream, Answer, CacheOpened, OpenCache, StreamState, WatchCache
 from felix.names import StreamName, shard_for_key
 from felix.runtime.port import Clock
-from felix.settings import DURATION_MS_MAX, CacheChange
+from felix.settings import DURATION_MS_MAX, EXCHANGES_DEFAULT, CacheChange
 
-EXCHANGES_DEFAULT: Final = 2
-"""A large value on one does not hold up what travels on the other."""
 EXCHANGES_MAX: Final = 16
 WATCH_CREDIT_BYTES: Final = 2 << 20
 WATCH_CREDIT_BYTES_MIN: Final = FRAME_HEADER_BYTES + CALL_BYTES_MAX

@@ -19,36 +19,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from felix.backoff import BackoffPolicy
-from felix.batch import Headers, NewRecord
-from felix.cache import EXCHANGES_DEFAULT, Cache
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, RegionConnection, SessionInfo
-from felix.consumer import AckMode, Consumer, subscription_settings
 from felix.errors import Code, FelixError, ProtocolError, RequestError
 from felix.identity import Identity
 from felix.messages import (
     PAGE_MAX,
     AlterStream,
-    AlterSubscription,
     Answer,
     CacheTraffic,
     CreateStream,
-    CreateSubscription,
     DeleteNamespace,
     DeleteQuota,
     DeleteStream,
-    DeleteSubscription,
     DescribeMesh,
     DescribeRegion,
     DescribeStream,
-    DescribeSubscription,
     DescribeTraffic,
     Done,
     Durability,
@@ -76,7 +69,6 @@ from felix.messages import (
     Retention,
     RightsPage,
     RotateKeys,
-    SeekSubscription,
     StreamPage,
     StreamState,
     StreamTraffic,
@@ -87,25 +79,14 @@ from felix.messages import (
 )
 from felix.names import StreamName
 from felix.profile import Profile, load_profile
-from felix.publisher import (
-    BATCH_BYTES_DEFAULT,
-    BATCH_RECORDS_DEFAULT,
-    BUFFER_BYTES_DEFAULT,
-    DEADLINE_MS_DEFAULT,
-    Acks,
-    MessageId,
-    Payload,
-    Publisher,
-    Receipt,
-    Refusal,
-)
-from felix.queue import Queue, queue_views
 from felix.quota import QuotaLimits
 from felix.renewal import IdentityKeeper
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.settings import (
+    EXCHANGES_DEFAULT,
     NO_VIEWS,
+    TRANSACTION_TIMEOUT_S,
     CacheChange,
     CacheSettings,
     Compaction,
@@ -113,16 +94,17 @@ from felix.settings import (
     NamespaceSettings,
     Offload,
     QueueChange,
-    Retries,
-    RetriesChange,
-    SubscriptionChange,
-    SubscriptionSettings,
     Views,
 )
-from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, StartAt, Subscription, start_message
 from felix.tracing import Tracing, tracing, tracing_wanted
-from felix.transaction import TRANSACTION_TIMEOUT_S, Transaction, Transactions
 from felix.transport.port import Engine, TransportLimits
+
+if TYPE_CHECKING:
+    from felix.cache import Cache
+    from felix.publisher import Publisher
+    from felix.queue import Queue
+    from felix.stream import Stream
+    from felix.transaction import Transaction, Transactions
 
 STREAM_PUBLISHERS_MAX: Final = 64
 """Publishers that `Stream.publish` opens by itself; the least recently used is closed for a new one. Below the 100
@@ -313,6 +295,8 @@ class RegionClient:
         `linger_ms` and `compress` are of `Stream.publish` and its like, as in `Stream.publisher`: what is set when the first record
         of this stream is published counts for this client.
         """
+        from felix.stream import Stream
+
         parsed = StreamName.parse(name) if isinstance(name, str) else name
         if linger_ms or compress:
             self._publishing[parsed] = (linger_ms, compress)
@@ -320,6 +304,8 @@ class RegionClient:
 
     def queue(self, name: str | StreamName) -> Queue:
         """A queue by its name; whether it exists is not asked. Raises RequestError(NAME_INVALID)."""
+        from felix.queue import Queue
+
         parsed = StreamName.parse(name) if isinstance(name, str) else name
         held = self._queues.get(parsed)
         if held is None:
@@ -347,6 +333,8 @@ class RegionClient:
         `retry`: seconds until a record that was given back is tried again, doubled each time up to `retry_max`; `dead_letter`: a
         stream for them, else the queue's name with `.dead`; `ordered_by_key`: one record of a key is out at a time.
         """
+        from felix.queue import queue_views
+
         views = queue_views(
             visibility=visibility,
             attempts=attempts,
@@ -457,6 +445,8 @@ class RegionClient:
 
         Raises RequestError(NAME_INVALID, CONFIG_INVALID).
         """
+        from felix.cache import Cache
+
         parsed = StreamName.parse(str(name))
         held = self._caches.get(parsed)
         if held is None:
@@ -489,6 +479,8 @@ class RegionClient:
         It is aborted where it is open for longer than `timeout_s` (the broker says how long it may be). With a
         `transactional_id`, the first transaction of this client under it ends what an older instance has open.
         """
+        from felix.transaction import Transaction, Transactions
+
         if self._transactions is None:
             self._transactions = Transactions(self.connection)
         return Transaction(
@@ -660,257 +652,3 @@ class RegionClient:
         if not publisher.shards:
             await publisher.open()
         return publisher
-
-
-class Stream:
-    """One stream of a region. Cheap to make; two of one name share the publisher of `publish`."""
-
-    __slots__ = ("_client", "name")
-
-    def __init__(self, client: RegionClient, name: StreamName) -> None:
-        self._client = client
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"Stream({str(self.name)!r})"
-
-    async def publish(
-        self,
-        payload: Payload,
-        *,
-        key: bytes | None = None,
-        headers: Headers | None = None,
-        shard: int | None = None,
-        expected_offset: int | None = None,
-        message_id: MessageId | None = None,
-    ) -> int:
-        """Publish one record and return its offset once the stream's durability holds for it.
-
-        `shard` overrides what the key says. With `expected_offset` it is appended only where the log of its shard ends
-        there; else OffsetMismatchError says where it ends, in `log_end`. `message_id`: where the stream deduplicates, a
-        record whose id it remembers is not appended again, and the offset is that of the first one.
-        Many at once share batches: `await asyncio.gather(*(stream.publish(p) for p in payloads))`. For streams of records,
-        use `publisher`. Raises RequestError (no right, too large), UnavailableError after two minutes of trying.
-        """
-        publisher = await self._client._publisher(self.name)
-        tracer = self._client._tracer()
-        if tracer is None:
-            return await publisher.publish(
-                payload, key, headers, shard=shard, expected_offset=expected_offset, message_id=message_id
-            )
-        with tracer.publishing(str(self.name), self._client.session.region):
-            return await publisher.publish(
-                payload, key, headers, shard=shard, expected_offset=expected_offset, message_id=message_id
-            )
-
-    async def publish_nowait(
-        self,
-        payload: Payload,
-        *,
-        key: bytes | None = None,
-        headers: Headers | None = None,
-        message_id: MessageId | None = None,
-    ) -> asyncio.Future[int]:
-        """As `publish`, but returns once the record has joined its batch; the future gives the offset."""
-        publisher = await self._client._publisher(self.name)
-        return publisher.publish_nowait(payload, key, headers, message_id=message_id)
-
-    async def publish_many(
-        self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
-    ) -> list[int]:
-        """Publish many records and return their offsets in the order given, once all are acknowledged."""
-        return await (await self._client._publisher(self.name)).publish_many(payloads, keys)
-
-    async def publish_batch(
-        self, records: Sequence[NewRecord], *, shard: int | None = None, expected_offset: int | None = None
-    ) -> Receipt:
-        """Publish records as one batch in one shard, wholly or not at all; with `expected_offset`, only where the log of
-        the shard ends there."""
-        publisher = await self._client._publisher(self.name)
-        return await publisher.publish_batch(records, shard, expected_offset=expected_offset)
-
-    def publisher(
-        self,
-        *,
-        linger_ms: float = 0,
-        batch_bytes: int = BATCH_BYTES_DEFAULT,
-        batch_records: int = BATCH_RECORDS_DEFAULT,
-        buffer_bytes: int = BUFFER_BYTES_DEFAULT,
-        acks: Acks = "all",
-        compress: int = 0,
-        deadline_ms: int = DEADLINE_MS_DEFAULT,
-        on_refused: Callable[[Refusal], None] | None = None,
-    ) -> Publisher:
-        """A publisher of its own, for throughput; use it as `async with`.
-
-        A batch closes at `batch_bytes`, at `batch_records`, or `linger_ms` after its first record (0: at the end of the
-        loop turn). `buffer_bytes` bounds what is not acknowledged; `deadline_ms` how long a batch is tried. `compress`: a
-        level of zstd, 1 (also True) to 19, on the event loop (level 1: about 2 ms for a full MiB); what does not get smaller is left. `on_refused` is called with every batch that is given up.
-        Raises RequestError(CONFIG_INVALID).
-        """
-        return Publisher(
-            self._client.connection,
-            self.name,
-            producer_id=self._client._new_producer_id(),
-            linger_ms=linger_ms,
-            batch_bytes=batch_bytes,
-            batch_records=batch_records,
-            buffer_bytes=buffer_bytes,
-            acks=acks,
-            compress=compress,
-            deadline_ms=deadline_ms,
-            on_refused=on_refused,
-            tracer=self._client._tracer(),
-            made_as="queue" if self.name in self._client._queues else "",
-        )
-
-    def subscribe(
-        self,
-        start: StartAt = "latest",
-        *,
-        offsets: dict[int, int] | None = None,
-        incarnation: bytes = b"",
-        shards: Collection[int] | None = None,
-        credit_bytes: int = CREDIT_BYTES_DEFAULT,
-        on_gap: OnGap = "log",
-        grant: str = "",
-    ) -> Subscription:
-        """A subscription: an async iterator of records; `batches()` of it is the fast way.
-
-        `start`: "earliest", "latest", an offset, or a time (with a time zone). `offsets` overrides it per shard, as in
-        `Subscription.positions` of an earlier one; with that one's `incarnation`, a stream made anew is noticed.
-        `shards`: only these; None: all. `credit_bytes` bounds what is held here unread. `on_gap`: see felix.subscription.
-        `grant`: sealed batches under an export grant, for bridges. Raises RequestError(INVALID, CONFIG_INVALID) here, and
-        what the broker refuses it with at the first record.
-        """
-        return Subscription(
-            self._client.connection,
-            self.name,
-            start=start,
-            offsets=offsets,
-            incarnation=incarnation,
-            shards=shards,
-            credit_bytes=credit_bytes,
-            on_gap=on_gap,
-            grant=grant,
-        )
-
-    def consumer(
-        self,
-        name: str,
-        *,
-        start: Literal["earliest", "latest"] | None = None,
-        ack_timeout: float | None = None,
-        retries: Retries | None = None,
-        unacked_max: int | None = None,
-        inactive_ttl: float | None = None,
-        exclusive: bool | None = None,
-        settings: SubscriptionSettings | None = None,
-        consumer: str = "",
-        ack: AckMode = "explicit",
-        credit_bytes: int = CREDIT_BYTES_DEFAULT,
-        on_assigned: Callable[[int], None] | None = None,
-        on_revoked: Callable[[int], None] | None = None,
-        on_gap: Callable[[Gap], None] | None = None,
-    ) -> Consumer:
-        """A consumer of the durable subscription `name`; use it as `async with` (felix.consumer).
-
-        Any of `start`, `ack_timeout` and `inactive_ttl` (seconds), `retries`, `unacked_max`, `exclusive`, or `settings` as a whole
-        make the subscription where there is none; where there is, they must be the same. With none of them it must exist.
-        `consumer`: a name for people. `ack`: "explicit", or "auto": a record is done when the next one is asked for.
-        `on_assigned` and `on_revoked` are called with a shard that comes, or is gone; `on_gap` with what retention took.
-        Raises RequestError(CONFIG_INVALID, NAME_INVALID).
-        """
-        return Consumer(
-            self._client.connection,
-            self.name,
-            name,
-            settings=settings
-            or subscription_settings(start, ack_timeout, retries, unacked_max, inactive_ttl, exclusive),
-            consumer=consumer,
-            credit_bytes=credit_bytes,
-            ack=ack,
-            on_assigned=on_assigned,
-            on_revoked=on_revoked,
-            on_gap=on_gap,
-        )
-
-    async def create_subscription(
-        self, name: str, settings: SubscriptionSettings | None = None
-    ) -> SubscriptionState:
-        """A durable subscription, before its first consumer. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID."""
-        wanted = CreateSubscription(str(self.name), name, settings or SubscriptionSettings())
-        return await self._client._typed(wanted, SubscriptionState)
-
-    async def alter_subscription(
-        self,
-        name: str,
-        *,
-        ack_timeout: float | None = None,
-        retries: RetriesChange | None = None,
-        unacked_max: int | None = None,
-        inactive_ttl: float | None = None,
-    ) -> SubscriptionState:
-        """Change its settings while its consumers go on; what is None stays, positions do, too. Durations in seconds (`inactive_ttl`
-        0: never). What is out keeps the time that it was given. Raises RequestError: NOT_FOUND, CONFIG_INVALID; FORBIDDEN for
-        whoever neither made it nor has the right `admin`.
-        """
-        change = SubscriptionChange(
-            None if ack_timeout is None else round(ack_timeout * 1000),
-            retries,
-            unacked_max,
-            None if inactive_ttl is None else round(inactive_ttl * 1000),
-        )
-        return await self._client._typed(AlterSubscription(str(self.name), name, change), SubscriptionState)
-
-    async def subscriptions(self) -> list[SubscriptionState]:
-        """The stream's durable subscriptions, without shards and consumers."""
-        return [state async for state in self._client.list_subscriptions(str(self.name))]
-
-    async def describe_subscription(self, name: str) -> SubscriptionState:
-        """Its settings, positions, lag and consumers. Raises RequestError(NOT_FOUND)."""
-        return await self._client._typed(DescribeSubscription(str(self.name), name), SubscriptionState)
-
-    async def seek_subscription(
-        self,
-        name: str,
-        start: StartAt = "latest",
-        *,
-        offsets: dict[int, int] | None = None,
-        shards: Collection[int] | None = None,
-    ) -> str:
-        """Move its position, of all shards or of `shards`; `offsets` (by shard) alone move these. What its consumers have in hand
-        no longer counts. Returns the broker's note. Raises RequestError: FORBIDDEN, OFFSET_OUT_OF_RANGE."""
-        wanted = SeekSubscription(str(self.name), name, start_message(start, offsets), sorted(shards or ()))
-        return (await self._client._typed(wanted, Done)).note
-
-    async def delete_subscription(self, name: str) -> None:
-        """Its consumers end, its position is forgotten. Raises RequestError: NOT_FOUND, FORBIDDEN."""
-        await self._client._typed(DeleteSubscription(str(self.name), name), Done)
-
-    async def create(
-        self,
-        *,
-        shards: int = 1,
-        durability: Durability | None = None,
-        retention: Retention | None = None,
-        ring_bytes: int = 0,
-        views: Views = NO_VIEWS,
-    ) -> StreamState:
-        """As `RegionClient.create_stream`."""
-        return await self._client.create_stream(
-            self.name,
-            shards=shards,
-            durability=durability,
-            retention=retention,
-            ring_bytes=ring_bytes,
-            views=views,
-        )
-
-    async def describe(self) -> StreamState:
-        """As `RegionClient.describe_stream`."""
-        return await self._client.describe_stream(self.name)
-
-    async def delete(self, *, incarnation: bytes = b"") -> None:
-        """As `RegionClient.delete_stream`."""
-        await self._client.delete_stream(self.name, incarnation=incarnation)

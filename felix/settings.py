@@ -29,6 +29,10 @@ CACHE_LAG_MS: Final = 120_000
 IDS_MAX: Final = 1_000_000
 """Message ids remembered per shard; about 100 bytes each."""
 URL_CHARS_MAX: Final = 1_024
+EXCHANGES_DEFAULT: Final = 2
+"""Exchanges of a client's cache: a large value on one does not hold up what travels on the other."""
+TRANSACTION_TIMEOUT_S: Final = 30.0
+"""A transaction that is open for longer is aborted by the broker; it names its own limit."""
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 

@@ -43,16 +43,7 @@ from felix.blocking import (
     RecordIterator,
     inner_of,
 )
-from felix.cache import (
-    EXCHANGES_DEFAULT,
-    WATCH_CREDIT_BYTES,
-    Cache,
-    Entry,
-    Key,
-    Position,
-    Value,
-)
-from felix.client import Stream
+from felix.cache import WATCH_CREDIT_BYTES, Cache, Entry, Key, Position, Value
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SessionInfo
 from felix.consumer import AckMode, ConsumerBatch, ConsumerRecord
 from felix.identity import Identity
@@ -93,7 +84,9 @@ from felix.quota import QuotaLimits
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.settings import (
+    EXCHANGES_DEFAULT,
     NO_VIEWS,
+    TRANSACTION_TIMEOUT_S,
     CacheChange,
     CacheSettings,
     Compaction,
@@ -106,8 +99,9 @@ from felix.settings import (
     SubscriptionSettings,
     Views,
 )
+from felix.stream import Stream
 from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, StartAt
-from felix.transaction import TRANSACTION_TIMEOUT_S, TransactionRecord
+from felix.transaction import TransactionRecord
 from felix.transport.port import Engine, TransportLimits
 
 
@@ -461,7 +455,7 @@ class SyncTransaction(BlockingTransaction):
 
 
 class SyncStream(Blocking[Stream]):
-    """As `felix.client.Stream`, blocking."""
+    """As `felix.stream.Stream`, blocking."""
 
     __slots__ = ()
 

@@ -45,6 +45,7 @@ from felix.publisher import RECORD_OVERHEAD_BYTES, MessageId, Payload, payload_b
 from felix.queue import Job
 from felix.queue_messages import RUNS_MAX, Held
 from felix.ranges import RangeSet
+from felix.settings import TRANSACTION_TIMEOUT_S
 from felix.transaction_messages import (
     ID_BYTES,
     Abort,
@@ -62,8 +63,6 @@ from felix.transaction_messages import (
     decode_reply,
 )
 
-TRANSACTION_TIMEOUT_S: Final = 30.0
-"""A transaction that is open for longer is aborted by the broker; it names its own limit."""
 STAGE_BYTES: Final = 512 * 1024
 """A shard's records are sent to the broker once there are so many bytes of them: 16 batches are the largest transaction."""
 _STAGED_RECORD_BYTES_MAX: Final = (1 << 20) - 8_192

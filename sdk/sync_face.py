@@ -34,7 +34,7 @@ class Face(NamedTuple):
 FACES: Final = (
     Face("client", "RegionClient", "BlockingRegion"),
     Face("transaction", "Transaction", "BlockingTransaction"),
-    Face("client", "Stream", "Blocking"),
+    Face("stream", "Stream", "Blocking"),
     Face("publisher", "Publisher", "GatheringPublisher"),
     Face("subscription", "Subscription", "RecordIterator"),
     Face("consumer", "Consumer", "BlockingConsumer"),

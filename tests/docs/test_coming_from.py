@@ -12,9 +12,10 @@ import typer
 import felix
 from cli import main
 from felix.cache import Cache
-from felix.client import RegionClient, Stream
+from felix.client import RegionClient
 from felix.consumer import Consumer
 from felix.queue import Job, Queue
+from felix.stream import Stream
 from felix.transaction import Transaction
 from region.config import StorageConfig, SubscriptionsConfig
 
