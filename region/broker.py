@@ -318,7 +318,7 @@ class Broker:
         if settings is None or not settings.auto_create or name.tenant == RESERVED_TENANT:
             raise not_found_or_forbidden(verb, name)
         if name not in self._making:
-            there = sum(f"{each.name.tenant}/{each.name.namespace}" == namespace for each in self.streams)
+            there = self.streams.count(name.tenant, name.namespace)
             if there + len(self._making) >= settings.streams_max:
                 raise UnavailableError(
                     f"{namespace} has {there} streams, and no more than {settings.streams_max} are made by their first use.",
@@ -350,9 +350,7 @@ class Broker:
         check_stream_config(name, config)
         await self.check_offload(config.views.offload)
         self.streams.check_room(name, config)
-        self.quotas.check_stream(
-            name.tenant, sum(stream.name.tenant == name.tenant for stream in self.streams)
-        )
+        self.quotas.check_stream(name.tenant, self.streams.count(name.tenant))
         self.quotas.creating(name.tenant, 1)
         try:
             record = await self.catalog.create_stream(

@@ -7,7 +7,6 @@ whatever fails; a stop answers what is under way first.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import os
@@ -73,7 +72,7 @@ from region.renewal import IdentityRenewal
 from region.requests import Requests
 from region.sealing import KeyringSeal
 from region.session import ClientSession, Services
-from region.streams import StreamTable
+from region.streams import HostedStream, StreamTable
 from region.subscriptions.service import SubscriptionService
 from region.transactions.coordinator import OPEN_MAX, SYSTEM_STREAM, Coordinator
 from region.transactions.participants import QueueParticipant, SubscriptionParticipant
@@ -127,7 +126,10 @@ class Node:
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = ""
-        self._streams_wanted: asyncio.Queue[MirrorChange] = asyncio.Queue(maxsize=4096)
+        # Names and incarnations that the catalog has told of, and that were not looked at since.
+        self._streams_wanted: set[StreamName] = set()
+        self._streams_gone: set[str] = set()
+        self._streams_changed = asyncio.Event()
 
     @property
     def address(self) -> Address:
@@ -203,12 +205,12 @@ class Node:
 
         budgets = Budgets()
 
-        def changed() -> None:
-            if hasattr(self, "broker"):
-                self.caches.follow()
+        def changed(stream: HostedStream) -> None:
+            if stream.deleted:
                 self.broker.recheck_sessions()
-            if hasattr(self, "subscriptions"):
-                self.subscriptions.stream_opened()
+                return
+            self.caches.stream_opened(stream)
+            self.subscriptions.stream_opened(stream)
 
         streams = StreamTable(
             directory,
@@ -306,6 +308,7 @@ class Node:
             except FelixError as error:
                 # One stream that does not fit must not keep the others from being served.
                 log.error("stream %s cannot be opened: %s", record.name, error)
+                self._streams_wanted.add(StreamName.parse(record.name))
         ingest.streams_opened()
 
         await subscriptions.start()
@@ -520,16 +523,19 @@ class Node:
                     log.exception("the broker's certificate could not be renewed")
 
     def _mirror_changed(self, change: MirrorChange) -> None:
-        if change.section in ("streams", "deleted"):
-            with contextlib.suppress(asyncio.QueueFull):
-                self._streams_wanted.put_nowait(change)
+        if change.section == "streams":
+            self._streams_wanted.add(StreamName.parse(change.name))
+        elif change.section == "deleted":
+            self._streams_gone.add(change.name)
+        else:
+            return
+        self._streams_changed.set()
 
     async def _follow_streams(self, streams: StreamTable, mirror: CatalogMirror) -> None:
         """Open and close what the catalog says, also when another broker wrote it."""
         while True:
-            await self._streams_wanted.get()
-            while not self._streams_wanted.empty():
-                self._streams_wanted.get_nowait()
+            await self._streams_changed.wait()
+            self._streams_changed.clear()
             try:
                 await self._follow_once(streams, mirror)
             except Exception:
@@ -537,11 +543,16 @@ class Node:
                 log.exception("the catalog's streams could not be followed")
 
     async def _follow_once(self, streams: StreamTable, mirror: CatalogMirror) -> None:
-        for deleted in list(mirror.deleted_streams.values()):
+        """What has changed since, and what could not be opened then."""
+        while self._streams_gone:
+            deleted = mirror.deleted_streams.get(self._streams_gone.pop())
+            if deleted is None:
+                continue
             held = streams.get(StreamName.parse(deleted.name))
             if held is not None and held.record.incarnation == deleted.incarnation:
                 await streams.remove(held.name, deleted.incarnation)
-        for name in list(mirror.streams):
+        for name in sorted(self._streams_wanted):
+            self._streams_wanted.discard(name)
             record = mirror.streams.get(name)
             if record is None:
                 continue
@@ -551,6 +562,8 @@ class Node:
                 log.info("stream %s: %s", record.name, error)
             except FelixError as error:
                 log.error("stream %s cannot be opened: %s", record.name, error)
+                # Tried again with the next change, which may be what makes room.
+                self._streams_wanted.add(name)
 
     def _take_rights(self, mirror: CatalogMirror) -> None:
         self.broker.set_rights(mirror.rights_table())

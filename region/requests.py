@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -244,16 +245,14 @@ class Requests:
         return self._broker.stream(name).describe(detail=True)
 
     async def list_streams(self, identity: SpiffeId, request: ListStreams) -> StreamPage:
-        names = sorted(
-            stream.name
-            for stream in self._broker.streams
-            if str(stream.name).startswith(request.prefix)
-            and str(stream.name) > request.after
-            and self._sees(identity, stream.name)
+        seen = (
+            stream
+            for stream in self._broker.streams.listed(request.prefix, request.after)
+            if self._sees(identity, stream.name)
         )
-        found = [self._broker.streams.get(name) for name in names[: request.limit]]
-        page = _fitting(s.describe(detail=True) for s in found if s is not None)
-        return StreamPage(page, len(names) > request.limit or len(page) < len(found))
+        found = list(islice(seen, request.limit + 1))
+        page = _fitting(stream.describe(detail=True) for stream in found[: request.limit])
+        return StreamPage(page, len(page) < len(found))
 
     def _sees(self, identity: SpiffeId, name: StreamName) -> bool:
         return self._broker.sees(identity, name)
@@ -414,7 +413,7 @@ class Requests:
             return QuotaState(scope, name, own, counts)
         used, throttled = account.used(), quotas.throttled_ms(account)
         if scope == "tenant":
-            streams = sum(stream.name.tenant == name for stream in self._broker.streams)
+            streams = self._broker.streams.count(name)
             used |= {"streams": streams} if streams else {}
         return QuotaState(scope, name, own, counts, used, throttled, dict(account.refused))
 

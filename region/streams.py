@@ -11,8 +11,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Final, Protocol
 
 import msgspec
@@ -246,16 +249,24 @@ def least_bytes(config: StreamConfig) -> int:
     return (config.ring_bytes if ephemeral else SHARD_BYTES) * config.shards
 
 
+def _places(name: StreamName) -> tuple[tuple[str, ...], ...]:
+    """What streams are counted by."""
+    return (name.tenant,), (name.tenant, name.namespace)
+
+
 class StreamTable:
-    """Opens, keeps and closes hosted streams. `changed` is called after a stream came or went; `refusal` says why nothing may be
-    appended to any of them now, or None."""
+    """Opens, keeps and closes hosted streams. `changed` is called with a stream that came, or went (`deleted`); `refusal` says why nothing
+    may be appended to any of them now, or None.
+
+    Nothing here that one stream's coming or going asks for looks at all the others.
+    """
 
     def __init__(
         self,
         directory: LogDirectory,
         ring_budget: Budget,
         make_seal: MakeSeal,
-        changed: Callable[[], None],
+        changed: Callable[[HostedStream], None],
         refusal: Callable[[], FelixError | None] = always_allowed,
         runtime: Runtime = REAL,
     ) -> None:
@@ -269,6 +280,9 @@ class StreamTable:
         self._start = runtime.random.randbytes(16)
         """Of this start of the broker."""
         self._streams: dict[StreamName, HostedStream] = {}
+        # In order, for listings; and how many a tenant and each of its namespaces has.
+        self._names: list[str] = []
+        self._counts: Counter[tuple[str, ...]] = Counter()
         self._busy: dict[StreamName, asyncio.Lock] = {}
         # Incarnations that were removed here: a record that was read before must not bring one back.
         self._removed: set[str] = set()
@@ -285,6 +299,37 @@ class StreamTable:
 
     def get(self, name: StreamName) -> HostedStream | None:
         return self._streams.get(name)
+
+    def count(self, *place: str) -> int:
+        """How many streams a tenant, or a tenant's namespace, has."""
+        return self._counts[place]
+
+    def listed(self, prefix: str, after: str) -> Iterator[HostedStream]:
+        """The streams whose name begins with `prefix` and comes behind `after`, in order of their names as text."""
+        at = max(bisect_left(self._names, prefix), bisect_right(self._names, after))
+        for name in islice(self._names, at, None):
+            if not name.startswith(prefix):
+                return
+            yield self._streams[StreamName.parse(name)]
+
+    def _add(self, stream: HostedStream) -> None:
+        name = stream.name
+        self._streams[name] = stream
+        insort(self._names, str(name))
+        for place in _places(name):
+            self._counts[place] += 1
+        self._changed(stream)
+
+    def _drop(self, stream: HostedStream) -> None:
+        name = stream.name
+        stream.deleted = True
+        del self._streams[name]
+        del self._names[bisect_left(self._names, str(name))]
+        for place in _places(name):
+            self._counts[place] -= 1
+            if not self._counts[place]:
+                del self._counts[place]
+        self._changed(stream)
 
     async def open(self, record: Stream) -> HostedStream:
         """Open the stream of this record, if it is not open yet.
@@ -325,8 +370,7 @@ class StreamTable:
                     await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
                 self._ring_budget.give(taken)
                 raise
-            self._streams[name] = stream
-        self._changed()
+            self._add(stream)
         return stream
 
     def check_room(self, name: StreamName, config: StreamConfig) -> None:
@@ -487,12 +531,9 @@ class StreamTable:
             if held is not None and held.record.incarnation == incarnation:
                 await self._close(held)
             await self._directory.delete_stream(name, bytes.fromhex(incarnation))
-        self._changed()
 
     async def _close(self, stream: HostedStream) -> None:
-        stream.deleted = True
-        del self._streams[stream.name]
-        self._changed()
+        self._drop(stream)
         while stream.closing:
             try:
                 await stream.closing.pop()()

@@ -176,15 +176,14 @@ class CacheService:
         self.broker = broker
         self._caches: dict[HostedStream, Cache] = {}
 
-    def follow(self) -> None:
-        """Streams came or went: read the logs of new caches. Called after every change of the table."""
-        for stream in self.broker.streams:
-            settings = stream.record.config.views.cache
-            if settings is None or stream.deleted or stream in self._caches:
-                continue
-            cache = self._caches[stream] = Cache(stream, settings, self.broker)
-            stream.closing.append(partial(self._close, cache))
-            stream.views.append(cache)
+    def stream_opened(self, stream: HostedStream) -> None:
+        """A stream came: where it is a cache, read its log."""
+        settings = stream.record.config.views.cache
+        if settings is None:
+            return
+        cache = self._caches[stream] = Cache(stream, settings, self.broker)
+        stream.closing.append(partial(self._close, cache))
+        stream.views.append(cache)
 
     async def _close(self, cache: Cache) -> None:
         self._caches.pop(cache.stream, None)

@@ -114,12 +114,10 @@ class SubscriptionService:
             return
         self._spawn(self._load_quietly(name))
 
-    def stream_opened(self) -> None:
-        """Streams came or went: load what is defined for those that came."""
-        for stream in self._broker.streams:
-            held = self._held.get(stream.name)
-            if (held is None or held.stream is not stream) and any(self._definitions(stream.name)):
-                self._spawn(self._load_quietly(stream.name))
+    def stream_opened(self, stream: HostedStream) -> None:
+        """A stream came: load what is defined for it."""
+        if any(self._definitions(stream.name)):
+            self._spawn(self._load_quietly(stream.name))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         if self._closed:

@@ -18,9 +18,11 @@ from felix.messages import (
     CreateStream,
     DeleteStream,
     DescribeStream,
+    ListStreams,
     OpenPublisher,
     Request,
     Start,
+    StreamPage,
     Subscribe,
 )
 from felix.messages import (
@@ -276,3 +278,19 @@ async def test_durability_must_be_known(node: Node) -> None:
             await peer.ask(CreateStream(CREW, durability=WireDurability("sometimes")), 1)
         with pytest.raises(RequestError, match="shards"):
             await peer.ask(CreateStream(CREW, shards=-1), 2)
+
+
+async def test_a_listing_goes_on_where_it_ended_whatever_names_are_like(operator: felix.RegionClient) -> None:
+    """In order of the text, in which `a-b/` stands before `a/`."""
+    names = ["a-b/ops/x", "a/ops-two/x", "a/ops/x", "a/ops/y", "b/ops/x"]
+    for name in names:
+        await operator.create_stream(name)
+    found: list[str] = []
+    while True:
+        page = await operator.request(ListStreams("", found[-1] if found else "", limit=2))
+        assert isinstance(page, StreamPage)
+        found += [state.stream for state in page.streams]
+        if not page.more:
+            break
+    assert found == names
+    assert [state.stream async for state in operator.list_streams("a/")] == names[1:4]

@@ -151,7 +151,7 @@ class World:
         budgets = Budgets()
         directory = LogDirectory(FOLDER, "us-east", files=self.mount(), runtime=self.runtime)
         self.streams = streams = StreamTable(
-            directory, budgets.ring, lambda *_: Plain(), lambda: None, runtime=self.runtime
+            directory, budgets.ring, lambda *_: Plain(), lambda _: None, runtime=self.runtime
         )
         catalog = Catalog(self.store, "us-east")
         config = RegionConfig(

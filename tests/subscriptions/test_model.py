@@ -197,7 +197,7 @@ class World:
         await self.mirror.start()
         budgets = Budgets()
         self.directory = LogDirectory(self.folder, "us-east")
-        streams = StreamTable(self.directory, budgets.ring, lambda *_: PlainSeal(), lambda: None)
+        streams = StreamTable(self.directory, budgets.ring, lambda *_: PlainSeal(), lambda _: None)
         self.broker = Broker(
             RegionConfig(region="us-east", mesh="acme", country="US"),
             streams=streams,
