@@ -96,7 +96,7 @@ check: $(STAMP) ## format, lint, types, imports
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-format: $(STAMP) ## format and mend what the linter can mend
+format: $(STAMP) ## format, and fix what the linter can fix
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
 bench: $(STAMP) ## throughput and latency on this machine, beside a raw QUIC relay; across a border, audited; beside Redis and NATS

@@ -546,7 +546,7 @@ class Trail:
     def _fail(self, why: str, error: BaseException) -> None:
         failure = AuditUnavailableError(
             f"The audit log {self.key.name} has stopped: {why} ({error}). Nothing crosses.",
-            hint="Mend the cause and start again; what was acknowledged is kept.",
+            hint="Repair the cause and start again; what was acknowledged is kept.",
         )
         failure.__cause__ = error
         with self._lock:

@@ -175,9 +175,9 @@ class _Calls:
         times_ns: list[int] = []
         left = wanted.calls
 
-        async def calls(lane: int) -> None:
+        async def calls(caller: int) -> None:
             nonlocal left
-            key = lane
+            key = caller
             while left > 0:
                 left -= 1
                 begun_ns = time.monotonic_ns()
@@ -187,7 +187,7 @@ class _Calls:
                 times_ns.append(now_ns - begun_ns)
                 key += wanted.concurrency
                 if key >= wanted.keys:
-                    key = lane
+                    key = caller
 
         await asyncio.gather(*map(calls, range(wanted.concurrency)))
         return rate_per_second(events, WARM_SHARE), Latency.of(times_ns)

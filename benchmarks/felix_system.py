@@ -183,7 +183,7 @@ class _QueueWorker:
         return [Job(job.payload, job) for job in jobs]
 
     async def ack(self, jobs: list[Job]) -> None:
-        # What is said of jobs in one loop turn travels together.
+        # What is said of jobs in one event loop iteration travels together.
         await asyncio.gather(*(job.handle.ack() for job in jobs))
 
     async def close(self) -> None:

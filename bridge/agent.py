@@ -190,7 +190,7 @@ class Agent:
         self.paths = paths_of(config, base)
         self.health: HealthServer | None = None
         self.rows: tuple[PlannedLink, ...] = ()
-        self.shop: LinkContext
+        self.context: LinkContext
         self._engine = engine
         self._runtime = runtime
         self._clock_ms = runtime.clock.now_ms
@@ -230,7 +230,7 @@ class Agent:
         source = self._endpoint(config.source, config.source_addresses, config.source_server_name)
         for each in config.destinations:
             self._endpoint(each.region, each.addresses, each.server_name)
-        self.shop = LinkContext(
+        self.context = LinkContext(
             bridge=files.identity.spiffe_id,
             identity=files.identity,
             handoff=files.handoff,
@@ -244,7 +244,7 @@ class Agent:
             notice=self._notice,
             tracing=CrossingTracing() if config.tracing.exporter != "none" else None,
         )
-        self._egress_documents = EgressDocuments(self.shop)
+        self._egress_documents = EgressDocuments(self.context)
         self._document_sync = DocumentSync(
             self._clock_ms, self._egress_documents.is_logged, self._documents_brought
         )
@@ -293,14 +293,14 @@ class Agent:
             await asyncio.wait(running, timeout=CLOSE_S)
         await end_tasks(*running)
         self._workers.clear()
-        trail = self.shop.trail if hasattr(self, "shop") else None
+        trail = self.context.trail if hasattr(self, "context") else None
         if trail is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
                     await self._cosign_all(final=True)
         await end_tasks(*self._cosigning.values())
         if trail is not None:
-            self.shop.trail, self.shop.trail_reason = None, "The agent is stopping."
+            self.context.trail, self.context.trail_reason = None, "The agent is stopping."
             if self._submissions is not None:
                 await asyncio.to_thread(self._submissions.stop)
             await asyncio.to_thread(trail.close)
@@ -326,10 +326,10 @@ class Agent:
 
     def not_ready(self) -> str:
         """Why the agent does not do its work, or an empty string: the egress log, a session, or a link that stands still."""
-        shop = self.shop
-        if shop.trail is None:
-            return shop.trail_reason
-        failure = shop.trail.status().failure or self._held()
+        context = self.context
+        if context.trail is None:
+            return context.trail_reason
+        failure = context.trail.status().failure or self._held()
         if failure:
             return failure
         for endpoint in self._endpoints.values():
@@ -344,7 +344,7 @@ class Agent:
         return [(worker.report(), worker.stats) for worker, _ in list(self._workers.values())]
 
     def _trail_status(self) -> TrailStatus | None:
-        trail = self.shop.trail
+        trail = self.context.trail
         return None if trail is None else trail.status()
 
     def _monotonic_ms(self) -> int:
@@ -360,7 +360,7 @@ class Agent:
 
     async def _open_log(self) -> None:
         """Open it, or wait for whoever has it open."""
-        config, files, shop = self.config, self._files, self.shop
+        config, files, context = self.config, self._files, self.context
         origin = egress_origin(config.source, config.mesh, config.name)
         signer = NoteSigner.from_key(origin, files.egress_key, Algorithm.ED25519)
         ml_dsa = files.egress_ml_dsa_key
@@ -373,28 +373,28 @@ class Agent:
         ]
         while True:
             try:
-                trail, shop.ledger = await asyncio.to_thread(
+                trail, context.ledger = await asyncio.to_thread(
                     open_egress, self.paths.egress, signer, witnesses, also
                 )
                 trail.expect_cosigners(len(config.destinations) + len(config.witnesses))
                 self._submissions = Submissions(trail, outside)
                 self._submissions.start()
-                shop.trail = trail
+                context.trail = trail
                 log.info("the egress log %s is open, %d leaves", self.paths.egress, trail.status().durable)
                 return
             except FelixError as error:
-                if str(error) != shop.trail_reason:
+                if str(error) != context.trail_reason:
                     log.warning("the egress log cannot be opened: %s", error)
-                shop.trail_reason = str(error)
+                context.trail_reason = str(error)
             except OSError as error:
-                shop.trail_reason = f"The egress log {self.paths.egress} cannot be opened: {error}."
-                log.warning("%s", shop.trail_reason)
+                context.trail_reason = f"The egress log {self.paths.egress} cannot be opened: {error}."
+                log.warning("%s", context.trail_reason)
             await asyncio.sleep(TRAIL_AGAIN_S)
 
     async def _check_history(self, endpoint: RegionEndpoint) -> None:
         """Raises CorruptionError(ROLLED_BACK) where the region cosigned what is not in this log, and where one of the two
         regions cosigned what is not in the other's."""
-        trail = self.shop.open_trail()
+        trail = self.context.open_trail()
         known = await endpoint.connection().request(WitnessedSize(trail.key.name))
         durable = trail.status().durable
         if isinstance(known, Witnessed) and known.size > durable:
@@ -404,7 +404,7 @@ class Agent:
                 code=Code.ROLLED_BACK,
                 hint=EGRESS_HINT,
             )
-        source = self.shop.source
+        source = self.context.source
         async with self._comparing.setdefault(endpoint.region, asyncio.Lock()):
             sessions = (source.link(), endpoint.link())
             if self._compared.get(endpoint.region) != sessions:
@@ -436,7 +436,7 @@ class Agent:
         while True:
             pause_s = PLAN_S
             try:
-                if not self.shop.source.is_up:
+                if not self.context.source.is_up:
                     pause_s = SOON_S
                 else:
                     await self._read_documents()
@@ -478,7 +478,7 @@ class Agent:
             await asyncio.wait({self._reading[region] for region, _ in asked}, timeout=READ_S)
 
     async def _read_region(self, region: str, endpoint: RegionEndpoint) -> None:
-        kinds = (*KINDS, POLICY) if endpoint is self.shop.source else KINDS
+        kinds = (*KINDS, POLICY) if endpoint is self.context.source else KINDS
         try:
             self._documents[region] = await list_documents(endpoint.connection(), kinds)
         except FelixError as error:
@@ -500,7 +500,7 @@ class Agent:
 
     def _send_documents(self, region: str) -> None:
         """To a destination what the source signed, and back."""
-        source, endpoint = self.shop.source, self._endpoints.get(region)
+        source, endpoint = self.context.source, self._endpoints.get(region)
         here, there = self._documents.get(source.region), self._documents.get(region)
         if endpoint is None or endpoint is source or here is None or there is None:
             return
@@ -509,7 +509,7 @@ class Agent:
                 self._document_sync.send(giver, taker, signer.region, to.connection())
 
     def _documents_brought(self, taken: int) -> None:
-        self.shop.failpoints.at("documents-brought")
+        self.context.failpoints.at("documents-brought")
         if taken:
             self._soon.set()
 
@@ -536,7 +536,7 @@ class Agent:
         destinations = [each.region for each in self.config.destinations]
         self.rows = plan_links(
             self._book,
-            self.shop.bridge,
+            self.context.bridge,
             streams,
             destinations,
             self._clock_ms(),
@@ -547,9 +547,9 @@ class Agent:
     async def _streams(self) -> dict[str, StreamState]:
         """The source's streams that grants of this bridge name."""
         found: dict[str, StreamState] = {}
-        connection = self.shop.source.connection()
+        connection = self.context.source.connection()
         for view in self._book.list(self._clock_ms()):
-            if view.export is None or view.export.terms.bridge != str(self.shop.bridge):
+            if view.export is None or view.export.terms.bridge != str(self.context.bridge):
                 continue
             name = view.export.terms.stream
             if NamePattern(name).is_exact:
@@ -583,7 +583,7 @@ class Agent:
         for key, row in wanted.items():
             held = self._workers.get(key)
             if held is None:
-                worker = LinkWorker(self.shop, self._endpoints.get(row.destination_region), row)
+                worker = LinkWorker(self.context, self._endpoints.get(row.destination_region), row)
                 task = asyncio.get_running_loop().create_task(worker.run(), name=f"link-{key[0]}-{key[2]}")
                 self._workers[key] = (worker, task)
             elif held[0].is_leaving:
@@ -603,8 +603,8 @@ class Agent:
             await asyncio.sleep(REPORT_S)
             try:
                 links = self.links()
-                if links and self.shop.source.is_up:
-                    await self.shop.source.connection().request(ReportLinks(links))
+                if links and self.context.source.is_up:
+                    await self.context.source.connection().request(ReportLinks(links))
             except FelixError as error:
                 self._say("report", error)
             except Exception:
@@ -614,7 +614,7 @@ class Agent:
         while True:
             await asyncio.sleep(COSIGN_S)
             await self._cosign_all()
-            trail = self.shop.trail
+            trail = self.context.trail
             if trail is not None:
                 try:
                     await asyncio.to_thread(save_ledger, trail)
@@ -623,7 +623,7 @@ class Agent:
 
     async def _quorum_loop(self) -> None:
         while self._quorum is not None:
-            trail, before = self.shop.trail, self._held()
+            trail, before = self.context.trail, self._held()
             if trail is not None:
                 self._quorum.update(self._monotonic_ms(), trail.cosigned(), trail.status().durable)
             if bool(self._held()) is not bool(before):
@@ -659,13 +659,13 @@ class Agent:
         if final:
             await end_tasks(*self._cosigning.values())
         for region, endpoint in self._endpoints.items():
-            if endpoint is not self.shop.source and endpoint.is_up and region not in self._cosigning:
+            if endpoint is not self.context.source and endpoint.is_up and region not in self._cosigning:
                 self._cosigning[region] = asyncio.ensure_future(self._cosign_with(region, endpoint, final))
         if self._cosigning:
             await asyncio.wait(self._cosigning.values(), timeout=None if final else COSIGN_WAIT_S)
 
     async def _cosign_with(self, region: str, endpoint: RegionEndpoint, final: bool) -> None:
-        source = self.shop.source
+        source = self.context.source
         try:
             await self._cosign_egress(endpoint, final)
             if source.is_up:
@@ -685,7 +685,7 @@ class Agent:
             del self._cosigning[region]
 
     async def _cosign_egress(self, witness: RegionEndpoint, final: bool) -> None:
-        trail = self.shop.trail
+        trail = self.context.trail
         if trail is None:
             return
         connection = witness.connection()
@@ -703,7 +703,7 @@ class Agent:
         cosigned = await connection.request(Cosign(note, proof))
         if isinstance(cosigned, Witnessed) and cosigned.cosigned:
             await asyncio.to_thread(trail.add_cosigned, cosigned.cosigned)
-            self.shop.failpoints.at("cosign")
+            self.context.failpoints.at("cosign")
 
     async def _renew_identity(self) -> None:
         """Ask the source region for the next certificate once it is due; the file is read again below."""
@@ -751,9 +751,9 @@ class Agent:
                     log.info("a renewed identity or bundle is taken; the session with %s begins anew", region)
                     endpoint.take_identity(files.identity, bundle)
             self._files = files
-            self.shop.identity = files.identity
-            if self.shop.trail is not None:
-                self.shop.trail.trust_witnesses(
+            self.context.identity = files.identity
+            if self.context.trail is not None:
+                self.context.trail.trust_witnesses(
                     Trust.of(files.bundles.values()).witnesses_for(self.config.source)
                 )
 

@@ -70,13 +70,13 @@ class Paper(NamedTuple):
 class EgressDocuments:
     """One per agent."""
 
-    def __init__(self, shop: LinkContext) -> None:
-        self._shop = shop
+    def __init__(self, context: LinkContext) -> None:
+        self._context = context
         self._papers: tuple[Paper, ...] = ()
         self._book = GrantBook()
         self._seen_ms: dict[bytes, int] = {}
         self._logging = asyncio.Lock()
-        self._pace = Pace(FOREIGN_PER_S, FOREIGN_BURST, REGIONS_MAX, shop.runtime.clock.monotonic)
+        self._pace = Pace(FOREIGN_PER_S, FOREIGN_BURST, REGIONS_MAX, context.runtime.clock.monotonic)
         self._held_back: set[str] = set()
         """regions of which documents wait"""
 
@@ -84,11 +84,11 @@ class EgressDocuments:
         self, held: Mapping[str, Documents], trusted: Trusted, anchors: TrustBundle, book: GrantBook
     ) -> None:
         """Take what the regions hold now; `book` was made of it."""
-        shop = self._shop
+        context = self._context
         doubted = {problem.document for problem in book.problems}
         papers: dict[bytes, Paper] = {}
-        own, regions = book.carried_by(str(shop.bridge))
-        source = shop.source.region
+        own, regions = book.carried_by(str(context.bridge))
+        source = context.source.region
         for region, documents in held.items():
             for document in parse_documents(documents):
                 if document.purpose is Purpose.POLICY:
@@ -99,7 +99,7 @@ class EgressDocuments:
                     paper = _paper(document, own, regions)
                 if paper is not None:
                     papers[paper.digest] = paper
-        now = shop.clock_ms()
+        now = context.clock_ms()
         self._seen_ms = {
             digest: self._seen_ms.get(digest, now) for digest, paper in papers.items() if paper.revokes
         }
@@ -120,20 +120,21 @@ class EgressDocuments:
     def is_waiting(self) -> bool:
         """True while a document has no leaf yet that may get it now."""
         return any(
-            paper.digest not in self._shop.ledger.documents and paper.document.region not in self._held_back
+            paper.digest not in self._context.ledger.documents
+            and paper.document.region not in self._held_back
             for paper in self._papers
         )
 
     def is_logged(self, file: bytes) -> bool:
         """True where the document may be brought to a region."""
-        return sha256(file).digest() in self._shop.ledger.documents
+        return sha256(file).digest() in self._context.ledger.documents
 
     def require_logged(self, grant: str) -> None:
         """Raises UnavailableError unless all that the grant rests on stands in the egress log, the source's policy included."""
-        logged = self._shop.ledger.documents
+        logged = self._context.ledger.documents
         if not any(paper.policy is not None and paper.digest in logged for paper in self._papers):
             raise UnavailableError(
-                f"The residency policy of {self._shop.source.region} does not stand in the egress log yet.",
+                f"The residency policy of {self._context.source.region} does not stand in the egress log yet.",
                 retry_after_ms=500,
             )
         needed = [paper for paper in self._papers if paper.grant == grant and not paper.revokes]
@@ -147,7 +148,7 @@ class EgressDocuments:
 
         `is_busy`: whether a link under this grant is in session; its revocation waits.
         """
-        logged = self._shop.ledger.documents
+        logged = self._context.ledger.documents
         missing = [paper for paper in self._papers if paper.digest not in logged]
         written = 0
         self._held_back.clear()
@@ -158,7 +159,7 @@ class EgressDocuments:
 
     def _may_log(self, region: str) -> bool:
         """Whether one more document that this region signed gets its leaf now."""
-        if region == self._shop.source.region:
+        if region == self._context.source.region:
             return True
         if region not in self._held_back and self._pace.take(region):
             log.warning("%s signs documents without end; their leaves wait", region)
@@ -166,30 +167,30 @@ class EgressDocuments:
         return region not in self._held_back
 
     async def _append(self, paper: Paper) -> bool:
-        shop = self._shop
+        context = self._context
         async with self._logging:
-            if paper.digest in shop.ledger.documents:
+            if paper.digest in context.ledger.documents:
                 return False
-            trail = shop.open_trail()
+            trail = context.open_trail()
             leaf = signed_leaf(
                 paper.document,
-                own_region=shop.source.region,
-                time_ms=shop.clock_ms(),
-                actor=str(shop.bridge),
+                own_region=context.source.region,
+                time_ms=context.clock_ms(),
+                actor=str(context.bridge),
                 terms=self._terms(paper.grant),
                 policy=paper.policy,
                 drain_until_ms=self._seen_ms[paper.digest] + DRAIN_MS if paper.revokes else 0,
                 side=Side.EGRESS,
             )
             await asyncio.to_thread(keep_document, trail.files.path, paper.file)
-            shop.failpoints.at("document-kept")
+            context.failpoints.at("document-kept")
             await trail.append([leaf])
-            shop.ledger.apply(leaf.header)
-            shop.failpoints.at("document-logged")
+            context.ledger.apply(leaf.header)
+            context.failpoints.at("document-logged")
             return True
 
     def _terms(self, grant: str) -> GrantTerms | None:
-        for view in self._book.list(self._shop.clock_ms()):
+        for view in self._book.list(self._context.clock_ms()):
             if view.grant == grant and view.export is not None:
                 return view.export.terms
         return None

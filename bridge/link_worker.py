@@ -208,8 +208,8 @@ class LinkStats:
 class LinkWorker:
     """One link. `run` it as a task; `take_plan` tells it what the plan says now."""
 
-    def __init__(self, shop: LinkContext, endpoint: RegionEndpoint | None, row: PlannedLink) -> None:
-        self._shop = shop
+    def __init__(self, context: LinkContext, endpoint: RegionEndpoint | None, row: PlannedLink) -> None:
+        self._context = context
         self._endpoint = endpoint
         self.row = row
         self.phase = LinkPhase.WAITING
@@ -231,8 +231,8 @@ class LinkWorker:
         """why the newest of them did"""
         self.cut: CutState | None = None
         """What an operator is to decide about, while the link is truncated."""
-        self._backoff = Backoff(LOST_AGAIN, shop.runtime.random)
-        self._denied_backoff = Backoff(DENIED_AGAIN, shop.runtime.random)
+        self._backoff = Backoff(LOST_AGAIN, context.runtime.random)
+        self._denied_backoff = Backoff(DENIED_AGAIN, context.runtime.random)
         # Of the session that stands.
         self.in_session = False
         self._feed: SealedFeed | None = None
@@ -257,8 +257,8 @@ class LinkWorker:
         """The link's name in the egress log."""
         row = self.row
         return LinkShard(
-            str(self._shop.bridge),
-            self._shop.source.region,
+            str(self._context.bridge),
+            self._context.source.region,
             row.destination_region,
             row.stream,
             row.shard,
@@ -283,7 +283,7 @@ class LinkWorker:
         if state.high_watermark <= stats.position:
             self._waiting_since_ms = 0
         elif not self._waiting_since_ms:
-            self._waiting_since_ms = self._shop.clock_ms()
+            self._waiting_since_ms = self._context.clock_ms()
         stats.high_watermark = state.high_watermark
         records = state.high_watermark - state.log_start
         behind = max(0, state.high_watermark - stats.position)
@@ -307,7 +307,7 @@ class LinkWorker:
 
     def report(self) -> LinkState:
         """What the link says of itself."""
-        row, stats, shop = self.row, self.stats, self._shop
+        row, stats, context = self.row, self.stats, self._context
         window = self._window
         known = stats.sessions > 0
         behind = max(0, stats.high_watermark - stats.position)
@@ -317,17 +317,17 @@ class LinkWorker:
         elif known:
             # Of what waits, the oldest came after what was answered last, and no later than it was first seen to wait.
             since_ms = max(stats.answered_append_ms, self._waiting_since_ms)
-            lag_ms = max(0, shop.clock_ms() - since_ms) if since_ms else -1
-        crossed, withheld, filtered = shop.ledger.sums(self.link_shard)
+            lag_ms = max(0, context.clock_ms() - since_ms) if since_ms else -1
+        crossed, withheld, filtered = context.ledger.sums(self.link_shard)
         return LinkState(
             grant=row.grant,
             stream=row.stream,
             shard=max(0, row.shard),
-            from_region=shop.source.region,
+            from_region=context.source.region,
             to_region=row.destination_region,
-            bridge=str(shop.bridge),
+            bridge=str(context.bridge),
             state=self.phase.value,
-            reason=" ".join(filter(None, (self.alarm, self.reason, self._stays(), shop.notice())))[:4000],
+            reason=" ".join(filter(None, (self.alarm, self.reason, self._stays(), context.notice())))[:4000],
             position=window.position if window is not None else stats.position,
             high_watermark=stats.high_watermark,
             lag_records=behind if known else -1,
@@ -337,13 +337,13 @@ class LinkWorker:
             crossed=crossed,
             withheld=withheld - filtered,
             filtered=filtered,
-            reported_ms=shop.clock_ms(),
+            reported_ms=context.clock_ms(),
             cut=self.cut if self.phase is LinkPhase.TRUNCATED else None,
         )
 
     def _stays(self) -> str:
         """What is to be said where nothing crosses though the link is active."""
-        is_all = not self._shop.ledger.grant(self.row.grant).crossed_records
+        is_all = not self._context.ledger.grant(self.row.grant).crossed_records
         if self.phase is not LinkPhase.ACTIVE or not self._kept or not (is_all or self._kept >= KEPT_SAID):
             return ""
         what = "No record has crossed under this grant" if is_all else "No record crosses"
@@ -418,26 +418,26 @@ class LinkWorker:
     def _deny(self, error: FelixError) -> None:
         if not self._denials.is_new(int(error.code), error.sentence):
             return
-        row, shop = self.row, self._shop
+        row, context = self.row, self._context
         self.stats.denied += 1
         header = Header(
             kind=Kind.DENY,
             side=Side.EGRESS,
-            time_ms=shop.clock_ms(),
-            source_region=shop.source.region,
+            time_ms=context.clock_ms(),
+            source_region=context.source.region,
             destination_region=row.destination_region,
-            bridge=str(shop.bridge),
+            bridge=str(context.bridge),
             stream=row.stream,
             shard=max(0, row.shard),
             grant_id=row.grant,
-            actor=str(shop.bridge),
+            actor=str(context.bridge),
             action="carry",
             rule=error.code.name.lower().replace("_", "-"),
             code=int(error.code),
             sentence=_sentence(error),
         )
         try:
-            shop.append([Leaf(header)], lambda index, failure: None)
+            context.append([Leaf(header)], lambda index, failure: None)
         except FelixError as failure:
             log.error("the egress log took no DENY leaf: %s", failure)
 
@@ -445,18 +445,18 @@ class LinkWorker:
 
     async def _session(self, row: PlannedLink) -> None:
         """Raises what ends it; _Left where the plan does."""
-        shop = self._shop
+        context = self._context
         if self._endpoint is None:
             raise UnavailableError(row.reason or "The destination is not configured.")
-        trail = shop.open_trail()
-        source, endpoint = shop.source, self._endpoint
+        trail = context.open_trail()
+        source, endpoint = context.source, self._endpoint
         source_link = source.link()
         endpoint.link()
         self._failed = None
         self.in_session = True
         try:
-            await shop.check_history(endpoint)
-            await shop.log_grant(row)  # 1
+            await context.check_history(endpoint)
+            await context.log_grant(row)  # 1
             stream = await self._describe()
             self._source = await self._take_statement(row, stream)
             self._log_old_incarnation(stream)
@@ -476,7 +476,7 @@ class LinkWorker:
                 shard=row.shard,
                 offset=self._window.next_offset,
                 incarnation=stream.incarnation,
-                credit_bytes=int(shop.limits.read_ahead),
+                credit_bytes=int(context.limits.read_ahead),
                 arrived=self._wake,
             )
             if self._feed.subscribed.incarnation != stream.incarnation:
@@ -506,7 +506,7 @@ class LinkWorker:
 
     async def _describe(self) -> StreamState:
         row = self.row
-        stream = await self._shop.source.connection().request(DescribeStream(row.stream))
+        stream = await self._context.source.connection().request(DescribeStream(row.stream))
         if not isinstance(stream, StreamState) or row.shard >= len(stream.state):
             raise ProtocolError(f"The source does not describe shard {row.shard} of {row.stream}.")
         self.take_shard(stream, stream.state[row.shard])
@@ -514,10 +514,10 @@ class LinkWorker:
 
     def _log_old_incarnation(self, stream: StreamState) -> None:
         """What was not read of an incarnation that is gone, as far as is known, gets its GAP leaf."""
-        shop, row = self._shop, self.row
+        context, row = self._context, self.row
         assert self._source is not None
         lives = {each.incarnation for each in self._source.lives}
-        for incarnation, account in shop.ledger.incarnations(self.link_shard).items():
+        for incarnation, account in context.ledger.incarnations(self.link_shard).items():
             high = self._high.get(incarnation, 0)
             if incarnation not in lives and account.accounted_to < high:
                 self.alarm = (
@@ -528,20 +528,20 @@ class LinkWorker:
                 self.stats.gaps += high - account.accounted_to
                 template = self._template(incarnation)
                 leaf = gap_leaf(
-                    template, GapKind.INCARNATION, account.accounted_to, high - 1, shop.clock_ms()
+                    template, GapKind.INCARNATION, account.accounted_to, high - 1, context.clock_ms()
                 )
-                shop.append([leaf], lambda index, error: None)
+                context.append([leaf], lambda index, error: None)
 
     def _template(self, incarnation: bytes) -> Header:
-        row, shop = self.row, self._shop
+        row, context = self.row, self._context
         assert row.export is not None
         return Header(
             kind=Kind.GAP,
             side=Side.EGRESS,
-            time_ms=shop.clock_ms(),
-            source_region=shop.source.region,
+            time_ms=context.clock_ms(),
+            source_region=context.source.region,
             destination_region=row.destination_region,
-            bridge=str(shop.bridge),
+            bridge=str(context.bridge),
             stream=row.stream,
             destination_stream=row.destination_stream,
             shard=row.shard,
@@ -551,27 +551,27 @@ class LinkWorker:
         )
 
     async def _take_secrets(self, row: PlannedLink, stream: StreamState) -> None:
-        shop = self._shop
+        context = self._context
         assert row.export is not None
-        answer = await shop.source.connection().request(
-            GetLinkSecret(row.grant, row.stream, shop.handoff.public.encoded)
+        answer = await context.source.connection().request(
+            GetLinkSecret(row.grant, row.stream, context.handoff.public.encoded)
         )
         if not isinstance(answer, LinkSecretSealed):
             raise ProtocolError("A link secret was answered with something else.")
         scope = LinkSecretScope(
-            shop.source.region,
+            context.source.region,
             StreamName.parse(row.stream),
             stream.incarnation,
             row.grant,
             bytes.fromhex(row.export.terms_hash),
-            shop.bridge,
+            context.bridge,
         )
-        self._secrets = open_link_secrets(answer.sealed, scope, shop.handoff)
+        self._secrets = open_link_secrets(answer.sealed, scope, context.handoff)
         self._transform = compile_terms(row.export.terms, self._secrets)
 
     async def _take_statement(self, row: PlannedLink, stream: StreamState) -> SourceShard:
         """What the source signs that the shard is. Raises TamperError, UnavailableError where it was made anew meanwhile."""
-        source = self._shop.source
+        source = self._context.source
         answer = await source.connection().request(GetStreamStatement(row.grant, row.stream, row.shard))
         if not isinstance(answer, StreamStated):
             raise ProtocolError("A stream statement was answered with something else.")
@@ -597,7 +597,7 @@ class LinkWorker:
 
     def _check_source(self, source: SourceShard) -> None:
         """Raises CorruptionError(TRUNCATED) where the source no longer has what was read of it, after the GAP leaf of that."""
-        ledger, live = self._shop.ledger, source.live
+        ledger, live = self._context.ledger, source.live
         for each in reversed(source.lives):
             account = ledger.shard(self.link_shard, each.incarnation)
             if account is not None and account.read:
@@ -626,7 +626,7 @@ class LinkWorker:
         source, channel = self._source, self._channel
         assert source is not None and channel is not None
         last, at = trail.last_ack(self.link_shard), channel.opened.position
-        account = self._shop.ledger.shard(self.link_shard, source.live.incarnation)
+        account = self._context.ledger.shard(self.link_shard, source.live.incarnation)
         had = channel.opened.logged
         if last is not None and last.incarnation == source.live.incarnation:
             had = max(had, last.last_offset + 1)
@@ -643,9 +643,9 @@ class LinkWorker:
     def _log_elsewhere(self) -> None:
         """Offsets that this log knows nothing of, and the destination says that it has: another bridge brought them, or it is not so.
         The GAP leaf says whose word it is, and the report holds the ingress log to it."""
-        source, channel, shop, row = self._source, self._channel, self._shop, self.row
+        source, channel, context, row = self._source, self._channel, self._context, self.row
         assert source is not None and channel is not None
-        account = shop.ledger.shard(self.link_shard, source.live.incarnation)
+        account = context.ledger.shard(self.link_shard, source.live.incarnation)
         known = source.begins_at if account is None else account.accounted_to
         position = channel.opened.position
         # Under the grant that it accounts for, a destination that is further is refused (bridge.link).
@@ -655,15 +655,15 @@ class LinkWorker:
             self._template(source.live.incarnation),
             sentence=f"{row.destination_region} says that it has them; this bridge did not bring them.",
         )
-        leaf = gap_leaf(template, GapKind.ELSEWHERE, known, position - 1, shop.clock_ms())
-        shop.append([leaf], lambda index, error: None)
+        leaf = gap_leaf(template, GapKind.ELSEWHERE, known, position - 1, context.clock_ms())
+        context.append([leaf], lambda index, error: None)
 
     def _truncated(
         self, said: str, incarnation: bytes, account: ShardAccount | None, cut: Cut, source: SourceShard
     ) -> CorruptionError:
         """The link stops until an operator decides: alarm, GAP leaf (once), and the error that ends the session. Without an
         account another bridge carried before, and this one's log has nothing to say of it."""
-        shop, row = self._shop, self.row
+        context, row = self._context, self.row
         self.alarm = said
         self.cut = CutState(source.live.incarnation, cut.epoch, cut.offset)
         if account is not None and (cut.offset, last := account.accounted_to - 1) not in account.truncated:
@@ -674,8 +674,8 @@ class LinkWorker:
                 source_epoch=account.read[-1].epoch if account.read else 0,
                 sentence=said,
             )
-            leaf = gap_leaf(template, GapKind.TRUNCATION, cut.offset, last, shop.clock_ms())
-            shop.append([leaf], lambda index, error: None)
+            leaf = gap_leaf(template, GapKind.TRUNCATION, cut.offset, last, context.clock_ms())
+            context.append([leaf], lambda index, error: None)
         return CorruptionError(
             said,
             code=Code.TRUNCATED,
@@ -687,7 +687,7 @@ class LinkWorker:
         """The epoch of what is likely to be sent first; `_deal` opens anew where it is another."""
         source = self._source
         assert source is not None
-        account = self._shop.ledger.shard(self.link_shard, source.live.incarnation)
+        account = self._context.ledger.shard(self.link_shard, source.live.incarnation)
         first = account.accounted_to if account is not None else source.begins_at
         first = min([first, *(found.first_offset for found in self._unanswered(trail))])
         return source.statement.epoch_at(first)
@@ -704,13 +704,13 @@ class LinkWorker:
 
     async def _open_channel(self, epoch: int) -> None:
         """The ingest stream for one source epoch; an older one of this session is closed."""
-        shop, row, endpoint, source = self._shop, self.row, self._endpoint, self._source
+        context, row, endpoint, source = self._context, self.row, self._endpoint, self._source
         assert endpoint is not None and row.export is not None and source is not None
         assert self._secrets is not None and self._transform is not None
         if self._channel is not None:
             self._channel.close()
         scope = TransferScope(
-            shop.source.region,
+            context.source.region,
             row.destination_region,
             StreamName.parse(row.stream),
             source.live.incarnation,
@@ -719,16 +719,16 @@ class LinkWorker:
             epoch,
             row.grant,
             bytes.fromhex(row.export.terms_hash),
-            shop.bridge,
+            context.bridge,
         )
         import_key = endpoint.bundle.hybrid_import_key()
         self._route = route = Route.of(
-            row.export, scope, self._secrets, self._transform, shop.identity, import_key.encoded
+            row.export, scope, self._secrets, self._transform, context.identity, import_key.encoded
         )
-        sealed = seal_transfer_key(route.key, import_key, shop.identity)
+        sealed = seal_transfer_key(route.key, import_key, context.identity)
         request = OpenIngest(
             row.grant,
-            shop.source.region,
+            context.source.region,
             row.stream,
             row.shard,
             row.shards,
@@ -762,8 +762,8 @@ class LinkWorker:
     def _begin(self, trail: Trail) -> SendWindow:
         """Where to go on: what the destination has recorded, and what the egress log says."""
         assert self._channel is not None and self._source is not None
-        opened, limits = self._channel.opened, self._shop.limits
-        account = self._shop.ledger.shard(self.link_shard, self._source.live.incarnation)
+        opened, limits = self._channel.opened, self._context.limits
+        account = self._context.ledger.shard(self.link_shard, self._source.live.incarnation)
         return SendWindow(
             position=opened.position,
             accounted_to=(
@@ -778,11 +778,11 @@ class LinkWorker:
 
     async def _carry(self) -> None:
         """Batch after batch, until something ends it."""
-        shop = self._shop
+        context = self._context
         feed, window = self._feed, self._window
         assert feed is not None and window is not None and self.row.export is not None
         terms = self.row.export.terms
-        rate = shop.rates.setdefault(self.row.grant, RateLimit(terms.rate_bytes))
+        rate = context.rates.setdefault(self.row.grant, RateLimit(terms.rate_bytes))
         while True:
             self._wake.clear()
             if self._failed is not None:
@@ -790,18 +790,18 @@ class LinkWorker:
             if self._leaving or self.row.verdict is not Verdict.RUN or self._goes_back():
                 await self._drain()
                 raise _Left
-            if shop.clock_ms() >= terms.expires:
+            if context.clock_ms() >= terms.expires:
                 await self._drain()
                 raise RequestError(f"The grant {self.row.grant} has expired.", code=Code.GRANT_EXPIRED)
-            if shop.clock_ms() < terms.not_before:
+            if context.clock_ms() < terms.not_before:
                 await self._drain()
                 raise RequestError(
                     f"The grant {self.row.grant} has not begun by this clock.", code=Code.GRANT_NOT_YET
                 )
             pause_s = IDLE_S
             if window.has_room:
-                wait_ms = rate.wait_ms(shop.clock_ms())
-                held = shop.held()
+                wait_ms = rate.wait_ms(context.clock_ms())
+                held = context.held()
                 if held:
                     # Receipts of what is on its way are still taken; nothing else is begun.
                     self.reason = held
@@ -888,9 +888,9 @@ class LinkWorker:
 
     async def _cross(self, item: SealedBatch, header: BatchHeader, rate: RateLimit) -> bool:
         """Steps 5 to 8 for one batch. False where the grant does not hold any more; then the rest of it stays."""
-        shop, window, route = self._shop, self._window, self._route
+        context, window, route = self._context, self._window, self._route
         assert window is not None and route is not None
-        at = shop.failpoints.at
+        at = context.failpoints.at
         at("read")
         data_key = self._data_keys.get(header.key_id)
         if data_key is None:
@@ -915,19 +915,19 @@ class LinkWorker:
                 todo is Todo.RESEND,
             )
             if todo is Todo.CROSS:
-                now = shop.clock_ms()
+                now = context.clock_ms()
                 if not self._may_announce(route, now):
                     # Asked again here: between the last time and now a key was waited for. The loop ends in order.
                     return False
                 charge = sealed.record_bytes or EMPTY_RANGE_BYTES
                 self._require_budget(terms, charge)
-                if shop.tracing is not None:
-                    self._spans[sealed.last_offset] = shop.tracing.begin(
+                if context.tracing is not None:
+                    self._spans[sealed.last_offset] = context.tracing.begin(
                         self.row.stream, terms.from_region, terms.to_region, opened.records or ()
                     )
                 self._announce(sealed, entries, way, route, now)  # 8
                 self._append_times[sealed.last_offset] = header.append_time_ms
-                rate.spend(charge, shop.clock_ms())
+                rate.spend(charge, context.clock_ms())
             else:
                 self.stats.resent += 1
                 window.put(way)
@@ -937,7 +937,7 @@ class LinkWorker:
 
     def _require_budget(self, terms: GrantTerms, charge: int) -> None:
         """Raises RequestError(BUDGET_EXHAUSTED) where the grant has not so many bytes left."""
-        charged = self._shop.ledger.grant(self.row.grant).charged_bytes
+        charged = self._context.ledger.grant(self.row.grant).charged_bytes
         if not fits_budget(terms.budget_bytes, charged, charge):
             raise RequestError(
                 f"The grant {self.row.grant} has used up its budget of {terms.budget_bytes} bytes: {charged} are "
@@ -947,27 +947,27 @@ class LinkWorker:
             )
 
     async def _take_data_key(self, key_id: bytes) -> DataKey:
-        shop, row = self._shop, self.row
+        context, row = self._context, self.row
         assert row.export is not None
-        answer = await shop.source.connection().request(
-            GetDataKey(row.grant, row.stream, key_id, shop.handoff.public.encoded)
+        answer = await context.source.connection().request(
+            GetDataKey(row.grant, row.stream, key_id, context.handoff.public.encoded)
         )
         if not isinstance(answer, DataKeySealed):
             raise ProtocolError("A data key was answered with something else.")
         scope = HandoffScope(
             key_id,
-            shop.source.region,
+            context.source.region,
             StreamName.parse(row.stream),
             answer.incarnation,
             answer.shard,
             answer.epoch,
             row.grant,
             bytes.fromhex(row.export.terms_hash),
-            shop.bridge,
+            context.bridge,
         )
         while len(self._data_keys) >= DATA_KEYS_MAX:
             del self._data_keys[next(iter(self._data_keys))]
-        key = self._data_keys[key_id] = open_data_key(answer.sealed, scope, shop.handoff)
+        key = self._data_keys[key_id] = open_data_key(answer.sealed, scope, context.handoff)
         return key
 
     def _may_announce(self, route: Route, now_ms: int) -> bool:
@@ -980,12 +980,12 @@ class LinkWorker:
     ) -> None:
         """Step 8: the leaves, all in one append and of the time that was asked for; the envelope waits until they are
         durable."""
-        shop, window, stats = self._shop, self._window, self.stats
+        context, window, stats = self._context, self._window, self.stats
         assert window is not None
         leaves = range_leaves(sealed, entries, route, now_ms)
         window.put(way)
-        shop.append(leaves, partial(self._durable, window, way))
-        shop.failpoints.at("intent-appended")
+        context.append(leaves, partial(self._durable, window, way))
+        context.failpoints.at("intent-appended")
         for leaf in leaves:
             if leaf.header.kind is Kind.WITHHELD:
                 stats.withheld += leaf.header.records
@@ -998,9 +998,9 @@ class LinkWorker:
 
     def _gap(self, next_offset: int, kind: GapKind) -> None:
         """Offsets below `next_offset` are gone: a leaf, an alarm, and an empty envelope, so that nothing is papered over."""
-        shop, window, route = self._shop, self._window, self._route
+        context, window, route = self._context, self._window, self._route
         assert window is not None and route is not None
-        now = shop.clock_ms()
+        now = context.clock_ms()
         if not self._may_announce(route, now):
             return
         leap = window.leap(next_offset)
@@ -1020,7 +1020,7 @@ class LinkWorker:
             leaves.append(gap_leaf(route.template, kind, leap.leaf_first, last, now))
         if leaves or leap.announced is None or leap.announced.envelope_sha256 != digest:
             leaves.append(nothing_leaf(route, cover, last, digest, now))
-            shop.append(leaves, partial(self._durable, window, way))
+            context.append(leaves, partial(self._durable, window, way))
         else:
             window.durable(way)
             self._send()
@@ -1038,7 +1038,7 @@ class LinkWorker:
         if error is not None:
             self._fail(error)
             return
-        self._shop.failpoints.at("intent-durable")
+        self._context.failpoints.at("intent-durable")
         window.durable(way)
         if window is self._window:
             self._send()
@@ -1052,9 +1052,9 @@ class LinkWorker:
             for way in window.sendable():
                 channel.send(way.envelope)
                 self.stats.envelopes += 1
-                if self._shop.failpoints.is_at("sent"):
+                if self._context.failpoints.is_at("sent"):
                     # What was queued leaves at the end of this turn; the process must not die before.
-                    asyncio.get_running_loop().call_later(0.005, self._shop.failpoints.at, "sent")
+                    asyncio.get_running_loop().call_later(0.005, self._context.failpoints.at, "sent")
         except FelixError as error:
             self._fail(error)
 
@@ -1064,7 +1064,7 @@ class LinkWorker:
         if window is None or self._failed is not None:
             return
         try:
-            self._shop.failpoints.at("receipt")
+            self._context.failpoints.at("receipt")
             way = window.answered(next_offset)
             self._acknowledge(way, receipt)
         except FelixError as error:
@@ -1087,13 +1087,13 @@ class LinkWorker:
 
     def _acknowledge(self, way: OnTheWay, data: bytes) -> None:
         """Verify the receipt against what was sent, and append the ACK leaf. Raises what does not hold."""
-        shop, route, endpoint = self._shop, self._route, self._endpoint
+        context, route, endpoint = self._context, self._route, self._endpoint
         assert route is not None and endpoint is not None
         receipt = open_receipt(data, endpoint.trust.receipt_keys)
         ack = msgspec.structs.replace(
             route.template,
             kind=Kind.ACK,
-            time_ms=shop.clock_ms(),
+            time_ms=context.clock_ms(),
             first_offset=way.first_offset,
             last_offset=way.last_offset,
             records=way.records,
@@ -1112,8 +1112,8 @@ class LinkWorker:
                 f"{endpoint.region} signed a receipt for something else than was sent: {', '.join(wrong)} differ.",
                 code=Code.TAMPERED,
             )
-        shop.append([Leaf(ack)], self._acknowledged)
-        shop.failpoints.at("ack-appended")
+        context.append([Leaf(ack)], self._acknowledged)
+        context.failpoints.at("ack-appended")
 
     def _acknowledged(self, index: int, error: FelixError | None) -> None:
         if error is not None:

@@ -340,7 +340,7 @@ async def _consume(
 ) -> None:
     stop = stop_signals()
     done = failed = begun = 0
-    printed = Printed("A job that was not printed is not acknowledged, and comes again.")
+    printed = Printed("A job that was not printed is not acknowledged, and is redelivered.")
     async with connect(region, identity) as client:
         queue = client.queue(name)
         # Not more than is to be worked on: what is left over would come back as if it had been looked at.
@@ -358,7 +358,7 @@ async def _consume(
                 except StopAsyncIteration:
                     return
                 if not command:
-                    # Printed first: a job that nobody could read is not done, and comes again.
+                    # Printed first: a job that nobody could read is not done, and is redelivered.
                     with printed.told():
                         _print_job(job, as_json=as_json)
                         printed.add(job.shard, job.offset)

@@ -328,7 +328,7 @@ async def _consume(
     acknowledge: bool,
     as_json: bool,
 ) -> None:
-    printed = Printed("What was not printed is not acknowledged, and comes again.")
+    printed = Printed("What was not printed is not acknowledged, and is redelivered.")
     settings = SubscriptionSettings(start) if start else None
     async with connect(region, identity) as client:
         orders = client.stream(stream)

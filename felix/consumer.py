@@ -7,15 +7,15 @@
             await bill(record.payload)
             await consumer.ack(record)
 
-The broker gives each consumer some of the stream's shards, and moves them as consumers come and go. What is acknowledged does not
-come again; what is not comes again, here or at another consumer: after `ack_timeout`, after `nack`, when the shard changes hands, when
+The broker gives each consumer some of the stream's shards, and moves them as consumers come and go. What is acknowledged is not
+redelivered; what is not acknowledged is, here or at another consumer: after `ack_timeout`, after `nack`, when the shard changes hands, when
 a connection or a process is lost. After a lost connection the consumer goes on by itself.
 
 Invariants:
 - what is held and not handed out never passes `credit_bytes`;
-- records of one shard come in the order of their offsets, apart from those that come again (`attempt` above 1, or after the shard
+- records of one shard come in the order of their offsets, apart from those that are redelivered (`attempt` above 1, or after the shard
   changed hands);
-- `ack` returns True once the acknowledgement is durable, False where it did not count: then the record comes again;
+- `ack` returns True once the acknowledgement is durable, False where it did not count: then the record is redelivered;
 - a record of a shard that was taken away is not handed out any more.
 """
 
@@ -176,7 +176,7 @@ class _Share:
 
 
 class _Flush:
-    """Acknowledgements of one loop turn, and who waits for how they went."""
+    """Acknowledgements of one iteration of the event loop, and who waits for how they went."""
 
     __slots__ = ("ranges", "waiting")
 
@@ -248,7 +248,7 @@ class Consumer:
         """The newest gaps: records that were gone before they could be delivered."""
         self.gap_count = 0
         self.lost_acks = 0
-        """Acknowledgements that did not count: their records come again."""
+        """Acknowledgements that did not count: their records are redelivered."""
         self.resumes = -1
 
     # -- life -----------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ class Consumer:
 
     async def ack(self, record: ConsumerRecord | ConsumerBatch) -> bool:
         """The record, or all of the batch, is done. True once that is durable. False where it does not count (the shard is
-        another's by now, or the connection was lost before the answer): then it comes again. What is acknowledged in one turn
+        another's by now, or the connection was lost before the answer): then it is redelivered. What is acknowledged in one turn
         of the loop goes together. Raises RequestError where the broker refuses it for another reason."""
         return await self._acked(record.shard, record.generation, _ranges_of(record))
 
@@ -462,7 +462,7 @@ class Consumer:
     async def nack(
         self, record: ConsumerRecord | ConsumerBatch, *, delay: float | None = None, reason: str = ""
     ) -> bool:
-        """The record failed: it comes again after `delay` seconds (None: as the subscription's retries say), or goes to the
+        """The record failed: it is redelivered after `delay` seconds (None: as the subscription's retries say), or goes to the
         dead-letter stream with `reason` once it had all its attempts. Returns as `ack`."""
         share = self._shares.get(record.shard)
         if share is None or share.generation != record.generation:
@@ -534,7 +534,7 @@ class Consumer:
                 try:
                     reply = await self._ask(Ack(acks))
                 except UnavailableError:
-                    # Nobody knows whether it was carried out; the records come again if it was not.
+                    # Nobody knows whether it was carried out; the records are redelivered if it was not.
                     fenced = [each.shard for each in acks]
                 else:
                     fenced = reply.fenced

@@ -696,7 +696,7 @@ class IngestOpened(Message, frozen=True, tag="ingest_opened"):
     crossed_from: int = 0
     crossed: bytes = b""
     """after a resend: a bit for each source offset from `crossed_from` on, lowest first, set where the record crossed before
-    and must not come again"""
+    and must not be redelivered"""
     crossed_more: bool = False
     """further on others crossed, too: open anew there"""
 

@@ -1,7 +1,7 @@
 """Publisher: records into batches, batches onto a publish stream, acknowledgements back to who asked for them.
 
 A record joins the open batch of its shard. The batch closes when it is full (bytes or records), or when its linger
-ends; linger 0 is the end of this loop turn, so a lone record never waits and a burst batches itself. While a shard has
+ends; linger 0 is the end of this event loop iteration, so a lone record never waits and a burst batches itself. While a shard has
 FLYING_BATCHES_FILL batches on the way, its open batch goes on filling instead of closing small. A closed batch is
 encoded once and stays these bytes; only its sequence can be renewed, in the header.
 

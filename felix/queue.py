@@ -12,7 +12,7 @@
 A job is leased: if it is neither acknowledged nor extended within its visibility time, another worker gets it, and what this one
 says of it later is refused with LEASE_LOST. So a job may be seen more than once, and is recorded as done once.
 
-`ack`, `nack` and `extend` send at the end of this loop turn, many together, and give a future: await it to know that it is
+`ack`, `nack` and `extend` send at the end of this event loop iteration, many together, and give a future: await it to know that it is
 durable at the broker; or do not, and let the consumer's end (or `Queue.flush`) wait for all. They are safe to repeat, so they are
 asked again when the connection breaks. All on the event loop; `felix.sync` is for threads.
 """
@@ -69,7 +69,7 @@ PREFETCH_BYTES_DEFAULT: Final = 16 << 20
 PREFETCH_BYTES_MIN: Final = 2 << 20
 """A job of the largest size always fits."""
 SETTLE_JOBS: Final = 512
-"""So many acknowledgements leave before the loop turn is over: the broker works on them meanwhile."""
+"""So many acknowledgements leave before the event loop iteration is over: the broker works on them meanwhile."""
 YIELD_JOBS: Final = 64
 """After so many jobs that were there already the loop gets a turn: acknowledgements leave, new jobs come."""
 WAIT_S_MAX: Final = 20.0
@@ -202,7 +202,7 @@ _Settlement = tuple[str, int, str]
 
 
 class _Settler:
-    """Gathers what is said of jobs in a loop turn, and says it to the broker in few calls."""
+    """Gathers what is said of jobs in an event loop iteration, and says it to the broker in few calls."""
 
     def __init__(self, call: Callable[[Any], Any], name: StreamName) -> None:
         self._call = call

@@ -132,7 +132,7 @@ class Stream:
         """A publisher of its own, for throughput; use it as `async with`.
 
         A batch closes at `batch_bytes`, at `batch_records`, or `linger_ms` after its first record (0: at the end of the
-        loop turn). `buffer_bytes` bounds what is not acknowledged; `deadline_ms` how long a batch is tried. `compress`: a
+        event loop iteration). `buffer_bytes` bounds what is not acknowledged; `deadline_ms` how long a batch is tried. `compress`: a
         level of zstd, 1 (also True) to 19, on the event loop (level 1: about 2 ms for a full MiB); what does not get smaller is left. `on_refused` is called with every batch that is given up.
         Raises RequestError(CONFIG_INVALID).
         """

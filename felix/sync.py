@@ -438,7 +438,7 @@ class SyncTransaction(BlockingTransaction):
     ) -> None:
         """Acknowledge with the commit: jobs of queues, and records or batches of a durable subscription's `consumer`.
 
-        They are done if the transaction is committed, and not otherwise: aborted, jobs are given back, and records come again.
+        They are done if the transaction is committed, and not otherwise: aborted, jobs are given back, and records are redelivered.
         """
         self._background.call(self._inner.acknowledge(*map(inner_of, work), consumer=inner_of(consumer)))
 
@@ -518,7 +518,7 @@ class SyncStream(Blocking[Stream]):
         """A publisher of its own, for throughput; use it as `async with`.
 
         A batch closes at `batch_bytes`, at `batch_records`, or `linger_ms` after its first record (0: at the end of the
-        loop turn). `buffer_bytes` bounds what is not acknowledged; `deadline_ms` how long a batch is tried. `compress`: a
+        event loop iteration). `buffer_bytes` bounds what is not acknowledged; `deadline_ms` how long a batch is tried. `compress`: a
         level of zstd, 1 (also True) to 19, on the event loop (level 1: about 2 ms for a full MiB); what does not get smaller is left. `on_refused` is called with every batch that is given up.
         Raises RequestError(CONFIG_INVALID).
         """
@@ -819,7 +819,7 @@ class SyncConsumer(BlockingConsumer):
 
     def ack(self, record: ConsumerRecord | ConsumerBatch) -> bool:
         """The record, or all of the batch, is done. True once that is durable. False where it does not count (the shard is
-        another's by now, or the connection was lost before the answer): then it comes again. What is acknowledged in one turn
+        another's by now, or the connection was lost before the answer): then it is redelivered. What is acknowledged in one turn
         of the loop goes together. Raises RequestError where the broker refuses it for another reason."""
         return self._background.call(self._inner.ack(record))
 
@@ -830,7 +830,7 @@ class SyncConsumer(BlockingConsumer):
     def nack(
         self, record: ConsumerRecord | ConsumerBatch, *, delay: float | None = None, reason: str = ""
     ) -> bool:
-        """The record failed: it comes again after `delay` seconds (None: as the subscription's retries say), or goes to the
+        """The record failed: it is redelivered after `delay` seconds (None: as the subscription's retries say), or goes to the
         dead-letter stream with `reason` once it had all its attempts. Returns as `ack`."""
         return self._background.call(self._inner.nack(record, delay=delay, reason=reason))
 

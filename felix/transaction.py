@@ -292,7 +292,7 @@ class Transaction:
     ) -> None:
         """Acknowledge with the commit: jobs of queues, and records or batches of a durable subscription's `consumer`.
 
-        They are done if the transaction is committed, and not otherwise: aborted, jobs are given back, and records come again.
+        They are done if the transaction is committed, and not otherwise: aborted, jobs are given back, and records are redelivered.
         """
         self._require_open()
         for each in work:

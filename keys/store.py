@@ -188,7 +188,7 @@ class KeyStore:
             raise UnavailableError(
                 f"{self._path} cannot be written anew: {error}.",
                 code=Code.DISK_FULL if error.errno in _FULL else Code.UNAVAILABLE,
-                hint="Nothing was changed. Make room or mend the disk, then try again.",
+                hint="Nothing was changed. Make room or repair the disk, then try again.",
             ) from error
         try:
             commit_file(staged, self._path)

@@ -418,7 +418,7 @@ class Broker:
         }
         return sorted(own)
 
-    # -- figures ---------------------------------------------------------------------------------------
+    # -- stats -----------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
         """Every gauge by name; a limit stands beside what it limits."""

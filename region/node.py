@@ -568,7 +568,7 @@ class Node:
     def _take_rights(self, mirror: CatalogMirror) -> None:
         self.broker.set_rights(mirror.rights_table())
 
-    # -- figures ---------------------------------------------------------------------------------------
+    # -- stats -----------------------------------------------------------------------------------------
 
     def _gauges(self) -> dict[str, float]:
         status = self.services.governance.trail.status()
@@ -645,7 +645,7 @@ class Node:
                     "compaction_removed_records": counters.compaction_removed_records,
                     "compaction_seconds": counters.compaction_ns / 1e9,
                     "stopped": float(shard.failure is not None),
-                    **self.caches.figures(stream, number),
+                    **self.caches.stats(stream, number),
                 }
                 deduplication = shard.settings.deduplication
                 if deduplication is not None:

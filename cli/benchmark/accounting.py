@@ -114,7 +114,7 @@ def checksum_of(batches: Iterable[Made], filling: list[bytes]) -> dict[int, int]
     return {shard: digest.intdigest() for shard, digest in hashes.items()}
 
 
-class _Lane:
+class _ShardTally:
     """One shard, as far as it was received."""
 
     __slots__ = ("digest", "expected", "first", "missing")
@@ -132,20 +132,20 @@ class Ledger:
         """`may_start_late`: the stream is a ring, read after it was written; its oldest records may be gone."""
         self._filling = fillers(payload_bytes)
         self._may_start_late = may_start_late
-        self._lanes: dict[int, _Lane] = {}
+        self._tallies: dict[int, _ShardTally] = {}
         self._received = self._lost = self._duplicated = 0
         self._reordered = self._damaged = self._misplaced = 0
 
     def receive(self, shard: int, records: Iterable[tuple[int, bytes | memoryview]]) -> None:
         """Records of one shard, as offset and payload."""
-        lane = self._lanes.get(shard)
-        if lane is None:
-            lane = self._lanes[shard] = _Lane()
+        tally = self._tallies.get(shard)
+        if tally is None:
+            tally = self._tallies[shard] = _ShardTally()
             if self._may_start_late:
                 records = list(records)
-                lane.first = lane.expected = records[0][0] if records else 0
+                tally.first = tally.expected = records[0][0] if records else 0
         for offset, payload in records:
-            lane.digest.update(payload)
+            tally.digest.update(payload)
             if len(payload) < PAYLOAD_BYTES_MIN:
                 self._damaged += 1
                 continue
@@ -153,22 +153,22 @@ class Ledger:
             if payload[_STAMP.size :] != self._filling[sequence % FILLERS]:
                 self._damaged += 1
                 continue
-            if sequence == lane.expected:
-                lane.expected += 1
+            if sequence == tally.expected:
+                tally.expected += 1
             else:
-                self._out_of_turn(lane, sequence)
+                self._out_of_turn(tally, sequence)
             if offset != sequence:
                 self._misplaced += 1
 
-    def _out_of_turn(self, lane: _Lane, sequence: int) -> None:
-        if sequence > lane.expected:
-            self._lost += sequence - lane.expected
-            lane.missing.update(
-                range(lane.expected, min(sequence, lane.expected + MISSING_KEPT - len(lane.missing)))
+    def _out_of_turn(self, tally: _ShardTally, sequence: int) -> None:
+        if sequence > tally.expected:
+            self._lost += sequence - tally.expected
+            tally.missing.update(
+                range(tally.expected, min(sequence, tally.expected + MISSING_KEPT - len(tally.missing)))
             )
-            lane.expected = sequence + 1
-        elif sequence in lane.missing:
-            lane.missing.discard(sequence)
+            tally.expected = sequence + 1
+        elif sequence in tally.missing:
+            tally.missing.discard(sequence)
             self._lost -= 1
             self._reordered += 1
         else:
@@ -179,12 +179,12 @@ class Ledger:
         the publisher found acknowledged at a wrong offset."""
         lost, aged_out, received, agree = self._lost, 0, 0, True
         for shard, count in published.items():
-            lane = self._lanes.get(shard) or _Lane()
-            lost += max(0, count - lane.expected)
-            aged_out += lane.first
-            received += lane.expected - lane.first - len(lane.missing)
+            tally = self._tallies.get(shard) or _ShardTally()
+            lost += max(0, count - tally.expected)
+            aged_out += tally.first
+            received += tally.expected - tally.first - len(tally.missing)
             # A shard that was not read from its beginning has no checksum to compare.
-            agree = agree and (bool(lane.first) or lane.digest.intdigest() == checksums.get(shard, 0))
+            agree = agree and (bool(tally.first) or tally.digest.intdigest() == checksums.get(shard, 0))
         return Account(
             published=sum(published.values()),
             received=received,

@@ -140,7 +140,7 @@ class Arrivals(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class _Lane:
+class _ShardTally:
     """One shard, as far as it arrived."""
 
     __slots__ = ("expected", "firsts", "made", "missing", "received")
@@ -158,42 +158,42 @@ class DepartureLedger:
 
     def __init__(self) -> None:
         self._decode = msgspec.json.Decoder(Departure).decode
-        self._lanes: dict[int, _Lane] = {}
+        self._tallies: dict[int, _ShardTally] = {}
         self._pseudonyms: dict[str, str] = {}
         self._tails: dict[str, str] = {}
         self._duplicated = self._reordered = self._damaged = self._leaked = self._misplaced = 0
 
-    def _lane(self, shard: int) -> _Lane:
-        return self._lanes.setdefault(shard, _Lane())
+    def _tally(self, shard: int) -> _ShardTally:
+        return self._tallies.setdefault(shard, _ShardTally())
 
     def publish(self, batches: Iterable[Made]) -> None:
         """Batches that were acknowledged, in the order of their sequence numbers."""
         for made in batches:
-            lane = self._lane(made.shard)
-            lane.made.append(made)
-            lane.firsts.append(made.first)
+            tally = self._tally(made.shard)
+            tally.made.append(made)
+            tally.firsts.append(made.first)
 
     def receive(self, shard: int, records: Iterable[Record]) -> None:
         """Records of one shard of the destination."""
-        lane = self._lane(shard)
+        tally = self._tally(shard)
         for record in records:
-            if record.offset != lane.received:
+            if record.offset != tally.received:
                 self._misplaced += 1
-            lane.received += 1
+            tally.received += 1
             try:
                 arrived = self._decode(record.payload)
             except msgspec.MsgspecError:
                 self._damaged += 1
                 continue
-            self._take(lane, arrived)
+            self._take(tally, arrived)
 
-    def _take(self, lane: _Lane, arrived: Departure) -> None:
+    def _take(self, tally: _ShardTally, arrived: Departure) -> None:
         sequence = arrived.flight
-        batch = bisect_right(lane.firsts, sequence) - 1
-        if batch < 0 or sequence >= lane.made[batch].first + lane.made[batch].records:
+        batch = bisect_right(tally.firsts, sequence) - 1
+        if batch < 0 or sequence >= tally.made[batch].first + tally.made[batch].records:
             self._damaged += 1
             return
-        source = departure(sequence, lane.made[batch].made_ns)
+        source = departure(sequence, tally.made[batch].made_ns)
         if is_withheld(sequence) or arrived.tailnum == source.tailnum or arrived.hour + arrived.minute != -2:
             self._leaked += 1
             return
@@ -202,14 +202,14 @@ class DepartureLedger:
         tail = self._tails.setdefault(arrived.tailnum, source.tailnum)
         if arrived != wanted or pseudonym != arrived.tailnum or tail != source.tailnum:
             self._damaged += 1
-        self._in_turn(lane, sequence)
+        self._in_turn(tally, sequence)
 
-    def _in_turn(self, lane: _Lane, sequence: int) -> None:
-        if sequence >= lane.expected:
-            lane.missing.update(each for each in range(lane.expected, sequence) if not is_withheld(each))
-            lane.expected = sequence + 1
-        elif sequence in lane.missing:
-            lane.missing.remove(sequence)
+    def _in_turn(self, tally: _ShardTally, sequence: int) -> None:
+        if sequence >= tally.expected:
+            tally.missing.update(each for each in range(tally.expected, sequence) if not is_withheld(each))
+            tally.expected = sequence + 1
+        elif sequence in tally.missing:
+            tally.missing.remove(sequence)
             self._reordered += 1
         else:
             self._duplicated += 1
@@ -217,11 +217,11 @@ class DepartureLedger:
     def close(self) -> Arrivals:
         """How the books stand; may be asked again after more."""
         lost = 0
-        for lane in self._lanes.values():
-            end = lane.made[-1].first + lane.made[-1].records if lane.made else 0
-            lost += len(lane.missing) + sum(not is_withheld(each) for each in range(lane.expected, end))
+        for tally in self._tallies.values():
+            end = tally.made[-1].first + tally.made[-1].records if tally.made else 0
+            lost += len(tally.missing) + sum(not is_withheld(each) for each in range(tally.expected, end))
         return Arrivals(
-            delivered=sum(lane.received for lane in self._lanes.values()),
+            delivered=sum(tally.received for tally in self._tallies.values()),
             lost=lost,
             duplicated=self._duplicated,
             reordered=self._reordered,

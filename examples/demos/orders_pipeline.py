@@ -32,7 +32,7 @@ async def work(home: Path, stage: str) -> None:
     ):
         async for job in jobs:
             order = json.loads(job.payload)
-            # The result and the acknowledgement are one: both are there, or neither is, and then the job comes again.
+            # The result and the acknowledgement are one: both are there, or neither is, and then the job is redelivered.
             async with region.transaction() as transaction:
                 await transaction.publish(target, json.dumps({**order, stage: "done"}).encode(), key=job.key)
                 await transaction.acknowledge(job)

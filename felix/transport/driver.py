@@ -2,7 +2,7 @@
 
 Shared by both engines; each brings a `Machinery` that makes `Machine`s. Only the engine modules use this.
 
-What happens in a loop turn, per socket: read a burst of datagrams, hand each to the connection that its
+What happens in an event loop iteration, per socket: read a burst of datagrams, hand each to the connection that its
 connection id names, then let every touched connection deliver its events, and transmit once. What the
 application sends outside of that is gathered per stream and leaves in one transmit at the end of the turn.
 

@@ -12,7 +12,7 @@ Invariants that every engine keeps:
 - `closed` comes exactly once and last. After it, `send` and its siblings raise `UnavailableError`.
 - Stream data is in order, without gaps and without repeats; `end` is true once, with the last piece, which
   may be empty.
-- What `send` was given leaves at the end of the same loop turn, as far as the peer's flow control and the
+- What `send` was given leaves at the end of the same event loop iteration, as far as the peer's flow control and the
   congestion window reach. The rest is the backlog: the application asks `backlog_bytes`, stops above
   `TransportLimits.backlog_high_bytes`, and goes on when `drained` is called.
 - A handler that raises ends its own connection (code `INTERNAL`), never another one.
@@ -221,7 +221,7 @@ class Connection(Protocol):
         or when the peer's limit of open streams is reached."""
 
     def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
-        """Queue bytes; they leave at the end of this loop turn. `end`: nothing follows on this stream.
+        """Queue bytes; they leave at the end of this event loop iteration. `end`: nothing follows on this stream.
 
         Any contiguous buffer will do; it must not change before the turn ends."""
 

@@ -1,6 +1,6 @@
 """One UDP socket on the event loop, read and written in batches.
 
-Reading takes what the kernel has, up to a bound per loop turn, with receive offload (GRO) where there is one:
+Reading takes what the kernel has, up to a bound per event loop iteration, with receive offload (GRO) where there is one:
 many datagrams of one sender come as one buffer. Writing hands runs of equal datagrams to the kernel in one
 call (segmentation offload, GSO) where there is one. Both fall back to one datagram per call.
 
@@ -24,7 +24,7 @@ from typing import Final, Protocol
 Address = tuple[str, int] | tuple[str, int, int, int]
 
 RECEIVE_CALLS_MAX: Final = 16
-"""Reads per loop turn: at most 1 MiB with offload, so that one busy socket does not hold up the others."""
+"""Reads per event loop iteration: at most 1 MiB with offload, so that one busy socket does not hold up the others."""
 
 RECEIVE_BYTES: Final = 65_536
 """One read: the largest datagram, and the largest buffer that receive offload makes."""
@@ -57,7 +57,7 @@ class Receiver(Protocol):
         """`data`: datagrams of one sender, back to back, each of `segment_bytes`, the last one maybe shorter."""
 
     def pass_ended(self) -> None:
-        """All that this loop turn reads was handed over."""
+        """All that this event loop iteration reads was handed over."""
 
     def peer_refused(self) -> None:
         """On a connected socket: the peer's machine says that nobody listens there."""

@@ -1,7 +1,7 @@
 """The cache service of a broker: which streams are caches, their shards' states, and the calls that come in.
 
 A cache's log is read when its stream is opened; calls that come before wait for it. One handler per exchange: a get is answered
-in the turn of the loop in which it came in, a mutation when it is durable.
+in the iteration of the event loop in which it came in, a mutation when it is durable.
 """
 
 from __future__ import annotations
@@ -208,13 +208,13 @@ class CacheService:
         """Every cache that is served."""
         return [cache.traffic() for cache in self._caches.values()]
 
-    def figures(self, stream: HostedStream, number: int) -> dict[str, float]:
+    def stats(self, stream: HostedStream, number: int) -> dict[str, float]:
         """A shard's gauges, by name; none where the stream is no cache."""
         cache = self._caches.get(stream)
         shard = cache.shards[number] if cache is not None else None
         if not isinstance(shard, CacheShard):
             return {}
-        return {**shard.state.figures(), "cache_watches": shard.watchers}
+        return {**shard.state.stats(), "cache_watches": shard.watchers}
 
 
 class CacheCalls:

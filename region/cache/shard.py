@@ -42,7 +42,7 @@ BATCH_BYTES: Final = 256 << 10
 RECORDS_MAX: Final = 8_192
 """Of one batch: what it costs to apply is a few ms."""
 SWEEP_KEYS_MAX: Final = 512
-"""Expired keys of one turn of the loop: about a ms of it."""
+"""Expired keys of one iteration of the event loop: about a ms of it."""
 SWEEP_MS_MIN: Final = 20
 SWEEP_MS_MAX: Final = 250
 """A deadline that comes in while the shard waits for a later one is met so late at most."""

@@ -447,7 +447,7 @@ class CacheState:
         self._budget.give(self._charged)
         self._charged = 0
 
-    def figures(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any]:
         """What is counted, by name."""
         return {
             "cache_keys": len(self.entries),

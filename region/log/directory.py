@@ -242,11 +242,11 @@ class LogDirectory:
         if not self._files.exists(folder):
             return
         # Renamed first: a crash in the middle leaves no half of a stream under its name.
-        doomed = folder.with_name(folder.name + _DELETED_SUFFIX)
-        self._files.rename(folder, doomed)
+        deleted = folder.with_name(folder.name + _DELETED_SUFFIX)
+        self._files.rename(folder, deleted)
         self._files.sync_folder(self._data)
-        if self._shed(doomed):
-            self._store.pool.submit(self._finish_deletion, doomed)
+        if self._shed(deleted):
+            self._store.pool.submit(self._finish_deletion, deleted)
 
     def _finish_deletions(self) -> None:
         """What a crash, or a store that did not answer, left of deletions that were asked for."""
@@ -266,10 +266,10 @@ class LogDirectory:
         for folder in self._doomed():
             self._finish_deletion(folder)
 
-    def _shed(self, doomed: Path) -> bool:
+    def _shed(self, deleted: Path) -> bool:
         """Remove all of a deleted stream's folder but the names of its objects in stores; whether there are any."""
         files, left = self._files, False
-        for shard in (doomed / name for name in files.names(doomed)):
+        for shard in (deleted / name for name in files.names(deleted)):
             if not files.exists(shard / OFFLOADED_NAME):
                 self._remove_folder(shard)
                 continue
@@ -278,7 +278,7 @@ class LogDirectory:
                 if held != OFFLOADED_NAME:
                     files.remove(shard / held)
         if not left:
-            self._remove_folder(doomed)
+            self._remove_folder(deleted)
         return left
 
     def _remove_folder(self, folder: Path) -> None:
@@ -286,18 +286,18 @@ class LogDirectory:
         with suppress(OSError):
             self._files.remove_folder(folder)
 
-    def _finish_deletion(self, doomed: Path) -> None:
+    def _finish_deletion(self, deleted: Path) -> None:
         """Delete a deleted stream's objects, then the last of its folder. Called again where a store does not answer."""
         try:
-            for shard in (doomed / name for name in self._files.names(doomed)):
+            for shard in (deleted / name for name in self._files.names(deleted)):
                 payload = load_checked(self._files, shard / OFFLOADED_NAME)
                 for url in decode_offload(payload).urls if payload else ():
                     delete_object(url)
                 self._files.remove(shard / OFFLOADED_NAME)
-            self._files.remove_folder(doomed)
+            self._files.remove_folder(deleted)
         except (OSError, FelixError) as error:
-            if self._files.exists(doomed):
-                log.error("objects of a deleted stream are left in their store, %s: %s", doomed.name, error)
+            if self._files.exists(deleted):
+                log.error("objects of a deleted stream are left in their store, %s: %s", deleted.name, error)
 
     async def close(self) -> None:
         """Close every shard, the threads and the lock."""

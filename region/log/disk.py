@@ -252,7 +252,7 @@ class DiskLog:
             log._open_mark()
             if recovered.report.epochs_rebuilt:
                 log.save_epochs(recovered.epochs)
-            if recovered.offload.doomed:
+            if recovered.offload.pending_deletion:
                 log.save_offload(recovered.offload)
         except OSError:
             log._close_descriptors()
@@ -926,13 +926,13 @@ class DiskLog:
         # The new start is on disk before any file goes: what a crash leaves below it is known to be leftover.
         self._write_mark()
         self.sync_mark()
-        doomed = [segment.remote for segment in gone if segment.remote]
-        if doomed:
+        copies = [segment.remote for segment in gone if segment.remote]
+        if copies:
             self.save_offload(
                 msgspec.structs.replace(
                     self.offload,
-                    segments=tuple(one for one in self.offload.segments if one not in doomed),
-                    doomed=(*self.offload.doomed, *(one.url for one in doomed)),
+                    segments=tuple(one for one in self.offload.segments if one not in copies),
+                    pending_deletion=(*self.offload.pending_deletion, *(one.url for one in copies)),
                 )
             )
         for segment in gone:
@@ -1010,13 +1010,15 @@ class DiskLog:
         self.offload = state
 
     def add_offloaded(self, segment: SegmentState, entry: Offloaded) -> None:
-        """A verified copy of `segment` is in a store; where retention was faster, the copy is doomed."""
+        """A verified copy of `segment` is in a store; where retention was faster, the copy is to be deleted."""
         state = msgspec.structs.replace(self.offload, begun="")
         if segment in self._segments:
             self.save_offload(msgspec.structs.replace(state, segments=(*state.segments, entry)))
             segment.remote = entry
         else:
-            self.save_offload(msgspec.structs.replace(state, doomed=(*state.doomed, entry.url)))
+            self.save_offload(
+                msgspec.structs.replace(state, pending_deletion=(*state.pending_deletion, entry.url))
+            )
 
     def droppable(self, local_bytes: int) -> SegmentState | None:
         """The oldest local segment, where more than `local_bytes` are local and a copy of it is in a store."""

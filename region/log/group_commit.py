@@ -1,7 +1,7 @@
 """Group commit: what is handed over on the loop is written by threads of a shared pool, a group at a time.
 
 While one group is written and synced the next one gathers, so one sync serves all that waited. A thread goes on by itself while
-there is more: it needs no turn of the loop in between, and stands at the back of the pool's queue, so that other shards have
+there is more: it needs no iteration of the event loop in between, and stands at the back of the pool's queue, so that other shards have
 their turn.
 
 Invariants: one thread at a time has this log; groups are written and told in the order in which their items were handed over; after a

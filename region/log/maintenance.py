@@ -172,7 +172,7 @@ class Maintenance:
             or self._one.locked()
         ):
             return False
-        if disk.offload.doomed:
+        if disk.offload.pending_deletion:
             return True
         return wanted is not None and (
             any(

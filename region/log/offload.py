@@ -6,7 +6,7 @@ is does not depend on where its bytes are: an offloaded segment keeps its place 
 
 Invariants:
 - an entry is in `segments` only after its bytes were read back from the store and compared;
-- `begun` names an object before its upload begins, `doomed` names objects before their segment is forgotten: nothing that
+- `begun` names an object before its upload begins, `pending_deletion` names objects before their segment is forgotten: nothing that
   was written to a store is ever without a name here, until it has been deleted there.
 """
 
@@ -51,17 +51,17 @@ class Offloaded(msgspec.Struct, frozen=True):
 
 
 class OffloadState(msgspec.Struct, frozen=True, array_like=True):
-    """The payload of the file `offloaded`. `begun`: the object of an upload under way, empty without one; `doomed`: objects
+    """The payload of the file `offloaded`. `begun`: the object of an upload under way, empty without one; `pending_deletion`: objects
     that are to be deleted."""
 
     segments: tuple[Offloaded, ...] = ()
     begun: str = ""
-    doomed: tuple[str, ...] = ()
+    pending_deletion: tuple[str, ...] = ()
 
     @property
     def urls(self) -> list[str]:
         """Every object that may exist, manifests left out."""
-        return [*self.doomed, *(one.url for one in self.segments), *filter(None, [self.begun])]
+        return [*self.pending_deletion, *(one.url for one in self.segments), *filter(None, [self.begun])]
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -142,7 +142,7 @@ class Offloader:
         self._pace = pace
 
     def run(self, below: int, epochs: Sequence[EpochStart], *, upload: bool) -> OffloadReport:
-        """Delete what is doomed; upload what is closed and wholly below `below`, if asked; let local files go.
+        """Delete what is pending deletion; upload what is closed and wholly below `below`, if asked; let local files go.
 
         Raises UnavailableError for the store, CorruptionError for a damaged local file, OSError.
         """
@@ -209,13 +209,13 @@ class Offloader:
             self._files.close(descriptor)
 
     def _delete_doomed(self) -> int:
-        urls = self._disk.offload.doomed
+        urls = self._disk.offload.pending_deletion
         for url in urls:
             delete_object(url)
         if urls:
             self._save(
                 lambda state: msgspec.structs.replace(
-                    state, doomed=tuple(url for url in state.doomed if url not in urls)
+                    state, pending_deletion=tuple(url for url in state.pending_deletion if url not in urls)
                 )
             )
         return len(urls)
@@ -224,7 +224,7 @@ class Offloader:
 def _begin(state: OffloadState, url: str) -> OffloadState:
     """An upload begins. What was begun before and is not gone on with is there for nothing: its segment is gone."""
     left = (state.begun,) if state.begun not in ("", url) else ()
-    return msgspec.structs.replace(state, begun=url, doomed=(*state.doomed, *left))
+    return msgspec.structs.replace(state, begun=url, pending_deletion=(*state.pending_deletion, *left))
 
 
 def delete_object(url: str) -> None:

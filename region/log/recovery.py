@@ -717,7 +717,7 @@ class _Recovery:
             self.offload = msgspec.structs.replace(
                 self.offload,
                 segments=tuple(one for one in self.offload.segments if one not in gone),
-                doomed=(*self.offload.doomed, *(one.url for one in gone)),
+                pending_deletion=(*self.offload.pending_deletion, *(one.url for one in gone)),
             )
         oldest = min(
             [*map(base_of, kept[:1]), *(one.base_offset for one in self.offload.segments)], default=-1

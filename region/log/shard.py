@@ -556,7 +556,7 @@ class ShardLog:
         self._group_commit.put(item)
         if not self._start_scheduled:
             self._start_scheduled = True
-            # At the end of this loop turn: what is appended together is committed together.
+            # At the end of this event loop iteration: what is appended together is committed together.
             self._loop.call_soon(self._start)
 
     def _start(self) -> None:

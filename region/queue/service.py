@@ -372,7 +372,7 @@ class QueueService:
         await awaited(settle)
         await queue.open()
 
-    # -- figures ---------------------------------------------------------------------------------------
+    # -- stats -----------------------------------------------------------------------------------------
 
     def traffic(self) -> list[ReaderTraffic]:
         """Every open queue as one reader: what is acknowledged goes out, what is not done yet lags."""

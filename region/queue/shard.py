@@ -393,7 +393,7 @@ class QueueShard:
             if entry.base_offset > state.head:
                 state.skip(entry.base_offset)
             if not header.flags & FLAG_HEADERS and not (ordered and header.flags & FLAG_KEYED):
-                # A batch may hold many thousands: not all of them in one turn of the loop.
+                # A batch may hold many thousands: not all of them in one iteration of the event loop.
                 end = min(entry.next_offset, state.head + READY_MAX - state.ready)
                 state.take_up_run(end, header.append_time_ms, now_ms)
                 if end < entry.next_offset:

@@ -346,7 +346,7 @@ class Progress:
             return RequestError(
                 "Records that the transaction acknowledges were settled otherwise, or never delivered to it.",
                 code=Code.CONSUMER_FENCED,
-                hint="Abort it: the records were dealt with elsewhere, or come again.",
+                hint="Abort it: the records were dealt with elsewhere, or will be redelivered.",
             )
         for first, following in ranges:
             failed = [(out.attempt - 1, out.ranges.within(first, following)) for out in self._out]

@@ -595,7 +595,7 @@ class SubscriptionService:
         held = self._held.get(StreamName.parse(acks.stream))
         return held.by_name.get(acks.name) if held is not None else None
 
-    # -- figures ---------------------------------------------------------------------------------------
+    # -- stats -----------------------------------------------------------------------------------------
 
     def _all(self) -> Iterator[DurableSubscription]:
         for held in list(self._held.values()):
@@ -611,7 +611,7 @@ class SubscriptionService:
             dead += each.dead
             skipped += each.skipped
             try:
-                behind, unacked = each.figures()
+                behind, unacked = each.stats()
             except FelixError:
                 continue  # a shard that does not serve
             lag += behind
@@ -631,7 +631,7 @@ class SubscriptionService:
         found: list[ReaderTraffic] = []
         for each in self._all():
             try:
-                lag = each.figures()[0]
+                lag = each.stats()[0]
             except FelixError:
                 continue  # a shard that does not serve
             found.append(
@@ -651,7 +651,7 @@ class SubscriptionService:
         found: list[tuple[str, str, int]] = []
         for each in self._all():
             try:
-                found.append((str(each.stream.name), each.definition.name, each.figures()[0]))
+                found.append((str(each.stream.name), each.definition.name, each.stats()[0]))
             except FelixError:
                 continue
         return sorted(found, key=lambda entry: -entry[2])[:LABELLED_MAX]

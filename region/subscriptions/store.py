@@ -4,7 +4,7 @@ It opens the journal, brings the state back, writes entries, and after a refused
 of each subscription are carried here, too, since they are journaled here.
 
 Invariants: nothing is decided while `refusal` says why; whoever has changed a `Progress` hands its entries to `write` in the same
-turn of the loop; after `lost` was called every `Progress` taken before is void. On the event loop; used by `service` alone.
+iteration of the event loop; after `lost` was called every `Progress` taken before is void. On the event loop; used by `service` alone.
 """
 
 from __future__ import annotations

@@ -415,7 +415,7 @@ class DurableSubscription:
         gather.asked()
 
     def unreserve(self, acks: Sequence[ShardAck]) -> None:
-        """The transaction was not written: its records come again."""
+        """The transaction was not written: its records are redelivered."""
         for each in acks:
             progress = self.progress(each.shard)
             progress.unreserve(ranges_of(each, progress.committed), self._broker.clock_ms())
@@ -466,7 +466,7 @@ class DurableSubscription:
             state = "stalled"
         return ConsumerState(number, member.name, str(member.identity), state, shards)
 
-    def figures(self) -> tuple[int, int]:
+    def stats(self) -> tuple[int, int]:
         """Records not settled, and records out, over all shards."""
         lag = out = 0
         for number, store in enumerate(self._stores):

@@ -4,7 +4,7 @@
 2. *Committed*: all of it is written into the journal of the system stream `felix/system/transactions`, behind it the decision. From
    there on it will be applied, whatever happens to this process.
 3. *Applied*: visibility of every shard concerned is held, the batches are appended, each with an annotation that says how far the
-   transactions have come in this shard, and when all are durable the shards are released in one turn of the loop.
+   transactions have come in this shard, and when all are durable the shards are released in one iteration of the event loop.
 4. *Done*: the journal says so, and the payloads are let go.
 
 Invariants:
@@ -925,7 +925,7 @@ def _numbered(entry: Part | Acknowledgement, number: int) -> Part | Acknowledgem
 
 
 def _release_all(shards: Iterable[ShardLog]) -> None:
-    """In one turn of the loop: nobody sees one of them without the others."""
+    """In one iteration of the event loop: nobody sees one of them without the others."""
     for shard in shards:
         shard.release_visibility()
 

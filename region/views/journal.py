@@ -35,7 +35,7 @@ log = logging.getLogger("felix.region.views")
 ENTRY_BYTES_MAX: Final = (1 << 20) - 4_096
 """One entry and its kind fit a batch, seal included."""
 BATCH_BYTES: Final = 256 << 10
-"""Entries of one loop turn are written together, in batches of about this size."""
+"""Entries of one iteration of the event loop are written together, in batches of about this size."""
 SNAPSHOT_BYTES_MIN: Final = 4 << 20
 """A snapshot is not worth its writing before so much has been appended since the last one."""
 SNAPSHOT_RATIO: Final = 4
@@ -188,7 +188,7 @@ class Journal:
     def append(self, entry: bytes, done: Done) -> None:
         """Write one entry. `done` is called with None once it is durable, or with why it is not and will not be.
 
-        The view has applied it already. What is appended in one turn of the loop is written together. `done` may be called
+        The view has applied it already. What is appended in one iteration of the event loop is written together. `done` may be called
         before this returns. Ask `refusal` before deciding: an append that the log has no room for costs a replay.
         """
         assert len(entry) < ENTRY_BYTES_MAX

@@ -223,9 +223,9 @@ async def test_a_running_mesh_cosigns_across_and_keeps_to_it(mesh: Mesh) -> None
     await mesh.publish([b'{"flight": 1, "tailnum": "N1"}'])
     async with mesh.agent() as agent:
         await mesh.crossed(1)
-        assert isinstance(agent, Agent) and agent.shop.trail is not None
+        assert isinstance(agent, Agent) and agent.context.trail is not None
         own = RegionTrust(mesh.bundle("us-east")).witnesses
-        assert not set(own) & set(agent.shop.trail._witnesses)
+        assert not set(own) & set(agent.context.trail._witnesses)
         await until(
             lambda: mesh.verify_egress().cosigners and mesh.verify_ingress().cosigners,
             "cosignatures both ways",

@@ -129,7 +129,7 @@ async def test_no_destination_keeps_an_agent_from_what_others_say(
         region: SimpleNamespace(region=region, is_up=True, connection=lambda lists=lists: lists)
         for region, lists in brokers.items()
     }  # type: ignore[assignment]
-    agent.shop = SimpleNamespace(source=None)  # type: ignore[assignment]
+    agent.context = SimpleNamespace(source=None)  # type: ignore[assignment]
     agent._documents, agent._reasons, agent._reading = {}, {}, {}
     for _ in range(3):
         async with asyncio.timeout(120):

@@ -38,10 +38,10 @@ async def test_a_grant_that_expires_while_a_key_is_waited_for_lets_nothing_cross
     async def slow(self: LinkWorker, key_id: bytes) -> DataKey:
         nonlocal waits
         key = await took(self, key_id)
-        export, clock = self.row.export, self._shop.runtime.clock.now_ms
+        export, clock = self.row.export, self._context.runtime.clock.now_ms
         assert export is not None and clock() < export.terms.expires
         ends = export.terms.expires
-        self._shop.runtime = with_wall(lambda: max(clock(), ends))
+        self._context.runtime = with_wall(lambda: max(clock(), ends))
         waits += 1
         return key
 

@@ -150,7 +150,7 @@ async def test_a_revoked_grant_stops_mid_stream_and_the_log_says_so(mesh: Mesh) 
         stopped = await state(agent, "stopped")
         assert "revoked" in stopped.reason
         await mesh.publish([flight(number) for number in range(100, 200)])
-        await until(lambda: agent.shop.ledger.grant(grant).revoked, "a REVOKE leaf")
+        await until(lambda: agent.context.ledger.grant(grant).revoked, "a REVOKE leaf")
         assert await mesh.arrived() == 100
     await settle(mesh)
     assert mesh.verify_egress().ok
@@ -165,7 +165,7 @@ async def test_what_crossed_before_a_revocation_goes_on_under_a_new_grant(mesh: 
     async with mesh.agent() as agent:
         await position_of(agent, grant, 100)
         await mesh.stand("us-east", grant, StandingAction.REVOKE)
-        await until(lambda: agent.shop.ledger.grant(grant).revoked, "a REVOKE leaf")
+        await until(lambda: agent.context.ledger.grant(grant).revoked, "a REVOKE leaf")
         await mesh.publish([flight(number) for number in range(100, 160)])
         again = await mesh.grant(purpose="planning")
         await position_of(agent, again, 160)
@@ -256,7 +256,7 @@ async def test_a_used_up_budget_stops_the_link_before_it_is_exceeded(mesh: Mesh)
     async with mesh.agent() as agent:
         stopped = await state(agent, "stopped")
         assert "budget" in stopped.reason
-        assert 0 < agent.shop.ledger.grant(grant).charged_bytes <= 20_000
+        assert 0 < agent.context.ledger.grant(grant).charged_bytes <= 20_000
     await settle(mesh)
     assert mesh.verify_egress().ok
     denied = mesh.headers(mesh.egress_folder, Kind.DENY)

@@ -74,7 +74,7 @@ async def test_each_log_has_the_leaf_of_each_document_before_the_first_record(me
             logged, alone = node.services.governance.logged, region == "eu-west"
             await until(
                 lambda logged=logged, alone=alone: (
-                    sum(digest not in logged for digest in agent.shop.ledger.documents) == alone
+                    sum(digest not in logged for digest in agent.context.ledger.documents) == alone
                 ),
                 "every document but the source's policy in the other region's log",
             )
@@ -108,7 +108,7 @@ async def test_a_policy_that_changes_while_a_link_runs_has_its_leaf_first(mesh: 
             await mesh.put(region, "policy", document)
             digest = mesh.nodes[region].services.governance.policy
             assert digest is not None and digest.revision == 2
-        await until(lambda: len(agent.shop.ledger.documents) >= 6, "the policy's leaf in the egress log")
+        await until(lambda: len(agent.context.ledger.documents) >= 6, "the policy's leaf in the egress log")
         await mesh.publish([flight(1)])
         await mesh.crossed(2)
     await settled(mesh)
@@ -126,16 +126,16 @@ async def test_nothing_is_brought_nor_crosses_while_the_egress_log_takes_no_leaf
     await mesh.publish([flight(0)])
     grant = await mesh.grant()
     async with mesh.agent() as agent:
-        await until(lambda: agent.shop.trail is not None, "the egress log")
+        await until(lambda: agent.context.trail is not None, "the egress log")
 
         async def full(*_: object) -> int:
             raise AuditUnavailableError("Its disk is full.")
 
-        trail = agent.shop.trail
+        trail = agent.context.trail
         assert trail is not None
         with monkeypatch.context() as patch:
             patch.setattr(trail, "append", full)
-            before = len(agent.shop.ledger.documents)
+            before = len(agent.context.ledger.documents)
             await asyncio.sleep(2.5)
             if not before:
                 assert await mesh.arrived() == 0
@@ -222,7 +222,7 @@ async def test_killed_at_each_step_a_document_has_one_leaf_and_it_comes_first(me
         # What the destination was brought stands in the egress log.
     assert ends[0] == -9
     async with mesh.agent() as agent:
-        await until(lambda: agent.shop.trail is not None, "the egress log")
+        await until(lambda: agent.context.trail is not None, "the egress log")
         await mesh.crossed(10)
     await settled(mesh)
     headers = mesh.headers(mesh.egress_folder)

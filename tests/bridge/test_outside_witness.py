@@ -33,7 +33,7 @@ def policy_text(mesh: Mesh, outside: tuple[VerifierKey, ...]) -> str:
 
 
 def trail_of(agent: Agent) -> Trail:
-    trail = agent.shop.trail
+    trail = agent.context.trail
     assert trail is not None
     return trail
 

@@ -28,7 +28,7 @@ async def test_a_region_that_does_not_answer_keeps_no_other_from_cosigning(
     monkeypatch.setattr("bridge.agent.COSIGN_WAIT_S", 0.001)
     agent = object.__new__(Agent)
     source = SimpleNamespace(is_up=False)
-    agent.shop = SimpleNamespace(source=source)  # type: ignore[assignment]
+    agent.context = SimpleNamespace(source=source)  # type: ignore[assignment]
     agent._endpoints = {"us-east": source} | {  # type: ignore[assignment]
         region: SimpleNamespace(is_up=True, region=region) for region in ("ap-south", "eu-west")
     }
@@ -50,7 +50,7 @@ async def test_documents_that_another_region_signs_without_end_wait_for_their_le
 ) -> None:
     monkeypatch.setattr("bridge.documents.FOREIGN_BURST", 3)
     now, ledger, logged = [0.0], Ledger(), list[str]()
-    shop: Any = SimpleNamespace(
+    context: Any = SimpleNamespace(
         runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0])),
         source=SimpleNamespace(region="us-east"),
         ledger=ledger,
@@ -62,7 +62,7 @@ async def test_documents_that_another_region_signs_without_end_wait_for_their_le
         return True
 
     monkeypatch.setattr(EgressDocuments, "_append", append)
-    documents = EgressDocuments(shop)
+    documents = EgressDocuments(context)
     signers = ["eu-west"] * 10 + ["us-east"] * 10 + ["ap-south"]
     documents._papers = tuple(
         Paper(SimpleNamespace(region=region), b"", b"%d" % number)  # type: ignore[arg-type]

@@ -190,13 +190,13 @@ def test_retention_deletes_objects_too_also_after_a_store_was_away(
     offload(log, place)
     before = len(store.list_names(place))
     log.delete_old(Retention(bytes_kept=3_000), 1_000, below=log.end_offset)
-    assert log.start_offset > 0 and len(log.offload.doomed) >= 2
+    assert log.start_offset > 0 and len(log.offload.pending_deletion) >= 2
     with failing(monkeypatch), pytest.raises(UnavailableError):
         offload(log, place)
     log.close()
     log = open_disk(tmp_path, limits=SMALL)
     offload(log, place)
-    assert not log.offload.doomed
+    assert not log.offload.pending_deletion
     left = store.list_names(place)
     assert len(left) == 2 * len(log.offload.segments) < before
     read_all(log)
@@ -554,8 +554,8 @@ async def test_a_changed_object_fails_its_readers_and_not_the_shard(tmp_path: Pa
 
 def deleted_in(data: Path) -> tuple[Path, list[str]]:
     """The folder of the deleted stream, and the files that are left in it."""
-    (doomed,) = data.glob("*.deleted")
-    return doomed, [path.name for path in doomed.rglob("*") if path.is_file()]
+    (deleted,) = data.glob("*.deleted")
+    return deleted, [path.name for path in deleted.rglob("*") if path.is_file()]
 
 
 async def test_deleting_a_stream_deletes_its_objects_and_nothing_else_does(
@@ -580,13 +580,13 @@ async def test_deleting_a_stream_deletes_its_objects_and_nothing_else_does(
         await asyncio.to_thread(directory.retry_deletions)
         # The deletion also goes on in a thread of its own; closing waits for it.
         await directory.close()
-    doomed, left = deleted_in(tmp_path)
+    deleted, left = deleted_in(tmp_path)
     assert left == [OFFLOADED_NAME], "local records are gone"
     assert store.list_names(base) == objects
     directory = LogDirectory(tmp_path, IDENTITY.region)
     await asyncio.to_thread(directory.retry_deletions)
     await directory.close()
-    assert store.list_names(base) == [] and not doomed.exists()
+    assert store.list_names(base) == [] and not deleted.exists()
 
 
 async def test_closing_ends_an_upload(tmp_path: Path, place: str) -> None:

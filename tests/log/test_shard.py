@@ -117,7 +117,7 @@ async def test_ephemeral_answers_at_once_and_touches_no_disk() -> None:
             range(500, 520)
         )
         await asyncio.sleep(0)
-        assert tails == [520], "one wake-up for what one loop turn appended"
+        assert tails == [520], "one wake-up for what one event loop iteration appended"
         assert shard.ring_bytes <= 1_000
         with pytest.raises(OffsetOutOfRangeError) as gap:
             shard.read_hot(500, 100)

@@ -147,9 +147,9 @@ class Model(RuleBasedStateMachine):
             if known.leased and known.due_ms <= self.now_ms:
                 known.leased = False
                 if known.attempts >= ATTEMPTS:
-                    self.bury(offset)
+                    self.dead_letter(offset)
 
-    def bury(self, offset: int) -> None:
+    def dead_letter(self, offset: int) -> None:
         self.records[offset].leased = False
         self.records[offset].done_by = 0
         self.dead.append(offset)
@@ -278,7 +278,7 @@ class Model(RuleBasedStateMachine):
             elif known.given_back:
                 continue
             elif known.attempts >= ATTEMPTS:
-                self.bury(offset)
+                self.dead_letter(offset)
             else:
                 known.leased, known.given_back = False, True
                 known.due_ms = self.now_ms + (RETRY_MS if delay_ms is None else delay_ms)
