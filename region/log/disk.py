@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,7 +232,7 @@ class DiskLog:
         files.make_folder(folder)
         recovered = recover(folder, identity, files=files, full=full_verify)
         if not recovered.segments:
-            recovered = _beginning(origin or Origin())
+            recovered = beginning(origin or Origin())
         log = cls(
             folder,
             identity,
@@ -512,23 +512,8 @@ class DiskLog:
             self._commitment(),
             head=Head(point.note, len(self.annotations)),
         )
-        encoded = header.encode()
-        start = position = len(encoded)
-        buffers: list[bytes | memoryview] = [encoded]
-        # The last annotation of every slot stands at the head of each segment, so retention never loses one.
-        for slot, annotation in self.annotations.items():
-            entry = encode_entry_header(
-                Kind.POSITION,
-                base_offset=base_offset,
-                leader_epoch=0,
-                synced_to=start,
-                batch_length=0,
-                slot=slot,
-                annotation=annotation,
-                salt=header.salt,
-            )
-            buffers.append(entry)
-            position += len(entry)
+        buffers = encode_beginning(header, self.annotations)
+        start, position = len(buffers[0]), sum(map(len, buffers))
         path = self.folder / segment_name(base_offset)
         descriptor = create_durably(self._files, path, buffers)
         if self._active >= 0:
@@ -600,14 +585,15 @@ class DiskLog:
             # What is left of this segment was compacted away: the next entry is in the next one.
             offset = segment.next_offset
 
-    def origin(self, producers: bytes) -> Origin:
-        """What a copy of this log begins with, whose frames are then read from `start_point` on. `producers`: a snapshot of now.
+    def origin(self, producers: bytes, *, is_last: bool = False) -> Origin:
+        """What a copy of this log begins with, whose frames are then read from there on: `start_point`, or with `is_last` where the
+        segment begins that is written to, behind copies of all the others (region.log.adoption). `producers`: a snapshot of now.
 
         Raises as `read_frames` does.
         """
         while True:
             segments = self._segments
-            first = segments[0]
+            first = segments[-1 if is_last else 0]
             if first.header.span:
                 raise _compacted(first, first.base_offset)
             annotations: dict[int, bytes] = {}
@@ -1171,7 +1157,26 @@ def _compacted(segment: SegmentState, offset: int) -> RequestError:
     )
 
 
-def _beginning(origin: Origin) -> Recovered:
+def encode_beginning(header: SegmentHeader, annotations: Mapping[int, bytes]) -> list[bytes]:
+    """What a new segment begins with: its header, and the last annotation of every slot, so that retention never loses one."""
+    encoded = header.encode()
+    copies = [
+        encode_entry_header(
+            Kind.POSITION,
+            base_offset=header.base_offset,
+            leader_epoch=0,
+            synced_to=len(encoded),
+            batch_length=0,
+            slot=slot,
+            annotation=annotation,
+            salt=header.salt,
+        )
+        for slot, annotation in annotations.items()
+    ]
+    return [encoded, *copies]
+
+
+def beginning(origin: Origin) -> Recovered:
     """What recovery would find of a log that has just begun. Raises CorruptionError."""
     point = origin.point
     producers = (

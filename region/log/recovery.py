@@ -402,7 +402,8 @@ class _Recovery:
         holes: bool = False,
     ) -> None:
         """Check that an entry follows the one before it; replay it."""
-        counter.follow(entry)
+        if counter.follow(entry) and entry.leader_epoch > self.epochs.current:
+            self.epochs.begin(entry.leader_epoch, entry.base_offset)
         if entry.base_offset != index.next_offset and not (holes and entry.base_offset > index.next_offset):
             raise damaged(
                 path,
@@ -415,14 +416,6 @@ class _Recovery:
             index.add_position(entry.end)
             return
         index.add(header.base_offset, header.next_offset, entry.position, entry.end, header.append_time_ms)
-        self.replay(entry)
-
-    def replay(self, entry: SegmentEntry) -> None:
-        """Let a batch count for epochs and producers."""
-        header = entry.header
-        assert header is not None
-        if header.leader_epoch > self.epochs.current:
-            self.epochs.begin(header.leader_epoch, header.base_offset)
         if header.producer_id and header.base_offset >= self.replay_from:
             count_batch(self.producers, header)
 

@@ -5,7 +5,8 @@ synced are kept apart:
 
 - `kill` ends the process: its descriptors and locks go, every byte that it wrote stays, synced or not;
 - `lose_power` ends it too, and of what was not synced any part may be gone: of a folder the newest changes of its names, of a
-  file any of the sectors written since, each write for itself (a write may be torn between two sectors);
+  file any of the sectors written since, each write for itself (a write may be torn between two sectors); with `removals_first`, names
+  that were taken away are gone though older changes are not on the disk;
 - `flip` changes one bit; `room_bytes` is what may still be written; `on_call` may fail any call, or hold it up. A `sync` that
   fails drops what it should have made durable: as on Linux, another `sync` will not bring it back.
 
@@ -107,12 +108,12 @@ class MemoryDisk:
                 self._mounted.end()
                 self._mounted = None
 
-    def lose_power(self, random: Random) -> None:
+    def lose_power(self, random: Random, *, removals_first: bool = False) -> None:
         """The process ends, and the page cache with it; chance says what of it had reached the disk."""
         with self._lock:
             self.kill()
             size_bytes = self.room_bytes + self._used_bytes()
-            self._drop(self._root, random)
+            self._drop(self._root, random, removals_first)
             self.room_bytes = size_bytes - self._used_bytes()
 
     def flip(self, path: Path, bit: int) -> None:
@@ -141,17 +142,19 @@ class MemoryDisk:
         found = (self.find(path) for path in self.files())
         return sum(len(file.data) for file in found if isinstance(file, _File))
 
-    def _drop(self, folder: _Folder, random: Random) -> None:
+    def _drop(self, folder: _Folder, random: Random, removals_first: bool) -> None:
         # How much had been written without being asked for differs: often nothing, often all, and anything between.
         steps = len(folder.pending)
-        for step in folder.pending[: random.choice((0, steps, random.randint(0, steps)))]:
-            _rename(folder.synced, step)
+        kept = random.choice((0, steps, random.randint(0, steps)))
+        for number, step in enumerate(folder.pending):
+            if number < kept or (removals_first and step[1] is None):
+                _rename(folder.synced, step)
         folder.pending.clear()
         folder.entries = dict(folder.synced)
         for name in sorted(folder.entries):
             node = folder.entries[name]
             if isinstance(node, _Folder):
-                self._drop(node, random)
+                self._drop(node, random, removals_first)
                 continue
             share = random.choice((0.0, 0.5, 1.0))
             for position, written in node.pending:

@@ -1,19 +1,19 @@
 """A process is killed, its log is recovered and served, then the power goes: nothing that was served is gone.
 
-The disk here keeps what was synced and loses everything else: bytes, and names in the folder. What a killed process wrote stays
-readable until then, as in a page cache.
+The disk (region.storage.memory) keeps what was synced, and of everything else, bytes and names in the folder, any part may go. What a
+killed process wrote stays readable until then, as in a page cache.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from typing import TypeVar
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from log.building import (
@@ -24,7 +24,6 @@ from log.building import (
     masked,
     open_disk,
     placed,
-    serving,
     stored,
     write_batches,
 )
@@ -32,11 +31,15 @@ from log.building import (
 from region.log.disk import DiskLog, Frame, SegmentLimits
 from region.log.durability import Durability, Kind
 from region.log.retention import Retention
-from region.log.shard import ShardSettings
-from region.storage.disk import DiskFiles
+from region.log.shard import ShardHooks, ShardLog, ShardSettings
+from region.storage.memory import MemoryDisk
 from region.storage.port import Files
 
+T = TypeVar("T")
+
+FOLDER = Path("/shard")
 LIMITS = SegmentLimits(segment_bytes_max=600)
+CHANGES = ("pwritev", "truncate", "sync", "sync_folder", "rename", "remove")
 CALLS_MAX = 60
 """More calls that change something than any of the steps below makes."""
 
@@ -45,76 +48,35 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-@dataclass
-class Node:
-    """A file, whatever its name: what of it is on the disk."""
+class LosesAll(Random):
+    """The chance that nothing had reached the disk that was not synced."""
 
-    synced: bytes = b""
+    def choice(self, seq: Sequence[T]) -> T:  # type: ignore[override]
+        return seq[0]
 
 
-@dataclass
-class PowerFiles(DiskFiles):
-    """The real calls, without their syncs, in one folder. `kill_after` so many calls that change something, the process ends."""
+class Fate:
+    """Ends the process after so many calls that change something."""
 
-    folder: Path
-    kill_after: int | None = None
-    entries: dict[str, Node] = field(default_factory=dict)
-    synced_names: dict[str, Node] = field(default_factory=dict)
-    nodes: dict[int, Node] = field(default_factory=dict)
+    def __init__(self, disk: MemoryDisk) -> None:
+        self.disk = disk
+        self.kill_after: int | None = None
+        disk.on_call = self.called
 
-    def _change(self) -> None:
-        if self.kill_after is not None:
-            self.kill_after -= 1
-            if self.kill_after < 0:
-                raise Killed
+    def called(self, name: str, path: Path) -> None:
+        makes = name == "open" and self.disk.find(path) is None
+        if self.kill_after is None or not (makes or name in CHANGES):
+            return
+        self.kill_after -= 1
+        if self.kill_after < 0:
+            raise Killed
 
-    def open(self, path: Path, flags: int) -> int:
-        if flags & os.O_CREAT and path.name not in self.entries:
-            self._change()
-            self.entries[path.name] = Node()
-        descriptor = super().open(path, flags)
-        self.nodes[descriptor] = self.entries[path.name]
-        return descriptor
 
-    def pwritev(self, descriptor: int, buffers: Sequence[bytes | memoryview], position: int) -> int:
-        self._change()
-        return super().pwritev(descriptor, buffers, position)
-
-    def truncate(self, descriptor: int, length: int) -> None:
-        self._change()
-        super().truncate(descriptor, length)
-
-    def sync(self, descriptor: int) -> None:
-        self._change()
-        self.nodes[descriptor].synced = os.pread(descriptor, self.size(descriptor), 0)
-
-    def sync_folder(self, folder: Path) -> None:
-        self._change()
-        assert folder == self.folder
-        self.synced_names = dict(self.entries)
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._change()
-        self.entries[target.name] = self.entries.pop(source.name)
-        super().rename(source, target)
-
-    def remove(self, path: Path) -> None:
-        self._change()
-        self.entries.pop(path.name, None)
-        super().remove(path)
-
-    def lose_power(self, *, deletions_stay: bool) -> None:
-        """Of names that were not synced, deletions may have reached the disk before the rest did."""
-        left = {
-            name: node
-            for name, node in self.synced_names.items()
-            if not deletions_stay or name in self.entries
-        }
-        shutil.rmtree(self.folder)
-        self.folder.mkdir()
-        for name, node in left.items():
-            (self.folder / name).write_bytes(node.synced)
-        self.entries, self.synced_names = dict(left), dict(left)
+def opened(disk: MemoryDisk) -> tuple[DiskLog, Files]:
+    files = disk.mount()
+    log = open_disk(FOLDER, files, limits=LIMITS)
+    files.sync_folder(FOLDER.parent)
+    return log, files
 
 
 @dataclass(frozen=True)
@@ -171,58 +133,55 @@ STEPS = st.sampled_from(["write", "write", "write", "sync", "roll", "compact", "
     kill_after=st.integers(0, CALLS_MAX),
     kill_again=st.integers(0, 12),
     power_goes_in_recovery=st.booleans(),
-    deletions_stay=st.booleans(),
+    removals_first=st.booleans(),
+    seed=st.none() | st.integers(0, 1_000),
 )
-@example(["write", "roll", "write", "roll", "write"], ["trim"], 12, 4, True, True)
+@example(["write", "roll", "write", "roll", "write"], ["trim"], 12, 6, True, True, None)
 @settings(deadline=None)
 def test_what_is_served_after_a_kill_is_there_after_a_power_cut(
-    tmp_path_factory: pytest.TempPathFactory,
     before: list[str],
     steps: list[str],
     kill_after: int,
     kill_again: int,
     power_goes_in_recovery: bool,
-    deletions_stay: bool,
+    removals_first: bool,
+    seed: int | None,
 ) -> None:
-    folder = tmp_path_factory.mktemp("log")
-    files = PowerFiles(folder)
-    log = open_disk(folder, files, limits=LIMITS)
+    random, disk = LosesAll() if seed is None else Random(seed), MemoryDisk()
+    fate = Fate(disk)
+    log, files = opened(disk)
     work(log, before, files)
-    files.kill_after = kill_after
+    fate.kill_after = kill_after
     with contextlib.suppress(Killed):
         work(log, steps, files)
-    log.abandon()
-    files.kill_after = kill_again
+    fate.kill_after = kill_again
     try:
-        log = open_disk(folder, files, limits=LIMITS)
+        log, _ = opened(disk)
     except Killed:
-        files.kill_after = None
+        fate.kill_after = None
         if power_goes_in_recovery:
-            files.lose_power(deletions_stay=deletions_stay)
-        log = open_disk(folder, files, limits=LIMITS)
-    files.kill_after = None
+            disk.lose_power(random, removals_first=removals_first)
+        log, _ = opened(disk)
+    fate.kill_after = None
     served = Served.by(log)
-    log.abandon()
-    files.lose_power(deletions_stay=deletions_stay)
-    again = open_disk(folder, files, limits=LIMITS)
+    disk.lose_power(random, removals_first=removals_first)
+    again, _ = opened(disk)
     assert Served.by(again) == served
-    again.close()
-    shutil.rmtree(folder)
 
 
-async def test_a_shard_says_that_what_recovery_kept_is_synced_and_it_is(tmp_path: Path) -> None:
-    folder = tmp_path / "shard"
-    folder.mkdir()
-    files = PowerFiles(folder)
+async def test_a_shard_says_that_what_recovery_kept_is_synced_and_it_is() -> None:
+    disk = MemoryDisk()
     interval = ShardSettings(durability=Durability(Kind.INTERVAL, 60_000))
-    log = open_disk(folder, files)
+    log, _ = opened(disk)
     write_batches(log, [batch_of(b"synced")])
     log.sync()
     write_batches(log, [batch_of(b"page cache")])
-    log.abandon()
-    async with serving(folder, interval, files=files) as shard:
+    with ThreadPoolExecutor(1) as pool:
+        shard = await ShardLog.open(
+            FOLDER, IDENTITY, interval, ShardHooks(), commit_pool=pool, read_pool=pool, files=disk.mount()
+        )
         crossed = [entry.base_offset for entry in await shard.read_sealed(0, 1 << 20)]
         assert shard.synced_offset == shard.high_watermark == 2 and crossed == [0, 1]
-        files.lose_power(deletions_stay=False)
-        assert stored(open_disk(folder)) == [b"synced", b"page cache"]
-        assert shard.identity == IDENTITY
+    disk.lose_power(LosesAll())
+    log, _ = opened(disk)
+    assert stored(log) == [b"synced", b"page cache"]
