@@ -634,6 +634,8 @@ class _Recovery:
         if mark:
             descriptor = self.files.open(path, os.O_RDWR)
             try:
+                # Once more, as the last segment's bytes: where a sync of it failed, another one alone would prove nothing.
+                write_all(self.files, descriptor, (mark.encode(),), 0)
                 self.files.sync(descriptor)
             finally:
                 self.files.close(descriptor)
