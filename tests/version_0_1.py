@@ -6,7 +6,10 @@ import tarfile
 from pathlib import Path
 from typing import Final
 
-HOME: Final = Path(__file__).parent / "vectors" / "version-0.1" / "home.tar.xz"
+FOLDER: Final = Path(__file__).parent / "vectors" / "version-0.1"
+HOME: Final = FOLDER / "home.tar.xz"
+SHARDS: Final = FOLDER / "shards.tar.xz"
+"""Folders of single shards, with what that version read from them."""
 
 EGRESS: Final = "us-east/bridges/us-east-to-eu-west/egress"
 US_EAST: Final = "us-east/data/audit"
