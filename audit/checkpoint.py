@@ -69,7 +69,7 @@ def open_checkpoint(data: bytes, log_key: LogKey, witnesses: Iterable[VerifierKe
     """Read and verify a checkpoint note: signed by the log, its origin the name of the log's key.
 
     Cosignatures of unknown witnesses are ignored, a bad one of a known witness refuses the note, and so does a bad one
-    of any of the log's keys. An ML-DSA-44 line without a time is no cosignature: it does not say when. Raises
+    of any of the log's keys. A key of the log counts for checkpoints of the sizes that it covers. An ML-DSA-44 line without a time is no cosignature: it does not say when. Raises
     TamperError.
     """
     keys = keys_of(log_key)
@@ -80,7 +80,14 @@ def open_checkpoint(data: bytes, log_key: LogKey, witnesses: Iterable[VerifierKe
         raise TamperError(
             f"The checkpoint is of the log {checkpoint.origin[:200]!r}, expected {keys[0].name!r}."
         )
-    signed = tuple(by for by in verified if by.key in keys)
+    ours = tuple(by for by in verified if by.key in keys)
+    signed = tuple(by for by in ours if by.key.covers(checkpoint.size))
+    if ours and not signed:
+        raise TamperError(
+            f"The checkpoint of {checkpoint.origin} has {checkpoint.size} leaves, which the key that signed it may not sign: "
+            f"{_span(ours[0].key)}.",
+            hint="The log's keys were changed. Whoever has the one before signs nothing behind its end, and the new one nothing before.",
+        )
     if not signed:
         raise TamperError(f"The checkpoint of {checkpoint.origin} is not signed by the log's own key.")
     if checkpoint.extensions:
@@ -90,6 +97,11 @@ def open_checkpoint(data: bytes, log_key: LogKey, witnesses: Iterable[VerifierKe
         )
     cosigned = tuple(by for by in verified if by.key not in keys and by.time_s)
     return SignedCheckpoint(checkpoint, note, cosigned, signed)
+
+
+def _span(key: VerifierKey) -> str:
+    end = "on" if key.to_size is None else f"to {key.to_size}"
+    return f"it signs from {key.from_size} leaves {end}"
 
 
 def note_size(note: bytes) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import binascii
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import sha256
 from struct import pack
@@ -99,6 +99,10 @@ class VerifierKey:
     name: str
     algorithm: Algorithm
     public: bytes
+    from_size: int = field(default=0, compare=False)
+    """a log's key signs checkpoints of so many leaves or more: what another key of the log signed before is none of its own"""
+    to_size: int | None = field(default=None, compare=False)
+    """and of so many at most, where another key signs from there on; None: it has no end"""
 
     def __post_init__(self) -> None:
         check_key_name(self.name)
@@ -114,6 +118,16 @@ class VerifierKey:
         """SHA-256(name ‖ newline ‖ type ‖ public key), its first four bytes."""
         material = self.name.encode() + b"\n" + bytes([self.algorithm]) + self.public
         return sha256(material).digest()[:KEY_ID_BYTES]
+
+    def covers(self, size: int) -> bool:
+        """Whether it may sign a checkpoint of so many leaves."""
+        return self.from_size <= size and (self.to_size is None or size <= self.to_size)
+
+    def meets(self, other: VerifierKey) -> bool:
+        """Whether both may sign one and the same checkpoint; where one ends another begins, with a checkpoint that both may sign."""
+        return (self.to_size is None or other.from_size < self.to_size) and (
+            other.to_size is None or self.from_size < other.to_size
+        )
 
     @classmethod
     def parse(cls, text: str) -> VerifierKey:

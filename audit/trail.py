@@ -121,6 +121,7 @@ class Trail:
         folder: Folder,
         lock: IO[bytes],
         signers: tuple[NoteSigner, ...],
+        earlier: tuple[VerifierKey, ...],
         settings: TrailSettings,
         state: _Opened,
         wal: Wal,
@@ -128,6 +129,7 @@ class Trail:
         clock: Clock,
     ) -> None:
         self._folder, self._lock_file, self._signers, self._settings = folder, lock, signers, settings
+        self._known_keys = (*self.keys, *earlier)
         self._witnesses = state.witnesses
         self._wal = wal
         self._refusal = refusal
@@ -177,6 +179,7 @@ class Trail:
         signer: NoteSigner,
         *,
         also: Iterable[NoteSigner] = (),
+        earlier: Iterable[VerifierKey] = (),
         witnesses: Iterable[VerifierKey] = (),
         cosigned: Iterable[bytes] = (),
         settings: TrailSettings | None = None,
@@ -187,7 +190,7 @@ class Trail:
         """Open the log in this folder, or begin one; recover what a crash left. Blocks.
 
         `signer`: the log's key; its name is the log's origin. `also`: further keys of the same name that sign each
-        checkpoint beside it (ML-DSA-44). `cosigned`: notes that witnesses remember of this log; a log that does not
+        checkpoint beside it (ML-DSA-44). `earlier`: keys that signed before these, each up to its size. `cosigned`: notes that witnesses remember of this log; a log that does not
         reach them, or differs, is not opened. `sync`: what makes a file durable.
         `refusal`: why nothing may be appended or signed now, empty where it may: whoever else may write a log of this name
         meanwhile would make another history of it. Asked from several threads, often.
@@ -198,6 +201,7 @@ class Trail:
         settings = settings or TrailSettings()
         signers = (signer, *also)
         assert len({each.key.name for each in signers}) == 1, "a log's keys have one name"
+        before = tuple(key for key in earlier if all(key != each.key for each in signers))
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / LOCK_PATH).open("ab")
         try:
@@ -210,11 +214,11 @@ class Trail:
                     hint="Stop that one first; a log has one writer.",
                 ) from error
             folder = Folder(path)
-            state = _Opening(folder, signers, tuple(witnesses), clock).open(tuple(cosigned))
+            state = _Opening(folder, signers, before, tuple(witnesses), clock).open(tuple(cosigned))
             wal = Wal(
                 path / WAL_FOLDER, state.tree.size, sync=sync, segment_bytes_max=settings.segment_bytes_max
             )
-            trail = cls(folder, lock, signers, settings, state, wal, refusal, clock)
+            trail = cls(folder, lock, signers, before, settings, state, wal, refusal, clock)
         except BaseException:
             lock.close()
             raise
@@ -453,7 +457,7 @@ class Trail:
         Raises TamperError where a signature does not hold or no known witness signed, RolledBackError where it is
         not a checkpoint of this log as it is.
         """
-        added = open_checkpoint(data, self.keys, self._witnesses)
+        added = open_checkpoint(data, self._known_keys, self._witnesses)
         if not added.cosigned:
             raise TamperError("That checkpoint carries no cosignature of a known witness.")
         # Lines under unknown names are whatever the sender chose: they are not kept.
@@ -482,7 +486,7 @@ class Trail:
     def _merge(self, to: SignedCheckpoint, more: SignedCheckpoint) -> SignedCheckpoint:
         ids = {(by.key.name, by.key.key_id) for by in more.cosigned}
         lines = [line for line in more.note.signatures if (line.name, line.key_id) in ids]
-        return open_checkpoint(encode_note(to.note.with_signatures(lines)), self.keys, self._witnesses)
+        return open_checkpoint(encode_note(to.note.with_signatures(lines)), self._known_keys, self._witnesses)
 
     def trust_witnesses(self, keys: Iterable[VerifierKey]) -> None:
         """Take more witnesses in: their cosignatures count from now on."""
@@ -751,12 +755,13 @@ class _Opening:
         self,
         folder: Folder,
         signers: tuple[NoteSigner, ...],
+        earlier: tuple[VerifierKey, ...],
         witnesses: tuple[VerifierKey, ...],
         clock: Clock,
     ) -> None:
         self._folder, self._signers, self._witnesses = folder, signers, witnesses
         self._clock = clock
-        self._keys = tuple(signer.key for signer in signers)
+        self._keys = (*(signer.key for signer in signers), *earlier)
         self._name = signers[0].key.name
         self._wal_path = folder.path / WAL_FOLDER
 

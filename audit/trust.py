@@ -90,7 +90,7 @@ class RegionTrust:
         return self.bundle.policy_keys
 
     def log_keys(self, origin: str) -> tuple[VerifierKey, ...]:
-        """The keys of one of its logs: one for each algorithm, and more while one is being changed. Raises TamperError where it names none."""
+        """The keys of one of its logs: one for each algorithm, and those that signed before. Raises TamperError where it names none."""
         found = tuple(key for key in self.logs if key.name == origin)
         if not found:
             raise TamperError(
@@ -99,11 +99,30 @@ class RegionTrust:
             )
         return found
 
+    def earlier_keys(self, origin: str, signing: Iterable[VerifierKey]) -> tuple[VerifierKey, ...]:
+        """The keys of one of its logs that signed before those which are to sign now. Raises RequestError(CONFIG_INVALID) where one of
+        these has ended: nobody would believe what it signs."""
+        signing, named = tuple(signing), [key for key in self.logs if key.name == origin]
+        ended = next((key for key in named if key in signing and key.to_size is not None), None)
+        if ended is not None:
+            raise RequestError(
+                f"The bundle of {self.region} says that this key of the log {origin} signs up to {ended.to_size} leaves and no further.",
+                code=Code.CONFIG_INVALID,
+                hint="Put the log's newest key in its place (felix region change-log-keys makes them).",
+            )
+        return tuple(key for key in named if key not in signing)
+
 
 def _keys(bundle: RegionBundle, role: str, ed25519: Algorithm) -> tuple[VerifierKey, ...]:
     """Of this role, Ed25519 keys before ML-DSA-44 ones."""
     found = [
-        VerifierKey(key.name, ed25519 if key.algorithm == "ed25519" else Algorithm.ML_DSA_44, key.public)
+        VerifierKey(
+            key.name,
+            ed25519 if key.algorithm == "ed25519" else Algorithm.ML_DSA_44,
+            key.public,
+            key.from_size,
+            key.to_size,
+        )
         for key in bundle.audit_keys
         if key.role == role
     ]

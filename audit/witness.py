@@ -96,8 +96,7 @@ class Witness:
         self._logs: dict[str, tuple[VerifierKey, ...]] = {}
         self._store = store
         self._now_s = now_s
-        for key in logs:
-            self.trust(key)
+        self.follow_all(logs)
 
     @property
     def key(self) -> VerifierKey:
@@ -113,6 +112,25 @@ class Witness:
         if any(each.algorithm is key.algorithm for each in held):
             raise RequestError(f"The log {key.name} is known under another key.", code=Code.CONFLICT)
         self._logs[key.name] = (*held, key)
+
+    def follow(self, keys: Sequence[VerifierKey]) -> None:
+        """Take these as all keys of a log, in place of those that were known: its region's bundle names them now. Raises
+        RequestError(CONFLICT) where two of one algorithm may sign the same checkpoints."""
+        (name,) = {key.name for key in keys}
+        for at, key in enumerate(keys):
+            if any(other.algorithm is key.algorithm and other.meets(key) for other in keys[:at]):
+                raise RequestError(
+                    f"The log {name} has two keys for the same checkpoints.", code=Code.CONFLICT
+                )
+        self._logs[name] = tuple(keys)
+
+    def follow_all(self, keys: Iterable[VerifierKey]) -> None:
+        """`follow` for each log that one of these keys is of."""
+        by_name: dict[str, list[VerifierKey]] = {}
+        for key in keys:
+            by_name.setdefault(key.name, []).append(key)
+        for held in by_name.values():
+            self.follow(held)
 
     @property
     def origins(self) -> list[str]:

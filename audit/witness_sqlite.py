@@ -272,9 +272,9 @@ class WitnessState:
 
     # -- logs ------------------------------------------------------------------------------------------
 
-    def add_log(self, origin: str, key: VerifierKey) -> bool:
-        """Cosign this log from now on, or take another key of it. False where it is known with this key. Raises
-        RequestError where the key is a witness's or there are too many."""
+    def add_log(self, origin: str, key: VerifierKey, *, in_place: bool = False) -> bool:
+        """Cosign this log from now on, or take another key of it; `in_place`: of its keys of that algorithm this one alone. False where
+        nothing changes. Raises RequestError where the key is a witness's or there are too many."""
         if key.algorithm is Algorithm.COSIGNATURE:
             raise RequestError(f"{key.name} has a witness's key, not a log's.")
         if not origin or len(origin.encode()) > 255 or any(ord(letter) < 0x20 for letter in origin):
@@ -289,12 +289,16 @@ class WitnessState:
                     (origin, origin_hash(origin), _encode_keys((key,))),
                 )
                 return True
-            if key in held.keys:
+            stay = (
+                [each for each in held.keys if each.algorithm is not key.algorithm] if in_place else held.keys
+            )
+            keys = (*(each for each in stay if each != key), key)
+            if set(keys) == set(held.keys):
                 return False
-            if len(held.keys) >= KEYS_MAX:
+            if len(keys) > KEYS_MAX:
                 raise RequestError(f"A log has {KEYS_MAX} keys at most.", code=Code.LIMIT_STORED)
             self._connection.execute(
-                "UPDATE logs SET keys = ? WHERE origin = ?", (_encode_keys((*held.keys, key)), origin)
+                "UPDATE logs SET keys = ? WHERE origin = ?", (_encode_keys(keys), origin)
             )
         return True
 

@@ -25,7 +25,7 @@ from audit.origin import egress_origin
 from audit.quorum import Quorum
 from audit.submission import Submissions, SubmissionStatus
 from audit.trail import Trail, TrailStatus
-from audit.trust import Trust
+from audit.trust import RegionTrust, Trust
 from bridge.config import BridgeConfig, BridgePaths, paths_of
 from bridge.document_sync import KINDS, DocumentSync, list_documents, parse_documents
 from bridge.documents import POLICY, EgressDocuments
@@ -373,8 +373,10 @@ class Agent:
         ]
         while True:
             try:
+                own = RegionTrust(files.bundles[config.source])
+                earlier = own.earlier_keys(origin, (each.key for each in (signer, *also)))
                 trail, context.ledger = await asyncio.to_thread(
-                    open_egress, self.paths.egress, signer, witnesses, also
+                    open_egress, self.paths.egress, signer, witnesses, also, earlier
                 )
                 trail.expect_cosigners(len(config.destinations) + len(config.witnesses))
                 self._submissions = Submissions(trail, outside)

@@ -25,10 +25,14 @@ SNAPSHOT_LEAVES: Final = 8_192
 
 
 def open_egress(
-    path: Path, signer: NoteSigner, witnesses: Iterable[VerifierKey], also: Iterable[NoteSigner] = ()
+    path: Path,
+    signer: NoteSigner,
+    witnesses: Iterable[VerifierKey],
+    also: Iterable[NoteSigner] = (),
+    earlier: Iterable[VerifierKey] = (),
 ) -> tuple[Trail, Ledger]:
     """Open or begin the log. Raises as `Trail.open` does."""
-    trail = Trail.open(path, signer, also=also, witnesses=witnesses)
+    trail = Trail.open(path, signer, also=also, earlier=earlier, witnesses=witnesses)
     try:
         size = note_size(trail.publish())
         ledger, at = _snapshot(trail, size)

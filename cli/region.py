@@ -34,7 +34,7 @@ from felix.expiry import until_text
 from felix.messages import RegionState
 from felix.profile import load_profile
 from felix.runtime.real import now_ms
-from keys.bundle import decode_bundle
+from keys.bundle import AuditKey, decode_bundle
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
@@ -417,10 +417,16 @@ def bundle(
             ["country", held.country],
             ["jurisdiction", held.jurisdiction],
             ["issued", iso(held.issued_ms)],
-            ["audit logs and cosigners", lines(key.name for key in held.audit_keys)],
+            ["audit logs and cosigners", lines(map(_named, held.audit_keys))],
             ["fingerprint", held.fingerprint()],
         ],
     )
+
+
+def _named(key: AuditKey) -> str:
+    """A log or witness, and which checkpoints the key signs where there is another one besides."""
+    end = f" up to {key.to_size:,} leaves" if key.to_size is not None else ""
+    return key.name + (f" from {key.from_size:,}" if key.from_size else "") + end
 
 
 @app.command("add-log-keys")
@@ -447,6 +453,39 @@ def add_log_keys_(region: RegionOption = "") -> None:
         "Have each region that trusts this one take the file, and read its operator the fingerprint:\n"
         f'  felix region trust {folder.bundle} --region OTHER --fingerprint "{fingerprint}"'
     )
+
+
+@app.command("change-log-keys")
+def change_log_keys_(
+    region: RegionOption = "",
+    bridge: Annotated[
+        str, typer.Option(help="Of this bridge's egress log; the region's own log if left out.")
+    ] = "",
+    log: Annotated[
+        Path | None, typer.Option(help="Where the log lies, if not in the region's folder.")
+    ] = None,
+) -> None:
+    """Give an audit log new keys. The ones before sign up to its last checkpoint, and nothing behind it.
+
+    The log's broker or agent is stopped meanwhile. The bundle is signed anew; other regions take it only by its fingerprint.
+    """
+    from audit.trust import RegionTrust
+    from region.log_keys import change_log_keys
+
+    folder, config = folder_of(region)
+    changed = change_log_keys(folder, config, now_ms(), bridge=bridge, log=log)
+    fingerprint = changed.signed.bundle.whole_fingerprint()
+    out.print(
+        f"{changed.origin}: the keys before sign up to {changed.size:,} leaves, the new ones from there on. {folder.bundle} says so; "
+        f"the whole bundle's fingerprint is {fingerprint}"
+    )
+    out.print(
+        "Until another region has taken the file, it cosigns nothing of this log. Read its operator the fingerprint:\n"
+        f'  felix region trust {folder.bundle} --region OTHER --fingerprint "{fingerprint}"'
+    )
+    for key in RegionTrust(changed.signed.bundle).log_keys(changed.origin):
+        if key.to_size is None:
+            note(f"For outside witnesses (felix witness add-log --in-place) and policy files: {key}")
 
 
 @app.command()

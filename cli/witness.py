@@ -55,6 +55,9 @@ def add_log(
     logs: Annotated[
         Path | None, typer.Option("--from", help="A tlog-policy file: take all the logs that it lists.")
     ] = None,
+    in_place: Annotated[
+        bool, typer.Option("--in-place", help="In place of the keys of the same algorithm that the log had.")
+    ] = False,
     folder: Folder = Path("felix-witness"),
 ) -> None:
     """Cosign a log from now on. A log with several keys is named once for each of them."""
@@ -66,7 +69,7 @@ def add_log(
     state = WitnessState.open(folder)
     try:
         for key in wanted:
-            added = state.add_log(origin or key.name, key)
+            added = state.add_log(origin or key.name, key, in_place=in_place)
             out.print(
                 f"{origin or key.name}: {'cosigned from now on' if added else 'known already'}", markup=False
             )

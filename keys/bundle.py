@@ -45,10 +45,13 @@ PublicKeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 PublicKeys = Annotated[tuple[PublicKeyBytes, ...], msgspec.Meta(min_length=1, max_length=KEYS_MAX)]
 
 
+LogSize = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
 class AuditKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A key that signs audit checkpoints (`log`) or cosigns those of others (`cosigner`), by its name in signed notes.
 
-    A log or witness may have one of each algorithm, under one name. `ed25519` is left out of the file, so bundles from
+    A log or witness may have one of each algorithm, under one name; a log those besides that signed before, each up to its size. `ed25519` is left out of the file, so bundles from
     before there was another one are signed over the same bytes.
     """
 
@@ -56,9 +59,20 @@ class AuditKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     role: Literal["log", "cosigner"]
     public: Annotated[bytes, msgspec.Meta(min_length=32, max_length=ML_DSA_PUBLIC_BYTES)]
     algorithm: Literal["ed25519", "ml-dsa-44"] = "ed25519"
+    from_size: LogSize = 0
+    """a log's key signs checkpoints of so many leaves or more"""
+    to_size: LogSize | None = None
+    """and of so many at most, where another one signs from there on"""
 
     def check(self) -> None:
-        """Raises RequestError(INVALID) where these are not the bytes of a key of this algorithm."""
+        """Raises RequestError(INVALID) where these are not the bytes of a key of this algorithm, or its sizes are none."""
+        if self.role != "log" and (self.from_size or self.to_size is not None):
+            raise RequestError(f"{self.name} is no log, so its key has no sizes.", code=Code.INVALID)
+        if self.to_size is not None and self.to_size < self.from_size:
+            raise RequestError(
+                f"A key of {self.name} ends at {self.to_size} leaves, before it begins at {self.from_size}.",
+                code=Code.INVALID,
+            )
         if self.algorithm == "ed25519":
             VerifyKey(self.public)
         elif len(self.public) != ML_DSA_PUBLIC_BYTES:
@@ -66,6 +80,15 @@ class AuditKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                 f"Not an ML-DSA-44 public key: {len(self.public)} bytes, not {ML_DSA_PUBLIC_BYTES}.",
                 code=Code.INVALID,
             )
+
+    def contends(self, other: AuditKey) -> bool:
+        """Whether both are keys of one log, and may sign the same checkpoints. Where one ends another begins, both may sign one size."""
+        if (self.role, self.name, self.algorithm) != ("log", other.name, other.algorithm):
+            return False
+        return self.public == other.public or (
+            (self.to_size is None or other.from_size < self.to_size)
+            and (other.to_size is None or self.from_size < other.to_size)
+        )
 
 
 class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -178,8 +201,13 @@ def check_bundle(signed: SignedBundle) -> None:
     keys = [VerifyKey(public) for public in bundle.policy_keys]
     for public in bundle.receipt_keys:
         VerifyKey(public)
-    for audit_key in bundle.audit_keys:
+    for at, audit_key in enumerate(bundle.audit_keys):
         audit_key.check()
+        if any(audit_key.contends(other) for other in bundle.audit_keys[:at]):
+            raise RequestError(
+                f"The bundle of {domain} names two keys of {audit_key.name} for the same checkpoints.",
+                code=Code.INVALID,
+            )
     # 3. the signature
     message = bundle.signed_bytes()
     if not any(key.holds(_PURPOSE, message, signed.signature) for key in keys):

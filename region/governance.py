@@ -390,8 +390,7 @@ class Governance:
                 if held is not None and held != bundle and not self._is_pinned(bundle):
                     check_update(held, signed)
                 held = self._believed[region] = bundle
-                for key in RegionTrust(bundle).logs:
-                    self.witnessing.witness.trust(key)
+                self.witnessing.witness.follow_all(RegionTrust(bundle).logs)
             except FelixError as error:
                 log.error("the bundle of %s in the metadata store is not believed: %s", region, error)
             if held is not None:

@@ -47,6 +47,7 @@ from keys.bundle import RegionBundle, SignedBundle, decode_bundle
 from keys.certification import load_certification
 from keys.key_file import load_key_pair, load_ml_dsa_key, load_signing_key
 from keys.keyring import open_keyring
+from keys.signing import VerifyKey
 from region.broker import Broker
 from region.budget import Budgets
 from region.cache import watch
@@ -179,7 +180,12 @@ class Node:
         audit_key = await asyncio.to_thread(load_signing_key, folder.audit_key)
         root = hashlib.sha256(own.root_pem.encode()).hexdigest()
         genesis = sign_genesis(config.region, config.mesh, root, self._now_ms(), audit_key)
-        await claim_or_verify(store, genesis, audit_key.verify_key)
+        earlier = [
+            VerifyKey(key.public)
+            for key in RegionTrust(own).logs
+            if key.name == region_origin(config.region, config.mesh) and key.algorithm is Algorithm.ED25519
+        ]
+        await claim_or_verify(store, genesis, audit_key.verify_key, earlier)
         registration: Registration | None = None
         if config.metadata.kind == "etcd":
             # Before the audit log is opened, which may sign.
@@ -372,10 +378,13 @@ class Node:
             lambda: self._now_ms() // 1000,
             also=_post_quantum(witness_name(region, mesh), self.folder.witness_ml_dsa_key),
         )
+        signer = NoteSigner.from_key(region_origin(region, mesh), audit_key, Algorithm.ED25519)
+        also = _post_quantum(region_origin(region, mesh), self.folder.audit_ml_dsa_key)
         trail = Trail.open(
             data / "audit",
-            NoteSigner.from_key(region_origin(region, mesh), audit_key, Algorithm.ED25519),
-            also=_post_quantum(region_origin(region, mesh), self.folder.audit_ml_dsa_key),
+            signer,
+            also=also,
+            earlier=RegionTrust(own).earlier_keys(signer.key.name, (each.key for each in (signer, *also))),
             witnesses=[
                 *Trust.of((*known, own)).witnesses_for(region),
                 *(key for each in self.config.audit.witnesses for key in each.target(self.folder.root).keys),

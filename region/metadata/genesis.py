@@ -11,6 +11,7 @@ in order of name, no spaces.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -58,9 +59,9 @@ def sign_genesis(
     return msgspec.structs.replace(unsigned, signature=key.sign(_PURPOSE, unsigned.signed_bytes()))
 
 
-def verify_genesis(genesis: Genesis, key: VerifyKey, where: str) -> None:
-    """Raises CorruptionError(TAMPERED) unless `key` signed it. `where`: the record's place, for the sentence."""
-    if not key.holds(_PURPOSE, genesis.signed_bytes(), genesis.signature):
+def verify_genesis(genesis: Genesis, keys: Sequence[VerifyKey], where: str) -> None:
+    """Raises CorruptionError(TAMPERED) unless one of `keys` signed it. `where`: the record's place, for the sentence."""
+    if not any(key.holds(_PURPOSE, genesis.signed_bytes(), genesis.signature) for key in keys):
         raise CorruptionError(
             f"The genesis record of region {genesis.region} in {where} is not signed with the region's key.",
             code=Code.TAMPERED,
@@ -68,19 +69,23 @@ def verify_genesis(genesis: Genesis, key: VerifyKey, where: str) -> None:
         )
 
 
-async def claim_or_verify(store: MetadataStore, genesis: Genesis, key: VerifyKey) -> Genesis:
-    """Make a fresh store this region's, or check that it already is. Answers the record in the store.
+async def claim_or_verify(
+    store: MetadataStore, genesis: Genesis, key: VerifyKey, earlier: Sequence[VerifyKey] = ()
+) -> Genesis:
+    """Make a fresh store this region's, or check that it already is. Answers the record in the store. `earlier`: the region's keys
+    before `key`, one of which may have signed the record there.
 
     1. our own record is signed with our region's key;
     2. the store's owner mark is absent or names our region;
     3. where it is absent, no other region has a record in the store; then we claim it;
     4. the record there names our region, our mesh and our authority;
-    5. it is signed with our region's key.
+    5. it is signed with our region's key, or one that it had before.
 
     Raises RequestError(WRONG_REGION) with the name of the region that it belongs to, CorruptionError where the
     record is damaged, forged or missing although the store was claimed.
     """
-    verify_genesis(genesis, key, "this region's state folder")
+    keys = (key, *earlier)
+    verify_genesis(genesis, keys, "this region's state folder")
     record_key = region_prefix(genesis.region) + "genesis"
     for _ in range(_CLAIMS_MAX):
         owner = await store.get(OWNER_KEY)
@@ -93,7 +98,7 @@ async def claim_or_verify(store: MetadataStore, genesis: Genesis, key: VerifyKey
             compares = [Absent(OWNER_KEY), Absent(record_key)]
             writes.append(Put(record_key, msgspec.json.encode(genesis)))
         else:
-            _check(_decode(found, store), genesis, key, store)
+            _check(_decode(found, store), genesis, keys, store)
             compares = [Absent(OWNER_KEY)]
         try:
             await store.transact(compares, writes)
@@ -110,7 +115,7 @@ async def claim_or_verify(store: MetadataStore, genesis: Genesis, key: VerifyKey
             hint="Metadata was lost: put back a backup (docs/metadata.md). The data of streams is not touched.",
         )
     there = _decode(found, store)
-    _check(there, genesis, key, store)
+    _check(there, genesis, keys, store)
     return there
 
 
@@ -127,7 +132,7 @@ async def _refuse_other_regions(store: MetadataStore, genesis: Genesis) -> None:
         after = f"{ROOT}{region}0"  # "0" sorts right after "/": past everything of this region
 
 
-def _check(there: Genesis, ours: Genesis, key: VerifyKey, store: MetadataStore) -> None:
+def _check(there: Genesis, ours: Genesis, keys: Sequence[VerifyKey], store: MetadataStore) -> None:
     if there.region != ours.region:
         raise _wrong_region(ours, there.region, store)
     if there.mesh != ours.mesh:
@@ -144,7 +149,7 @@ def _check(there: Genesis, ours: Genesis, key: VerifyKey, store: MetadataStore) 
             code=Code.WRONG_REGION,
             hint=_HINT,
         )
-    verify_genesis(there, key, f"the metadata store {store.where}")
+    verify_genesis(there, keys, f"the metadata store {store.where}")
 
 
 _HINT: Final = (

@@ -244,6 +244,13 @@ def test_each_page_brings_back_a_mesh_that_was_broken_so(mesh: Mesh, monkeypatch
     mesh.follow("restored-backup")
     mesh.publish(3)
 
+    mesh.follow("leaked-log-key", "The keys")
+    mesh.environment["FINGERPRINT"] = mesh.run(
+        "felix region bundle --fingerprint --whole --region us-east"
+    ).strip()
+    mesh.follow("leaked-log-key", "The other regions")
+    mesh.publish(2)
+
     mesh.follow("leaked-bridge-key")
     mesh.bridge = "us-to-eu-2"
     mesh.publish(2)

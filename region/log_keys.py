@@ -1,0 +1,193 @@
+"""Changing the keys of an audit log: the ones before sign up to the log's last checkpoint, new ones from there on. Blocks on the disk.
+
+The bundle says from and up to how many leaves a key signs, so whoever has an old key signs nothing behind its end, and a new one nothing
+before: what both may sign is the one checkpoint where they meet, which the old one has signed. Both algorithms are changed at once: any one
+of a log's keys suffices for a checkpoint, and whoever could read one file could read the other.
+
+Order, so that a crash at any step leaves a log that goes on after the next call:
+
+1. the log, which nobody else has open, gets its last checkpoint under the old keys; in a region's own log a KEY leaf before it says so;
+2. the new keys are written beside the old ones; 3. the bundle names both; 4. the new keys take the old ones' place.
+
+Between 3 and 4 neither broker nor agent opens the log (`audit.trust.RegionTrust.earlier_keys`). Callers: cli.region.
+"""
+
+from __future__ import annotations
+
+import threading
+from hashlib import sha256
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from audit.checkpoint import note_size
+from audit.leaf import KEY_ID_BYTES, Header, Kind, Leaf, Side
+from audit.note import Algorithm, NoteSigner
+from audit.origin import egress_origin, region_origin
+from audit.tile import CHECKPOINT_PATH
+from audit.tile_disk import Folder
+from audit.trail import Trail
+from audit.trust import RegionTrust
+from felix.errors import Code, RequestError, UnavailableError
+from felix.files import PUBLIC, replace_file
+from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sign_bundle
+from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
+from keys.post_quantum import MlDsaKey
+from keys.signing import SigningKey
+from region.config import RegionConfig
+from region.folder import RegionFolder
+
+APPEND_S: Final = 60.0
+"""How long the log's disk may take for the leaf."""
+
+
+class ChangedKeys(NamedTuple):
+    """The bundle that names the new keys, of which log, and up to how many leaves the ones before sign."""
+
+    signed: SignedBundle
+    origin: str
+    size: int
+
+
+class _Files(NamedTuple):
+    """A log, and where its keys lie."""
+
+    origin: str
+    log: Path
+    ed25519: Path
+    ml_dsa: Path
+
+    @property
+    def new_ed25519(self) -> Path:
+        return self.ed25519.with_name(f"new.{self.ed25519.name}")
+
+    @property
+    def new_ml_dsa(self) -> Path:
+        return self.ml_dsa.with_name(f"new.{self.ml_dsa.name}")
+
+
+def change_log_keys(
+    folder: RegionFolder, config: RegionConfig, now_ms: int, *, bridge: str = "", log: Path | None = None
+) -> ChangedKeys:
+    """Give the region's own log, or a bridge's egress log, new keys. `log`: where it lies, if not in this folder.
+
+    Raises RequestError where there is no such log, where its broker or agent runs (CONFLICT), where the bundle does not name
+    its keys or has no room.
+    """
+    files = _files(folder, config, bridge, log)
+    bundle = decode_bundle(folder.bundle.read_bytes()).bundle
+    begun = _begun(bundle, files)
+    if begun is not None:
+        _put_in_place(files)
+        return ChangedKeys(decode_bundle(folder.bundle.read_bytes()), files.origin, begun)
+    ended = [key for key in bundle.audit_keys if _is_of(key, files.origin) and key.to_size is None]
+    new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
+    size = _end_log(files, bundle, ended, new, now_ms)
+    signed = sign_bundle(
+        msgspec.structs.replace(
+            bundle,
+            issued_ms=max(now_ms, bundle.issued_ms + 1),
+            audit_keys=(
+                *(
+                    msgspec.structs.replace(key, to_size=size) if key in ended else key
+                    for key in bundle.audit_keys
+                ),
+                AuditKey(files.origin, "log", new.verify_key.public, from_size=size),
+                AuditKey(files.origin, "log", new_ml_dsa.public, "ml-dsa-44", from_size=size),
+            ),
+        ),
+        load_signing_key(folder.policy_key),
+    )
+    for path in (files.new_ed25519, files.new_ml_dsa):
+        # Of a call that did not come as far as the bundle: nobody knows them.
+        path.unlink(missing_ok=True)
+    save_signing_key(new, files.new_ed25519)
+    save_ml_dsa_key(new_ml_dsa, files.new_ml_dsa)
+    replace_file(folder.bundle, signed.encode(), PUBLIC)
+    _put_in_place(files)
+    return ChangedKeys(signed, files.origin, size)
+
+
+def _files(folder: RegionFolder, config: RegionConfig, bridge: str, log: Path | None) -> _Files:
+    if bridge:
+        origin = egress_origin(config.region, config.mesh, bridge)
+        lies = log or folder.bridge(bridge) / "egress"
+        files = _Files(origin, lies, folder.egress_key(bridge), folder.egress_ml_dsa_key(bridge))
+    else:
+        origin, lies = region_origin(config.region, config.mesh), log or folder.root / config.data / "audit"
+        files = _Files(origin, lies, folder.audit_key, folder.audit_ml_dsa_key)
+    if not lies.is_dir() or Folder(lies).read(CHECKPOINT_PATH) is None:
+        raise RequestError(
+            f"There is no audit log at {lies}: its keys end with its last checkpoint, so it must be at hand.",
+            code=Code.NOT_FOUND,
+            hint="Where an agent runs on another machine, bring its log here, or name the folder with --log.",
+        )
+    return files
+
+
+def _is_of(key: AuditKey, origin: str) -> bool:
+    return (key.role, key.name) == ("log", origin)
+
+
+def _begun(bundle: RegionBundle, files: _Files) -> int | None:
+    """Where the new keys begin that the bundle names already, and that do not lie in place yet."""
+    if not files.new_ed25519.exists():
+        return None
+    public = load_signing_key(files.new_ed25519).verify_key.public
+    return next(
+        (key.from_size for key in bundle.audit_keys if _is_of(key, files.origin) and key.public == public),
+        None,
+    )
+
+
+def _end_log(files: _Files, bundle: RegionBundle, ended: list[AuditKey], new: SigningKey, now_ms: int) -> int:
+    """The log's last checkpoint under the keys of before; its size."""
+    signers = [NoteSigner.from_key(files.origin, load_signing_key(files.ed25519), Algorithm.ED25519)]
+    if files.ml_dsa.exists():
+        signers.append(NoteSigner.from_ml_dsa(files.origin, load_ml_dsa_key(files.ml_dsa)))
+    if {key.public for key in ended} != {signer.key.public for signer in signers}:
+        raise RequestError(
+            f"The bundle of {bundle.region} names other keys of the log {files.origin} than {files.ed25519.parent} holds.",
+            code=Code.CONFLICT,
+        )
+    own = RegionTrust(bundle)
+    earlier = own.earlier_keys(files.origin, (signer.key for signer in signers))
+    trail = Trail.open(files.log, signers[0], also=signers[1:], earlier=earlier)
+    try:
+        if files.origin == region_origin(bundle.region, bundle.mesh):
+            _append(trail, bundle.region, new, now_ms)
+        return note_size(trail.publish())
+    finally:
+        trail.close()
+
+
+def _append(trail: Trail, region: str, new: SigningKey, now_ms: int) -> None:
+    """A region's keys stand in its own log: this one says which key signs it from here on."""
+    header = Header(
+        kind=Kind.KEY,
+        side=Side.INGRESS,
+        time_ms=now_ms,
+        source_region=region,
+        destination_region=region,
+        action="rotated",
+        key_id=sha256(new.verify_key.public).digest()[:KEY_ID_BYTES],
+        sentence="The keys that sign this log's checkpoints were changed.",
+    )
+    done, failed = threading.Event(), list[Exception]()
+
+    def ended(_: int, error: Exception | None) -> None:
+        failed.extend([error] if error is not None else [])
+        done.set()
+
+    trail.append_nowait([Leaf(header)], ended)
+    if not done.wait(APPEND_S):
+        raise UnavailableError(f"The audit log {trail.key.name} was not synced within {APPEND_S:.0f} s.")
+    if failed:
+        raise failed[0]
+
+
+def _put_in_place(files: _Files) -> None:
+    for new, old in ((files.new_ml_dsa, files.ml_dsa), (files.new_ed25519, files.ed25519)):
+        if new.exists():
+            new.replace(old)

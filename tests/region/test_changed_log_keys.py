@@ -1,0 +1,312 @@
+"""A log's keys are changed: what each signed holds, and no key signs what is another one's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+from version_0_1 import EGRESS, EU_WEST, US_EAST, lay_out
+
+from audit.checkpoint import Checkpoint
+from audit.leaf import Header, Kind, Leaf, Side, decode_leaf
+from audit.merkle import Tree, leaf_hash
+from audit.note import Algorithm, Note, NoteSigner, encode_note, parse_note
+from audit.origin import egress_origin, region_origin
+from audit.proof import check_proof, prove
+from audit.tile import MemoryFiles, bundle_path, encode_bundle, read_entries, tile_path
+from audit.tile_disk import Folder
+from audit.trail import Trail
+from audit.trust import RegionTrust, Trust
+from audit.verify import verify_log
+from audit.witness import ForkError, MemoryWitnessStore, Witness
+from cli.region import app
+from felix.errors import RequestError, TamperError
+from keys.bundle import AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
+from keys.key_file import load_ml_dsa_key, load_signing_key, save_signing_key
+from keys.signing import SigningKey
+from region.bootstrap import add_log_keys
+from region.config import RegionConfig, load_config
+from region.folder import RegionFolder
+from region.log_keys import change_log_keys
+
+NOW = 1_900_000_000_000
+
+
+class Home:
+    """The folder of two regions that version 0.1 founded, with logs of both."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folder = RegionFolder(root / "us-east")
+        self.config: RegionConfig = load_config(self.folder.config)
+        self.origin = region_origin(self.config.region, self.config.mesh)
+        self.log = root / US_EAST
+
+    def bundle(self, region: str = "us-east") -> RegionBundle:
+        return decode_bundle((self.root / region / "bundle.json").read_bytes()).bundle
+
+    def trust(self, own: RegionBundle | None = None) -> Trust:
+        return Trust.of([own or self.bundle(), self.bundle("eu-west")])
+
+    def signers(self) -> list[NoteSigner]:
+        """Whoever holds the files of the log's keys now."""
+        found = [NoteSigner.from_key(self.origin, load_signing_key(self.folder.audit_key), Algorithm.ED25519)]
+        if self.folder.audit_ml_dsa_key.exists():
+            found.append(NoteSigner.from_ml_dsa(self.origin, load_ml_dsa_key(self.folder.audit_ml_dsa_key)))
+        return found
+
+    def open(self) -> Trail:
+        """As the broker opens its log."""
+        signers, own = self.signers(), RegionTrust(self.bundle())
+        earlier = own.earlier_keys(self.origin, (each.key for each in signers))
+        witnesses = tuple(self.trust().witnesses_for("us-east"))
+        return Trail.open(self.log, signers[0], also=signers[1:], earlier=earlier, witnesses=witnesses)
+
+    async def append(self) -> None:
+        trail = self.open()
+        await trail.append([key_leaf()])
+        trail.close()
+
+    def leaves(self) -> list[bytes]:
+        size = int((self.log / "checkpoint").read_text().split("\n")[1])
+        return [bytes(data) for _, data in read_entries(Folder(self.log), 0, size, size)]
+
+
+def key_leaf(action: str = "made") -> Leaf:
+    header = Header(
+        kind=Kind.KEY, side=Side.INGRESS, time_ms=NOW, source_region="us-east", destination_region="us-east",
+        key_id=b"k" * 16, action=action,
+    )  # fmt: skip
+    return Leaf(header)
+
+
+def forged(origin: str, leaves: list[bytes], signers: list[NoteSigner]) -> MemoryFiles:
+    """A log of these leaves, by whoever has these keys."""
+    files, tree = dict[str, bytes](), Tree()
+    for leaf in leaves:
+        tree.add(leaf_hash(leaf))
+    assert len(leaves) < 256
+    if leaves:
+        files[bundle_path(0, len(leaves))] = encode_bundle(leaves)
+    for tile in tree.partial_tiles():
+        files[tile_path(tile.level, tile.number, tile.width)] = tile.hashes
+    text = Checkpoint(origin, len(leaves), tree.root()).text()
+    files["checkpoint"] = encode_note(Note(text, tuple(signer.sign(text, NOW // 1000) for signer in signers)))
+    return MemoryFiles(files)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    root = lay_out(tmp_path)
+    monkeypatch.setenv("FELIX_HOME", str(root))
+    found = Home(root)
+    add_log_keys(found.folder, found.config, NOW - 1)
+    return found
+
+
+async def test_a_log_goes_on_under_new_keys_and_what_the_old_ones_signed_holds(home: Home) -> None:
+    before, was = home.bundle(), len(home.leaves())
+    changed = change_log_keys(home.folder, home.config, NOW)
+    assert changed.origin == home.origin and changed.size == was + 1
+    leaf = decode_leaf(home.leaves()[-1])
+    assert (leaf.header.kind, leaf.header.action) == (Kind.KEY, "rotated")
+    keys = [key for key in home.bundle().audit_keys if key.name == home.origin]
+    assert sorted((key.algorithm, key.from_size, key.to_size) for key in keys if key.to_size is None) == [
+        ("ed25519", changed.size, None), ("ml-dsa-44", changed.size, None),
+    ]  # fmt: skip
+    assert {(key.from_size, key.to_size) for key in keys if key.to_size is not None} == {(0, changed.size)}
+    # The last checkpoint of the old keys holds under both bundles, the next one under the new one alone.
+    for own in (before, home.bundle()):
+        assert verify_log(Folder(home.log), home.trust(own), cosignatures_min=0).ok
+    note = (home.log / "checkpoint").read_bytes()
+    await home.append()
+    report = verify_log(Folder(home.log), home.trust(), cosignatures_min=0, remembered=[note])
+    assert report.ok and report.size == changed.size + 1
+    assert not verify_log(Folder(home.log), home.trust(before), cosignatures_min=0).ok
+    # And again: three keys of each algorithm, one behind the other.
+    again = change_log_keys(home.folder, home.config, NOW + 1)
+    assert again.size == changed.size + 2
+    await home.append()
+    assert verify_log(Folder(home.log), home.trust(), cosignatures_min=0, remembered=[note]).ok
+
+
+async def test_no_key_signs_what_is_another_ones(home: Home) -> None:
+    old = home.signers()
+    size = change_log_keys(home.folder, home.config, NOW).size
+    new, leaves = home.signers(), home.leaves()
+    more = [*leaves, encode_of(key_leaf("destroyed"))]
+    tried = [
+        # Whoever stole the old keys goes on with them, one of them, or both with the new ones' names.
+        (more, old), (more, old[:1]), (more, old[1:]), ([*more, more[-1]], old),
+        # Whoever has the new ones writes what was before anew.
+        (leaves[: size - 1], new), (leaves[:1], new), (leaves[:0], new[:1]),
+    ]  # fmt: skip
+    for told, signers in tried:
+        files = forged(home.origin, told, signers)
+        report = verify_log(files, home.trust(), cosignatures_min=0)
+        assert [finding.step for finding in report.findings] == [1]
+        assert "may not sign" in report.findings[0].sentence
+        with pytest.raises(TamperError, match="may not sign"):
+            Witness(
+                witness_of("eu-west"), RegionTrust(home.bundle()).logs, MemoryWitnessStore(), lambda: NOW
+            ).cosign(files.read("checkpoint") or b"", [])
+    # A stolen key beside the right one adds nothing, and takes nothing away.
+    both = forged(home.origin, more, [*new, *old])
+    opened = home.trust().log(home.origin).open(both.read("checkpoint") or b"")
+    assert {by.key for by in opened.signed} == {signer.key for signer in new}
+    # What both may sign is one size.
+    for signers in (old, new):
+        assert verify_log(forged(home.origin, leaves, signers), home.trust(), cosignatures_min=0).ok
+
+
+def encode_of(leaf: Leaf) -> bytes:
+    from audit.leaf import encode_leaf
+
+    return encode_leaf(leaf)
+
+
+def witness_of(region: str) -> NoteSigner:
+    return NoteSigner.from_key(
+        f"{region}.acme/witness", SigningKey.from_seed(b"w" * 32), Algorithm.COSIGNATURE
+    )
+
+
+async def test_a_history_is_not_exchanged_under_the_new_keys(home: Home) -> None:
+    """The witness stands where the old keys were: whatever the new ones sign must continue that."""
+    witness = Witness(
+        witness_of("eu-west"), RegionTrust(home.bundle()).logs, MemoryWitnessStore(), lambda: NOW
+    )
+    home.open().close()
+    first = (home.log / "checkpoint").read_bytes()
+    witness.cosign(first, [])
+    stands = witness.last(home.origin)
+    assert stands is not None
+    size = change_log_keys(home.folder, home.config, NOW).size
+    witness.follow_all(RegionTrust(home.bundle()).logs)
+    leaves = home.leaves()
+    for told in ([encode_of(key_leaf("destroyed")), *leaves[1:]], [*leaves, *leaves]):
+        files = forged(home.origin, told, home.signers())
+        with pytest.raises(ForkError, match="does not show that"):
+            witness.cosign(files.read("checkpoint") or b"", [])
+        report = verify_log(files, home.trust(), cosignatures_min=0, remembered=[first])
+        assert not report.ok or told[: stands.size] == leaves[: stands.size]
+    await home.append()
+    trail = home.open()
+    proof = trail.consistency_proof(stands.size, size + 1)
+    trail.close()
+    assert witness.cosign((home.log / "checkpoint").read_bytes(), proof)
+    last = witness.last(home.origin)
+    assert last is not None and last.size == size + 1
+
+
+def test_nobody_takes_the_changed_keys_without_comparing_the_fingerprint(home: Home) -> None:
+    held = home.bundle()
+    signed = change_log_keys(home.folder, home.config, NOW).signed
+    with pytest.raises(TamperError, match="any more, or another one"):
+        check_update(held, signed)
+    assert held.fingerprint() != signed.bundle.fingerprint()
+    # Nor does an end move, or go away.
+    key = load_signing_key(home.folder.policy_key)
+    for change in ({"to_size": None}, {"to_size": 10**6}, {"from_size": 1}):
+        named = [
+            msgspec.structs.replace(each, **change)
+            if each.to_size is not None and each.algorithm == "ed25519"
+            else each
+            for each in signed.bundle.audit_keys
+            if change != {"to_size": None} or each.to_size is not None
+        ]
+        later = msgspec.structs.replace(signed.bundle, audit_keys=tuple(named), issued_ms=NOW + 5)
+        try:
+            moved = sign_bundle(later, key)
+        except RequestError as error:
+            assert "two keys" in error.sentence
+            continue
+        with pytest.raises(TamperError, match="any more, or another one"):
+            check_update(signed.bundle, moved)
+
+
+def test_a_bundle_names_one_key_for_a_checkpoint(home: Home) -> None:
+    bundle, policy_key = home.bundle(), load_signing_key(home.folder.policy_key)
+    (own,) = [key for key in bundle.audit_keys if (key.name, key.algorithm) == (home.origin, "ed25519")]
+    other = SigningKey.from_seed(b"o" * 32).verify_key.public
+    wrong = [
+        AuditKey(home.origin, "log", other),
+        AuditKey(home.origin, "log", other, from_size=7),
+        AuditKey(home.origin, "log", own.public, from_size=7),
+        AuditKey(home.origin, "log", other, from_size=7, to_size=6),
+        AuditKey(f"us-east.{bundle.mesh}/witness", "cosigner", other, to_size=6),
+    ]
+    for key in wrong:
+        with pytest.raises(RequestError, match=r"two keys|before it begins|no log"):
+            sign_bundle(msgspec.structs.replace(bundle, audit_keys=(*bundle.audit_keys, key)), policy_key)
+    ended = tuple(msgspec.structs.replace(key, to_size=7) if key is own else key for key in bundle.audit_keys)
+    fits = msgspec.structs.replace(
+        bundle, audit_keys=(*ended, AuditKey(home.origin, "log", other, from_size=7))
+    )
+    assert sign_bundle(fits, policy_key).bundle == fits
+
+
+def test_a_change_that_was_broken_off_is_finished_by_the_next_call(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr("region.log_keys._put_in_place", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            change_log_keys(home.folder, home.config, NOW)
+    with pytest.raises(RequestError, match="and no further"):
+        home.open()
+    leaves = home.leaves()
+    changed = change_log_keys(home.folder, home.config, NOW + 1)
+    assert changed.size == len(leaves) and home.leaves() == leaves
+    home.open().close()
+    # Keys that were written and that no bundle names are nobody's; and nobody changes the keys of a log that is open.
+    nobodys = SigningKey.generate()
+    save_signing_key(nobodys, home.folder.audit_key.with_name(f"new.{home.folder.audit_key.name}"))
+    trail = home.open()
+    with pytest.raises(RequestError, match="open in another process"):
+        change_log_keys(home.folder, home.config, NOW + 2)
+    trail.close()
+    changed = change_log_keys(home.folder, home.config, NOW + 3)
+    assert nobodys.verify_key.public not in {key.public for key in changed.signed.bundle.audit_keys}
+    home.open().close()
+
+
+def test_a_bridges_log_is_changed_alone_and_proofs_of_before_hold(home: Home) -> None:
+    origin = egress_origin("us-east", home.config.mesh, BRIDGE_NAME)
+    log = Folder(home.root / EGRESS)
+    stream, shard, offset = crossed(log)
+    proof = prove(log, home.trust(), stream, shard, offset)
+    command = ["change-log-keys", "--region", "us-east", "--bridge", BRIDGE_NAME]
+    answer = CliRunner().invoke(app, command)
+    assert answer.exit_code == 0, answer.output
+    keys = [key for key in home.bundle().audit_keys if key.name == origin]
+    assert {key.to_size for key in keys} == {
+        None,
+        int((home.root / EGRESS / "checkpoint").read_text().split("\n")[1]),
+    }
+    assert all(
+        key.to_size is None and not key.from_size
+        for key in home.bundle().audit_keys
+        if key.name == home.origin
+    )
+    assert check_proof(proof, home.trust(), cosignatures_min=0).origin == origin
+    assert verify_log(log, home.trust(), cosignatures_min=0).ok
+    assert verify_log(Folder(home.root / EU_WEST), home.trust(), cosignatures_min=0).ok
+    shown = CliRunner().invoke(app, ["bundle", "--region", "us-east"])
+    assert "leaves" in shown.output
+    missing = CliRunner().invoke(app, ["change-log-keys", "--region", "us-east", "--bridge", "elsewhere"])
+    assert isinstance(missing.exception, RequestError) and "must be at hand" in str(missing.exception)
+
+
+BRIDGE_NAME = "us-east-to-eu-west"
+
+
+def crossed(log: Folder) -> tuple[str, int, int]:
+    """A record that crossed: stream, shard, source offset."""
+    size = int(parse_note(log.read("checkpoint") or b"").text.split("\n")[1])
+    headers = (decode_leaf(data).header for _, data in read_entries(log, 0, size, size))
+    found = next(header for header in headers if header.kind is Kind.INTENT and header.records)
+    assert found.first_offset is not None
+    return found.stream, found.shard, found.first_offset
