@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import typer
@@ -24,6 +25,7 @@ from audit.witness_policy import WitnessPolicy, format_policy
 from cli.exits import EXIT_DAMAGED
 from cli.grants import known_bundles, parse_moment
 from cli.output import err, iso, note, out, print_json, progress, styled, table, verdict
+from cli.process import read_state
 from cli.setting import (
     JsonOption,
     RegionOption,
@@ -36,7 +38,11 @@ from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.names import StreamName
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, changes_of, decode_bundle
+from policy.quantity import Duration
 from region.folder import RegionFolder
+
+COSIGNATURE_POLL_S: Final = 1.0
+"""Between two looks at a log that waits for its first cosignature."""
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -143,14 +149,26 @@ def verify(
     every: Annotated[
         bool, typer.Option("--all", help="The logs of all regions of this machine, whatever is set.")
     ] = False,
+    wait: Annotated[
+        str, typer.Option(help="Wait so long for cosignatures of a log that a region here is writing.")
+    ] = "20s",
     json: JsonOption = False,
 ) -> None:
     """Verify logs from their files alone: every leaf, the tree, signatures, continuity. Exit code 5 if not."""
     trust, notes = trusted(bundle, policy), remembered_notes(remembered)
     reports: list[tuple[Path, Report]] = []
+    until_ms = now_ms() + Duration.parse(wait)
     for path in choose_logs(logs, "" if every else region or preferred_region()):
         require_log(path)
-        reports.append((path, verify_one(path, trust, cosignatures, notes)))
+        report = verify_one(path, trust, cosignatures, notes)
+        if _awaits_cosignatures(path, report, trust, cosignatures) and now_ms() < until_ms:
+            note(
+                f"{report.origin} is not cosigned yet; waiting up to {wait}: regions do it every few seconds."
+            )
+            while _awaits_cosignatures(path, report, trust, cosignatures) and now_ms() < until_ms:
+                time.sleep(COSIGNATURE_POLL_S)
+                report = verify_one(path, trust, cosignatures, notes)
+        reports.append((path, report))
     if json:
         print_json(
             [
@@ -170,6 +188,17 @@ def verify(
                 note(hint)
     if not all(report.ok for _, report in reports):
         raise typer.Exit(EXIT_DAMAGED)
+
+
+def _awaits_cosignatures(path: Path, report: Report, trust: Trust, cosignatures_min: int) -> bool:
+    """Whether cosignatures are all that a log lacks, and a broker of this machine is writing it for others to cosign."""
+    if not cosignature_hint(report, trust, cosignatures_min) or not trust.log(report.origin).witnesses:
+        return False
+    folders = [folder_of(region)[0] for region in known_regions()]
+    return any(
+        path.resolve().is_relative_to(folder.root.resolve()) and read_state(folder.broker_pid) is not None
+        for folder in folders
+    )
 
 
 def cosignature_hint(report: Report, trust: Trust, cosignatures_min: int) -> str:
