@@ -59,6 +59,7 @@ from region.folder import RegionFolder
 from region.governance import Governance
 from region.ingest import IngestService
 from region.log.directory import LogDirectory
+from region.log.open_logs import raise_files_limit
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls
@@ -159,6 +160,7 @@ class Node:
         data.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._ready = "the broker is starting"
         sys.setswitchinterval(SWITCH_S)
+        files_max = raise_files_limit()
 
         storage = config.storage
         directory = LogDirectory(
@@ -225,6 +227,7 @@ class Node:
             changed,
             self._may_not_write,
             self._runtime,
+            files_max,
         )
         self.broker = broker = Broker(
             config,

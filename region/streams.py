@@ -34,6 +34,7 @@ from region.log.disk import SegmentLimits
 from region.log.durability import Durability as LogDurability
 from region.log.durability import Kind
 from region.log.epochs import next_epoch
+from region.log.open_logs import OpenLogs, logs_max_of
 from region.log.retention import Retention as LogRetention
 from region.log.ring_pool import RingPool
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
@@ -269,11 +270,14 @@ class StreamTable:
         changed: Callable[[HostedStream], None],
         refusal: Callable[[], FelixError | None] = always_allowed,
         runtime: Runtime = REAL,
+        files_max: int = 1_024,
     ) -> None:
+        """`files_max`: how many files the process may have open."""
         self._directory = directory
         self._make_seal = make_seal
         self._ring_budget = ring_budget
         self._rings = RingPool(ring_budget)
+        self._open_logs = OpenLogs(logs_max_of(files_max))
         self._changed = changed
         self._refusal = refusal
         self._runtime = runtime
@@ -413,7 +417,11 @@ class StreamTable:
             config, config.ring_bytes if config.durability.kind == "ephemeral" else HOT_BYTES
         )
         hooks = ShardHooks(
-            frame_prefix=delivery_frame, refusal=self._refusal, runtime=self._runtime, rings=self._rings
+            frame_prefix=delivery_frame,
+            refusal=self._refusal,
+            runtime=self._runtime,
+            rings=self._rings,
+            open_logs=self._open_logs,
         )
         if settings.durability.kind is not Kind.EPHEMERAL:
             seal = self._make_seal(name, incarnation, number)
@@ -462,6 +470,7 @@ class StreamTable:
             refusal=self._refusal,
             runtime=self._runtime,
             rings=self._rings,
+            open_logs=self._open_logs,
         )
         companion = await self._directory.open_shard(stream.name, stream.incarnation, number, settings, hooks)
         if not companion.epochs.current:

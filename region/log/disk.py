@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import os
 from bisect import bisect_right
 from collections import OrderedDict
@@ -35,6 +36,7 @@ from region.log.durable_mark import MARK_NAME, Mark
 from region.log.epochs import EpochHistory
 from region.log.index import INDEX_INTERVAL_BYTES, SparseIndex, decode_index
 from region.log.offload import OFFLOADED_NAME, Offloaded, OffloadState, encode_offload
+from region.log.open_logs import OpenLogs
 from region.log.origin import Origin
 from region.log.point import LogPoint, PointCounter
 from region.log.producer_snapshots import ProducerSnapshots
@@ -182,6 +184,7 @@ class DiskLog:
         limits: SegmentLimits,
         commitment: Callable[[], bytes],
         runtime: Runtime,
+        open_logs: OpenLogs,
     ) -> None:
         self.folder = folder
         self.identity = identity
@@ -205,8 +208,13 @@ class DiskLog:
         nothing behind its last entry."""
         self.synced_offset = self._segments[-1].next_offset if self._segments else 0
         """Every offset below is on the disk: recovery syncs what it lets stand, and `sync` moves it."""
+        # Of the last segment and the mark; -1 while nobody writes (region.log.open_logs).
         self._active = -1
         self._mark = -1
+        self._mark_unsynced = False
+        self._open_logs = open_logs
+        self.writer: Final = Lock()
+        """Held by whoever writes."""
         self._failure: StorageFailedError | None = None
 
     @classmethod
@@ -222,9 +230,10 @@ class DiskLog:
         full_verify: bool = False,
         origin: Origin | None = None,
         runtime: Runtime = REAL,
+        open_logs: OpenLogs | None = None,
     ) -> tuple[DiskLog, Recovered]:
         """Recover what `folder` holds, or begin a log in it at `origin`, else at offset 0. `commitment` is asked for each new
-        segment's header.
+        segment's header. `open_logs`: who bounds how many logs have files open.
 
         Raises CorruptionError (region.log.recovery, or of the origin's snapshot), OSError.
         """
@@ -241,19 +250,19 @@ class DiskLog:
             limits=limits or SegmentLimits(),
             commitment=commitment,
             runtime=runtime,
+            open_logs=OpenLogs() if open_logs is None else open_logs,
         )
         try:
-            if log._segments:
-                active = log._segments[-1]
-                log._active = files.open(active.path, os.O_RDWR)
-                log._synced_to = active.segment_bytes
-            else:
-                log._begin((origin or Origin()).point, recovered.producers, now_ms)
-            log._open_mark()
-            if recovered.report.epochs_rebuilt:
-                log.save_epochs(recovered.epochs)
-            if recovered.offload.pending_deletion:
-                log.save_offload(recovered.offload)
+            with log.writer:
+                if log._segments:
+                    log._synced_to = log._segments[-1].segment_bytes
+                else:
+                    log._begin((origin or Origin()).point, recovered.producers, now_ms)
+                log._begin_mark()
+                if recovered.report.epochs_rebuilt:
+                    log.save_epochs(recovered.epochs)
+                if recovered.offload.pending_deletion:
+                    log.save_offload(recovered.offload)
         except OSError:
             log._close_descriptors()
             raise
@@ -316,6 +325,39 @@ class DiskLog:
             )
             raise self._failure from error
 
+    def _open_files(self) -> None:
+        """The last segment and the mark are open for writing. Raises UnavailableError where the process has too many files open:
+        nothing was written."""
+        self._open_logs.used(self)
+        try:
+            if self._active < 0:
+                self._active = self._files.open(self._segments[-1].path, os.O_RDWR)
+            if self._mark < 0:
+                self._mark = self._files.open(self.folder / MARK_NAME, os.O_RDWR)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise UnavailableError(
+                f"{self.folder} cannot be written to: {error.strerror}.",
+                hint="Let the broker open more files: LimitNOFILE= of its service, ulimit -n.",
+                retry_after_ms=FULL_RETRY_MS,
+            ) from error
+
+    def release_files(self) -> bool:
+        """region.log.open_logs.OpenLog: what is written is synced, and the files are closed until the next write."""
+        if not self.writer.acquire(blocking=False):
+            return False
+        try:
+            self.sync()
+            self.sync_mark()
+            self._close_descriptors()
+        except StorageFailedError:
+            # Whoever writes next hears of it.
+            return False
+        finally:
+            self.writer.release()
+        return True
+
     def write(self, frames: Sequence[Frame], now_ms: int) -> None:
         """Write all of `frames` after each other, rolling the segment first where it is due.
 
@@ -324,6 +366,7 @@ class DiskLog:
         """
         if self._failure:
             raise self._failure
+        self._open_files()
         active = self._segments[-1]
         if self._roll_due(active, now_ms):
             self.roll(now_ms)
@@ -447,8 +490,10 @@ class DiskLog:
 
     def sync_mark(self) -> None:
         """Bring the mark itself to the disk. Raises StorageFailedError."""
-        with self._fatal("A sync", self.folder / MARK_NAME):
-            self._files.sync(self._mark)
+        if self._mark_unsynced:
+            with self._fatal("A sync", self.folder / MARK_NAME):
+                self._files.sync(self._mark)
+            self._mark_unsynced = False
 
     def _roll_due(self, active: SegmentState, now_ms: int) -> bool:
         # A segment without a batch stays: the next one would have its base offset, and so its name.
@@ -464,6 +509,7 @@ class DiskLog:
 
     def roll(self, now_ms: int) -> None:
         """Close the active segment and begin the next. Raises as `write` does."""
+        self._open_files()
         active = self._segments[-1]
         assert active.index is not None
         self.sync()
@@ -536,21 +582,25 @@ class DiskLog:
             ),
         )
 
-    def _open_mark(self) -> None:
+    def _begin_mark(self) -> None:
+        """The mark says what the log holds; what recovery found, it has synced."""
         path = self.folder / MARK_NAME
         encoded = self._current_mark().encode()
-        if read_file(self._files, path) is None:
+        found = read_file(self._files, path)
+        if found is None:
+            self._open_logs.used(self)
             self._mark = create_durably(self._files, path, (encoded,))
-            return
-        self._mark = self._files.open(path, os.O_RDWR)
-        self._write_mark()
-        self.sync_mark()
+        elif found != encoded:
+            self._open_files()
+            self._write_mark()
+            self.sync_mark()
 
     def _current_mark(self) -> Mark:
         return Mark(self._segments[-1].base_offset, self._synced_to, self._segments[0].base_offset)
 
     def _write_mark(self) -> None:
         with self._fatal("Writing", self.folder / MARK_NAME):
+            self._mark_unsynced = True
             write_all(self._files, self._mark, (self._current_mark().encode(),), 0)
 
     # Reading.
@@ -908,6 +958,7 @@ class DiskLog:
         return count
 
     def _delete_first(self, count: int) -> None:
+        self._open_files()
         gone, self._segments = self._segments[:count], self._segments[count:]
         # The new start is on disk before any file goes: what a crash leaves below it is known to be leftover.
         self._write_mark()
@@ -1039,6 +1090,7 @@ class DiskLog:
                 code=Code.UNSUPPORTED,
                 hint="Build the replica anew from its leader.",
             )
+        self._open_files()
         self.sync()
         if offset < self.compaction.clean_to:
             self.save_compaction(msgspec.structs.replace(self.compaction, clean_to=offset))
@@ -1066,7 +1118,8 @@ class DiskLog:
             self._files.remove(segment.index_path)
         self._files.remove(target.index_path)
         self._files.sync_folder(self.folder)
-        self._files.close(self._active)
+        if self._active >= 0:
+            self._files.close(self._active)
         self._active = self._files.open(target.path, os.O_RDWR)
         self._files.truncate(self._active, index.segment_bytes)
         self._files.sync(self._active)
@@ -1135,6 +1188,7 @@ class DiskLog:
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
+        self._open_logs.closed(self)
         for descriptor in (self._active, self._mark):
             if descriptor >= 0:
                 self._files.close(descriptor)

@@ -182,6 +182,7 @@ class ShardLog:
                 runtime=hooks.runtime,
                 full_verify=full_verify,
                 origin=Origin(LogPoint(settings.first_offset)),
+                open_logs=hooks.open_logs,
             )
 
         try:
@@ -231,6 +232,7 @@ class ShardLog:
 
     def _adopt(self, disk: DiskLog, recovered: Recovered, commit: CommitPort | None) -> None:
         self._disk = disk
+        self._writer = disk.writer
         self.report = recovered.report
         self._epochs = recovered.epochs
         self._core = LogCore.beginning(

@@ -15,6 +15,7 @@ from felix.settings import Compaction, Deduplication, Offload
 from region.log.disk import SegmentLimits, no_commitment
 from region.log.durability import FSYNC, Durability
 from region.log.offloader import RATE_BYTES, FetchedCache
+from region.log.open_logs import OpenLogs
 from region.log.retention import Retention
 from region.log.ring import RING_BYTES_MAX, RING_ENTRIES_MAX
 from region.log.ring_pool import RingPool
@@ -73,6 +74,8 @@ class ShardHooks:
     runtime: Runtime = REAL
     rings: RingPool | None = None
     """Where a durable shard's newest records take their memory; None: its own bound is all."""
+    open_logs: OpenLogs | None = None
+    """Who bounds how many shards have files open for writing; None: nobody."""
 
     def clock_ms(self) -> int:
         """The wall clock."""
