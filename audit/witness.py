@@ -9,17 +9,19 @@ log must not overlap. Callers: region (for a bridge's egress log), bridge (for a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
 from audit.errors import RolledBackError
 from audit.merkle import PROOF_HASHES_MAX, verify_consistency
 from audit.note import Algorithm, NoteSigner, VerifierKey, encode_note, parse_note
 from audit.tile_disk import Folder
-from felix.errors import Code, RequestError, TamperError
+from felix.errors import Code, RequestError, TamperError, UnavailableError
+
+_SUFFIX: Final = ".checkpoint"
 
 
 class ForkError(RolledBackError):
@@ -38,13 +40,24 @@ class WitnessStore(Protocol):
         """The last note put for this origin."""
         ...
 
-    def put(self, origin: str, note: bytes) -> None:
-        """Replace it; durable on return."""
+    def swap(self, origin: str, before: bytes | None, note: bytes) -> None:
+        """Replace `before`, which `last` gave; durable on return. Raises UnavailableError(CONFLICT) where it is no longer the last one,
+        with nothing changed, and UnavailableError where the store does not answer, perhaps with the note in it."""
         ...
 
 
+def superseded(origin: str) -> UnavailableError:
+    """What a swap is refused with whose note is no longer the last one."""
+    return UnavailableError(
+        f"Another checkpoint of {origin} was cosigned in the same moment.",
+        code=Code.CONFLICT,
+        hint="Ask for the last one, and bring a proof from there.",
+        retry_after_ms=100,
+    )
+
+
 class MemoryWitnessStore:
-    """The memory twin of `DiskWitnessStore`."""
+    """The twin of the others in memory."""
 
     def __init__(self) -> None:
         self._notes: dict[str, bytes] = {}
@@ -52,12 +65,14 @@ class MemoryWitnessStore:
     def last(self, origin: str) -> bytes | None:
         return self._notes.get(origin)
 
-    def put(self, origin: str, note: bytes) -> None:
+    def swap(self, origin: str, before: bytes | None, note: bytes) -> None:
+        if self.last(origin) != before:
+            raise superseded(origin)
         self._notes[origin] = note
 
 
 class DiskWitnessStore:
-    """One file per origin, named by the SHA-256 of the origin, replaced atomically."""
+    """One file per origin, named by the SHA-256 of the origin, replaced atomically. One process has the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = Folder(folder)
@@ -65,13 +80,21 @@ class DiskWitnessStore:
     def last(self, origin: str) -> bytes | None:
         return self._folder.read(_name(origin))
 
-    def put(self, origin: str, note: bytes) -> None:
+    def swap(self, origin: str, before: bytes | None, note: bytes) -> None:
+        if self.last(origin) != before:
+            raise superseded(origin)
         self._folder.write(_name(origin), note)
         self._folder.flush()
 
+    def notes(self) -> Iterator[bytes]:
+        """The notes of all origins."""
+        for name in self._folder.names(""):
+            if name.endswith(_SUFFIX) and (note := self._folder.read(name)) is not None:
+                yield note
+
 
 def _name(origin: str) -> str:
-    return sha256(origin.encode()).hexdigest() + ".checkpoint"
+    return sha256(origin.encode()).hexdigest() + _SUFFIX
 
 
 class Witness:
@@ -163,7 +186,8 @@ class Witness:
         """
         origin = self.origin_of(data)
         offered = open_checkpoint(data, self._logs[origin])
-        last = self._last_note(origin)
+        held = self._store.last(origin)
+        last = None if held is None else open_checkpoint(held, self._logs[origin])
         if last is not None:
             self._check_continues(last, offered, proof)
         elif proof:
@@ -174,7 +198,7 @@ class Witness:
         # own signatures are kept: a line under any other name is a text that the sender chose.
         bare = offered.known_note()
         if last is None or last.checkpoint != offered.checkpoint:
-            self._store.put(origin, encode_note(bare))
+            self._store.swap(origin, held, encode_note(bare))
         now_s = self._now_s()
         return encode_note(bare.with_signatures(signer.cosign(bare.text, now_s) for signer in self._signers))
 

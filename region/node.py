@@ -80,6 +80,7 @@ from region.transactions.coordinator import OPEN_MAX, SYSTEM_STREAM, Coordinator
 from region.transactions.participants import QueueParticipant, SubscriptionParticipant
 from region.transactions.service import TransactionService
 from region.trust_store import Memory
+from region.witness_memory import WitnessMemory
 
 log = logging.getLogger("felix.region.node")
 
@@ -201,7 +202,8 @@ class Node:
         await mirror.start()
         self._stack.push_async_callback(mirror.close)
         await self._offer_bundles(catalog, mirror)
-        witness, trail = await asyncio.to_thread(self._open_audit, data, own)
+        cosigned = WitnessMemory(store, config.region, DiskWitnessStore(data / "witness"))
+        witness, trail = await asyncio.to_thread(self._open_audit, data, own, cosigned)
         self._stack.push_async_callback(asyncio.to_thread, trail.close)
         submissions = Submissions(
             trail, [each.target(folder.root) for each in config.audit.witnesses], self._runtime
@@ -368,16 +370,17 @@ class Node:
             )
             await mirror.wait_for(revision)
 
-    def _open_audit(self, data: Path, own: RegionBundle) -> tuple[Witness, Trail]:
+    def _open_audit(self, data: Path, own: RegionBundle, cosigned: WitnessMemory) -> tuple[Witness, Trail]:
         """Of other regions only the pinned ones are known yet; governance adds those that the store names rightly."""
         region, mesh = self.config.region, self.config.mesh
         known = list(pinned_bundles(self.folder).values())
         audit_key = load_signing_key(self.folder.audit_key)
+        cosigned.move_in()
         cosigning_key = load_signing_key(self.folder.witness_key)
         witness = Witness(
             NoteSigner.from_key(witness_name(region, mesh), cosigning_key, Algorithm.COSIGNATURE),
             [key for bundle in known for key in RegionTrust(bundle).logs],
-            DiskWitnessStore(data / "witness"),
+            cosigned,
             lambda: self._now_ms() // 1000,
             also=_post_quantum(witness_name(region, mesh), self.folder.witness_ml_dsa_key),
         )

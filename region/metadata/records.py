@@ -312,6 +312,10 @@ class Keys:
         """Of another region's bundle of authorities."""
         return f"{self.prefix}trusted/{parse_region(region)}"
 
+    def witness(self, origin_hash: str) -> str:
+        """Of what this region cosigned last of a log, by the SHA-256 of its origin in hex."""
+        return f"{self.prefix}witness/{origin_hash}"
+
     def namespace(self, namespace: str) -> str:
         """Of a namespace's settings, by `tenant/namespace`."""
         tenant, _, rest = namespace.partition("/")

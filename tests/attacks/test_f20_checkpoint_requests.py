@@ -86,9 +86,9 @@ def test_bringing_checkpoints_is_bounded_per_log_and_asker(
     put: list[str] = []
 
     class Counting(MemoryWitnessStore):
-        def put(self, origin: str, note: bytes) -> None:
+        def swap(self, origin: str, before: bytes | None, note: bytes) -> None:
             put.append(origin)
-            super().put(origin, note)
+            super().swap(origin, before, note)
 
     async def bring() -> tuple[int, int, int]:
         witnessing = Witnessing(

@@ -11,7 +11,7 @@ from audit.checkpoint import Checkpoint, open_checkpoint
 from audit.merkle import Tree, consistency_proof, leaf_hash
 from audit.note import Note, NoteSigner, encode_note
 from audit.witness import DiskWitnessStore, ForkError, MemoryWitnessStore, Witness, WitnessStore
-from felix.errors import Code, RequestError, TamperError
+from felix.errors import Code, RequestError, TamperError, UnavailableError
 
 NOW_S = 1_760_000_000
 
@@ -49,6 +49,16 @@ class Log:
 @pytest.fixture(params=["disk", "memory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> WitnessStore:
     return MemoryWitnessStore() if request.param == "memory" else DiskWitnessStore(tmp_path / "witness")
+
+
+def test_a_note_takes_the_place_of_the_one_that_was_read_or_not_at_all(store: WitnessStore) -> None:
+    store.swap("log", None, b"1")
+    for wrong in (None, b"0", b"2"):
+        with pytest.raises(UnavailableError) as refused:
+            store.swap("log", wrong, b"2")
+        assert refused.value.code is Code.CONFLICT and store.last("log") == b"1"
+    store.swap("log", b"1", b"2")
+    assert store.last("log") == b"2" and store.last("other") is None
 
 
 def witness_of(store: WitnessStore) -> Witness:
@@ -107,7 +117,7 @@ def test_what_was_remembered_holds_after_a_restart(tmp_path: Path) -> None:
 
 def test_nothing_is_signed_before_it_is_remembered() -> None:
     class Failing(MemoryWitnessStore):
-        def put(self, origin: str, note: bytes) -> None:
+        def swap(self, origin: str, before: bytes | None, note: bytes) -> None:
             raise OSError(28, "No space left on device")
 
     signed: list[str] = []

@@ -1,0 +1,178 @@
+"""A witness's memory in the metadata store, and beside it in files: whichever of the two is put back, no history is signed a second time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+from audit_log import witness_signer
+from region_home import make_region, running
+from version_0_1 import lay_out
+from witness_logs import Log
+
+from audit.witness import DiskWitnessStore, ForkError, Witness
+from felix.errors import Code, FelixError, TamperError, UnavailableError
+from region.metadata.memory import MemoryStore
+from region.metadata.port import OutcomeUnknownError, TransactResult
+from region.witness_memory import WitnessMemory
+
+NOW_S = 1_760_000_000
+
+
+class Broker:
+    """What cosigns in one broker's process."""
+
+    def __init__(self, store: MemoryStore, folder: Path, log: Log) -> None:
+        self.memory = WitnessMemory(store, "eu-west", DiskWitnessStore(folder))
+        self.witness = Witness(witness_signer(), [log.signer.key], self.memory, lambda: NOW_S)
+        self.origin = log.origin
+
+    async def cosign(self, log: Log, size: int, old: int = 0) -> bytes:
+        log.head(size)
+        proof = log.proof(old, size) if old else []
+        return await asyncio.to_thread(self.witness.cosign, log.note(size), proof)
+
+    async def size(self) -> int:
+        last = await asyncio.to_thread(self.witness.last, self.origin)
+        return last.size if last else 0
+
+
+def file_of(folder: Path) -> Path:
+    (found,) = folder.iterdir()
+    return found
+
+
+async def test_what_was_cosigned_is_in_the_store_and_in_the_folder(tmp_path: Path) -> None:
+    store, log = MemoryStore(), Log()
+    await Broker(store, tmp_path / "a", log).cosign(log, 10)
+    assert await Broker(store, tmp_path / "lost", log).size() == 10, "the folder is gone, the store remembers"
+    assert await Broker(MemoryStore(), tmp_path / "a", log).size() == 10
+
+
+async def test_an_old_file_put_back_does_not_roll_the_witness_back(tmp_path: Path) -> None:
+    store, log = MemoryStore(), Log()
+    broker = Broker(store, tmp_path, log)
+    await broker.cosign(log, 10)
+    old = file_of(tmp_path).read_bytes()
+    await broker.cosign(log, 20, 10)
+    file_of(tmp_path).write_bytes(old)
+    again = Broker(store, tmp_path, log)
+    await asyncio.to_thread(again.memory.move_in)
+    assert await again.size() == 20
+    with pytest.raises(ForkError):
+        await again.cosign(Log(word=b"fork"), 15, 10)
+    await again.cosign(log, 30, 20)
+    assert b"\n30\n" in file_of(tmp_path).read_bytes(), "the file has caught up"
+
+
+async def test_an_old_store_put_back_does_not_roll_the_witness_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, old = Log(), MemoryStore()
+    await Broker(old, tmp_path / "copy", log).cosign(log, 10)
+    await Broker(MemoryStore(), tmp_path / "a", log).cosign(log, 20)
+    broker = Broker(old, tmp_path / "a", log)
+    with caplog.at_level(logging.WARNING):
+        assert await broker.size() == 20
+    assert "was put back to an earlier state" in caplog.text
+    with pytest.raises(ForkError):
+        await broker.cosign(Log(word=b"fork"), 15, 10)
+    await asyncio.to_thread(broker.memory.move_in)
+    assert await Broker(old, tmp_path / "lost", log).size() == 20, "and the store knows it again"
+
+
+async def test_two_brokers_with_one_store_cosign_one_history(tmp_path: Path) -> None:
+    store, log = MemoryStore(), Log()
+    first, second = Broker(store, tmp_path / "a", log), Broker(store, tmp_path / "b", log)
+    fork = Log(word=b"fork")
+    results = await asyncio.gather(first.cosign(log, 20), second.cosign(fork, 25), return_exceptions=True)
+    refused = [one for one in results if isinstance(one, FelixError)]
+    assert len(refused) == 1, "not both, and not none"
+    if refused[0].code is Code.CONFLICT:
+        with pytest.raises(ForkError):
+            await (second if results[1] is refused[0] else first).cosign(
+                fork if results[1] is refused[0] else log, 30
+            )
+
+
+async def test_store_and_file_that_contradict_each_other_stop_the_cosigning(tmp_path: Path) -> None:
+    store, log, fork = MemoryStore(), Log(), Log(word=b"fork")
+    await Broker(store, tmp_path / "a", log).cosign(log, 10)
+    await Broker(MemoryStore(), tmp_path / "b", log).cosign(fork, 10)
+    both = Broker(store, tmp_path / "b", log)
+    await asyncio.to_thread(both.memory.move_in)
+    with pytest.raises(ForkError, match="two roots for 10 leaves"):
+        await both.cosign(log, 20, 10)
+
+
+@pytest.mark.parametrize("applied", [True, False])
+async def test_nothing_is_signed_where_nobody_knows_whether_it_is_remembered(
+    tmp_path: Path, applied: bool
+) -> None:
+    class Silent(MemoryStore):
+        """Loses the answer to the first write."""
+
+        silent = True
+
+        async def transact(self, compares: object, writes: object) -> TransactResult:
+            if not self.silent:
+                return await super().transact(compares, writes)  # type: ignore[arg-type]
+            self.silent = False
+            if applied:
+                await super().transact(compares, writes)  # type: ignore[arg-type]
+            raise OutcomeUnknownError("The answer was lost.")
+
+    store, log = Silent(), Log()
+    broker = Broker(store, tmp_path, log)
+    with pytest.raises(OutcomeUnknownError):
+        await broker.cosign(log, 10)
+    assert await broker.size() == (10 if applied else 0)
+    await broker.cosign(log, 10)
+    assert await broker.size() == 10
+    with pytest.raises(ForkError):
+        await broker.cosign(Log(word=b"fork"), 10)
+
+
+async def test_with_the_store_away_nothing_new_is_cosigned_and_the_last_note_is_still_shown(
+    tmp_path: Path,
+) -> None:
+    store, log = MemoryStore(), Log()
+    broker = Broker(store, tmp_path, log)
+    await broker.cosign(log, 10)
+    await store.close()
+    assert await broker.size() == 10
+    with pytest.raises(UnavailableError):
+        await broker.cosign(log, 20, 10)
+    assert await broker.size() == 10
+
+
+async def test_a_damaged_file_is_no_memory_of_nothing(tmp_path: Path) -> None:
+    store, log = MemoryStore(), Log()
+    broker = Broker(store, tmp_path, log)
+    await broker.cosign(log, 10)
+    file_of(tmp_path).write_bytes(b"torn")
+    again = Broker(store, tmp_path, log)
+    await asyncio.to_thread(again.memory.move_in)
+    with pytest.raises(TamperError):
+        await again.cosign(log, 20, 10)
+
+
+async def test_a_region_of_version_0_1_takes_its_memory_into_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = DiskWitnessStore(lay_out(tmp_path) / "us-east" / "data" / "witness")
+    (note,) = held.notes()
+    origin = note.decode().partition("\n")[0]
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path / "new"))
+    folder = make_region(tmp_path / "new", "us-east")
+    old = DiskWitnessStore(folder.root / "data" / "witness")
+    old.swap(origin, None, note)
+    async with running(folder):
+        pass
+    file_of(folder.root / "data" / "witness").unlink()
+    async with running(folder) as node:
+        assert node.services.governance.witnessing.witness.origins == []
+        known = node.services.governance.witnessing.witness.last_note
+        assert await asyncio.to_thread(known, origin) == note
