@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from felix.backoff import BackoffPolicy
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, RegionConnection, SessionInfo
-from felix.errors import Code, FelixError, ProtocolError, RequestError
+from felix.errors import Code, FelixError, RequestError
 from felix.identity import Identity
 from felix.messages import (
     PAGE_MAX,
     AlterStream,
-    Answer,
+    AnswerT,
     CacheTraffic,
     CreateStream,
     DeleteNamespace,
@@ -43,11 +43,8 @@ from felix.messages import (
     DescribeRegion,
     DescribeStream,
     DescribeTraffic,
-    Done,
     Durability,
-    KeyPage,
     KeyState,
-    LinkPage,
     LinkState,
     ListKeys,
     ListLinks,
@@ -57,25 +54,19 @@ from felix.messages import (
     ListStreams,
     ListSubscriptions,
     MeshPage,
-    NamespacePage,
     PutNamespace,
     PutQuota,
     PutRights,
-    QuotaPage,
     QuotaState,
     ReaderTraffic,
     RegionState,
     Request,
     Retention,
-    RightsPage,
     RotateKeys,
-    StreamPage,
     StreamState,
     StreamTraffic,
-    SubscriptionPage,
     SubscriptionState,
     Throttled,
-    TrafficPage,
 )
 from felix.names import StreamName
 from felix.profile import Profile, load_profile
@@ -375,7 +366,7 @@ class RegionClient:
             ring_bytes,
             views,
         )
-        return await self._typed(wanted, StreamState)
+        return await self.connection.request(wanted)
 
     async def alter_stream(
         self,
@@ -406,21 +397,21 @@ class RegionClient:
             queue,
             cache,
         )
-        return await self._typed(wanted, StreamState)
+        return await self.connection.request(wanted)
 
     async def describe_stream(self, name: str | StreamName) -> StreamState:
         """Settings and offsets of a stream. Raises RequestError(NOT_FOUND_OR_FORBIDDEN)."""
-        return await self._typed(DescribeStream(str(StreamName.parse(str(name)))), StreamState)
+        return await self.connection.request(DescribeStream(str(StreamName.parse(str(name)))))
 
     async def delete_stream(self, name: str | StreamName, *, incarnation: bytes = b"") -> None:
         """Delete a stream and its records; with `incarnation`, only if it is still that one."""
-        await self._typed(DeleteStream(str(StreamName.parse(str(name))), incarnation), Done)
+        await self.connection.request(DeleteStream(str(StreamName.parse(str(name))), incarnation))
 
     async def list_subscriptions(self, stream: str = "") -> AsyncIterator[SubscriptionState]:
         """Durable subscriptions of a stream, or of all that this identity may subscribe to, without shards and consumers."""
         after = ""
         while True:
-            page = await self._typed(ListSubscriptions(stream, after, PAGE_MAX), SubscriptionPage)
+            page = await self.connection.request(ListSubscriptions(stream, after, PAGE_MAX))
             for state in page.subscriptions:
                 yield state
             if not page.more or not page.subscriptions:
@@ -431,7 +422,7 @@ class RegionClient:
         """The streams that this identity may see, by name, page after page."""
         after = ""
         while True:
-            page = await self._typed(ListStreams(prefix, after, PAGE_MAX), StreamPage)
+            page = await self.connection.request(ListStreams(prefix, after, PAGE_MAX))
             for state in page.streams:
                 yield state
             if not page.more or not page.streams:
@@ -491,22 +482,22 @@ class RegionClient:
 
     async def describe(self) -> RegionState:
         """Gauges of the broker that answers."""
-        return await self._typed(DescribeRegion(), RegionState)
+        return await self.connection.request(DescribeRegion())
 
     async def put_namespace(self, namespace: str, settings: NamespaceSettings) -> None:
         """Say how a namespace (`tenant/namespace`) treats streams that do not exist; counts at once. For operators."""
-        await self._typed(PutNamespace(namespace, settings), Done)
+        await self.connection.request(PutNamespace(namespace, settings))
 
     async def delete_namespace(self, namespace: str) -> str:
         """Streams of the namespace are created by hand again; answers what a person should know of it."""
-        return (await self._typed(DeleteNamespace(namespace), Done)).note
+        return (await self.connection.request(DeleteNamespace(namespace))).note
 
     async def list_namespaces(self) -> dict[str, NamespaceSettings]:
         """Namespaces with settings of their own."""
         found: dict[str, NamespaceSettings] = {}
         after = ""
         while True:
-            page = await self._typed(ListNamespaces(after, PAGE_MAX), NamespacePage)
+            page = await self.connection.request(ListNamespaces(after, PAGE_MAX))
             found |= page.namespaces
             if not page.more or not page.namespaces:
                 return found
@@ -517,18 +508,18 @@ class RegionClient:
     ) -> QuotaState:
         """Set the limits that `limits` names, of a `tenant` or an `identity` (by its SPIFFE id), and take away those in
         `unset`; they count at once."""
-        return await self._typed(PutQuota(scope, name, limits, list(unset)), QuotaState)
+        return await self.connection.request(PutQuota(scope, name, limits, list(unset)))
 
     async def delete_quota(self, scope: str, name: str) -> str:
         """Back to the region's defaults; answers what a person should know of it."""
-        return (await self._typed(DeleteQuota(scope, name), Done)).note
+        return (await self.connection.request(DeleteQuota(scope, name))).note
 
     async def list_quotas(self, scope: str = "", name: str = "") -> list[QuotaState]:
         """Limits and use of tenants and identities at the broker that answers, tenants first. An identity that is no
         operator's may ask for its own alone."""
         found: list[QuotaState] = []
         while True:
-            page = await self._typed(ListQuotas(scope, name, len(found), PAGE_MAX), QuotaPage)
+            page = await self.connection.request(ListQuotas(scope, name, len(found), PAGE_MAX))
             found += page.quotas
             if not page.more or not page.quotas:
                 return found
@@ -537,7 +528,7 @@ class RegionClient:
         """What went through each stream at the broker that answers, since its start, and when that was counted (ms)."""
         found: list[StreamTraffic] = []
         while True:
-            page = await self._typed(DescribeTraffic("streams", prefix, len(found), PAGE_MAX), TrafficPage)
+            page = await self.connection.request(DescribeTraffic("streams", prefix, len(found), PAGE_MAX))
             found += page.streams
             if not page.more or not page.streams:
                 return page.time_ms, found
@@ -546,7 +537,7 @@ class RegionClient:
         """Who reads at the broker that answers, what they were sent, how far behind they are and what they wait for."""
         found: list[ReaderTraffic] = []
         while True:
-            page = await self._typed(DescribeTraffic("readers", prefix, len(found), PAGE_MAX), TrafficPage)
+            page = await self.connection.request(DescribeTraffic("readers", prefix, len(found), PAGE_MAX))
             found += page.readers
             if not page.more or not page.readers:
                 return found
@@ -555,21 +546,21 @@ class RegionClient:
         """What each cache holds at the broker that answers, and what was asked of it since it is served."""
         found: list[CacheTraffic] = []
         while True:
-            page = await self._typed(DescribeTraffic("caches", prefix, len(found), PAGE_MAX), TrafficPage)
+            page = await self.connection.request(DescribeTraffic("caches", prefix, len(found), PAGE_MAX))
             found += page.caches
             if not page.more or not page.caches:
                 return found
 
     async def put_rights(self, identity: str, rights: Sequence[str]) -> None:
         """Replace the rights of an identity, as `publish acme/ops/*`; an empty list takes all away, at once."""
-        await self._typed(PutRights(identity, list(rights)), Done)
+        await self.connection.request(PutRights(identity, list(rights)))
 
     async def list_rights(self) -> dict[str, list[str]]:
         """All rights, by identity."""
         found: dict[str, list[str]] = {}
         after = ""
         while True:
-            page = await self._typed(ListRights(after, PAGE_MAX), RightsPage)
+            page = await self.connection.request(ListRights(after, PAGE_MAX))
             found |= page.rights
             if not page.more or not page.rights:
                 return found
@@ -579,20 +570,20 @@ class RegionClient:
         """Keys by id, level and state; never their bytes."""
         found: list[KeyState] = []
         while True:
-            page = await self._typed(ListKeys(stream, len(found), PAGE_MAX), KeyPage)
+            page = await self.connection.request(ListKeys(stream, len(found), PAGE_MAX))
             found += page.keys
             if not page.more or not page.keys:
                 return found
 
     async def rotate_keys(self, level: str, stream: str = "") -> str:
         """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""
-        return (await self._typed(RotateKeys(level, stream), Done)).note
+        return (await self.connection.request(RotateKeys(level, stream))).note
 
     async def list_links(self) -> list[LinkState]:
         """Links of bridges, as their agents last said."""
         found: list[LinkState] = []
         while True:
-            page = await self._typed(ListLinks(len(found), PAGE_MAX), LinkPage)
+            page = await self.connection.request(ListLinks(len(found), PAGE_MAX))
             found += page.links
             if not page.more or not page.links:
                 return found
@@ -603,7 +594,7 @@ class RegionClient:
         for what in ("regions", "grants", "denials", "logs"):
             count = 0
             while True:
-                page = await self._typed(DescribeMesh(what, count, PAGE_MAX), MeshPage)
+                page = await self.connection.request(DescribeMesh(what, count, PAGE_MAX))
                 more: list[Any] = getattr(page, what)
                 getattr(found, what).extend(more)
                 count += len(more)
@@ -611,22 +602,13 @@ class RegionClient:
                     break
         return found
 
-    async def request(self, request: Request, *, timeout_s: float | None = None) -> Answer:
+    async def request(self, request: Request[AnswerT], *, timeout_s: float | None = None) -> AnswerT:
         """Any request of the protocol (felix.messages) and its answer.
 
         Raises what the broker refuses it with; UnavailableError: TIMEOUT, or DISCONNECTED where the connection was lost
         before the answer and asking twice could do harm.
         """
         return await self.connection.request(request, timeout_s=timeout_s)
-
-    async def _typed(self, request: Request, kind: type[T]) -> T:
-        answer: Any = await self.connection.request(request)
-        if not isinstance(answer, kind):
-            raise ProtocolError(
-                f"The broker answered a {type(request).__name__} with a {type(answer).__name__}.",
-                hint="Use a client and a broker of neighbouring releases.",
-            )
-        return answer
 
     # -- publishers of `Stream.publish` ---------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from felix.address import Address
 from felix.backoff import Backoff, BackoffPolicy
@@ -31,7 +31,9 @@ from felix.errors import Code, FelixError, ProtocolError, RequestError, Unavaila
 from felix.frames import AppendedBody, Frame, FrameDecoder, FrameType
 from felix.identity import NONCE_BYTES, Binding, Identity, Proof, prove
 from felix.messages import (
+    ANSWERS,
     Answer,
+    AnswerT,
     Challenge,
     Goodbye,
     Limits,
@@ -465,10 +467,11 @@ class Link:
         assert self._asks is not None
         self._asks.release()
 
-    async def ask(self, request: Request, *, stream_id: int | None = None) -> Answer:
+    async def ask(self, request: Request[AnswerT], *, stream_id: int | None = None) -> AnswerT:
         """One request and its answer, on the control stream or as the first frame of `stream_id`.
 
-        Raises what the broker refused it with, or the error that ended the link.
+        Raises what the broker refused it with, or the error that ended the link; ProtocolError where the answer is to
+        another request.
         """
         if self._asks is None or self.over.done():
             raise self._gone()
@@ -486,7 +489,13 @@ class Link:
                 self.send_control(frame)
             else:
                 self.connection.send(stream_id, frame)
-            return await ask.future
+            answer = await ask.future
+            if not isinstance(answer, ANSWERS[type(request)]):
+                raise ProtocolError(
+                    f"The broker answered a {type(request).__name__} with a {type(answer).__name__}.",
+                    hint="Use a client and a broker of neighbouring releases.",
+                )
+            return cast(AnswerT, answer)
         finally:
             if isinstance(request, Subscribe):
                 self._subscribing_bytes -= request.credit_bytes
@@ -745,7 +754,7 @@ class RegionConnection:
 
     # -- requests -------------------------------------------------------------------------------------
 
-    async def request(self, request: Request, *, timeout_s: float | None = None) -> Answer:
+    async def request(self, request: Request[AnswerT], *, timeout_s: float | None = None) -> AnswerT:
         """One request and its answer, within `timeout_s` (None: the connection's own).
 
         A request that was not yet sent waits for a link. One whose answer was lost is asked again where that is safe,
@@ -775,7 +784,7 @@ class RegionConnection:
                 else "Whether it was carried out is not known; look before asking again.",
             ) from last
 
-    def _unknown_outcome(self, request: Request, error: UnavailableError) -> UnavailableError:
+    def _unknown_outcome(self, request: Request[Any], error: UnavailableError) -> UnavailableError:
         if error.code is not Code.DISCONNECTED:
             return error
         return UnavailableError(

@@ -55,7 +55,7 @@ class Exchange:
     def __init__(
         self,
         connection: RegionConnection,
-        request: Callable[[], Request],
+        request: Callable[[], Request[Any]],
         decode_reply: Callable[[memoryview], Any],
         listener: Listener | None = None,
         *,

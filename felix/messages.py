@@ -8,7 +8,8 @@ verifies them (policy/, keys/, audit/).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Generic, TypeVar, Union, get_args
 
 import msgspec
 
@@ -54,7 +55,14 @@ class Message(msgspec.Struct, frozen=True, tag_field="is", omit_defaults=True):
         return html_of(self)
 
 
-class Repeatable(Message, frozen=True):
+AnswerT = TypeVar("AnswerT", bound=Message)
+
+
+class Request(Message, Generic[AnswerT], frozen=True):
+    """Base of all requests; `AnswerT` is the message that answers it. Who may ask stands in region/audience.py."""
+
+
+class Repeatable(Request[AnswerT], Generic[AnswerT], frozen=True):
     """A request that may be carried out twice without harm: the client asks again where the answer was lost."""
 
 
@@ -152,7 +160,7 @@ class Retention(Message, frozen=True, tag="retention"):
     acked: bool = False
 
 
-class CreateStream(Message, frozen=True, tag="create_stream"):
+class CreateStream(Request["StreamState"], frozen=True, tag="create_stream"):
     stream: Name
     shards: int = 1
     durability: Durability = Durability()
@@ -161,7 +169,7 @@ class CreateStream(Message, frozen=True, tag="create_stream"):
     views: Views = NO_VIEWS
 
 
-class AlterStream(Message, frozen=True, tag="alter_stream"):
+class AlterStream(Request["StreamState"], frozen=True, tag="alter_stream"):
     """Changes settings of a stream while it serves. What is None stays; `remove` names capabilities to take away:
     compaction, deduplication, offload; `queue` and `cache` are of a stream that is one, and name what of them is to be another.
     `incarnation`, where given, must be the stream's. Answered with its state."""
@@ -177,18 +185,18 @@ class AlterStream(Message, frozen=True, tag="alter_stream"):
     cache: CacheChange | None = None
 
 
-class DeleteStream(Message, frozen=True, tag="delete_stream"):
+class DeleteStream(Request["Done"], frozen=True, tag="delete_stream"):
     """Deletes the stream and its records. `incarnation`, where given, must be the stream's."""
 
     stream: Name
     incarnation: bytes = b""
 
 
-class DescribeStream(Repeatable, frozen=True, tag="describe_stream"):
+class DescribeStream(Repeatable["StreamState"], frozen=True, tag="describe_stream"):
     stream: Name
 
 
-class ListStreams(Repeatable, frozen=True, tag="list_streams"):
+class ListStreams(Repeatable["StreamPage"], frozen=True, tag="list_streams"):
     prefix: Name = ""
     after: Name = ""
     limit: Page = 100
@@ -224,7 +232,7 @@ class StreamPage(Message, frozen=True, tag="stream_page"):
     more: bool = False
 
 
-class OpenPublisher(Message, frozen=True, tag="open_publisher"):
+class OpenPublisher(Request["PublisherOpened"], frozen=True, tag="open_publisher"):
     """First frame of a publish stream. `acks` is `all` (what the stream's durability says) or `none`. `made_as`: what a stream
     is that this first use makes (its namespace allowing): empty for a plain one, or queue."""
 
@@ -249,7 +257,7 @@ class Start(Message, frozen=True, tag="start"):
     offsets: dict[int, int] = {}
 
 
-class Subscribe(Message, frozen=True, tag="subscribe"):
+class Subscribe(Request["Subscribed"], frozen=True, tag="subscribe"):
     """Asks for an event stream. `grant`, where given, asks for sealed batches under that export grant."""
 
     stream: Name
@@ -269,18 +277,18 @@ class Subscribed(Message, frozen=True, tag="subscribed"):
     starts: dict[int, int]
 
 
-class Unsubscribe(Message, frozen=True, tag="unsubscribe"):
+class Unsubscribe(Request["Done"], frozen=True, tag="unsubscribe"):
     subscription: Correlated
 
 
-class PutRights(Repeatable, frozen=True, tag="put_rights"):
+class PutRights(Repeatable["Done"], frozen=True, tag="put_rights"):
     """Replaces the rights of an identity; an empty list takes all of them away, at once."""
 
     identity: Name
     rights: list[Text]
 
 
-class ListRights(Repeatable, frozen=True, tag="list_rights"):
+class ListRights(Repeatable["RightsPage"], frozen=True, tag="list_rights"):
     after: Name = ""
     limit: Page = 100
 
@@ -290,7 +298,7 @@ class RightsPage(Message, frozen=True, tag="rights_page"):
     more: bool = False
 
 
-class PutQuota(Repeatable, frozen=True, tag="put_quota"):
+class PutQuota(Repeatable["QuotaState"], frozen=True, tag="put_quota"):
     """Sets the limits that `limits` names, of a tenant or an identity (`scope`), and takes away those in `unset`; they count
     at once. An identity's name is its SPIFFE id."""
 
@@ -300,14 +308,14 @@ class PutQuota(Repeatable, frozen=True, tag="put_quota"):
     unset: list[Name] = []
 
 
-class DeleteQuota(Message, frozen=True, tag="delete_quota"):
+class DeleteQuota(Request["Done"], frozen=True, tag="delete_quota"):
     """The region's defaults count from now on."""
 
     scope: Name
     name: Name
 
 
-class ListQuotas(Repeatable, frozen=True, tag="list_quotas"):
+class ListQuotas(Repeatable["QuotaPage"], frozen=True, tag="list_quotas"):
     """Who has limits, or has used this broker lately; tenants first. `scope` and `name` narrow the list."""
 
     scope: Name = ""
@@ -344,14 +352,14 @@ class Throttled(Message, frozen=True, tag="throttled"):
     wait_ms: int
 
 
-class PutDocument(Message, frozen=True, tag="put_document"):
+class PutDocument(Request["Done"], frozen=True, tag="put_document"):
     """A signed document for the region: `kind` is export, import, standing, deny, policy or bundle."""
 
     kind: Name
     body: bytes
 
 
-class ListDocuments(Repeatable, frozen=True, tag="list_documents"):
+class ListDocuments(Repeatable["DocumentPage"], frozen=True, tag="list_documents"):
     kind: Name
     after: Name = ""
     limit: Page = 100
@@ -362,7 +370,7 @@ class DocumentPage(Message, frozen=True, tag="document_page"):
     more: bool = False
 
 
-class ListKeys(Repeatable, frozen=True, tag="list_keys"):
+class ListKeys(Repeatable["KeyPage"], frozen=True, tag="list_keys"):
     """`stream`, where given, narrows the list; `skip` keys of it were seen on earlier pages."""
 
     stream: Name = ""
@@ -385,14 +393,14 @@ class KeyPage(Message, frozen=True, tag="key_page"):
     more: bool = False
 
 
-class RotateKeys(Message, frozen=True, tag="rotate_keys"):
+class RotateKeys(Request["Done"], frozen=True, tag="rotate_keys"):
     """`level` is data or root; `stream`, where given, narrows a data rotation."""
 
     level: Name
     stream: Name = ""
 
 
-class RenewIdentity(Repeatable, frozen=True, tag="renew_identity"):
+class RenewIdentity(Repeatable["IdentityRenewed"], frozen=True, tag="renew_identity"):
     """Asks for the next certificate of the identity that this session is of. `csr` is a PKCS #10 request (RFC 2986, DER), signed with the key
     that is to be certified: it proves the new key, the session proves the old one. Names in it are not read."""
 
@@ -405,7 +413,7 @@ class IdentityRenewed(Message, frozen=True, tag="identity_renewed"):
     chain_pem: bytes
 
 
-class DescribeRegion(Repeatable, frozen=True, tag="describe_region"):
+class DescribeRegion(Repeatable["RegionState"], frozen=True, tag="describe_region"):
     pass
 
 
@@ -434,7 +442,7 @@ class RegionState(Message, frozen=True, tag="region"):
     bridges: list[Name] = []
 
 
-class DescribeTraffic(Repeatable, frozen=True, tag="describe_traffic"):
+class DescribeTraffic(Repeatable["TrafficPage"], frozen=True, tag="describe_traffic"):
     """What goes through this broker: of `what` (streams, readers or caches), those whose stream begins with `prefix`. Counters count since
     the broker's start; who asks twice has rates."""
 
@@ -499,7 +507,7 @@ class TrafficPage(Message, frozen=True, tag="traffic_page"):
     more: bool = False
 
 
-class DescribeMesh(Repeatable, frozen=True, tag="describe_mesh"):
+class DescribeMesh(Repeatable["MeshPage"], frozen=True, tag="describe_mesh"):
     """The mesh as this region knows it: of `what` (regions, grants, denials or logs)."""
 
     what: Name
@@ -602,13 +610,13 @@ class LinkState(Message, frozen=True, tag="link"):
     """where `state` is truncated"""
 
 
-class ReportLinks(Repeatable, frozen=True, tag="report_links"):
+class ReportLinks(Repeatable["Done"], frozen=True, tag="report_links"):
     """From a bridge agent to the broker of its own region, for `felix bridge status`."""
 
     links: list[LinkState]
 
 
-class ListLinks(Repeatable, frozen=True, tag="list_links"):
+class ListLinks(Repeatable["LinkPage"], frozen=True, tag="list_links"):
     skip: Natural = 0
     limit: Page = 100
 
@@ -618,7 +626,7 @@ class LinkPage(Message, frozen=True, tag="link_page"):
     more: bool = False
 
 
-class GetDataKey(Repeatable, frozen=True, tag="get_data_key"):
+class GetDataKey(Repeatable["DataKeySealed"], frozen=True, tag="get_data_key"):
     """From a bridge agent: the data key of sealed batches, sealed to `public_key` (keys.handoff)."""
 
     grant: GrantName
@@ -636,7 +644,7 @@ class DataKeySealed(Message, frozen=True, tag="data_key_sealed"):
     epoch: int
 
 
-class GetLinkSecret(Message, frozen=True, tag="get_link_secret"):
+class GetLinkSecret(Request["LinkSecretSealed"], frozen=True, tag="get_link_secret"):
     """From a bridge agent: the secrets of one grant (transfer, commitment, pseudonyms), sealed to `public_key`."""
 
     grant: GrantName
@@ -648,7 +656,7 @@ class LinkSecretSealed(Message, frozen=True, tag="link_secret_sealed"):
     sealed: bytes
 
 
-class GetStreamStatement(Message, frozen=True, tag="get_stream_statement"):
+class GetStreamStatement(Request["StreamStated"], frozen=True, tag="get_stream_statement"):
     """From a bridge agent: the region's signed word on what a shard of a granted stream is (audit.stream_statement)."""
 
     grant: GrantName
@@ -660,7 +668,7 @@ class StreamStated(Message, frozen=True, tag="stream_stated"):
     statement: bytes
 
 
-class OpenIngest(Message, frozen=True, tag="open_ingest"):
+class OpenIngest(Request["IngestOpened"], frozen=True, tag="open_ingest"):
     """First frame of an ingest stream at the destination: which link, its transfer key (keys.transfer), and the source
     region's signed statement of what the shard is (audit.stream_statement).
 
@@ -701,7 +709,7 @@ class IngestOpened(Message, frozen=True, tag="ingest_opened"):
     """further on others crossed, too: open anew there"""
 
 
-class OpenQueue(Message, frozen=True, tag="open_queue"):
+class OpenQueue(Request["QueueOpened"], frozen=True, tag="open_queue"):
     """First frame of a queue's exchange; what follows is in felix.queue_messages."""
 
     stream: Name
@@ -716,7 +724,7 @@ class QueueOpened(Message, frozen=True, tag="queue_opened"):
     ordered_by_key: bool = False
 
 
-class OpenCache(Message, frozen=True, tag="open_cache"):
+class OpenCache(Request["CacheOpened"], frozen=True, tag="open_cache"):
     """First frame of an exchange of calls to a cache (felix.cache_messages)."""
 
     stream: Name
@@ -730,7 +738,7 @@ class CacheOpened(Message, frozen=True, tag="cache_opened"):
     now_ms: int
 
 
-class WatchCache(Message, frozen=True, tag="watch_cache"):
+class WatchCache(Request["CacheOpened"], frozen=True, tag="watch_cache"):
     """First frame of an exchange that follows one `key` of a cache, or all keys that begin with `prefix`.
 
     `offsets` (with their `incarnation`) resumes: per shard, the first offset not seen yet. `coalesce`: of values of a key that
@@ -746,14 +754,14 @@ class WatchCache(Message, frozen=True, tag="watch_cache"):
     credit_bytes: Natural = 0
 
 
-class Cosign(Message, frozen=True, tag="cosign"):
+class Cosign(Request["Witnessed"], frozen=True, tag="cosign"):
     """Asks this region to cosign another region's checkpoint (a signed note), given a consistency proof."""
 
     checkpoint: bytes
     proof: list[bytes]
 
 
-class WitnessedSize(Repeatable, frozen=True, tag="witnessed_size"):
+class WitnessedSize(Repeatable["Witnessed"], frozen=True, tag="witnessed_size"):
     """Asks how far this region has cosigned an origin."""
 
     origin: Name
@@ -767,7 +775,7 @@ class Witnessed(Message, frozen=True, tag="witnessed"):
     cosigned: bytes = b""
 
 
-class GetCheckpoint(Repeatable, frozen=True, tag="get_checkpoint"):
+class GetCheckpoint(Repeatable["CheckpointAnswer"], frozen=True, tag="get_checkpoint"):
     """Asks for the newest checkpoint of this region's own audit log, and its proof from `from_size`."""
 
     from_size: Natural = 0
@@ -779,13 +787,13 @@ class CheckpointAnswer(Message, frozen=True, tag="checkpoint"):
     proof: list[bytes] = []
 
 
-class PutCosignature(Message, frozen=True, tag="put_cosignature"):
+class PutCosignature(Request["Done"], frozen=True, tag="put_cosignature"):
     """Brings this region's checkpoint, a signed note, back with another region's cosignature on it."""
 
     cosigned: bytes
 
 
-class CreateSubscription(Message, frozen=True, tag="create_subscription"):
+class CreateSubscription(Request["SubscriptionState"], frozen=True, tag="create_subscription"):
     """A durable subscription of a stream, by name."""
 
     stream: Name
@@ -793,12 +801,12 @@ class CreateSubscription(Message, frozen=True, tag="create_subscription"):
     settings: SubscriptionSettings = SubscriptionSettings()
 
 
-class DescribeSubscription(Repeatable, frozen=True, tag="describe_subscription"):
+class DescribeSubscription(Repeatable["SubscriptionState"], frozen=True, tag="describe_subscription"):
     stream: Name
     name: Name
 
 
-class ListSubscriptions(Repeatable, frozen=True, tag="list_subscriptions"):
+class ListSubscriptions(Repeatable["SubscriptionPage"], frozen=True, tag="list_subscriptions"):
     """Durable subscriptions of one stream, or with an empty `stream` of all that the asker may see. `after` is
     `stream name`, as the last entry of the page before."""
 
@@ -807,7 +815,7 @@ class ListSubscriptions(Repeatable, frozen=True, tag="list_subscriptions"):
     limit: Page = 100
 
 
-class SeekSubscription(Message, frozen=True, tag="seek_subscription"):
+class SeekSubscription(Request["Done"], frozen=True, tag="seek_subscription"):
     """Move the committed offset, per shard or of all; what is out is fenced. `offsets` of `start` overrides per shard."""
 
     stream: Name
@@ -816,7 +824,7 @@ class SeekSubscription(Message, frozen=True, tag="seek_subscription"):
     shards: list[int] = []
 
 
-class AlterSubscription(Message, frozen=True, tag="alter_subscription"):
+class AlterSubscription(Request["SubscriptionState"], frozen=True, tag="alter_subscription"):
     """Changes settings of a durable subscription while it serves; positions and consumers stay. Answered with its state."""
 
     stream: Name
@@ -824,7 +832,7 @@ class AlterSubscription(Message, frozen=True, tag="alter_subscription"):
     change: SubscriptionChange
 
 
-class DeleteSubscription(Message, frozen=True, tag="delete_subscription"):
+class DeleteSubscription(Request["Done"], frozen=True, tag="delete_subscription"):
     stream: Name
     name: Name
 
@@ -876,7 +884,7 @@ class SubscriptionPage(Message, frozen=True, tag="subscription_page"):
     more: bool = False
 
 
-class OpenConsumer(Message, frozen=True, tag="open_consumer"):
+class OpenConsumer(Request["ConsumerOpened"], frozen=True, tag="open_consumer"):
     """First frame of a consumer's exchange. With `settings` the subscription is made where there is none, and else must have
     these. `consumer` is a name for people. `incarnation` is what the consumer has read of before, empty for none."""
 
@@ -898,20 +906,20 @@ class ConsumerOpened(Message, frozen=True, tag="consumer_opened"):
     created: bool = False
 
 
-class PutNamespace(Message, frozen=True, tag="put_namespace"):
+class PutNamespace(Request["Done"], frozen=True, tag="put_namespace"):
     """Sets how a namespace (`tenant/namespace`) treats streams that do not exist; counts at once."""
 
     namespace: Name
     settings: NamespaceSettings
 
 
-class DeleteNamespace(Message, frozen=True, tag="delete_namespace"):
+class DeleteNamespace(Request["Done"], frozen=True, tag="delete_namespace"):
     """Streams of the namespace are created by hand from now on; those that are there stay."""
 
     namespace: Name
 
 
-class ListNamespaces(Message, frozen=True, tag="list_namespaces"):
+class ListNamespaces(Request["NamespacePage"], frozen=True, tag="list_namespaces"):
     after: Name = ""
     limit: Page = 100
 
@@ -921,7 +929,7 @@ class NamespacePage(Message, frozen=True, tag="namespace_page"):
     more: bool = False
 
 
-class OpenTransactions(Message, frozen=True, tag="open_transactions"):
+class OpenTransactions(Request["TransactionsOpened"], frozen=True, tag="open_transactions"):
     """First frame of an exchange for transactions (felix.transaction_messages)."""
 
 
@@ -939,25 +947,29 @@ class Done(Message, frozen=True, tag="done"):
     note: Text = ""
 
 
-Request = (
-    CreateStream | AlterStream | DeleteStream | DescribeStream | ListStreams | OpenPublisher | Subscribe | Unsubscribe
-    | DescribeTraffic | DescribeMesh | PutRights | ListRights | PutQuota | DeleteQuota | ListQuotas | PutDocument | ListDocuments | ListKeys | RotateKeys | RenewIdentity | DescribeRegion
-    | ReportLinks | ListLinks | GetDataKey | GetLinkSecret | GetStreamStatement | OpenIngest | Cosign | WitnessedSize | GetCheckpoint | PutCosignature
-    | CreateSubscription | AlterSubscription | DescribeSubscription | ListSubscriptions | SeekSubscription | DeleteSubscription | OpenConsumer
-    | OpenCache | WatchCache | OpenQueue
-    | OpenTransactions | PutNamespace | DeleteNamespace | ListNamespaces
-)  # fmt: skip
-Answer = (
-    StreamState | StreamPage | PublisherOpened | Subscribed | RightsPage | QuotaState | QuotaPage | Throttled | TrafficPage | MeshPage | DocumentPage | KeyPage | IdentityRenewed | RegionState
-    | CacheOpened | QueueOpened
-    | LinkPage | DataKeySealed | LinkSecretSealed | StreamStated | IngestOpened | Witnessed | CheckpointAnswer | Done
-    | SubscriptionState | SubscriptionPage | ConsumerOpened | TransactionsOpened | NamespacePage
-)  # fmt: skip
+Answer = Message
+"""What a request names as its answer, or a notice of the broker's (Throttled)."""
+
+
+def _answers() -> dict[type[Request[Any]], type[Message]]:
+    """What each request says of itself, by its base: `Request["Done"]` is answered with a Done."""
+    found: dict[type[Request[Any]], type[Message]] = {}
+    for base in (Request, Repeatable):
+        for request in base.__subclasses__():
+            if request is not Repeatable:
+                (answer,) = get_args(request.__orig_bases__[0])  # type: ignore[attr-defined]
+                found[request] = globals()[answer.__forward_arg__]
+    return found
+
+
+ANSWERS: Final[Mapping[type[Request[Any]], type[Message]]] = _answers()
+"""Every request there is, and what it is answered with."""
+
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _handshake_decoder: Final = msgspec.msgpack.Decoder(Handshake)
-_request_decoder: Final = msgspec.msgpack.Decoder(Request)
-_answer_decoder: Final = msgspec.msgpack.Decoder(Answer)
+_request_decoder: Final = msgspec.msgpack.Decoder(Union[tuple(ANSWERS)])  # noqa: UP007 - a union of what is in the table
+_answer_decoder: Final = msgspec.msgpack.Decoder(Union[tuple({*ANSWERS.values(), Throttled})])  # noqa: UP007
 _error_decoder: Final = msgspec.msgpack.Decoder(ErrorBody)
 _goodbye_decoder: Final = msgspec.msgpack.Decoder(Goodbye)
 
@@ -982,9 +994,9 @@ def decode_handshake(body: memoryview) -> Handshake:
     return message
 
 
-def decode_request(body: memoryview) -> Request:
+def decode_request(body: memoryview) -> Request[Any]:
     """Raises ProtocolError(FRAME_MALFORMED)."""
-    message: Request = _decode(_request_decoder, body, "request")
+    message: Request[Any] = _decode(_request_decoder, body, "request")
     return message
 
 

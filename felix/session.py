@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from felix.errors import Code, FelixError, ProtocolError, RequestError
 from felix.frames import (
@@ -88,7 +88,7 @@ class Requested(NamedTuple):
     """A request, to be answered under its correlation id."""
 
     correlation: int
-    request: Request
+    request: Request[Any]
 
 
 class CreditGranted(NamedTuple):

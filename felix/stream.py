@@ -16,7 +16,6 @@ from felix.messages import (
     CreateSubscription,
     DeleteSubscription,
     DescribeSubscription,
-    Done,
     Durability,
     Retention,
     SeekSubscription,
@@ -228,7 +227,7 @@ class Stream:
     ) -> SubscriptionState:
         """A durable subscription, before its first consumer. Raises RequestError: ALREADY_EXISTS, CONFIG_INVALID."""
         wanted = CreateSubscription(str(self.name), name, settings or SubscriptionSettings())
-        return await self._client._typed(wanted, SubscriptionState)
+        return await self._client.connection.request(wanted)
 
     async def alter_subscription(
         self,
@@ -249,7 +248,7 @@ class Stream:
             unacked_max,
             None if inactive_ttl is None else round(inactive_ttl * 1000),
         )
-        return await self._client._typed(AlterSubscription(str(self.name), name, change), SubscriptionState)
+        return await self._client.connection.request(AlterSubscription(str(self.name), name, change))
 
     async def subscriptions(self) -> list[SubscriptionState]:
         """The stream's durable subscriptions, without shards and consumers."""
@@ -257,7 +256,7 @@ class Stream:
 
     async def describe_subscription(self, name: str) -> SubscriptionState:
         """Its settings, positions, lag and consumers. Raises RequestError(NOT_FOUND)."""
-        return await self._client._typed(DescribeSubscription(str(self.name), name), SubscriptionState)
+        return await self._client.connection.request(DescribeSubscription(str(self.name), name))
 
     async def seek_subscription(
         self,
@@ -270,11 +269,11 @@ class Stream:
         """Move its position, of all shards or of `shards`; `offsets` (by shard) alone move these. What its consumers have in hand
         no longer counts. Returns the broker's note. Raises RequestError: FORBIDDEN, OFFSET_OUT_OF_RANGE."""
         wanted = SeekSubscription(str(self.name), name, start_message(start, offsets), sorted(shards or ()))
-        return (await self._client._typed(wanted, Done)).note
+        return (await self._client.connection.request(wanted)).note
 
     async def delete_subscription(self, name: str) -> None:
         """Its consumers end, its position is forgotten. Raises RequestError: NOT_FOUND, FORBIDDEN."""
-        await self._client._typed(DeleteSubscription(str(self.name), name), Done)
+        await self._client.connection.request(DeleteSubscription(str(self.name), name))
 
     async def create(
         self,

@@ -48,7 +48,7 @@ from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SessionInfo
 from felix.consumer import AckMode, ConsumerBatch, ConsumerRecord
 from felix.identity import Identity
 from felix.messages import (
-    Answer,
+    AnswerT,
     CacheTraffic,
     Durability,
     KeyState,
@@ -400,7 +400,7 @@ class SyncRegion(BlockingRegion):
         """The mesh as the region knows it: regions, grants, denials and audit logs, all in one. Takes the right to observe."""
         return self._background.call(self._inner.describe_mesh())
 
-    def request(self, request: Request, *, timeout_s: float | None = None) -> Answer:
+    def request(self, request: Request[AnswerT], *, timeout_s: float | None = None) -> AnswerT:
         """Any request of the protocol (felix.messages) and its answer.
 
         Raises what the broker refuses it with; UnavailableError: TIMEOUT, or DISCONNECTED where the connection was lost

@@ -113,7 +113,7 @@ class PendingHandler:
 class Handler(Protocol):
     """One view's side of an exchange."""
 
-    def open(self, correlation: int, request: Request) -> None:
+    def open(self, correlation: int, request: Request[Any]) -> None:
         """The first request; answer it with `Exchange.opened`, `refuse` or `fail`."""
 
     def call(self, correlation: int, call: Any) -> None:
@@ -192,7 +192,7 @@ class Exchange:
             self._decoder.finish()
             self.end()
 
-    def _begin(self, correlation: int, request: Request) -> None:
+    def _begin(self, correlation: int, request: Request[Any]) -> None:
         try:
             self.meter = self.session.meter_for(getattr(request, "stream", ""))
         except (RequestError, UnavailableError) as error:

@@ -1,13 +1,13 @@
 """Requests on the control stream: who may ask, and what is done.
 
-One method per request; the table at the end of the class is the whole list. Rights are asked first, so that an
+One method per request, named as the request is on the wire. Rights are asked first, so that an
 answer never tells more than a right allows.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, Final, TypeVar
 
@@ -84,6 +84,7 @@ from felix.quota import NO_LIMITS, QuotaLimits
 from felix.settings import NO_VIEWS, Retries, Views, altered
 from policy.access import Verb, parse_rights
 from region import overview
+from region.audience import AUDIENCES, request_name
 from region.broker import Broker, auto_config
 from region.export import ExportService
 from region.governance import SYNCED_KINDS, Governance
@@ -124,7 +125,7 @@ class Requests:
         self._mirror = mirror
         self._subscriptions = subscriptions
 
-    async def answer(self, identity: SpiffeId, request: Request) -> Answer:
+    async def answer(self, identity: SpiffeId, request: Request[Any]) -> Answer:
         """Raises what the request's own method raises."""
         handler = _HANDLERS.get(type(request))
         if handler is None:
@@ -618,40 +619,9 @@ def _retention(asked: Retention) -> records.Retention:
     return records.Retention(asked.age_ms, asked.size_bytes, asked.acked)
 
 
-_HANDLERS: dict[type, Handler] = {
-    CreateStream: Requests.create_stream,
-    AlterStream: Requests.alter_stream,
-    DeleteStream: Requests.delete_stream,
-    DescribeStream: Requests.describe_stream,
-    ListStreams: Requests.list_streams,
-    PutRights: Requests.put_rights,
-    ListRights: Requests.list_rights,
-    PutDocument: Requests.put_document,
-    ListDocuments: Requests.list_documents,
-    Cosign: Requests.cosign,
-    WitnessedSize: Requests.witnessed_size,
-    GetCheckpoint: Requests.get_checkpoint,
-    PutCosignature: Requests.put_cosignature,
-    ListKeys: Requests.list_keys,
-    PutQuota: Requests.put_quota,
-    DeleteQuota: Requests.delete_quota,
-    ListQuotas: Requests.list_quotas,
-    RotateKeys: Requests.rotate_keys,
-    DescribeRegion: Requests.describe_region,
-    DescribeTraffic: Requests.describe_traffic,
-    DescribeMesh: Requests.describe_mesh,
-    ReportLinks: Requests.report_links,
-    ListLinks: Requests.list_links,
-    GetDataKey: Requests.get_data_key,
-    GetLinkSecret: Requests.get_link_secret,
-    GetStreamStatement: Requests.get_stream_statement,
-    PutNamespace: Requests.put_namespace,
-    DeleteNamespace: Requests.delete_namespace,
-    ListNamespaces: Requests.list_namespaces,
-    CreateSubscription: Requests.create_subscription,
-    AlterSubscription: Requests.alter_subscription,
-    DescribeSubscription: Requests.describe_subscription,
-    ListSubscriptions: Requests.list_subscriptions,
-    SeekSubscription: Requests.seek_subscription,
-    DeleteSubscription: Requests.delete_subscription,
+_HANDLERS: Final[Mapping[type, Handler]] = {
+    request: getattr(Requests, request_name(request))
+    for request in AUDIENCES
+    if hasattr(Requests, request_name(request))
 }
+"""A request is carried out by the method that has its name on the wire; the others are a session's own, or open an exchange."""

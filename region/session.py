@@ -16,7 +16,7 @@ import heapq
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from felix.batch import BATCH_BYTES_MAX
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
@@ -528,7 +528,7 @@ class ClientSession:
     def _requests_max(self) -> int:
         return REQUESTS_MAX if self._is_wide else RIGHTLESS_REQUESTS_MAX
 
-    def _request(self, correlation: int, request: Request) -> None:
+    def _request(self, correlation: int, request: Request[Any]) -> None:
         if isinstance(request, OpenPublisher) or type(request) in self.services.exchanges:
             raise ProtocolError(
                 f"{type(request).__name__} is the first frame of a stream of its own.", code=Code.STATE
@@ -562,7 +562,7 @@ class ClientSession:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, correlation: int, request: Request) -> None:
+    async def _answer(self, correlation: int, request: Request[Any]) -> None:
         assert self.identity is not None
         try:
             if isinstance(request, Subscribe):

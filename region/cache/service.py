@@ -227,7 +227,7 @@ class CacheCalls:
         self._is_open = False
         self._may_read = self._may_write = False
 
-    def open(self, correlation: int, request: Request) -> None:
+    def open(self, correlation: int, request: Request[Any]) -> None:
         assert isinstance(request, OpenCache)
         exchange = self._exchange
         try:

@@ -72,7 +72,7 @@ class CacheWatch:
 
     # -- the handler -----------------------------------------------------------------------------------
 
-    def open(self, correlation: int, request: Request) -> None:
+    def open(self, correlation: int, request: Request[Any]) -> None:
         assert isinstance(request, WatchCache)
         exchange = self._exchange
         try:

@@ -122,7 +122,7 @@ class QueueWorker:
 
     # -- exchange.Handler ------------------------------------------------------------------------------
 
-    def open(self, correlation: int, request: Request) -> None:
+    def open(self, correlation: int, request: Request[Any]) -> None:
         assert isinstance(request, OpenQueue)
         self._exchange.spawn(correlation, self._open(correlation, request))
 

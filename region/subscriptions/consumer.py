@@ -90,7 +90,7 @@ class Consumer:
 
     # -- the exchange's handler ------------------------------------------------------------------------
 
-    def open(self, correlation: int, request: Request) -> None:
+    def open(self, correlation: int, request: Request[Any]) -> None:
         assert isinstance(request, OpenConsumer)
         self._exchange.spawn(correlation, self._open(correlation, request))
 

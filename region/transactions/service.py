@@ -55,7 +55,7 @@ class _Handler:
         self._coordinator = coordinator
         self._exchange = exchange
 
-    def open(self, correlation: int, request: Request) -> None:
+    def open(self, correlation: int, request: Request[Any]) -> None:
         limits = self._exchange.broker.config.limits
         self._exchange.opened(
             correlation,

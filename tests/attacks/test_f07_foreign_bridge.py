@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -30,7 +30,7 @@ from region.config import load_config
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")
-REQUESTS: tuple[type[Message], ...] = get_args(messages.Request)
+REQUESTS: tuple[type[Message], ...] = tuple(messages.ANSWERS)
 GRANT = "g-" + "a" * 16
 EXCHANGES = frozenset(
     {

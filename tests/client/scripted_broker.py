@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
+from typing import Any
 
 from felix.batch import BATCH_BYTES_MAX, Batch, NewRecord, decode_batch, decode_records, encode_batch
 from felix.connection import CORRELATION_MAX
@@ -342,7 +343,7 @@ class BrokerSession:
             self.broker.breaches.append(f"correlation {correlation} came twice")
         self.correlations.add(correlation)
 
-    def _request(self, correlation: int, request: Request) -> None:
+    def _request(self, correlation: int, request: Request[Any]) -> None:
         self.broker.requests.append(request)
         if self.broker.on_request is not None and self.broker.on_request(self, request, correlation):
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from client.conftest import ORDERS, connected, until
@@ -43,7 +44,7 @@ async def test_a_refusal_comes_as_the_error_that_it_is(region: felix.RegionClien
 async def test_an_answer_of_the_wrong_kind_is_the_brokers_fault(
     region: felix.RegionClient, broker: ScriptedBroker
 ) -> None:
-    def odd(session: BrokerSession, request: Request, correlation: int) -> bool:
+    def odd(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
         session.answer(correlation, Done())
         return True
 
@@ -55,7 +56,7 @@ async def test_an_answer_of_the_wrong_kind_is_the_brokers_fault(
 async def test_answers_come_in_any_order(region: felix.RegionClient, broker: ScriptedBroker) -> None:
     asked: list[tuple[BrokerSession, str, int]] = []
 
-    def keep(session: BrokerSession, request: Request, correlation: int) -> bool:
+    def keep(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
         assert isinstance(request, RotateKeys)
         asked.append((session, request.stream, correlation))
         if len(asked) == 3:
@@ -74,7 +75,7 @@ async def test_an_answer_to_a_cancelled_request_is_ignored(
     asked = asyncio.Event()
     held: list[int] = []
 
-    def hold(session: BrokerSession, request: Request, correlation: int) -> bool:
+    def hold(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
         held.append(correlation)
         asked.set()
         return len(held) == 1
@@ -94,7 +95,7 @@ async def test_no_more_requests_are_open_than_the_broker_allows(broker: Scripted
     open_now: list[tuple[BrokerSession, int]] = []
     most = 0
 
-    def slow(session: BrokerSession, request: Request, correlation: int) -> bool:
+    def slow(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
         nonlocal most
         open_now.append((session, correlation))
         most = max(most, len(open_now))
@@ -110,7 +111,7 @@ async def test_no_more_requests_are_open_than_the_broker_allows(broker: Scripted
 async def test_a_safe_request_is_asked_again_after_a_lost_connection(
     region: felix.RegionClient, broker: ScriptedBroker
 ) -> None:
-    def crash_once(session: BrokerSession, request: Request, correlation: int) -> bool:
+    def crash_once(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
         broker.on_request = None
         session.drop()
         return True
@@ -124,7 +125,7 @@ async def test_a_safe_request_is_asked_again_after_a_lost_connection(
 async def test_an_unsafe_request_is_not_asked_twice_and_says_that_nobody_knows(
     region: felix.RegionClient, broker: ScriptedBroker
 ) -> None:
-    def crash(session: BrokerSession, request: Request, correlation: int) -> bool:
+    def crash(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
         session.drop()
         return True
 
@@ -212,7 +213,7 @@ async def test_goodbye_moves_the_client_to_the_next_broker(broker: ScriptedBroke
 async def test_an_answer_under_way_at_goodbye_still_arrives(
     region: felix.RegionClient, broker: ScriptedBroker
 ) -> None:
-    def leave_first(session: BrokerSession, request: Request, correlation: int) -> bool:
+    def leave_first(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
         session.goodbye()
         asyncio.get_running_loop().call_later(0.02, lambda: session.answer(correlation, Done("still here")))
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from client.conftest import ORDERS, connected, until
@@ -475,7 +476,7 @@ async def test_opening_is_tried_again_while_the_broker_says_not_now(
 ) -> None:
     tries = 0
 
-    def busy(session: BrokerSession, request: Request, correlation: int) -> bool:
+    def busy(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
         nonlocal tries
         tries += 1
         if isinstance(request, OpenPublisher) and tries < 3:

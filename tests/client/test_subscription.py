@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime
+from typing import Any
 
 import pytest
 from client.conftest import ORDERS, connected, until
@@ -359,7 +360,7 @@ async def test_a_subscription_refused_for_now_is_asked_again_without_a_gap(
     broker.fill(ORDERS, numbers(0, 3))
     tries = 0
 
-    def busy(session: BrokerSession, request: Request, correlation: int) -> bool:
+    def busy(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
         nonlocal tries
         tries += 1
         if tries == 1:

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 import pytest
@@ -16,7 +15,7 @@ STRUCTS = [
     for held in {**vars(messages), **vars(consumer_messages)}.values()
     if isinstance(held, type)
     and issubclass(held, messages.Message)
-    and held not in (messages.Message, messages.Repeatable)
+    and held not in (messages.Message, messages.Request, messages.Repeatable)
 ]
 FOLDED = {"subscribe": "Subscribing", "start": "Subscribing", "open_ingest": "Ingest"}
 """Messages whose fields stand in the text of a section instead of a table's row."""
@@ -50,7 +49,12 @@ def test_messages_are_named_with_their_fields(struct: type[msgspec.Struct]) -> N
         assert f"`{name}`" in where, f"{tag} is described without its field {name}"
 
 
-def test_every_request_is_in_the_table_of_requests() -> None:
+def tag_of(message: type[messages.Message]) -> str:
+    return str(message.__struct_config__.tag)
+
+
+def test_every_request_is_in_the_table_with_its_answer() -> None:
     table = PAGE.split("### Requests")[1].split("| part or answer |")[0]
-    for struct in get_args(messages.Request):
-        assert f"`{struct.__struct_config__.tag}`" in table
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|.*\| `(\w+)`[^|]*\|$", table, re.M)
+    found = {name: answer for names, answer in rows for name in re.findall(r"\w+", names)}
+    assert found == {tag_of(request): tag_of(answer) for request, answer in messages.ANSWERS.items()}

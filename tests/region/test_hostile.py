@@ -23,6 +23,7 @@ from felix import Code
 from felix.frames import FrameType, encode_frame
 from felix.identity_file import load_identity
 from felix.messages import (
+    ANSWERS,
     ClientHello,
     DescribeStream,
     OpenPublisher,
@@ -68,21 +69,8 @@ WORDS = st.one_of(
     st.text(max_size=300),
     st.binary(max_size=40),
 )
-REQUESTS = [
-    "create_stream", "delete_stream", "describe_stream", "list_streams", "open_publisher", "subscribe",
-    "unsubscribe", "put_rights", "list_rights", "put_document", "list_documents", "list_keys", "rotate_keys",
-    "describe_region", "report_links", "list_links", "get_data_key", "get_link_secret", "get_stream_statement", "open_ingest", "cosign",
-    "witnessed_size", "get_checkpoint", "put_cosignature", "open_cache", "watch_cache", "open_queue",
-    "create_subscription", "describe_subscription", "list_subscriptions", "seek_subscription", "delete_subscription",
-    "open_consumer", "renew_identity", "describe_mesh",
-]  # fmt: skip
-FIELDS = [
-    "stream", "shards", "durability", "retention", "ring_bytes", "incarnation", "prefix", "after", "limit", "acks",
-    "start", "credit_bytes", "grant", "subscription", "identity", "rights", "kind", "body", "level", "links", "key",
-    "public_key", "from_region", "shard", "epoch", "transfer_key", "signature", "checkpoint", "proof", "origin",
-    "from_size", "cosigned", "coalesce", "offsets",
-    "name", "settings", "consumer", "csr", "what", "skip",
-]  # fmt: skip
+REQUESTS = [str(request.__struct_config__.tag) for request in ANSWERS]
+FIELDS = sorted({field for request in ANSWERS for field in request.__struct_fields__})
 NAMES = st.sampled_from(
     [CREW, "acme/ops/*", "a/b", "../../etc", "acme/ops/" + "x" * 80, "acme/ops/\U0001f600" * 30]
 )
