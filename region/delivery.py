@@ -55,7 +55,7 @@ class DeliveryFilter(Protocol):
 async def resolve_starts(stream: HostedStream, request: Subscribe) -> dict[int, int]:
     """First offset to deliver, per shard asked for. Raises RequestError(OFFSET_OUT_OF_RANGE, INVALID)."""
     start = request.start
-    shards = request.shards or list(range(len(stream.shards)))
+    shards = request.shards or list(range(stream.shard_count))
     if len(set(shards)) != len(shards):
         raise RequestError("A shard is named twice.")
     resuming = bool(start.offsets) and request.incarnation == stream.incarnation
@@ -394,7 +394,7 @@ class Subscription:
         return sum(
             max(0, shard.high_watermark - cursor)
             for number, cursor in self._cursors.items()
-            if isinstance(shard := self._stream.shards[number], ShardLog)
+            if isinstance(shard := self._stream.replicas.get(number), ShardLog)
         )
 
     def traffic(self, name: str, identity: str) -> ReaderTraffic:

@@ -178,7 +178,7 @@ class ExportService:
             region=self._broker.region,
             stream=str(stream),
             incarnation=hosted.incarnation,
-            shards=len(hosted.shards),
+            shards=hosted.shard_count,
             shard=request.shard,
             log_start=shard.log_start_offset,
             log_end=max(shard.synced_offset, shard.log_start_offset),

@@ -594,9 +594,9 @@ class IngestStream:
         if broker.streams.get(name) is None:
             broker.streams.check_foreign_room(name, config)
         hosted = await broker.ensure_stream(name, config)
-        if len(hosted.shards) != request.shards:
+        if hosted.shard_count != request.shards:
             raise RequestError(
-                f"{name} has {len(hosted.shards)} shards and its source {request.shards}: keys would change "
+                f"{name} has {hosted.shard_count} shards and its source {request.shards}: keys would change "
                 "their shard.",
                 code=Code.CONFLICT,
                 hint=f"Give the grant another destination name, or make {name} with {request.shards} shards.",

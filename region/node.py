@@ -624,7 +624,7 @@ class Node:
     def _shard_gauges(self) -> list[tuple[str, int, dict[str, float]]]:
         found: list[tuple[str, int, dict[str, float]]] = []
         for stream in self.broker.streams:
-            for number, shard in enumerate(stream.shards):
+            for number, shard in stream.replicas.items():
                 if isinstance(shard, FelixError):
                     found.append((str(stream.name), number, {"stopped": 1.0}))
                     continue

@@ -108,8 +108,15 @@ class Altering(Protocol):
         """Go by the settings in the stream's record from now on."""
 
 
+ELSEWHERE_RETRY_MS: Final = 100
+"""Who asks the wrong broker asks again after this: the shard may be on its way here."""
+
+Replica = ShardLog | FelixError
+"""What a broker has of a shard: its log, or why that does not serve."""
+
+
 class HostedStream:
-    """One incarnation of a stream. `shards` are in order of their number; one that is damaged is its error."""
+    """One incarnation of a stream. `replicas` are the shards that are served here, by number; any other has another broker."""
 
     __slots__ = (
         "closing",
@@ -120,8 +127,8 @@ class HostedStream:
         "incarnation",
         "name",
         "record",
+        "replicas",
         "ring_taken",
-        "shards",
         "views",
     )
 
@@ -129,14 +136,14 @@ class HostedStream:
         self,
         name: StreamName,
         record: Stream,
-        shards: list[ShardLog | FelixError],
+        replicas: dict[int, Replica],
         ring_taken: int,
         start: bytes,
     ) -> None:
         self.name = name
         self.record = record
         self.incarnation = self._incarnation(start)
-        self.shards = shards
+        self.replicas = replicas
         self.ring_taken = ring_taken
         self.deleted = False
         self.delivered_bytes = 0
@@ -165,18 +172,37 @@ class HostedStream:
             shard.compacted_to for shard in self.serving
         )
 
-    def shard(self, number: int) -> ShardLog:
-        """Raises RequestError(INVALID) where the stream has no such shard, or why the shard does not serve."""
-        if not 0 <= number < len(self.shards):
-            raise RequestError(
-                f"{self.name} has {len(self.shards)} shards; there is no shard {number}.",
-                hint="Describe the stream, and send each record to the shard of its key.",
-            )
-        found = self.shards[number]
-        if isinstance(found, FelixError):
-            raise UnavailableError(
+    @property
+    def shard_count(self) -> int:
+        """How many shards the stream has, whoever serves them."""
+        return self.record.config.shards
+
+    def find(self, number: int) -> ShardLog | FelixError:
+        """A shard's log, or the error that whoever asks for it here is to get: there is no such shard (INVALID), it does not serve
+        (SHARD_STOPPED), or another broker serves it (NOT_LEADER)."""
+        found = self.replicas.get(number)
+        if isinstance(found, ShardLog):
+            return found
+        if found is not None:
+            return UnavailableError(
                 f"Shard {number} of {self.name} does not serve: {found}", code=Code.SHARD_STOPPED
             )
+        if 0 <= number < self.shard_count:
+            return UnavailableError(
+                f"Shard {number} of {self.name} is served by another broker.",
+                code=Code.NOT_LEADER,
+                retry_after_ms=ELSEWHERE_RETRY_MS,
+            )
+        return RequestError(
+            f"{self.name} has {self.shard_count} shards; there is no shard {number}.",
+            hint="Describe the stream, and send each record to the shard of its key.",
+        )
+
+    def shard(self, number: int) -> ShardLog:
+        """Raises what `find` gives where it gives an error."""
+        found = self.find(number)
+        if isinstance(found, FelixError):
+            raise found
         return found
 
     def alter(self, record: Stream) -> None:
@@ -193,8 +219,8 @@ class HostedStream:
 
     @property
     def serving(self) -> list[ShardLog]:
-        """The shards that are open."""
-        return [shard for shard in self.shards if isinstance(shard, ShardLog)]
+        """The shards that are open here, in order of their number."""
+        return [shard for shard in self.replicas.values() if isinstance(shard, ShardLog)]
 
     def traffic(self) -> StreamTraffic:
         """What went through since the start, and what is held."""
@@ -202,7 +228,7 @@ class HostedStream:
         counters = [shard.counters for shard in shards]
         return StreamTraffic(
             str(self.name),
-            len(self.shards),
+            self.shard_count,
             sum(each.records for each in counters),
             sum(each.appended_bytes for each in counters),
             self.delivered_records,
@@ -210,7 +236,7 @@ class HostedStream:
             sum(shard.disk_bytes for shard in shards),
             sum(shard.ring_bytes for shard in shards),
             sum(shard.pending_bytes for shard in shards),
-            len(self.shards) - len(shards) + sum(shard.failure is not None for shard in shards),
+            len(self.replicas) - len(shards) + sum(shard.failure is not None for shard in shards),
         )
 
     def describe(self, *, detail: bool) -> StreamState:
@@ -219,12 +245,12 @@ class HostedStream:
         return StreamState(
             str(self.name),
             self.incarnation,
-            len(self.shards),
+            self.shard_count,
             Durability(config.durability.kind, config.durability.interval_ms),
             Retention(config.retention.age_ms, config.retention.bytes, config.retention.acked),
             config.ring_bytes,
             self.record.created_ms,
-            [_shard_state(number, shard) for number, shard in enumerate(self.shards)] if detail else [],
+            [_shard_state(number, self.find(number)) for number in range(self.shard_count)] if detail else [],
             config.views,
         )
 
@@ -356,21 +382,21 @@ class StreamTable:
                     return held  # the record is older than what is served
                 await self._close(held)
             taken = self._reserve(name, record.config)
-            shards: list[ShardLog | FelixError] = []
+            replicas: dict[int, Replica] = {}
             try:
                 for number in range(record.config.shards):
-                    shards.append(await self._open_shard(name, record, number))  # noqa: PERF401
+                    replicas[number] = await self._open_shard(name, record, number)
             except BaseException:
-                for number in range(len(shards)):
+                for number in replicas:
                     await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
                 self._ring_budget.give(taken)
                 raise
-            stream = HostedStream(name, record, shards, taken, self._start)
+            stream = HostedStream(name, record, replicas, taken, self._start)
             try:
                 for settle in self.before_serving:
                     await settle(stream)
             except BaseException:
-                for number in range(len(shards)):
+                for number in replicas:
                     await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
                 self._ring_budget.give(taken)
                 raise
@@ -548,7 +574,7 @@ class StreamTable:
                 await stream.closing.pop()()
             except FelixError as error:
                 log.error("a view of %s does not close in order: %s", stream.name, error)
-        for number in (*range(len(stream.shards)), *stream.companions):
+        for number in (*stream.replicas, *stream.companions):
             await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
         self._ring_budget.give(stream.ring_taken)
 

@@ -332,7 +332,7 @@ class Mesh:
         """Records in the destination's stream, over all shards; 0 where there is none yet."""
         node = self.nodes["eu-west"]
         hosted = node.broker.streams.get(StreamName.parse(stream))
-        return 0 if hosted is None else sum(shard.high_watermark for shard in hosted.shards)
+        return 0 if hosted is None else sum(shard.high_watermark for shard in hosted.serving)
 
     async def read(self, region: str, count: int, stream: str = STREAM) -> list[felix.Record]:
         """The first `count` records, over all shards."""

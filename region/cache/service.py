@@ -67,8 +67,8 @@ class Cache:
         self.stream = stream
         self.settings = settings
         self.watches = 0
-        self.shards: list[CacheShard | FelixError] = [
-            CacheShard(
+        self.shards: dict[int, CacheShard | FelixError] = {
+            number: CacheShard(
                 stream.name,
                 number,
                 shard,
@@ -82,14 +82,14 @@ class Cache:
             )
             if isinstance(shard, ShardLog)
             else shard
-            for number, shard in enumerate(stream.shards)
-        ]
+            for number, shard in stream.replicas.items()
+        }
         self._loading = asyncio.ensure_future(self._load())
 
     @property
     def serving(self) -> list[CacheShard]:
         """The shards that have a state."""
-        return [shard for shard in self.shards if isinstance(shard, CacheShard)]
+        return [shard for shard in self.shards.values() if isinstance(shard, CacheShard)]
 
     async def _load(self) -> None:
         for shard in self.serving:
@@ -123,7 +123,7 @@ class Cache:
             str(self.stream.name),
             sum(len(state.entries) for state in states),
             sum(state.size_bytes for state in states),
-            self.settings.bytes_max * len(self.shards),
+            self.settings.bytes_max * self.stream.shard_count,
             sum(state.hits for state in states),
             sum(state.misses for state in states),
             sum(state.evicted for state in states),
@@ -132,23 +132,21 @@ class Cache:
         )
 
     def shard(self, number: int) -> CacheShard:
-        """Raises RequestError(INVALID) where there is none, UnavailableError(SHARD_STOPPED)."""
-        if not 0 <= number < len(self.shards):
-            raise RequestError(
-                f"{self.stream.name} has {len(self.shards)} shards; there is no shard {number}."
-            )
-        found = self.shards[number]
-        if isinstance(found, FelixError):
-            raise UnavailableError(
-                f"Shard {number} of {self.stream.name} does not serve: {found}", code=Code.SHARD_STOPPED
-            )
-        return found
+        """Raises what the stream gives for a shard that it has not, that does not serve, or that another broker serves."""
+        found = self.shards.get(number)
+        if isinstance(found, CacheShard):
+            return found
+        self.stream.shard(number)
+        raise UnavailableError(
+            f"Shard {number} of {self.stream.name} does not serve: {found}", code=Code.SHARD_STOPPED
+        )
 
     def of(self, key: bytes) -> CacheShard:
         """The shard of a key. Raises as `shard`."""
-        shards = self.shards
-        found = shards[shard_for_key(key, len(shards)) if len(shards) > 1 else 0]
-        return found if isinstance(found, CacheShard) else self.shard(shards.index(found))
+        count = self.stream.shard_count
+        number = shard_for_key(key, count) if count > 1 else 0
+        found = self.shards.get(number)
+        return found if isinstance(found, CacheShard) else self.shard(number)
 
     async def loaded(self, shards: list[CacheShard]) -> None:
         """Raises UnavailableError where reading the log takes longer than LOAD_WAIT_S."""
@@ -211,7 +209,7 @@ class CacheService:
     def stats(self, stream: HostedStream, number: int) -> dict[str, float]:
         """A shard's gauges, by name; none where the stream is no cache."""
         cache = self._caches.get(stream)
-        shard = cache.shards[number] if cache is not None else None
+        shard = cache.shards.get(number) if cache is not None else None
         if not isinstance(shard, CacheShard):
             return {}
         return {**shard.state.stats(), "cache_watches": shard.watchers}
@@ -240,7 +238,7 @@ class CacheCalls:
             exchange.fail(error, correlation)
             return
         self._is_open = True
-        opened = CacheOpened(cache.stream.incarnation, len(cache.shards), exchange.broker.clock_ms())
+        opened = CacheOpened(cache.stream.incarnation, cache.stream.shard_count, exchange.broker.clock_ms())
         exchange.opened(correlation, opened)
 
     def _take_rights(self, name: StreamName) -> None:
@@ -367,7 +365,7 @@ class CacheCalls:
             CacheStats(
                 sum(len(state.entries) for state in states),
                 sum(state.size_bytes for state in states),
-                self._cache.settings.bytes_max * len(self._cache.shards),
+                self._cache.settings.bytes_max * self._cache.stream.shard_count,
                 sum(state.hits for state in states),
                 sum(state.misses for state in states),
                 sum(state.puts for state in states),

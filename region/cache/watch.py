@@ -90,7 +90,7 @@ class CacheWatch:
             self._coalesce = request.coalesce
             self._credit = CreditLine(request.credit_bytes)
             of_key = cache.of(request.key) if request.key else None
-            for number in range(len(cache.shards)):
+            for number in range(cache.stream.shard_count):
                 shard = cache.shard(number)
                 if of_key is None or shard is of_key:
                     self._shards[number] = shard
@@ -119,7 +119,7 @@ class CacheWatch:
             exchange.fail(error, correlation)
             return
         self._holds = True
-        opened = CacheOpened(cache.stream.incarnation, len(cache.shards), exchange.broker.clock_ms())
+        opened = CacheOpened(cache.stream.incarnation, cache.stream.shard_count, exchange.broker.clock_ms())
         exchange.opened(correlation, opened)
         cache.watches += 1
         self._unwatch = [shard.watch(self) for shard in self._shards.values()]

@@ -94,7 +94,10 @@ class Queue:
     async def open(self, *, start: bool = True) -> None:
         """Open every shard that is not open. Raises what opening a journal raises; asked again, it goes on where it was."""
         async with self._opening:
-            while len(self.shards) < len(self.stream.shards):
+            for number in range(self.stream.shard_count):
+                # A queue is one over all its shards: none is opened where one cannot be had.
+                self.stream.shard(number)
+            while len(self.shards) < self.stream.shard_count:
                 number = len(self.shards)
                 log_ = self.stream.shard(number)
                 companion = await self._broker.streams.open_companion(

@@ -145,7 +145,7 @@ class QueueWorker:
         self._exchange.opened(
             correlation,
             QueueOpened(
-                len(stream.shards), stream.incarnation, settings.visibility_ms, settings.ordered_by_key
+                stream.shard_count, stream.incarnation, settings.visibility_ms, settings.ordered_by_key
             ),
         )
 
@@ -387,7 +387,7 @@ class QueueWorker:
     def _put(self, correlation: int, call: Put) -> None:
         self._require(Verb.PUBLISH)
         stream = self._queue.stream
-        number = self._shard_of(call, len(stream.shards))
+        number = self._shard_of(call, stream.shard_count)
         batch = encode_batch(
             [NewRecord(job.payload, job.key, job.headers or None) for job in call.records],
             shard=number,

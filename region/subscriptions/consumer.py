@@ -134,7 +134,7 @@ class Consumer:
             ConsumerOpened(
                 self._number,
                 stream.incarnation,
-                len(stream.shards),
+                stream.shard_count,
                 subscription.definition.settings,
                 created,
             ),

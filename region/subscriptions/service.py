@@ -168,7 +168,7 @@ class SubscriptionService:
     async def _open_stores(self, held: _Shelves) -> None:
         stream = held.stream
         made: list[SubscriptionStore] = []
-        for number in range(len(stream.shards)):
+        for number in range(stream.shard_count):
             store = SubscriptionStore(
                 self._broker,
                 stream,
@@ -478,7 +478,7 @@ class SubscriptionService:
     async def _lag_ms(self, found: DurableSubscription) -> dict[int, int]:
         """How old the oldest record is that is not settled, by shard; 0 where there is none."""
         ages: dict[int, int] = {}
-        for number in range(len(found.stream.shards)):
+        for number in range(found.stream.shard_count):
             shard = found.stream.shard(number)
             offset = max(found.progress(number).committed, shard.log_start_offset)
             if offset >= shard.high_watermark:
@@ -532,9 +532,8 @@ class SubscriptionService:
     def hold_all(self) -> None:
         """Tell every shard how far it may let go; called before retention is applied."""
         for stream in self._broker.streams:
-            for number, shard in enumerate(stream.shards):
-                if not isinstance(shard, FelixError):
-                    shard.hold_from(self.hold(stream, number))
+            for shard in stream.serving:
+                shard.hold_from(self.hold(stream, shard.identity.shard))
 
     # -- transactions ----------------------------------------------------------------------------------
 

@@ -770,11 +770,11 @@ class Coordinator:
             self._journal.append(encode(entry), ignore)
 
     def _shard_of(self, part: Part) -> ShardLog | FelixError | None:
-        """None where the stream is gone, or is another incarnation; the error of a shard that could not be opened."""
+        """None where the stream is gone, or is another incarnation; the error of a shard that could not be opened, or is not served here."""
         hosted = self._broker.streams.get(StreamName.parse(part.stream))
         if hosted is None or hosted.deleted or hosted.incarnation != part.incarnation:
             return None
-        return hosted.shards[part.shard]
+        return hosted.find(part.shard)
 
     async def _apply_partition(
         self, shard: ShardLog, parts: Sequence[Part], *, patience_s: float = float("inf")
@@ -879,7 +879,7 @@ class Coordinator:
 
     async def _settle_stream(self, stream: HostedStream) -> None:
         """Before a stream is served: append what is owed to its shards."""
-        for number, shard in enumerate(stream.shards):
+        for number, shard in stream.replicas.items():
             parts = [
                 part
                 for transaction in self.state.owed
@@ -901,7 +901,7 @@ class Coordinator:
                 log.warning("%s shard %d: applying transaction %d", stream.name, number, transaction_number)
             placed = await self._apply_partition(shard, mine, patience_s=START_PATIENCE_S)
             if len(placed) < len(mine):
-                stream.shards[number] = shard.failure or _owed()
+                stream.replicas[number] = shard.failure or _owed()
                 return
             self._settled |= placed
 

@@ -75,7 +75,7 @@ class _Handler:
                 exchange.reply(correlation, Begun(begun.begun_ms))
             case Resolve(stream):
                 hosted = coordinator.resolve(owner, stream)
-                exchange.reply(correlation, Resolved(len(hosted.shards), hosted.incarnation))
+                exchange.reply(correlation, Resolved(hosted.shard_count, hosted.incarnation))
             case Stage(transaction_id, index, stream, incarnation, batch):
                 wait_s = self._charge(stream, batch)
                 coordinator.stage(owner, transaction_id, index, stream, incarnation, batch)

@@ -434,7 +434,7 @@ class DeadLetters:
     async def _land(self, move: Move) -> None:
         """Append every record of the move, or find that it stands there. Raises what the target refuses it with."""
         target = await self._target(move)
-        shard = target.shard(move.shard % len(target.shards))
+        shard = target.shard(move.shard % target.shard_count)
         records = await read_records(self._shard, move.offsets)
         producer_id = self._producer_id(move)
 

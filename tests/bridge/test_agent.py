@@ -327,7 +327,7 @@ async def test_a_gap_at_the_source_is_logged_alarmed_and_passed(mesh: Mesh) -> N
     async with mesh.operator("us-east") as operator:
         await operator.alter_stream(STREAM, retention=Retention(age_ms=1_000))
     # Only segments that are not written to any more are deleted; the next one is begun here, not in an hour.
-    shard = mesh.nodes["us-east"].broker.stream(StreamName.parse(STREAM)).shards[0]
+    shard = mesh.nodes["us-east"].broker.stream(StreamName.parse(STREAM)).shard(0)
     assert shard._disk is not None
     await shard._change(shard._disk.roll, now_ms())
 
@@ -372,7 +372,7 @@ async def test_a_source_that_has_less_than_what_crossed_stops_the_link_with_an_a
         await position(agent, 50)
     hosted = mesh.nodes["us-east"].broker.streams.get(StreamName.parse(STREAM))
     assert hosted is not None
-    await hosted.shards[0].truncate(LogPoint(20))
+    await hosted.shard(0).truncate(LogPoint(20))
     async with mesh.agent() as agent:
         stopped = await state(agent, "truncated")
         assert "cut back to offset 20" in stopped.reason
