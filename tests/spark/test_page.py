@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 from crossing_logs import CREW, DEPARTURES, ORDERS, Made
 
+from audit.spark import exceptions, lineage, reconciliation, register, volumes
+from audit.spark.document import Cosigner, Missing, Report, Totals, VerifiedLog
 from audit.spark.figure import Flow, count, flows_svg, nice_step, size, time_svg
 from audit.spark.page import render
+from audit.spark.table import Column, Table, Type
 from audit.spark.volumes import DAY_MS
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
@@ -273,3 +276,52 @@ def test_many_bars_have_few_labels() -> None:
     buckets: list[tuple[int, str, int, int, int]] = [(day * DAY_MS, "s", 1, 1, 0) for day in range(365)]
     labels: dict[int, Any] = {day * DAY_MS: f"day {day}" for day in range(365)}
     assert time_svg(buckets, DAY_MS, {}, labels.__getitem__).count("day ") - 2 * 365 <= 8
+
+
+HOSTILE = '<script>alert(1)</script>" onload="x\u202e\x1b[31m'
+
+
+def hostile_report(status: str, **more: Any) -> Report:
+    """One row in each table, whose every text is hostile, but for the words that Felix itself chooses."""
+
+    def table(name: str, columns: tuple[Column, ...], **own: Any) -> Table:
+        made: dict[Type, Any] = {
+            Type.TEXT: HOSTILE, Type.COUNT: 7, Type.TIME: 1_700_000_000_000, Type.FLAG: True, Type.LIST: [HOSTILE, HOSTILE],
+        }  # fmt: skip
+        row = {column.name: own.get(column.name, made[column.type]) for column in columns}
+        return Table(name, name, columns, (tuple(row.values()),))
+
+    log = VerifiedLog(
+        HOSTILE, HOSTILE, 7, HOSTILE, HOSTILE, HOSTILE, (Cosigner(HOSTILE, 5, 1_700_000_000),), 3, (HOSTILE,)
+    )
+    return Report(
+        None, 1_700_000_000_000, 1_700_000_000_000, 1_700_000_000_000, (log,),
+        table("register", register.COLUMNS, **more),
+        table("reconciliation", reconciliation.COLUMNS, status=status),
+        table("findings", reconciliation.FINDING_COLUMNS, status="open"),
+        table("exceptions", exceptions.COLUMNS),
+        table("volumes", volumes.COLUMNS),
+        table("lineage", lineage.COLUMNS, action="mask:4"),
+        Totals(1, 2, 3, 4, 5, 6, 7, 8, 9, 10), DAY_MS, ((1_700_000_000_000 // DAY_MS * DAY_MS, HOSTILE, 1, 2, 3),),
+        Missing((HOSTILE,), (HOSTILE,)), 1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("status", "more"),
+    [
+        ("reconciled", {}),
+        ("differs", {"unsigned": [HOSTILE], "terms_found": False}),
+        ("open", {"unsigned": [], "terms_found": False}),
+        ("one side only", {"terms_hash": None, "destination_region": None}),
+    ],
+)
+def test_no_text_of_a_log_becomes_markup_wherever_it_stands(status: str, more: dict[str, Any]) -> None:
+    made = render(hostile_report(status, **more))
+    reader = Reader()
+    reader.feed(made)
+    assert reader.open == [] and "script" not in reader.tags
+    assert not [name for _, name, _ in reader.attributes if name.startswith("on")]
+    assert "\u202e" not in made and "\x1b" not in made
+    shown = "".join(reader.text)
+    assert shown.count("<script>alert(1)</script>") > 40 and "&lt;" not in shown
