@@ -7,18 +7,17 @@ their content: keeping one twice changes nothing.
 from __future__ import annotations
 
 from hashlib import sha256
-from pathlib import Path
 
 from audit.document_leaf import document_path, stands_beside
 from audit.tile_disk import Folder
 
 
-def keep_document(log: Path, document: bytes) -> None:
-    """Keep the document beside the log in folder `log` where it is too long for a leaf. Raises OSError."""
+def keep_document(log: Folder, document: bytes) -> None:
+    """Keep the document beside the log where it is too long for a leaf. Raises OSError."""
     if not stands_beside(document):
         return
-    # A folder of its own: the trail's belongs to the trail's threads.
-    folder = Folder(log)
+    # The log's own belongs to the log's threads.
+    folder = log.beside()
     # Written anew even where it is there: only this sync says that it is durable.
     folder.write(document_path(sha256(document).digest()), document)
     folder.flush()

@@ -1,4 +1,4 @@
-"""A log's folder on disk: read by path, write whole files atomically and durably.
+"""A log's folder: read by path, write whole files atomically and durably.
 
 Invariants: a file is either whole or not there (written beside, synced, renamed); after `flush` returned, every
 `write` before it survives a power failure, names included. A failed sync raises OSError and is never retried:
@@ -11,75 +11,93 @@ import os
 from pathlib import Path
 from typing import Final
 
+from felix.storage.disk import SHARED_FILES
+from felix.storage.port import Files, write_all
+from felix.storage.small_file import read_file
+
 _TEMPORARY: Final = ".new"
 
 
 class Folder:
-    """`audit.tile.Files` on disk, and writing. Paths are relative, with / between the parts."""
+    """`audit.tile.Files` in a folder, and writing. Paths are relative, with / between the parts."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, files: Files = SHARED_FILES) -> None:
+        """`files`: the storage that the folder is in."""
         self.path = path
+        self.storage = files
         self._dirty: set[Path] = set()
+        self._made: set[Path] = set()
+
+    def beside(self) -> Folder:
+        """The same folder, for another thread: what it writes it flushes itself."""
+        return Folder(self.path, self.storage)
 
     def read(self, path: str) -> bytes | None:
         """The file's bytes, None where there is none."""
         try:
-            return (self.path / path).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
+            return read_file(self.storage, self.path / path)
+        except NotADirectoryError:
             return None
 
     def names(self, folder: str) -> list[str]:
         """The names in a folder, sorted; empty where there is none. Files being written are left out."""
         try:
-            names = [path.name for path in (self.path / folder).iterdir()]
+            names = self.storage.names(self.path / folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(name for name in names if not name.endswith(_TEMPORARY))
+        return [name for name in names if not name.endswith(_TEMPORARY)]
 
     def write(self, path: str, data: bytes) -> None:
         """Replace the file. Its bytes are durable on return; its name is after `flush`."""
-        target = self.path / path
+        target, storage = self.path / path, self.storage
         self._make(target.parent)
         beside = target.with_name(target.name + _TEMPORARY)
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fdatasync(file.fileno())
-        beside.replace(target)
+        descriptor = storage.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(storage, descriptor, (data,), 0)
+            storage.sync(descriptor)
+        finally:
+            storage.close(descriptor)
+        storage.rename(beside, target)
         self._dirty.add(target.parent)
+
+    def append(self, path: str, data: bytes) -> None:
+        """Add to the end of a file. Not durable: for what is derived from other files."""
+        descriptor = self.storage.open(self.path / path, os.O_WRONLY | os.O_CREAT)
+        try:
+            write_all(self.storage, descriptor, (data,), self.storage.size(descriptor))
+        finally:
+            self.storage.close(descriptor)
 
     def flush(self) -> None:
         """Make the names of all files written so far durable."""
         for folder in sorted(self._dirty, key=lambda path: -len(path.parts)):
-            sync_folder(folder)
+            self.storage.sync_folder(folder)
         self._dirty.clear()
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there; not durable by itself (a file that comes back must do no harm)."""
-        (self.path / path).unlink(missing_ok=True)
+        self.storage.remove(self.path / path)
 
     def remove_folder(self, folder: str) -> None:
         """Remove an empty folder if it is there."""
         path = self.path / folder
         self._dirty.discard(path)
+        self._made.discard(path)
         try:
-            path.rmdir()
+            if self.storage.names(path):
+                return
+            self.storage.remove_folder(path)
         except OSError:
             return
         self._dirty.add(path.parent)
 
     def _make(self, folder: Path) -> None:
-        if folder in self._dirty or folder.is_dir():
+        if folder in self._made:
             return
-        self._make(folder.parent)
-        folder.mkdir(exist_ok=True)
+        if folder != self.path:
+            self._make(folder.parent)
+        self.storage.make_folder(folder)
+        self._made.add(folder)
+        # Also where it was there: whoever made it may have ended before its name was durable.
         self._dirty.add(folder.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """fsync a folder, so that the names in it are durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,6 @@
 """The durable trail: one audit log being written. Append leaves, get them durable, tiled and checkpointed.
 
-Two threads behind one lock, nothing of it on an event loop:
+Two workers (felix.runtime.port) behind one lock, each with a thread on a real machine, nothing of it on an event loop:
 
 - the *writer* takes all that waits, appends it to the write-ahead file with one `fdatasync`, and calls back;
 - the *publisher* takes what is durable into the tree, writes tiles and entry bundles, and on a timer or a count a
@@ -24,16 +24,15 @@ Callers: bridge (egress), region (ingress). `open` and `close`, `consistency_pro
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
-import os
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from audit.checkpoint import Checkpoint, SignedCheckpoint, note_size, open_checkpoint
 from audit.errors import VERIFY_HINT, AuditUnavailableError, RolledBackError
@@ -59,9 +58,11 @@ from audit.tile import (
 )
 from audit.tile_disk import Folder
 from audit.wal_disk import SEGMENT_BYTES_MAX, Recovery, Torn, Wal
-from felix.errors import Code, CorruptionError, RequestError, TamperError
-from felix.runtime.port import Clock
+from felix.errors import Code, CorruptionError, RequestError, TamperError, UnavailableError
+from felix.runtime.port import Clock, Runtime
 from felix.runtime.real import REAL
+from felix.storage.disk import SHARED_FILES
+from felix.storage.port import Files, FolderLock
 
 log = logging.getLogger("felix.audit.trail")
 
@@ -70,7 +71,8 @@ APPEND_LEAVES_MAX: Final = 4_096
 SNAPSHOT_LEAVES: Final = 16_384
 """Opening reads at most about so many leaves for the positions after a crash."""
 SNAPSHOT_PATH: Final = "positions"
-LOCK_PATH: Final = "lock"
+FOLDERS_ABOVE: Final = 3
+"""How many folders above a log's own may be as new as the log: `bridges/NAME/egress` in a region's folder."""
 ROUND_MS: Final = 5_000
 """How long all witnesses are shown the same checkpoint, so that one note collects their cosignatures; a bridge asks
 every 3 s. Once all that are expected have cosigned, the next one may follow at once."""
@@ -119,29 +121,26 @@ class Trail:
     def __init__(
         self,
         folder: Folder,
-        lock: IO[bytes],
+        lock: FolderLock,
         signers: tuple[NoteSigner, ...],
         earlier: tuple[VerifierKey, ...],
         settings: TrailSettings,
         state: _Opened,
         wal: Wal,
         refusal: Callable[[], str],
-        clock: Clock,
+        runtime: Runtime,
     ) -> None:
-        self._folder, self._lock_file, self._signers, self._settings = folder, lock, signers, settings
+        self._folder, self._folder_lock, self._signers, self._settings = folder, lock, signers, settings
         self._known_keys = (*self.keys, *earlier)
         self._witnesses = state.witnesses
         self._wal = wal
         self._refusal = refusal
-        self._clock = clock
+        self._clock = runtime.clock
         self.recovered: Torn | None = state.torn
         """what opening cut from the write-ahead file, if anything"""
 
         # All below is guarded by _lock, down to the publisher's own.
         self._lock = threading.Lock()
-        self._to_write = threading.Condition(self._lock)
-        self._to_publish = threading.Condition(self._lock)
-        self._published_once = threading.Condition(self._lock)
         self._queue: list[_Waiting] = []
         self._synced: deque[tuple[bytes, Header | None]] = deque()
         self._size = self._durable = state.tree.size
@@ -156,7 +155,8 @@ class Trail:
         self._writer_ended = False
         self._failure: AuditUnavailableError | None = None
 
-        # The publisher's own: nobody else touches these after the threads run.
+        # The publisher's own: nobody else touches these after the workers run.
+        self._checkpoint_due: float | None = None
         self._tree = state.tree
         self._bundle = state.bundle
         self._bundle_headers = state.bundle_headers
@@ -169,8 +169,8 @@ class Trail:
         # Checkpoint files: written by the publisher and by add_cosigned.
         self._files_lock = threading.Lock()
 
-        self._writer = threading.Thread(target=self._write_all, name="audit-writer", daemon=True)
-        self._publisher = threading.Thread(target=self._publish_all, name="audit-publisher", daemon=True)
+        self._writer = runtime.worker(self._write, "audit-writer")
+        self._publisher = runtime.worker(self._publish_due, "audit-publisher")
 
     @classmethod
     def open(
@@ -183,15 +183,15 @@ class Trail:
         witnesses: Iterable[VerifierKey] = (),
         cosigned: Iterable[bytes] = (),
         settings: TrailSettings | None = None,
-        sync: Callable[[int], None] = os.fdatasync,
         refusal: Callable[[], str] = lambda: "",
-        clock: Clock = REAL.clock,
+        files: Files = SHARED_FILES,
+        runtime: Runtime = REAL,
     ) -> Trail:
         """Open the log in this folder, or begin one; recover what a crash left. Blocks.
 
         `signer`: the log's key; its name is the log's origin. `also`: further keys of the same name that sign each
-        checkpoint beside it (ML-DSA-44). `earlier`: keys that signed before these, each up to its size. `cosigned`: notes that witnesses remember of this log; a log that does not
-        reach them, or differs, is not opened. `sync`: what makes a file durable.
+        checkpoint beside it (ML-DSA-44). `earlier`: keys that signed before these, each up to its size. `cosigned`: notes that
+        witnesses remember of this log; a log that does not reach them, or differs, is not opened.
         `refusal`: why nothing may be appended or signed now, empty where it may: whoever else may write a log of this name
         meanwhile would make another history of it. Asked from several threads, often.
 
@@ -202,33 +202,30 @@ class Trail:
         signers = (signer, *also)
         assert len({each.key.name for each in signers}) == 1, "a log's keys have one name"
         before = tuple(key for key in earlier if all(key != each.key for each in signers))
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / LOCK_PATH).open("ab")
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise RequestError(
-                    f"The audit log {path} is open in another process.",
-                    code=Code.CONFLICT,
-                    hint="Stop that one first; a log has one writer.",
-                ) from error
-            folder = Folder(path)
-            state = _Opening(folder, signers, before, tuple(witnesses), clock).open(tuple(cosigned))
-            wal = Wal(
-                path / WAL_FOLDER, state.tree.size, sync=sync, segment_bytes_max=settings.segment_bytes_max
-            )
-            trail = cls(folder, lock, signers, before, settings, state, wal, refusal, clock)
+            lock = files.lock(path)
+        except UnavailableError as error:
+            raise RequestError(
+                f"The audit log {path} is open in another process.",
+                code=Code.CONFLICT,
+                hint="Stop that one first; a log has one writer.",
+            ) from error
+        try:
+            folder = Folder(path, files)
+            state = _Opening(folder, signers, before, tuple(witnesses), runtime.clock).open(tuple(cosigned))
+            wal = Wal(path / WAL_FOLDER, state.tree.size, files, segment_bytes_max=settings.segment_bytes_max)
+            trail = cls(folder, lock, signers, before, settings, state, wal, refusal, runtime)
         except BaseException:
-            lock.close()
+            lock.release()
             raise
         if trail.unreadable:
             log.error(
                 "%s has %d leaves that cannot be read, the first is %d: `felix audit verify` lists them.",
                 trail.key.name, len(trail.unreadable), trail.unreadable[0],
             )  # fmt: skip
-        trail._writer.start()
+        # In this order: the writer wakes the publisher.
         trail._publisher.start()
+        trail._writer.start()
         return trail
 
     @property
@@ -277,7 +274,7 @@ class Trail:
             self._size += len(encoded)
             self._pending_bytes += size
             self._queue.append(_Waiting(first, encoded, headers, done, loop))
-            self._to_write.notify()
+        self._writer.wake()
         return first
 
     async def append(self, leaves: Sequence[Leaf | EncodedLeaf]) -> int:
@@ -401,17 +398,20 @@ class Trail:
     def publish(self, timeout_s: float = 30.0) -> bytes:
         """Checkpoint all that is durable now, without waiting for the timer. Returns the note. Blocks."""
         with self._lock:
-            wanted, limit = self._durable, self._clock.monotonic() + timeout_s
-            while self._current.checkpoint.size < wanted:
-                if (failure := self.failure) is not None:
-                    raise failure
-                self._publish_wanted = True
-                self._to_publish.notify()
-                if not self._published_once.wait(limit - self._clock.monotonic()):
-                    raise AuditUnavailableError(
-                        f"The audit log {self.key.name} made no checkpoint in {timeout_s} s."
-                    )
-            return encode_note(self._current.note)
+            wanted = self._durable
+            if self._current.checkpoint.size >= wanted:
+                return encode_note(self._current.note)
+            self._publish_wanted = True
+        self._publisher.wake()
+        self._publisher.wait(lambda: self._covers(wanted) or self.failure is not None, timeout_s)
+        if not self._covers(wanted):
+            raise self.failure or AuditUnavailableError(
+                f"The audit log {self.key.name} made no checkpoint in {timeout_s} s."
+            )
+        return self.checkpoint()
+
+    def _covers(self, size: int) -> bool:
+        return self._current.checkpoint.size >= size
 
     def leaves(self, start: int = 0) -> Iterator[tuple[int, memoryview]]:
         """Every leaf from index `start` on that is durable at the first step, with its index. Blocks, as `publish` does."""
@@ -502,42 +502,25 @@ class Trail:
         """Make everything accepted durable, checkpoint it, and let go of the folder. Blocks. Safe to call twice."""
         with self._lock:
             self._closing = True
-            self._to_write.notify()
+        self._writer.wake()
         self._writer.join()
         self._publisher.join()
         self._wal.close()
-        self._lock_file.close()
+        self._folder_lock.release()
 
-    # The writer thread
+    # The writer
 
-    def _write_all(self) -> None:
-        while True:
+    def _write(self) -> float | None:
+        """A step: make all that waits durable, and say so."""
+        with self._lock:
+            taken, self._queue = self._queue, []
+            ends = self._closing and not taken
+        if self._failure is None and taken:
+            self._write_group(taken)
+        if self._failure is None and not ends:
             with self._lock:
-                while not self._queue and not self._closing and self._failure is None:
-                    self._to_write.wait()
-                taken, self._queue = self._queue, []
-                failure = self._failure
-                if not taken or failure is not None:
-                    break
-            try:
-                self._wal.append([waiting.leaves for waiting in taken])
-            except Exception as error:  # a leaf that may not be durable must never count
-                self._fail("its disk failed", error)
-                break
-            try:
-                with self._lock:
-                    for waiting in taken:
-                        for at, (leaf, header) in enumerate(
-                            zip(waiting.leaves, waiting.headers, strict=True)
-                        ):
-                            self._positions.apply(waiting.first + at, header)
-                            self._synced.append((leaf, header))
-                    self._durable = self._wal.size
-                    self._to_publish.notify()
-            except Exception as error:  # a writer that ended without a word would keep everybody waiting
-                self._fail("its positions failed", error)
-                break
-            _call_done(taken, None)
+                more = bool(self._queue) or self._closing
+            return 0.0 if more else math.inf
         if self._failure is not None:
             with self._lock:
                 taken += self._queue
@@ -545,7 +528,28 @@ class Trail:
             _call_done(taken, self._failure)
         with self._lock:
             self._writer_ended = True
-            self._to_publish.notify()
+        self._publisher.wake()
+        return None
+
+    def _write_group(self, taken: list[_Waiting]) -> None:
+        try:
+            self._wal.append([waiting.leaves for waiting in taken])
+        except Exception as error:  # a leaf that may not be durable must never count
+            self._fail("its disk failed", error)
+            return
+        try:
+            with self._lock:
+                for waiting in taken:
+                    for at, (leaf, header) in enumerate(zip(waiting.leaves, waiting.headers, strict=True)):
+                        self._positions.apply(waiting.first + at, header)
+                        self._synced.append((leaf, header))
+                self._durable = self._wal.size
+        except Exception as error:  # a writer that ended without a word would keep everybody waiting
+            self._fail("its positions failed", error)
+            return
+        self._publisher.wake()
+        _call_done(taken, None)
+        taken.clear()
 
     def _fail(self, why: str, error: BaseException) -> None:
         failure = AuditUnavailableError(
@@ -555,54 +559,51 @@ class Trail:
         failure.__cause__ = error
         with self._lock:
             self._failure = self._failure or failure
-            self._to_write.notify_all()
-            self._to_publish.notify_all()
-            self._published_once.notify_all()
+        self._writer.wake()
+        self._publisher.wake()
 
-    # The publisher thread
+    # The publisher
 
-    def _publish_all(self) -> None:
-        due_at: float | None = None
+    def _publish_due(self) -> float | None:
+        """A step: what is durable into the tree, and a checkpoint where one is due."""
         try:
-            while True:
-                with self._lock:
-                    while not (self._synced or self._publish_wanted or self._writer_ended or self._failure):
-                        left = None if due_at is None else due_at - self._clock.monotonic()
-                        if left is not None and left <= 0:
-                            break
-                        self._to_publish.wait(left)
-                    taken, self._synced = self._synced, deque()
-                    wanted, self._publish_wanted = self._publish_wanted, False
-                    if self._failure is not None:
-                        return
-                    ended = self._writer_ended
-                for leaf, header in taken:
-                    self._take(leaf, header)
-                uncovered = self._tree.size - self._current.checkpoint.size
-                if uncovered and due_at is None:
-                    due_at = self._clock.monotonic() + self._settings.checkpoint_interval_ms / 1000
-                with self._lock:
-                    self._pending_bytes -= sum(len(leaf) for leaf, _ in taken)
-                overdue = due_at is not None and self._clock.monotonic() >= due_at
-                if uncovered and (
-                    wanted or overdue or ended or uncovered >= self._settings.checkpoint_leaves
-                ):
-                    if self._refusal():
-                        # Looked at again after another interval, or when the log is opened again.
-                        due_at = self._clock.monotonic() + self._settings.checkpoint_interval_ms / 1000
-                        with self._lock:
-                            self._published_once.notify_all()
-                    else:
-                        self._publish()
-                        due_at = None
-                elif wanted:
-                    with self._lock:
-                        self._published_once.notify_all()
-                if ended and not taken:
-                    self._write_snapshot()
-                    return
+            return self._take_and_publish()
         except Exception as error:  # whatever it was, no checkpoint is better than a wrong one
             self._fail("it cannot be checkpointed", error)
+            return None
+
+    def _take_and_publish(self) -> float | None:
+        with self._lock:
+            taken, self._synced = self._synced, deque()
+            wanted, self._publish_wanted = self._publish_wanted, False
+            if self._failure is not None:
+                return None
+            ended = self._writer_ended
+        for leaf, header in taken:
+            self._take(leaf, header)
+        uncovered = self._tree.size - self._current.checkpoint.size
+        if uncovered and self._checkpoint_due is None:
+            self._put_off()
+        with self._lock:
+            self._pending_bytes -= sum(len(leaf) for leaf, _ in taken)
+        due_s = self._checkpoint_due
+        overdue = due_s is not None and self._clock.monotonic() >= due_s
+        if uncovered and (wanted or overdue or ended or uncovered >= self._settings.checkpoint_leaves):
+            if self._refusal():
+                # Looked at again after another interval, or when the log is opened again.
+                self._put_off()
+            else:
+                self._publish()
+                self._checkpoint_due = None
+        if ended and not taken:
+            self._write_snapshot()
+            return None
+        if ended:
+            return 0.0
+        return math.inf if self._checkpoint_due is None else self._checkpoint_due - self._clock.monotonic()
+
+    def _put_off(self) -> None:
+        self._checkpoint_due = self._clock.monotonic() + self._settings.checkpoint_interval_ms / 1000
 
     def _take(self, leaf: bytes, header: Header | None) -> None:
         """One durable leaf into the tree; full tiles and bundles onto the disk."""
@@ -619,7 +620,7 @@ class Trail:
         for tile in full:
             self._folder.write(tile_path(tile.level, tile.number), tile.hashes)
             self._obsolete.append(f"{tile.level}/{index_path(tile.number)}")
-        append_index(self._folder.path, bundle_rows(number, self._bundle_headers))
+        self._folder.append(INDEX_PATH, bundle_rows(number, self._bundle_headers))
         self._bundle, self._bundle_headers = [], []
 
     def _publish(self) -> None:
@@ -638,7 +639,6 @@ class Trail:
             folder.flush()
             with self._lock:
                 self._current = signed
-                self._published_once.notify_all()
         self._tidy()
         if tree.size - self._snapshot_size >= SNAPSHOT_LEAVES:
             self._write_snapshot()
@@ -699,12 +699,6 @@ def _run_done(group: list[_Waiting], error: AuditUnavailableError | None) -> Non
             waiting.done(waiting.first, error)
         except Exception:
             log.exception("the receiver of an append's answer failed")
-
-
-def append_index(path: Path, rows: bytes) -> None:
-    """Append rows to the range index. Not synced: it is a hint, and rebuilt where it is torn."""
-    with (path / INDEX_PATH).open("ab") as file:
-        file.write(rows)
 
 
 def remove_partials(folder: Folder, kind: str, path: str) -> None:
@@ -818,6 +812,10 @@ class _Opening:
         signed = sign_checkpoint(
             Checkpoint(self._name, 0, EMPTY_ROOT), self._signers, self._clock.now_ms() // 1000
         )
+        # A log that is gone with its folder would be taken for a new one here, and for rolled back by whoever cosigned it.
+        for above in list(self._folder.path.parents)[:FOLDERS_ABOVE]:
+            with suppress(PermissionError):  # what we may not read we have not made
+                self._folder.storage.sync_folder(above)
         self._folder.write(CHECKPOINT_PATH, encode_note(signed.note))
         self._folder.flush()
         return signed
@@ -871,11 +869,11 @@ class _Opening:
         # The last bundle's rows may be torn, so they are written once more; twice does no harm.
         for number in range(max(0, indexed - 1), full) if indexed < full or len(index) % ROW_BYTES else ():
             headers = [read_header(leaf) for leaf in read_bundle(self._folder, number, size)]
-            append_index(self._folder.path, bundle_rows(number, headers))
+            self._folder.append(INDEX_PATH, bundle_rows(number, headers))
 
     def _replay(self, state: _Opened) -> _Opened:
         size = state.checkpoint.checkpoint.size
-        recovery = Recovery(self._wal_path, size)
+        recovery = Recovery(self._wal_path, size, self._folder.storage)
         if size and (not recovery.firsts or recovery.firsts[0] > size):
             raise RolledBackError(
                 f"The audit log {self._name} has no write-ahead file that reaches its checkpoint at {size}.",
@@ -904,7 +902,7 @@ class _Opening:
                 for tile in full:
                     self._folder.write(tile_path(tile.level, tile.number), tile.hashes)
                     obsolete.append((str(tile.level), index_path(tile.number)))
-                append_index(self._folder.path, bundle_rows(full[0].number, headers))
+                self._folder.append(INDEX_PATH, bundle_rows(full[0].number, headers))
                 bundle.clear()
                 headers.clear()
         if recovery.size < size:
@@ -912,7 +910,7 @@ class _Opening:
                 f"The audit log {self._name} ends at leaf {recovery.size}, its checkpoint covers {size}.",
                 hint=VERIFY_HINT,
             )
-        recovery.cut()
+        recovery.settle()
         self._folder.flush()
         for kind, path in obsolete:
             remove_partials(self._folder, kind, path)

@@ -21,7 +21,8 @@ Callers: audit.trail, audit.verify (reading).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
@@ -31,8 +32,9 @@ import xxhash
 
 from audit.errors import VERIFY_HINT
 from audit.leaf import LEAF_BYTES_MAX
-from audit.tile_disk import sync_folder
 from felix.errors import CorruptionError
+from felix.storage.port import Files, write_all
+from felix.storage.small_file import read_file
 
 SEGMENT_BYTES_MAX: Final = 64 << 20
 """A segment is rolled when it is longer: recovery reads what is kept, usually two segments."""
@@ -156,25 +158,25 @@ class Wal:
         self,
         folder: Path,
         size: int,
+        files: Files,
         *,
-        sync: Callable[[int], None] = os.fdatasync,
         segment_bytes_max: int = SEGMENT_BYTES_MAX,
     ) -> None:
         """Go on in the last segment of `folder`, or start one at `size`. The folder was recovered before."""
-        self._folder, self._sync, self._segment_bytes_max = folder, sync, segment_bytes_max
+        self._folder, self._files, self._segment_bytes_max = folder, files, segment_bytes_max
         self.size = size
-        folder.mkdir(parents=True, exist_ok=True)
-        firsts = segments(folder)
+        files.make_folder(folder)
+        firsts = segments(files, folder)
         self._open(firsts[-1] if firsts else size)
 
     def _open(self, first: int) -> None:
         path = self._folder / segment_name(first)
-        fresh = not path.exists()
-        self._file = path.open("ab", buffering=0)
-        self._bytes = self._file.tell()
+        fresh = not self._files.exists(path)
+        self._file: int | None = self._files.open(path, os.O_RDWR | os.O_CREAT)
+        self._bytes = self._files.size(self._file)
         if fresh:
-            sync_folder(self._folder)
-            sync_folder(self._folder.parent)
+            self._files.sync_folder(self._folder)
+            self._files.sync_folder(self._folder.parent)
 
     def append(self, appends: Sequence[Sequence[bytes]]) -> None:
         """Write these appends and return once they are durable. Raises OSError; then this object is done for."""
@@ -188,57 +190,54 @@ class Wal:
                 self._write(b"".join(group))
                 group, group_bytes = [], 0
         self._write(b"".join(group))
-        self._sync(self._file.fileno())
+        assert self._file is not None
+        self._files.sync(self._file)
         if self._bytes >= self._segment_bytes_max:
-            self._file.close()
+            self._files.close(self._file)
             self._open(self.size)
 
     def _write(self, data: bytes) -> None:
-        self._bytes += len(data)
-        view = memoryview(data)
-        while view:
-            view = view[self._file.write(view) :]
+        assert self._file is not None
+        self._bytes = write_all(self._files, self._file, (data,), self._bytes)
 
     def remove_below(self, index: int) -> None:
         """Remove the segments whose leaves all lie below `index`; never the open one."""
-        firsts = segments(self._folder)
+        firsts = segments(self._files, self._folder)
         for first, following in pairwise(firsts):
             if following <= index:
-                (self._folder / segment_name(first)).unlink(missing_ok=True)
+                self._files.remove(self._folder / segment_name(first))
 
     def close(self) -> None:
-        """Close the file. Everything appended is durable already."""
-        self._file.close()
+        """Close the file. Everything appended is durable already. Repeating it does nothing."""
+        if self._file is not None:
+            self._files.close(self._file)
+            self._file = None
 
 
-def segments(folder: Path) -> list[int]:
+def segments(files: Files, folder: Path) -> list[int]:
     """The first indexes of the segments in a folder, ascending."""
-    if not folder.is_dir():
+    if not files.is_folder(folder):
         return []
-    firsts = (segment_first(path.name) for path in folder.iterdir())
+    firsts = (segment_first(name) for name in files.names(folder))
     return sorted(first for first in firsts if first is not None)
 
 
 class Recovery:
     """Reads what a crash left: iterate over its (index, leaf) pairs, then look at `size` and `torn`.
 
-    The torn tail stays in the file until `cut`.
+    What reads counts once `settle` returned, which also cuts the torn tail.
     """
 
-    def __init__(self, folder: Path, start: int) -> None:
+    def __init__(self, folder: Path, start: int, files: Files) -> None:
         """`start`: where the log begins in case there is no segment at all."""
-        self._folder = folder
-        self.firsts = segments(folder)
+        self._folder, self._files = folder, files
+        self.firsts = segments(files, folder)
         self.size = self.firsts[0] if self.firsts else start
         self.torn: Torn | None = None
+        self._unsure: tuple[int, bytes] | None = None
+        """where in the last segment leaves begin that no record names as durable, and their bytes"""
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        if self.firsts:
-            # Whole records of a killed process, and the segment's name, may stand in the page cache alone; from here on they count.
-            sync_folder(self._folder)
-            sync_folder(self._folder.parent)
-            with (self._folder / segment_name(self.firsts[-1])).open("r+b") as file:
-                os.fsync(file.fileno())
         for at, first in enumerate(self.firsts):
             name = segment_name(first)
             if first != self.size:
@@ -246,18 +245,38 @@ class Recovery:
                     f"The audit log's file before wal/{name} ends at leaf {self.size}, so leaves are missing.",
                     hint=VERIFY_HINT,
                 )
-            data = (self._folder / name).read_bytes()
+            data = read_file(self._files, self._folder / name)
+            assert data is not None
+            durable, end, starts = 0, 0, deque[tuple[int, int]]()
             for found in read_segment(data, name, first, at == len(self.firsts) - 1):
                 if isinstance(found, Torn):
                     self.torn = found
-                else:
-                    yield found.number, found.leaf
-                    self.size = found.number + 1
+                    continue
+                starts.append((found.number, end))
+                durable, end = max(durable, found.durable), found.end
+                while starts and starts[0][0] < durable:
+                    starts.popleft()
+                yield found.number, found.leaf
+                self.size = found.number + 1
+            self._unsure = (starts[0][1], data[starts[0][1] : end]) if starts else None
 
-    def cut(self) -> None:
-        """Cut the torn tail, if there is one. Only after `size` was checked against every checkpoint."""
-        if self.torn is None:
+    def settle(self) -> None:
+        """Cut the torn tail, and make durable what was read. Only after `size` was checked against every checkpoint.
+
+        Records of a killed process, and the segment's name, may stand in the page cache alone. Where a sync had failed the
+        kernel calls them clean, and another sync would do nothing: so they are written once more.
+        """
+        if not self.firsts:
             return
-        with (self._folder / self.torn.segment).open("r+b") as file:
-            file.truncate(self.torn.at)
-            os.fsync(file.fileno())
+        self._files.sync_folder(self._folder)
+        self._files.sync_folder(self._folder.parent)
+        file = self._files.open(self._folder / segment_name(self.firsts[-1]), os.O_RDWR)
+        try:
+            if self.torn is not None:
+                self._files.truncate(file, self.torn.at)
+            if self._unsure is not None:
+                at, data = self._unsure
+                write_all(self._files, file, (data,), at)
+            self._files.sync(file)
+        finally:
+            self._files.close(file)

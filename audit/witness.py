@@ -20,6 +20,8 @@ from audit.merkle import PROOF_HASHES_MAX, verify_consistency
 from audit.note import Algorithm, NoteSigner, VerifierKey, encode_note, parse_note
 from audit.tile_disk import Folder
 from felix.errors import Code, RequestError, TamperError, UnavailableError
+from felix.storage.disk import SHARED_FILES
+from felix.storage.port import Files
 
 _SUFFIX: Final = ".checkpoint"
 
@@ -74,8 +76,8 @@ class MemoryWitnessStore:
 class DiskWitnessStore:
     """One file per origin, named by the SHA-256 of the origin, replaced atomically. One process has the folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = Folder(folder)
+    def __init__(self, folder: Path, files: Files = SHARED_FILES) -> None:
+        self._folder = Folder(folder, files)
 
     def last(self, origin: str) -> bytes | None:
         return self._folder.read(_name(origin))

@@ -61,6 +61,8 @@ from felix.profile import Profile
 from felix.renewal import request_renewal, store_renewed
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.storage.disk import SHARED_FILES
+from felix.storage.port import Files
 from felix.tasks import end_tasks
 from felix.transport.port import Engine
 from keys.bundle import RegionBundle, decode_bundle
@@ -184,7 +186,9 @@ class Agent:
         *,
         engine: Engine | None = None,
         runtime: Runtime = REAL,
+        storage: Files = SHARED_FILES,
     ) -> None:
+        """`storage`: what the egress log is in."""
         self.config = config
         self.base = base
         self.paths = paths_of(config, base)
@@ -193,6 +197,7 @@ class Agent:
         self.context: LinkContext
         self._engine = engine
         self._runtime = runtime
+        self._storage = storage
         self._clock_ms = runtime.clock.now_ms
         self._files: AgentFiles
         self._endpoints: dict[str, RegionEndpoint] = {}
@@ -376,10 +381,17 @@ class Agent:
                 own = RegionTrust(files.bundles[config.source])
                 earlier = own.earlier_keys(origin, (each.key for each in (signer, *also)))
                 trail, context.ledger = await asyncio.to_thread(
-                    open_egress, self.paths.egress, signer, witnesses, also, earlier
+                    open_egress,
+                    self.paths.egress,
+                    signer,
+                    witnesses,
+                    also,
+                    earlier,
+                    files=self._storage,
+                    runtime=self._runtime,
                 )
                 trail.expect_cosigners(len(config.destinations) + len(config.witnesses))
-                self._submissions = Submissions(trail, outside)
+                self._submissions = Submissions(trail, outside, self._runtime)
                 self._submissions.start()
                 context.trail = trail
                 log.info("the egress log %s is open, %d leaves", self.paths.egress, trail.status().durable)

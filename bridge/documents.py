@@ -182,7 +182,7 @@ class EgressDocuments:
                 drain_until_ms=self._seen_ms[paper.digest] + DRAIN_MS if paper.revokes else 0,
                 side=Side.EGRESS,
             )
-            await asyncio.to_thread(keep_document, trail.files.path, paper.file)
+            await asyncio.to_thread(keep_document, trail.files, paper.file)
             context.failpoints.at("document-kept")
             await trail.append([leaf])
             context.ledger.apply(leaf.header)

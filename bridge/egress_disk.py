@@ -14,10 +14,13 @@ from audit.checkpoint import note_size
 from audit.leaf import read_header
 from audit.note import NoteSigner, VerifierKey
 from audit.tile import TileHashes, read_entries
-from audit.tile_disk import Folder
 from audit.trail import Trail
 from bridge.ledger import Ledger
 from felix.errors import CorruptionError
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
+from felix.storage.disk import SHARED_FILES
+from felix.storage.port import Files
 
 SNAPSHOT_PATH: Final = "ledger"
 SNAPSHOT_LEAVES: Final = 8_192
@@ -30,9 +33,14 @@ def open_egress(
     witnesses: Iterable[VerifierKey],
     also: Iterable[NoteSigner] = (),
     earlier: Iterable[VerifierKey] = (),
+    *,
+    files: Files = SHARED_FILES,
+    runtime: Runtime = REAL,
 ) -> tuple[Trail, Ledger]:
     """Open or begin the log. Raises as `Trail.open` does."""
-    trail = Trail.open(path, signer, also=also, earlier=earlier, witnesses=witnesses)
+    trail = Trail.open(
+        path, signer, also=also, earlier=earlier, witnesses=witnesses, files=files, runtime=runtime
+    )
     try:
         size = note_size(trail.publish())
         ledger, at = _snapshot(trail, size)
@@ -68,8 +76,8 @@ def save_ledger(trail: Trail, *, at_once: bool = False) -> int:
     ledger, at = _snapshot(trail, size)
     if size > at and (at_once or size - at >= SNAPSHOT_LEAVES):
         _read(trail, ledger, at, size)
-        # A folder of its own: the trail's belongs to the trail's threads.
-        Folder(trail.files.path).write(
+        # The trail's own belongs to the trail's threads.
+        trail.files.beside().write(
             SNAPSHOT_PATH, ledger.encode(size, TileHashes(trail.files, size)(0, size - 1))
         )
         return size

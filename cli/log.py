@@ -14,6 +14,7 @@ from cli.output import counted, err, iso, out, print_json, progress, styled, tab
 from cli.setting import JsonOption, RegionOption, folder_of, read_file
 from felix.errors import Code, RequestError, UnavailableError
 from felix.names import StreamName
+from felix.storage.disk import DiskFiles, FileLock
 from keys.keyring import Keyring, open_keyring
 from region.log.directory import (
     StoredStream,
@@ -30,7 +31,6 @@ from region.log.offloader import check_object, restore_shard
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, decode_segment_header
 from region.log.verify import ShardVerdict, shard_bytes, verify_shard
 from region.sealing import KeyringSeal
-from region.storage.disk import DiskFiles, FileLock
 from region.views.journal import JournalKind
 
 app = typer.Typer(no_args_is_help=True)

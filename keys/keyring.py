@@ -52,7 +52,7 @@ from keys.hierarchy import (
 from keys.key_id import RANDOM_BYTES, KeyKind, check_key_id, new_key_id
 from keys.link import LinkSecrets
 from keys.provider import KeyProvider
-from keys.store import KEY_FILE, KeyStore, create_store
+from keys.store import KEY_FILE, KeyStore, MemoryKeyStore, create_store
 from keys.wrapping import NONCE_BYTES, unwrap, wrap
 
 DATA_KEYS_CACHED_MAX: Final = 1_024
@@ -137,7 +137,7 @@ class Keyring:
         self,
         region: str,
         provider: KeyProvider,
-        store: KeyStore,
+        store: KeyStore | MemoryKeyStore,
         *,
         runtime: Runtime = REAL,
     ) -> None:

@@ -221,6 +221,27 @@ class KeyStore:
             raise UnavailableError(f"{self._path} is closed.", code=Code.SHUTTING_DOWN)
 
 
+class MemoryKeyStore:
+    """The twin of `KeyStore` in memory: `entries` is its file, which outlives it, and everything is durable at once."""
+
+    cut_bytes = 0
+
+    def __init__(self, entries: list[bytes]) -> None:
+        self._entries = entries
+        self.bodies = list(entries)
+
+    def append(self, bodies: Iterable[bytes]) -> None:
+        """Add entries."""
+        self._entries += bodies
+
+    def rewrite(self, bodies: Iterable[bytes]) -> None:
+        """Put these in place of the old ones."""
+        self._entries[:] = bodies
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 def _lock(path: Path) -> int:
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE)
     try:

@@ -19,7 +19,7 @@ from audit.document_disk import keep_document
 from audit.leaf import Leaf, read_header
 from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
-from felix.files import replace_file
+from felix.storage.small_file import read_file, replace_durably
 
 SNAPSHOT_LEAVES: Final = 8_192
 """A start reads at most about so many leaves, and those of the minute before."""
@@ -66,7 +66,7 @@ class DocumentLog:
         async with self._appending:
             if self._closed or sha256(document).digest() in self._documents:
                 return False
-            await asyncio.to_thread(keep_document, self._trail.files.path, document)
+            await asyncio.to_thread(keep_document, self._trail.files, document)
             await self._trail.append([leaf])
             self._documents.add(leaf.header.document_sha256)
             return True
@@ -85,8 +85,10 @@ class DocumentLog:
             documents, start = _read_snapshot(self._trail, self._path, size)
             _read(self._trail, documents, start, size)
             last = TileHashes(self._trail.files, size)(0, size - 1)
-            self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            replace_file(self._path, msgspec.msgpack.encode(_Snapshot(size, last, sorted(documents))))
+            files = self._trail.files.storage
+            files.make_folder(self._path.parent)
+            snapshot = _Snapshot(size, last, sorted(documents))
+            replace_durably(files, self._path, msgspec.msgpack.encode(snapshot))
             self._saved_to = size
 
 
@@ -99,7 +101,7 @@ def _read(trail: Trail, documents: set[bytes], start: int, size: int) -> None:
 
 def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[set[bytes], int]:
     try:
-        held = _snapshot.decode(path.read_bytes())
+        held = _snapshot.decode(read_file(trail.files.storage, path) or b"")
         if 0 < held.size <= size and TileHashes(trail.files, size)(0, held.size - 1) == held.last_leaf_hash:
             return set(held.documents), held.size
     except (OSError, msgspec.MsgspecError):

@@ -12,8 +12,9 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -40,13 +41,15 @@ from felix.messages import (
 from felix.names import SpiffeId, StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.storage.disk import PRIVATE_FILES, SHARED_FILES
+from felix.storage.port import Files
 from felix.tasks import end_tasks
-from felix.transport.port import Listener, ServerTls, TransportLimits, engine_named
+from felix.transport.port import Engine, Listener, ServerTls, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle
 from keys.certification import load_certification
 from keys.key_file import load_key_pair, load_ml_dsa_key, load_signing_key
-from keys.keyring import open_keyring
+from keys.keyring import Keyring, open_keyring
 from keys.signing import VerifyKey
 from region.broker import Broker
 from region.budget import Budgets
@@ -107,12 +110,33 @@ LEAVE_MS = 500
 """Clients are told to leave, and have this long before their connections close."""
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a broker runs on beside its runtime. What is left out is this machine's, as the configuration says."""
+
+    files: Files = PRIVATE_FILES
+    """for the logs of streams, and what is remembered beside them"""
+    evidence: Files = SHARED_FILES
+    """for the audit log, and what is cosigned"""
+    engine: Engine | None = None
+    store: MetadataStore | None = None
+    open_keys: Callable[..., Keyring] = open_keyring
+    """called as `keys.keyring.open_keyring` is"""
+
+
 class Node:
     """One broker. `start`, then `stop`; a node is not started twice."""
 
-    def __init__(self, folder: RegionFolder, config: RegionConfig, runtime: Runtime = REAL) -> None:
+    def __init__(
+        self,
+        folder: RegionFolder,
+        config: RegionConfig,
+        runtime: Runtime = REAL,
+        machine: Machine = Machine(),
+    ) -> None:
         self.folder = folder
         self.config = config
+        self._machine = machine
         self._runtime = runtime
         self._now_ms = runtime.clock.now_ms
         self.broker: Broker
@@ -158,7 +182,8 @@ class Node:
     async def _start(self) -> None:
         folder, config = self.folder, self.config
         data = folder.root / config.data
-        data.mkdir(mode=0o700, parents=True, exist_ok=True)
+        machine = self._machine
+        machine.files.make_folder(data)
         self._ready = "the broker is starting"
         sys.setswitchinterval(SWITCH_S)
         files_max = raise_files_limit()
@@ -169,6 +194,7 @@ class Node:
             config.region,
             offload_rate_bytes=storage.offload_rate,
             fetched_bytes_max=storage.offload_cache,
+            files=machine.files,
             runtime=self._runtime,
         )
         self._stack.push_async_callback(directory.close)
@@ -176,7 +202,9 @@ class Node:
         authority = await asyncio.to_thread(load_authority, folder.authority, config.region, config.mesh)
         self._certification = await asyncio.to_thread(load_certification, folder.authority)
         own = await asyncio.to_thread(_own_bundle, folder, config)
-        keyring = await asyncio.to_thread(open_keyring, folder.keys, config.region, runtime=self._runtime)
+        keyring = await asyncio.to_thread(
+            machine.open_keys, folder.keys, config.region, runtime=self._runtime
+        )
         self._stack.callback(keyring.close)
         store = await self._open_store(data)
         self._stack.push_async_callback(store.close)
@@ -202,7 +230,9 @@ class Node:
         await mirror.start()
         self._stack.push_async_callback(mirror.close)
         await self._offer_bundles(catalog, mirror)
-        cosigned = WitnessMemory(store, config.region, DiskWitnessStore(data / "witness"))
+        cosigned = WitnessMemory(
+            store, config.region, DiskWitnessStore(data / "witness", machine.evidence), self._runtime
+        )
         witness, trail = await asyncio.to_thread(self._open_audit, data, own, cosigned)
         self._stack.push_async_callback(asyncio.to_thread, trail.close)
         submissions = Submissions(
@@ -242,7 +272,7 @@ class Node:
         )
         self.caches = CacheService(broker)
         broker.caches = self.caches.traffic
-        memory = Memory(data / "governance", self._runtime)
+        memory = Memory(data / "governance", self._runtime, machine.files)
         self._stack.push_async_callback(asyncio.to_thread, memory.close)
         governance = Governance(
             broker, catalog, mirror, keyring, trail, witness, own,
@@ -343,6 +373,8 @@ class Node:
 
     async def _open_store(self, data: Path) -> MetadataStore:
         settings = self.config.metadata
+        if self._machine.store is not None:
+            return self._machine.store
         if settings.kind == "embedded":
             return await EmbeddedStore.open(data / "metadata.db", runtime=self._runtime)
         base = self.folder.root
@@ -397,7 +429,8 @@ class Node:
             ],
             settings=TrailSettings(checkpoint_interval_ms=self.config.audit.checkpoint_every),
             refusal=self._not_registered,
-            clock=self._runtime.clock,
+            files=self._machine.evidence,
+            runtime=self._runtime,
         )
         if trail.recovered is not None:
             log.warning("audit log: %s", trail.recovered)
@@ -405,7 +438,7 @@ class Node:
 
     async def _listen(self, authority: RegionAuthority) -> None:
         config = self.config
-        engine = engine_named(config.engine or None)
+        engine = self._machine.engine or engine_named(config.engine or None)
         self.listener = await engine.listen(
             config.listen.host,
             config.listen.port,

@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from felix.files import replace_file
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.storage.disk import PRIVATE_FILES
+from felix.storage.port import Files
+from felix.storage.small_file import read_file, replace_durably
 from policy.grant import DenyEntry, Standing, StandingAction
 from policy.signed import Purpose, SignedDocument, decode_body
 
@@ -114,17 +116,17 @@ class Remembered(NamedTuple):
 class Memory:
     """One broker's copies. `folder` is made with the first."""
 
-    def __init__(self, folder: Path, runtime: Runtime = REAL) -> None:
+    def __init__(self, folder: Path, runtime: Runtime = REAL, files: Files = PRIVATE_FILES) -> None:
         self.folder = folder
+        self._files = files
         self._writer = runtime.pool(1, "governance")
 
     def load(self) -> Remembered:
         """What is kept. Blocking."""
-        paths = sorted((*self.folder.glob(f"*{_REVOCATION}"), *self.folder.glob(f"*{_DOCUMENT}")))
-        policy = self.folder / _POLICY
-        return Remembered(
-            [path.read_bytes() for path in paths], policy.read_bytes() if policy.exists() else None
-        )
+        files, folder = self._files, self.folder
+        names = files.names(folder) if files.is_folder(folder) else []
+        found = (read_file(files, folder / name) for name in names if name.endswith((_REVOCATION, _DOCUMENT)))
+        return Remembered([data for data in found if data is not None], read_file(files, folder / _POLICY))
 
     def keep(self, key: Key, document: bytes) -> None:
         """Keep the newest document of this key, in place of the one before."""
@@ -138,8 +140,9 @@ class Memory:
 
     def _write(self, name: str, document: bytes) -> None:
         try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            replace_file(self.folder / name, document)
+            self._files.make_folder(self.folder)
+            self._files.sync_folder(self.folder.parent)
+            replace_durably(self._files, self.folder / name, document)
         except OSError as error:
             log.error("%s could not be kept in %s: %s", name, self.folder, error)
 

@@ -20,6 +20,8 @@ from audit.checkpoint import Checkpoint
 from audit.note import parse_note
 from audit.witness import DiskWitnessStore, ForkError, superseded
 from felix.errors import TamperError, UnavailableError
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from region.metadata.port import Entry, MetadataStore, ModRevision, Put
 from region.metadata.records import Keys
 
@@ -34,10 +36,13 @@ _T = TypeVar("_T")
 class WitnessMemory:
     """A `WitnessStore` (audit.witness). Made on the event loop that the metadata store belongs to."""
 
-    def __init__(self, store: MetadataStore, region: str, files: DiskWitnessStore) -> None:
+    def __init__(
+        self, store: MetadataStore, region: str, files: DiskWitnessStore, runtime: Runtime = REAL
+    ) -> None:
         self._store = store
         self._keys = Keys(region)
         self._files = files
+        self._runtime = runtime
         self._loop = asyncio.get_running_loop()
 
     def move_in(self) -> None:
@@ -106,7 +111,8 @@ class WitnessMemory:
 
     def _await(self, work: Coroutine[Any, Any, _T]) -> _T:
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result(ANSWER_S)
+            answer: _T = self._runtime.ask(work, self._loop, ANSWER_S)
+            return answer
         except TimeoutError as error:
             raise UnavailableError("The metadata store does not answer.") from error
 

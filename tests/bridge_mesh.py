@@ -143,6 +143,17 @@ async def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT
         raise AssertionError(f"{what} did not come about within {timeout_s} s; last: {found!r}") from None
 
 
+def found_regions(home: Path, at_ms: int) -> tuple[RegionFolder, RegionFolder]:
+    """Both regions' folders, which trust each other, with a bridge and an approver each."""
+    us, eu = make_region(home, "us-east", at_ms=at_ms), make_region(home, "eu-west", at_ms=at_ms)
+    issue_identity(us, load_config(us.config), "bridge", BRIDGE, at_ms)
+    for folder in (us, eu):
+        issue_identity(folder, load_config(folder.config), "approver", APPROVER, at_ms)
+    trust_region(us, decode_bundle(eu.bundle.read_bytes()))
+    trust_region(eu, decode_bundle(us.bundle.read_bytes()))
+    return us, eu
+
+
 @dataclass
 class Mesh:
     """Both regions' folders and brokers. `ports` stay the same over restarts."""
@@ -152,16 +163,13 @@ class Mesh:
     eu: RegionFolder
     nodes: dict[str, Node] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
+    now_ms: Callable[[], int] = now_ms
+    """The clock of whoever signs."""
     _stack: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def make(cls, home: Path) -> Mesh:
-        us, eu = make_region(home, "us-east"), make_region(home, "eu-west")
-        issue_identity(us, load_config(us.config), "bridge", BRIDGE, now_ms())
-        for folder in (us, eu):
-            issue_identity(folder, load_config(folder.config), "approver", APPROVER, now_ms())
-        trust_region(us, decode_bundle(eu.bundle.read_bytes()))
-        trust_region(eu, decode_bundle(us.bundle.read_bytes()))
+        us, eu = found_regions(home, now_ms())
         return cls(home, us, eu)
 
     def folder(self, region: str) -> RegionFolder:
@@ -230,8 +238,8 @@ class Mesh:
             "importer": "Acme Ltd",
             "owner": "flight operations",
             "drawn_up_by": "spiffe://us-east.acme/operator/operator",
-            "not_before": now_ms() - 60_000,
-            "expires": now_ms() + 3_600_000,
+            "not_before": self.now_ms() - 60_000,
+            "expires": self.now_ms() + 3_600_000,
             "transform": build_spec(pseudonymize=["tailnum"], drop=["hour", "minute"]),
         }
         return GrantTerms(**{**fields, **changes})
@@ -240,9 +248,9 @@ class Mesh:
         """Both halves, not put anywhere."""
         terms = self.terms(**changes)
         us, eu = (parse_policy(POLICIES[name], name) for name in ("us-east", "eu-west"))
-        export = sign_export(terms, us, self.key("us-east"), now_ms())
+        export = sign_export(terms, us, self.key("us-east"), self.now_ms())
         trusted = {name: self.bundle(name).policy_keys for name in ("us-east", "eu-west")}
-        accepted = sign_import(export, eu, self.key("eu-west"), trusted, ACCEPTED_BY, now_ms())
+        accepted = sign_import(export, eu, self.key("eu-west"), trusted, ACCEPTED_BY, self.now_ms())
         return open_export(export, trusted), export, accepted
 
     async def grant(self, **changes: Any) -> str:
@@ -258,7 +266,7 @@ class Mesh:
     def sign_approval(self, region: str, terms_hash: str, name: str = APPROVER) -> Approval:
         """By an approver of the region, whose identity is in its folder."""
         return sign_approval(
-            bytes.fromhex(terms_hash), load_identity(self.folder(region).identity(name)), now_ms()
+            bytes.fromhex(terms_hash), load_identity(self.folder(region).identity(name)), self.now_ms()
         )
 
     async def agree(
@@ -276,7 +284,7 @@ class Mesh:
             action=action,
             region=region,
             sequence=sequence,
-            at=now_ms(),
+            at=self.now_ms(),
             by="alice",
             reason="a test",
         )
@@ -288,7 +296,7 @@ class Mesh:
             peer="*",
             region=region,
             sequence=sequence,
-            at=now_ms(),
+            at=self.now_ms(),
             by="alice",
             lifted=lifted,
         )
@@ -305,7 +313,7 @@ class Mesh:
             "log_start": 0,
             "log_end": 1 << 40,
             "epochs": (Epoch(1, 0),),
-            "time_ms": now_ms(),
+            "time_ms": self.now_ms(),
         }
         fields.update(changes)
         fields["log_end"] = max(fields["log_end"], fields["log_start"])
@@ -420,9 +428,13 @@ class Mesh:
     def ingress_folder(self) -> Path:
         return self.eu.root / "data" / "audit"
 
+    def log_files(self, folder: Path) -> Folder:
+        """An audit log's files."""
+        return Folder(folder)
+
     def verify_egress(self, cosignatures_min: int = 0) -> Report:
         return verify_log(
-            Folder(self.egress_folder),
+            self.log_files(self.egress_folder),
             self.trust,
             origin=egress_origin("us-east", "acme", BRIDGE),
             cosignatures_min=cosignatures_min,
@@ -430,7 +442,7 @@ class Mesh:
 
     def verify_ingress(self, cosignatures_min: int = 0) -> Report:
         return verify_log(
-            Folder(self.ingress_folder),
+            self.log_files(self.ingress_folder),
             self.trust,
             origin=region_origin("eu-west", "acme"),
             cosignatures_min=cosignatures_min,
@@ -438,7 +450,7 @@ class Mesh:
 
     def leaves(self, folder: Path, *kinds: Kind) -> list[Leaf]:
         """The log's leaves of these kinds; what its checkpoint covers."""
-        files = Folder(folder)
+        files = self.log_files(folder)
         note = files.read("checkpoint")
         size = int(note.split(b"\n", 2)[1]) if note else 0
         found = [decode_leaf(data) for _, data in read_entries(files, 0, size, size)]

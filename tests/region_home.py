@@ -18,8 +18,8 @@ from region.node import Node
 COUNTRIES = {"us-east": ("US", "US"), "eu-west": ("IE", "EU"), "ap-south": ("IN", "IN")}
 
 
-def make_region(home: Path, region: str, mesh: str = "acme") -> RegionFolder:
-    """A founded region; its broker would listen on a free port."""
+def make_region(home: Path, region: str, mesh: str = "acme", at_ms: int | None = None) -> RegionFolder:
+    """A founded region; its broker would listen on a free port. `at_ms`: when it was founded; None: now."""
     country, jurisdiction = COUNTRIES[region]
     folder = RegionFolder.of(region, home)
     found_region(
@@ -31,7 +31,7 @@ def make_region(home: Path, region: str, mesh: str = "acme") -> RegionFolder:
         entity=f"Acme {country}",
         listen=Address("127.0.0.1", 0),
         health=None,
-        now_ms=now_ms(),
+        now_ms=now_ms() if at_ms is None else at_ms,
     )
     return folder
 

@@ -13,6 +13,8 @@ from felix.address import Address
 from felix.batch import Batch, NewRecord, decode_batch, decode_records, encode_batch
 from felix.frames import FRAME_HEADER_BYTES
 from felix.names import SpiffeId, StreamName
+from felix.storage.disk import DiskFiles
+from felix.storage.port import Files
 from felix.transport.port import TransportLimits
 from region.broker import Broker
 from region.budget import Budgets
@@ -23,8 +25,6 @@ from region.log.shard import ShardLog
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.records import StreamConfig
-from region.storage.disk import DiskFiles
-from region.storage.port import Files
 from region.streams import StreamTable
 from region.transactions.coordinator import SYSTEM_STREAM, Coordinator
 

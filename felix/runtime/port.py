@@ -7,11 +7,11 @@ in another runtime runs on a loop that agrees with its clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from random import Random as Random
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Clock(Protocol):
@@ -30,6 +30,27 @@ class Clock(Protocol):
         """In ms, never back, and it counts the time that the machine was suspended: other machines' leases ran on."""
 
 
+class Worker(Protocol):
+    """Work that goes on by itself, beside whoever asks for it: one step after the other, never two at once."""
+
+    def start(self) -> None:
+        """Do the first step soon."""
+
+    def wake(self) -> None:
+        """Do a step soon. Does not block; from any thread."""
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether the condition holds; looked at now and after each step, for so long. Blocks."""
+
+    def join(self) -> None:
+        """Wait for the last step, which must have been asked for. Blocks."""
+
+
+Step = Callable[[], float | None]
+"""Does all that is due. Seconds after which it is to be called again at the latest (`math.inf`: once it is woken); None: it was
+the last one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Runtime:
     """What one process, real or simulated, runs on."""
@@ -40,3 +61,8 @@ class Runtime:
     pool: Callable[[int, str], Executor]
     """Makes so many threads, under this name, for work that blocks; whoever made it shuts it down. Work that needs no
     threads of its own goes to those of the loop (`asyncio.to_thread`)."""
+    worker: Callable[[Step, str], Worker]
+    """Makes a worker of these steps, under this name. It needs no event loop."""
+    ask: Callable[[Coroutine[Any, Any, Any], Any, float], Any]
+    """From a thread: what a coroutine gives that an event loop, the second argument, carries out, within so many seconds. Blocks.
+    Raises what the coroutine raises, and TimeoutError."""

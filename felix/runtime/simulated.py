@@ -1,9 +1,9 @@
 """A loop on which time costs nothing and chance is a seed: whole processes run in one, and a run replays exactly.
 
-- Time stands still while anything is ready, then jumps to the next timer. Where nothing is ready and no timer is set, the run
-  has stalled, which is an error of whoever is simulated.
+- Time stands still while anything is ready, then jumps to the next timer. Where nothing is ready and no timer is set, or where
+  something is always ready, the run has stalled, which is an error of whoever is simulated.
 - Callbacks run in asyncio's order, which code may rely on. What no order is promised for is drawn: when blocking work is done,
-  what the network does (felix.transport.memory), what a loss of power leaves (region.storage.memory).
+  what the network does (felix.transport.memory), what a loss of power leaves (felix.storage.memory).
 - Blocking work, of `SimulatedPool`s and of `asyncio.to_thread`, runs in the loop, after a wait.
 - Whatever is started inside `process` belongs to it, by its context; `end` is its crash: nothing of it runs any more, not even
   its `finally` blocks.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
@@ -20,10 +21,14 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from typing import Any, Final, ParamSpec, TypeVar
 
-from felix.runtime.port import Random, Runtime
+from felix.runtime.port import Random, Runtime, Step
 
 WORK_S_MAX: Final = 0.002
-"""The longest that blocking work waits for its turn: about a sync on a quick disk."""
+"""The longest that blocking work waits for its turn, unless the loop is told otherwise: about a sync on a quick disk."""
+ITERATIONS_MAX: Final = 20_000
+"""Iterations of the loop at one moment: whoever needs more goes round in circles."""
+STEPS_MAX: Final = 10
+"""Steps of a worker that are done at once for somebody who waits: nothing else happens meanwhile, so more would change nothing."""
 TO_THREAD_MAX: Final = 8
 """Threads of `asyncio.to_thread`, as on a machine of four cores."""
 
@@ -34,7 +39,7 @@ _process: Final = contextvars.ContextVar[str]("simulated process", default="")
 
 
 class StalledError(AssertionError):
-    """Everybody waits, and nothing is left that could wake anybody."""
+    """Everybody waits, and nothing is left that could wake anybody; or nobody ever waits."""
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
@@ -43,7 +48,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def __init__(self, random: Random) -> None:
         super().__init__()
         self.random = random
+        self.work_s_max = WORK_S_MAX
+        """The longest that blocking work which is begun from now on waits: more is a slow disk."""
         self._now_s = 0.0
+        self._iterations = 0
         self._selector = _Selector(self)
         self._ended: set[str] = set()
         self._begun: list[asyncio.Task[Any]] = []
@@ -60,6 +68,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         if timeout_s is None:
             raise StalledError(f"at {self._now_s:.6f} s nothing is ready and no timer is set")
         self._now_s += timeout_s
+        self._iterations = 0
+
+    def stand_still(self) -> None:
+        """Something is ready."""
+        self._iterations += 1
+        if self._iterations > ITERATIONS_MAX:
+            raise StalledError(f"at {self._now_s:.6f} s something is ready for ever")
 
     def _process_events(self, event_list: object) -> None:
         """There are no sockets."""
@@ -115,13 +130,12 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **more: Any
     ) -> asyncio.Task[T]:
         task = asyncio.Task(coroutine, loop=loop, **more)
-        if _process.get():
-            # Kept: a coroutine that is collected runs its `finally` blocks, and a crash runs none.
-            self._begun.append(task)
+        # Kept: a coroutine that is collected runs its `finally` blocks, and a crash runs none.
+        self._begun.append(task)
         return task
 
     def close(self) -> None:
-        """Let go of what processes left."""
+        """Let go of what was left."""
         for task in self._begun:
             if not task.done():
                 task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -129,6 +143,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                     task.get_coro().close()
         self._begun.clear()
         super().close()
+
+    def _check_closed(self) -> None:
+        """What is collected after the end may still ask for a callback; it never comes."""
 
     # -- blocking work ---------------------------------------------------------------------------------
 
@@ -150,6 +167,8 @@ class _Selector(selectors.BaseSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None or timeout > 0:
             self._loop.pass_time(timeout)
+        else:
+            self._loop.stand_still()
         return []
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -189,7 +208,7 @@ class SimulatedPool(Executor):
     def _begin(self) -> None:
         while self._idle and self._queue:
             self._idle -= 1
-            self._loop.call_later(self._loop.random.random() * WORK_S_MAX, self._work)
+            self._loop.call_later(self._loop.random.random() * self._loop.work_s_max, self._work)
 
     def _work(self) -> None:
         self._idle += 1
@@ -207,6 +226,52 @@ def _do(future: Future[Any], work: Callable[[], object]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+class SimulatedWorker:
+    """Does its steps in the loop, each after a wait by chance; whoever waits for them has them done at once."""
+
+    def __init__(self, loop: SimulatedLoop, step: Step) -> None:
+        self._loop = loop
+        self._step = step
+        self._due: asyncio.TimerHandle | None = None
+        self._soon = False
+        self._ended = False
+
+    def start(self) -> None:
+        self.wake()
+
+    def wake(self) -> None:
+        if not self._soon and not self._ended:
+            self._soon = True
+            self._call_later(self._loop.random.random() * self._loop.work_s_max)
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        for _ in range(STEPS_MAX):
+            if condition() or self._ended:
+                break
+            self._run()
+        return condition()
+
+    def join(self) -> None:
+        for _ in range(STEPS_MAX):
+            self._run()
+        assert self._ended, "the last step must have been asked for"
+
+    def _call_later(self, after_s: float) -> None:
+        if self._due is not None:
+            self._due.cancel()
+        self._due = self._loop.call_later(after_s, self._run)
+
+    def _run(self) -> None:
+        if self._ended:
+            return
+        self._soon = False
+        pause_s = self._step()
+        if pause_s is None:
+            self._ended = True
+        elif pause_s < math.inf and not self._soon:
+            self._call_later(max(0.0, pause_s))
 
 
 class SimulatedClock:
@@ -230,8 +295,22 @@ class SimulatedClock:
         return int(self._loop.time() * 1_000)
 
 
+def _ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, timeout_s: float) -> T:
+    """At once: the work may let others go first, who do not, but wait for nobody."""
+    try:
+        while True:
+            waits_for = work.send(None)
+            assert waits_for is None, "blocking work waits for something that only the loop could bring"
+    except StopIteration as ended:
+        return ended.value  # type: ignore[no-any-return]
+
+
 def simulated(loop: SimulatedLoop, start_ms: int) -> Runtime:
     """A runtime on this loop; its chance is the loop's."""
     return Runtime(
-        SimulatedClock(loop, start_ms), loop.random, lambda workers, _: SimulatedPool(loop, workers)
+        SimulatedClock(loop, start_ms),
+        loop.random,
+        lambda workers, _: SimulatedPool(loop, workers),
+        lambda step, _: SimulatedWorker(loop, step),
+        _ask,
     )

@@ -4,8 +4,8 @@ The twin of the QUIC engines at the level of streams, behind the same port: the 
 streams do not wait for each other, and what was sent before a close arrives before it. Everything happens by timers of the loop.
 
 - A path (`Path`) delays what crosses; a lost datagram is sent again, so loss is more delay.
-- While two hosts are parted (`part`), what is on its way between them waits; a connection on which nothing arrives for the idle
-  timeout is over on that side, as with QUIC.
+- While two hosts are parted (`part`), in one direction or both, what is on its way there waits; a connection on which nothing arrives
+  for the idle timeout is over on that side, as with QUIC.
 - A host that crashes is told nothing any more; its peers find out by the idle timeout. Whoever calls one where nobody listens is
   told at once.
 
@@ -68,12 +68,14 @@ class MemoryNetwork:
         self._random = random
         self._listeners: dict[tuple[str, int], MemoryListener] = {}
         self._ends: dict[MemoryConnection, None] = {}
-        self._parted: set[frozenset[str]] = set()
+        self._parted: set[tuple[str, str]] = set()
         self._ports = PORT_FIRST
 
-    def part(self, one: str, other: str) -> None:
-        """Nothing crosses between these hosts from now on, in either direction."""
-        self._parted.add(frozenset((one, other)))
+    def part(self, one: str, other: str, *, both: bool = True) -> None:
+        """Nothing crosses from one host to the other from now on; with `both`, nor back."""
+        self._parted.add((one, other))
+        if both:
+            self._parted.add((other, one))
 
     def heal(self) -> None:
         """All hosts reach each other again; what waited arrives."""
@@ -90,7 +92,12 @@ class MemoryNetwork:
             end.vanish()
 
     def reach(self, one: str, other: str) -> bool:
-        return frozenset((one, other)) not in self._parted
+        """Whether what `one` sends arrives at `other`."""
+        return (one, other) not in self._parted
+
+    def talk(self, one: str, other: str) -> bool:
+        """Whether both hear each other."""
+        return self.reach(one, other) and self.reach(other, one)
 
     def delay_s(self) -> float:
         """Of the next datagram; 0 is "at the next iteration of the loop"."""
@@ -288,7 +295,7 @@ class MemoryConnection:
     def _check_idle(self) -> None:
         """Both ends ping each other, so that only a peer that is gone or parted is silent."""
         timeout_s = self._limits.idle_timeout_ms / 1000
-        if not self.peer.is_closed and self._network.reach(self.host, self.peer.host):
+        if not self.peer.is_closed and self._network.reach(self.peer.host, self.host):
             self._heard()
         left_s = self.heard_at + timeout_s - self._loop.time()
         if left_s > 0:
@@ -413,10 +420,10 @@ class MemoryEngine:
         timeout: float = CONNECT_TIMEOUT_S,  # noqa: ASYNC109 - the port says so
     ) -> MemoryConnection:
         network = self._network
-        if network.reach(self._host, host):
+        if network.talk(self._host, host):
             # There and back.
             await asyncio.sleep(network.delay_s() + network.delay_s())
-        if not network.reach(self._host, host):
+        if not network.talk(self._host, host):
             await asyncio.sleep(timeout)
             raise UnavailableError(
                 f"{host}:{port} did not answer within {timeout:.1f} s.",

@@ -20,6 +20,8 @@ import msgspec
 from felix.errors import Code, CorruptionError, RequestError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.storage.port import Files
+from felix.storage.small_file import TEMPORARY_SUFFIX, create_durably, save_checked
 from region.log.compaction import COMPACTION_NAME, CompactionState, encode_compaction
 from region.log.disk import beginning, encode_beginning, no_commitment
 from region.log.durable_mark import MARK_NAME, Mark
@@ -38,8 +40,6 @@ from region.log.segment import (
     decode_segment_header,
     segment_name,
 )
-from region.storage.port import Files
-from region.storage.small_file import TEMPORARY_SUFFIX, create_durably, save_checked
 
 
 def adopt_segments(

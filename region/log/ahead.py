@@ -27,8 +27,8 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from region.storage.port import Files, write_all
-from region.storage.small_file import read_file
+from felix.storage.port import Files, write_all
+from felix.storage.small_file import read_file
 
 AHEAD_NAMES: Final = ("ahead-0", "ahead-1")
 AHEAD_BYTES_MAX: Final = 4 << 20

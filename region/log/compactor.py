@@ -37,6 +37,8 @@ from felix.batch import (
     decode_records,
 )
 from felix.errors import Code, RequestError, UnavailableError
+from felix.storage.port import Files, write_all
+from felix.storage.small_file import TEMPORARY_SUFFIX
 from region.log.compaction import (
     KEYS_BYTES_MAX,
     CompactionReport,
@@ -58,8 +60,6 @@ from region.log.segment import (
     encode_entry_header,
     segment_name,
 )
-from region.storage.port import Files, write_all
-from region.storage.small_file import TEMPORARY_SUFFIX
 
 WRITE_BYTES: Final = 1 << 20
 """Gathered before a write."""

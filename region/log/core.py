@@ -546,6 +546,10 @@ class LogCore:
             )
         return None
 
+    def no_room(self, now: float) -> FelixError | None:
+        """Why every append is refused at once: the disk was full a moment ago. None where one may find out whether it still is."""
+        return disk_full() if self.state is State.FULL and now < self._retry_at else None
+
     def _state_refusal(self, now: float) -> FelixError | None:
         if self.state is not State.FULL:
             return self.not_serving()

@@ -20,6 +20,9 @@ from felix.errors import Code, FelixError, RequestError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.storage.disk import DiskFiles
+from felix.storage.port import Files
+from felix.storage.small_file import load_checked
 from region.log.compaction import CompactionReport
 from region.log.disk import storage_error
 from region.log.durability import Kind
@@ -28,9 +31,6 @@ from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, OffloadReport, delete_object
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore
-from region.storage.disk import DiskFiles
-from region.storage.port import Files
-from region.storage.small_file import load_checked
 
 log = logging.getLogger("felix.region.log")
 

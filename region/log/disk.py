@@ -31,6 +31,9 @@ from felix.batch import HEADER_BYTES, Batch, BatchHeader, body_checksum
 from felix.errors import Code, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.storage.disk import DiskFiles
+from felix.storage.port import Files, is_full, write_all
+from felix.storage.small_file import create_durably, read_file, save_checked
 from region.log.compaction import COMPACTION_NAME, CompactionState, DirtySpan, encode_compaction
 from region.log.durable_mark import MARK_NAME, Mark
 from region.log.epochs import EpochHistory
@@ -70,9 +73,6 @@ from region.log.segment import (
     encode_entry_header,
     segment_name,
 )
-from region.storage.disk import DiskFiles
-from region.storage.port import Files, is_full, write_all
-from region.storage.small_file import create_durably, read_file, save_checked
 
 SEGMENT_BYTES_MAX: Final = 256 << 20
 """Large enough that a roll is rare, small enough that retention is fine-grained and a tail scan takes a second."""

@@ -21,13 +21,13 @@ from threading import Event
 from typing import Final, TypeVar
 
 from felix.errors import Code, CorruptionError, FelixError, UnavailableError
+from felix.storage.port import Files
 from region.log.compactor import ROOM_BYTES_MIN
 from region.log.counters import ShardCounters
 from region.log.disk import DiskLog, NotLocalError, SealedBatch, storage_error
 from region.log.offloader import Throttle, fetch
 from region.log.recovery import SegmentState
 from region.log.shard_settings import ShardStore
-from region.storage.port import Files
 
 FETCHES_PER_READ_MAX: Final = 4
 """A read reaches into one segment, rarely two; a cache that is too small for its readers must not keep one for ever."""

@@ -17,7 +17,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from region.storage.port import Files, write_all
+from felix.storage.port import Files, write_all
 
 CHUNK_BYTES: Final = 1 << 20
 """Moved at a time: what a throttle counts, and what a stop waits for."""

@@ -20,6 +20,7 @@ from typing import Final, Protocol, TypeVar
 
 from felix.errors import CorruptionError, FelixError
 from felix.runtime.port import Clock
+from felix.storage.port import Files
 from region.log.compaction import CompactionReport, is_due
 from region.log.compactor import Compactor, PassSettings, WorkEndedError
 from region.log.counters import ShardCounters
@@ -28,7 +29,6 @@ from region.log.epochs import EpochHistory
 from region.log.offloader import Offloader, OffloadReport, Throttle
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.states import State
-from region.storage.port import Files
 
 COMPACTION_SHARE: Final = 0.5
 """Of a thread's time that compaction takes at most: it sleeps as long as it worked, and appends come first."""

@@ -26,6 +26,9 @@ import msgspec
 
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.runtime.port import Clock
+from felix.storage.disk import DiskFiles
+from felix.storage.port import Files
+from felix.storage.small_file import TEMPORARY_SUFFIX, save_checked
 from region.log import fsspec_store as store
 from region.log.compactor import WorkEndedError
 from region.log.disk import DiskLog
@@ -43,9 +46,6 @@ from region.log.offload import (
 )
 from region.log.recovery import EPOCHS_NAME, SegmentState, damaged, encode_epochs, scan_file
 from region.log.segment import SEGMENT_SUFFIX, EntryDamagedError, ShardIdentity
-from region.storage.disk import DiskFiles
-from region.storage.port import Files
-from region.storage.small_file import TEMPORARY_SUFFIX, save_checked
 
 RATE_BYTES: Final = 64 << 20
 """Moved per second unless the region says otherwise: uploads leave the network and the disk to the brokers' clients."""

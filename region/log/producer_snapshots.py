@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Final
 
 from felix.errors import CorruptionError
+from felix.storage.port import Files
+from felix.storage.small_file import load_checked, save_checked
 from region.log.producers import ProducerTable, decode_snapshot
-from region.storage.port import Files
-from region.storage.small_file import load_checked, save_checked
 
 PRODUCERS_NAME: Final = "producers"
 SNAPSHOT_SUFFIX: Final = ".producers"

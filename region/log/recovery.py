@@ -50,6 +50,8 @@ import msgspec
 
 from felix.batch import HEADER_BYTES, BatchHeader
 from felix.errors import CorruptionError
+from felix.storage.port import Files, is_full, write_all
+from felix.storage.small_file import TEMPORARY_SUFFIX, load_checked, read_file, save_checked
 from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compaction, encode_compaction
 from region.log.durable_mark import MARK_NAME, Mark, decode_mark
 from region.log.epochs import EpochHistory, EpochStart
@@ -75,8 +77,6 @@ from region.log.segment import (
     scan_window,
     segment_name,
 )
-from region.storage.port import Files, is_full, write_all
-from region.storage.small_file import TEMPORARY_SUFFIX, load_checked, read_file, save_checked
 
 EPOCHS_NAME: Final = "epochs"
 WINDOW_BYTES: Final = 4 * ENTRY_BYTES_MAX

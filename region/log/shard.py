@@ -27,6 +27,8 @@ from typing import Final, Protocol, TypeVar
 
 from felix.batch import FLAG_HEADERS, HEADER_BYTES, Batch
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from felix.storage.disk import DiskFiles
+from felix.storage.port import Files, is_full
 from region.log import core
 from region.log.admission import Appended
 from region.log.ahead import Ahead, Note
@@ -56,8 +58,6 @@ from region.log.ring import Entry, Ring
 from region.log.segment import ShardIdentity
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.states import TRANSITIONS, Event, State
-from region.storage.disk import DiskFiles
-from region.storage.port import Files, is_full
 
 __all__ = [
     "TRANSITIONS",
@@ -915,6 +915,10 @@ class ShardLog:
     def held_back(self) -> FelixError | None:
         """Why a log that serves takes no appends for now: it is being changed, or its broker may not write. None where it does."""
         return self._core.hold or self._hooks.refusal()
+
+    def no_room(self) -> FelixError | None:
+        """Why every append is refused at once: the disk was full a moment ago. None where one may find out whether it still is."""
+        return self._core.no_room(self._loop.time())
 
     def producers_snapshot(self) -> bytes:
         """The producers and their sequences up to the high watermark, as they stand in a shard's folder."""

@@ -30,6 +30,9 @@ from typing import Final
 
 from felix.batch import FLAG_SEALED, HEADER_BYTES, Batch, decode_records
 from felix.errors import CorruptionError, FelixError
+from felix.storage.disk import DiskFiles
+from felix.storage.port import Files
+from felix.storage.small_file import TEMPORARY_SUFFIX, load_checked, read_file
 from region.log.ahead import AHEAD_NAMES
 from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compaction
 from region.log.durable_mark import MARK_NAME, Mark, decode_mark
@@ -56,9 +59,6 @@ from region.log.segment import (
     parse_segment_name,
     segment_name,
 )
-from region.storage.disk import DiskFiles
-from region.storage.port import Files
-from region.storage.small_file import TEMPORARY_SUFFIX, load_checked, read_file
 
 FINDINGS_MAX: Final = 1_000
 """Of one shard: a folder of rubbish must not fill the memory with sentences."""

@@ -75,6 +75,8 @@ TRACKED_FREE: Final = 1_000
 """Records that a shard may know one by one without asking the budget: every queue goes on, however full it is."""
 RELOAD_S: Final = 5.0
 """How long after a replay that failed it is tried again."""
+JOURNAL_LOOK_MS: Final = 100
+"""How often is looked whether a journal takes entries again that does not say when."""
 SETTLE_LOOK_S: Final = 0.005
 TRIM_BYTES: Final = 8 << 20
 """The log is not trimmed for less."""
@@ -279,6 +281,7 @@ class QueueShard:
                         self._reading.cancel()
                     self._drop_decoded()
                     await self.open()
+                    await self._wait_for_journal()
                     break
                 except FelixError as error:
                     log.error("queue %s, shard %d does not serve: %s", self._stream.name, self.number, error)
@@ -287,6 +290,12 @@ class QueueShard:
             self._reloading = None
         self.start()
         self._changed()
+
+    async def _wait_for_journal(self) -> None:
+        """Until it takes entries: a lease that it refuses at once would bring the next replay at once, and so on."""
+        while (refusal := self.journal.refusal()) is not None:
+            retry_ms = refusal.retry_after_ms if isinstance(refusal, UnavailableError) else None
+            await asyncio.sleep((retry_ms or JOURNAL_LOOK_MS) / 1000)
 
     # -- the journal -----------------------------------------------------------------------------------
 

@@ -103,11 +103,11 @@ class Journal:
         return self._lost
 
     def refusal(self) -> FelixError | None:
-        """Why nothing may be decided now: the journal is to be replayed, takes nothing for a while, or more waits for the disk
-        than is good."""
+        """Why nothing may be decided now: the journal is to be replayed, takes nothing for a while (its disk is full, say), or more
+        waits for the disk than is good."""
         if self._lost is not None:
             return self._lost
-        if self._log is not None and (held := self._log.held_back()):
+        if self._log is not None and (held := self._log.held_back() or self._log.no_room()):
             return held
         if self._log is not None and self._log.pending_bytes > PENDING_BYTES_MAX:
             return UnavailableError(

@@ -31,8 +31,8 @@ def leaf(document: bytes) -> Leaf:
 @pytest.mark.parametrize("size", [1, DOCUMENT_BYTES_MAX, DOCUMENT_BYTES_MAX + 1, DOCUMENT_FILE_BYTES_MAX])
 def test_a_document_is_read_again_wherever_it_stands(tmp_path: Path, size: int) -> None:
     document = b"d" * size
-    keep_document(tmp_path, document)
-    keep_document(tmp_path, document)
+    keep_document(Folder(tmp_path), document)
+    keep_document(Folder(tmp_path), document)
     header = decode_leaf(encode_leaf(leaf(document))).header
     assert read_document(header, Folder(tmp_path)) == document
     beside = size > DOCUMENT_BYTES_MAX
@@ -44,7 +44,7 @@ def test_a_file_that_holds_something_else_is_found_and_one_that_is_missing_is_no
     document = b"d" * (DOCUMENT_BYTES_MAX + 1)
     header = leaf(document).header
     assert read_document(header, Folder(tmp_path)) is None
-    keep_document(tmp_path, document)
+    keep_document(Folder(tmp_path), document)
     (tmp_path / document_path(header.document_sha256)).write_bytes(document[:-1])
     with pytest.raises(TamperError):
         read_document(header, Folder(tmp_path))

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from audit.verify import verify_log
 from audit.wal_disk import RECORD_HEADER_BYTES, Record, read_segment, segments
 from audit.witness import MemoryWitnessStore, Witness
 from felix.errors import Code, CorruptionError, RequestError, TamperError
+from felix.storage.disk import SHARED_FILES, DiskFiles
 from keys.post_quantum import MlDsaKey
 
 QUIET = TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30)
@@ -44,6 +46,23 @@ def append(trail: Trail, leaves: list[Leaf]) -> int:
     if outcome[0] is not None:
         raise outcome[0]
     return first
+
+
+class WalFiles(DiskFiles):
+    """Makes the write-ahead file durable by this call; everything else as ever."""
+
+    def __init__(self, sync: Callable[[int], None]) -> None:
+        super().__init__()
+        self._sync = sync
+        self._wal: set[int] = set()
+
+    def open(self, path: Path, flags: int) -> int:
+        descriptor = super().open(path, flags)
+        (self._wal.add if path.suffix == ".wal" else self._wal.discard)(descriptor)
+        return descriptor
+
+    def sync(self, descriptor: int) -> None:
+        (self._sync if descriptor in self._wal else super().sync)(descriptor)
 
 
 def open_trail(path: Path, **more: object) -> Trail:
@@ -81,7 +100,7 @@ async def test_many_appends_share_a_sync(tmp_path: Path) -> None:
         go_on.wait(30)
         os.fdatasync(descriptor)
 
-    trail = open_trail(tmp_path, sync=slow_sync)
+    trail = open_trail(tmp_path, files=WalFiles(slow_sync))
     appends = list(egress_appends(1))
     waits = [asyncio.ensure_future(trail.append(leaves)) for leaves in appends]
     await asyncio.to_thread(first_began.wait, 30)
@@ -102,7 +121,7 @@ def test_done_comes_after_the_sync_and_never_before(tmp_path: Path) -> None:
         os.fdatasync(descriptor)
         synced.append(os.fstat(descriptor).st_size)
 
-    trail = open_trail(tmp_path, sync=sync)
+    trail = open_trail(tmp_path, files=WalFiles(sync))
     for leaves in egress_appends(20):
         before = len(synced)
         append(trail, leaves)
@@ -120,7 +139,7 @@ def test_a_failed_sync_stops_the_trail_and_nothing_is_acknowledged(tmp_path: Pat
             raise OSError(5, "Input/output error")
         os.fdatasync(descriptor)
 
-    trail, link = open_trail(tmp_path, sync=failing), Link()
+    trail, link = open_trail(tmp_path, files=WalFiles(failing)), Link()
     append(trail, [link.grant()])
     append(trail, link.intent())
     with pytest.raises(AuditUnavailableError, match="stopped") as caught:
@@ -145,7 +164,7 @@ def test_a_full_trail_refuses_and_takes_again_once_it_caught_up(tmp_path: Path) 
         os.fdatasync(descriptor)
 
     settings = TrailSettings(checkpoint_interval_ms=1, pending_bytes_max=20_000)
-    trail, link = open_trail(tmp_path, sync=stuck, settings=settings), Link()
+    trail, link = open_trail(tmp_path, files=WalFiles(stuck), settings=settings), Link()
     ended = []
     with pytest.raises(AuditUnavailableError, match="waiting for its disk") as caught:
         for _ in range(1_000):
@@ -400,7 +419,7 @@ def test_segments_that_full_bundles_replace_are_removed(tmp_path: Path) -> None:
     for _ in range(600):
         append(trail, [link.deny()])
     trail.close()
-    firsts = segments(tmp_path / "wal")
+    firsts = segments(SHARED_FILES, tmp_path / "wal")
     assert firsts[0] > 400 and firsts[-1] <= 600
     assert firsts[0] <= 512, "what only a partial bundle holds stays in the write-ahead file"
     again = open_trail(tmp_path, settings=settings)

@@ -19,14 +19,14 @@ from felix.batch import (
     decode_records,
     encode_batch,
 )
+from felix.storage.disk import DiskFiles
+from felix.storage.port import Files
 from region.log.compaction import CompactionReport
 from region.log.compactor import Compactor, PassSettings
 from region.log.disk import DiskLog, Frame, SegmentLimits
 from region.log.ring import Entry
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
-from region.storage.disk import DiskFiles
-from region.storage.port import Files
 
 IDENTITY = ShardIdentity("us-east", "acme/payments/orders", bytes(range(16)), 3)
 SMALL = SegmentLimits(segment_bytes_max=2_000)

@@ -12,6 +12,8 @@ from log.building import IDENTITY, compact, keyed, masked, placed
 from long_runs import count
 
 from felix.errors import Code, CorruptionError, RequestError
+from felix.storage.memory import MemoryDisk, MemoryFiles
+from felix.storage.port import Files, write_all
 from region.log.adoption import adopt_segments
 from region.log.disk import DiskLog, Frame, SegmentLimits
 from region.log.point import LogPoint
@@ -19,8 +21,6 @@ from region.log.producers import ProducerTable, Remembered
 from region.log.recovery import Recovered, count_batch
 from region.log.segment import ShardIdentity
 from region.log.verify import verify_shard
-from region.storage.memory import MemoryDisk, MemoryFiles
-from region.storage.port import Files, write_all
 
 FOLDER = Path("/shard")
 SEEDS = range(count(40, 1_000))

@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 
+from felix.storage.disk import DiskFiles
 from region.log import ahead
 from region.log.ahead import AHEAD_NAMES, Ahead, Note, decode_notes, encode_note
-from region.storage.disk import DiskFiles
 
 
 class Unsynced(DiskFiles):

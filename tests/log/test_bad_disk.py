@@ -1,4 +1,4 @@
-"""A log on a disk that fills up, that fails a sync, and that loses what was not synced (region.storage.memory)."""
+"""A log on a disk that fills up, that fails a sync, and that loses what was not synced (felix.storage.memory)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from log.building import batch_of, open_disk, write_batches
 
 from felix.batch import decode_batch, decode_records
+from felix.storage.memory import MemoryDisk
 from region.log.disk import DiskLog, StorageFailedError
-from region.storage.memory import MemoryDisk
 
 FOLDER = Path("/shard")
 SEEDS = range(40)

@@ -35,6 +35,8 @@ from long_runs import count
 from felix.batch import TOMBSTONE_HEADER, Batch, Record, decode_batch, decode_records
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.settings import Compaction
+from felix.storage.disk import DiskFiles
+from felix.storage.port import Files
 from region.log.compaction import (
     COMPACTION_NAME,
     DIRTY_AGE_MS,
@@ -50,8 +52,6 @@ from region.log.producer_snapshots import PRODUCERS_NAME
 from region.log.retention import Retention
 from region.log.segment import parse_segment_name
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
-from region.storage.disk import DiskFiles
-from region.storage.port import Files
 
 LIMITS = SegmentLimits(segment_bytes_max=1_500)
 KEYS = [b"a", b"b", b"c", b"d", b"e"]

@@ -15,10 +15,10 @@ from log.building import batch_of
 
 from felix.errors import FelixError, RequestError, UnavailableError
 from felix.names import StreamName
+from felix.storage.disk import FileLock
 from region.log.directory import LogDirectory, StoredStream, folder_name, parse_folder_name
 from region.log.durability import EPHEMERAL
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
-from region.storage.disk import FileLock
 
 NAME = StreamName.parse("acme/payments/orders")
 FIRST, SECOND = bytes(16), bytes(range(16))
@@ -95,7 +95,7 @@ async def test_another_region_does_not_open_the_folder(tmp_path: Path) -> None:
 
 
 def test_second_process_is_refused_by_name_of_the_first(tmp_path: Path) -> None:
-    holder = "import sys; from pathlib import Path; from region.storage.disk import FileLock;"
+    holder = "import sys; from pathlib import Path; from felix.storage.disk import FileLock;"
     holder += "lock = FileLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     root = Path(__file__).parents[2]
     child = subprocess.Popen(

@@ -16,6 +16,8 @@ from long_runs import count
 from felix.batch import Batch, NewRecord, encode_batch
 from felix.errors import Code, RequestError
 from felix.settings import Deduplication
+from felix.storage.disk import DiskFiles
+from felix.storage.memory import MemoryDisk
 from region.log.disk import DiskLog, Frame, OffsetOutOfRangeError, SegmentLimits
 from region.log.epochs import EpochHistory, EpochStart
 from region.log.origin import Origin
@@ -25,8 +27,6 @@ from region.log.recovery import recover
 from region.log.segment import Head, decode_segment_header
 from region.log.shard import ShardSettings
 from region.log.verify import verify_shard
-from region.storage.disk import DiskFiles
-from region.storage.memory import MemoryDisk
 
 FOLDER = Path("/shard")
 SEEDS = range(count(40, 2_000))

@@ -35,6 +35,9 @@ from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.runtime.real import REAL
 from felix.settings import Offload
+from felix.storage.disk import DiskFiles
+from felix.storage.port import Files
+from felix.storage.small_file import load_checked
 from region.log import fsspec_store as store
 from region.log.directory import LogDirectory, offload_base
 from region.log.disk import DiskLog, Frame, NotLocalError, SegmentLimits
@@ -43,9 +46,6 @@ from region.log.offloader import FetchedCache, Offloader, Throttle, check_object
 from region.log.retention import Retention
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore, WorkEndedError
 from region.log.verify import verify_shard
-from region.storage.disk import DiskFiles
-from region.storage.port import Files
-from region.storage.small_file import load_checked
 
 SMALL = SegmentLimits(segment_bytes_max=1_000)
 HOOKS = ShardHooks(seal=masked, open_batch=masked)

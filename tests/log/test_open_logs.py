@@ -12,10 +12,10 @@ import pytest
 
 from felix.batch import Batch, NewRecord, encode_batch
 from felix.errors import UnavailableError
+from felix.storage.disk import DiskFiles
 from region.log.disk import DiskLog, Frame
 from region.log.open_logs import OPEN_LOGS_MAX, OpenLogs, logs_max_of
 from region.log.segment import ShardIdentity
-from region.storage.disk import DiskFiles
 
 EPOCH = 1
 

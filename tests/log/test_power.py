@@ -1,6 +1,6 @@
 """A process is killed, its log is recovered and served, then the power goes: nothing that was served is gone.
 
-The disk (region.storage.memory) keeps what was synced, and of everything else, bytes and names in the folder, any part may go. What a
+The disk (felix.storage.memory) keeps what was synced, and of everything else, bytes and names in the folder, any part may go. What a
 killed process wrote stays readable until then, as in a page cache.
 """
 
@@ -28,12 +28,12 @@ from log.building import (
     write_batches,
 )
 
+from felix.storage.memory import MemoryDisk
+from felix.storage.port import Files
 from region.log.disk import DiskLog, Frame, SegmentLimits
 from region.log.durability import Durability, Kind
 from region.log.retention import Retention
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
-from region.storage.memory import MemoryDisk
-from region.storage.port import Files
 
 T = TypeVar("T")
 

@@ -21,6 +21,8 @@ from log.building import (
     serving,
 )
 
+from felix.storage.disk import DiskFiles
+from felix.storage.memory import MemoryDisk
 from region.log.disk import DiskLog, Frame
 from region.log.point import LogPoint
 from region.log.producer_snapshots import PRODUCERS_NAME, parse_snapshot_name, snapshot_name
@@ -28,8 +30,6 @@ from region.log.producers import ProducerTable, Remembered
 from region.log.recovery import recover
 from region.log.shard import ShardSettings
 from region.log.verify import verify_shard
-from region.storage.disk import DiskFiles
-from region.storage.memory import MemoryDisk
 
 SEGMENTS = 30
 

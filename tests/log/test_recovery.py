@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from log.building import IDENTITY, SMALL, batch_of, open_disk, placed, stored, write_batches
 
 from felix.errors import CorruptionError
+from felix.storage.disk import DiskFiles
 from region.log.disk import DiskLog, Frame
 from region.log.durable_mark import MARK_NAME
 from region.log.point import LogPoint
 from region.log.recovery import judge_tail, recover
 from region.log.retention import Retention
 from region.log.segment import ShardIdentity
-from region.storage.disk import DiskFiles
 
 
 def only_segment(folder: Path) -> Path:

@@ -22,9 +22,9 @@ from transaction_home import OTHER, OWNER, Home, payloads_of
 from felix.errors import Code, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.settings import Deduplication, Views
+from felix.storage.disk import DiskFiles
 from policy.quantity import Duration, Size
 from region.config import LimitsConfig
-from region.storage.disk import DiskFiles
 from region.transactions import state
 from region.transactions.coordinator import OPEN_PER_IDENTITY_MAX, PARTS_PER_SHARD_MAX
 from region.transactions.state import TransactionState

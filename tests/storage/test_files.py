@@ -1,4 +1,4 @@
-"""`region.storage.port.Files`: what holds for the disk and for its twin in memory, held against each other."""
+"""`felix.storage.port.Files`: what holds for the disk and for its twin in memory, held against each other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from random import Random
 import pytest
 
 from felix.errors import Code, UnavailableError
-from region.storage.disk import DiskFiles
-from region.storage.memory import MemoryDisk
-from region.storage.port import Files, write_all
-from region.storage.small_file import create_durably, load_checked, read_file, save_checked
+from felix.storage.disk import DiskFiles
+from felix.storage.memory import MemoryDisk
+from felix.storage.port import Files, write_all
+from felix.storage.small_file import create_durably, load_checked, read_file, save_checked
 
 NEW = os.O_RDWR | os.O_CREAT
 

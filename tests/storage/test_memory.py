@@ -10,9 +10,9 @@ from random import Random
 
 import pytest
 
-from region.storage.memory import SECTOR_BYTES, MemoryDisk
-from region.storage.port import Files
-from region.storage.small_file import create_durably, load_checked, read_file, save_checked
+from felix.storage.memory import SECTOR_BYTES, MemoryDisk
+from felix.storage.port import Files
+from felix.storage.small_file import create_durably, load_checked, read_file, save_checked
 
 FOLDER = Path("/data")
 NEW = os.O_RDWR | os.O_CREAT

@@ -164,6 +164,22 @@ async def test_a_partition_that_outlasts_the_idle_timeout_ends_both_sides() -> N
         )
 
 
+async def test_a_host_that_hears_nothing_is_heard_until_it_gives_up() -> None:
+    network, listener, handlers = await served(limits=QUICK)
+    client, handler = await joined(network, listener, QUICK)
+    network.part("broker", "client", both=False)
+    stream = client.open_stream(bidirectional=True)
+    client.send(stream, b"heard")
+    await asyncio.sleep(0.01)
+    assert handlers[0].data == {stream: b"heard"}
+    await client.wait_closed()
+    assert handler.closed_with and handler.closed_with[0] == Code.DISCONNECTED
+    with pytest.raises(UnavailableError, match="did not answer"):
+        await MemoryEngine(network, "client").connect(
+            *listener.address, ClientTls(b"any", "b1"), Log(), timeout=0.01
+        )
+
+
 async def test_a_host_that_crashes_is_told_nothing_and_its_peers_find_out() -> None:
     network, listener, handlers = await served(limits=QUICK)
     client, handler = await joined(network, listener, QUICK)

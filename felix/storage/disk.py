@@ -24,10 +24,16 @@ def boot_id() -> str:
 
 
 class DiskFiles:
-    """The real calls. Each raises OSError as the operating system gives it."""
+    """The real calls. Each raises OSError as the operating system gives it. `mode`: of files that it makes, `folder_mode`: of
+    folders, both less the umask."""
+
+    _mode, _folder_mode = 0o600, 0o700
+
+    def __init__(self, mode: int = _mode, folder_mode: int = _folder_mode) -> None:
+        self._mode, self._folder_mode = mode, folder_mode
 
     def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        return os.open(path, flags | os.O_CLOEXEC, self._mode)
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
@@ -64,7 +70,7 @@ class DiskFiles:
         return path.is_dir()
 
     def make_folder(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(self._folder_mode, parents=True, exist_ok=True)
 
     def rename(self, source: Path, target: Path) -> None:
         source.replace(target)
@@ -128,3 +134,8 @@ class FileLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+PRIVATE_FILES: Final = DiskFiles()
+SHARED_FILES: Final = DiskFiles(0o666, 0o777)
+"""For what others may read as the umask says: an audit log."""

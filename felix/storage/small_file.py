@@ -9,7 +9,7 @@ from typing import Final
 
 import xxhash
 
-from region.storage.port import Files, write_all
+from felix.storage.port import Files, write_all
 
 TEMPORARY_SUFFIX: Final = ".tmp"
 _MAGIC: Final = b"FELIXSML"
@@ -32,6 +32,11 @@ def create_durably(files: Files, path: Path, buffers: Sequence[bytes | memoryvie
         files.remove(temporary)
         raise
     return descriptor
+
+
+def replace_durably(files: Files, path: Path, data: bytes) -> None:
+    """Put new content in place of a file's, or make it. Raises OSError, and leaves the old one."""
+    files.close(create_durably(files, path, (data,)))
 
 
 def read_file(files: Files, path: Path) -> bytes | None:

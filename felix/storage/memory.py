@@ -1,4 +1,4 @@
-"""A disk in memory that behaves as disks do on their bad days, the twin of `region.storage.disk`.
+"""A disk in memory that behaves as disks do on their bad days, the twin of `felix.storage.disk`.
 
 A `MemoryDisk` outlives the processes that use it; each has a `MemoryFiles` of its own (`mount`). What was written and what was
 synced are kept apart:
@@ -100,6 +100,12 @@ class MemoryDisk:
             self.kill()
             self._mounted = (files or MemoryFiles)(self)
             return self._mounted
+
+    @property
+    def mounted(self) -> MemoryFiles:
+        """The view of the process that runs now."""
+        assert self._mounted is not None, "a process runs"
+        return self._mounted
 
     def kill(self) -> None:
         """The process ends at this moment; what it wrote is still in the page cache."""
@@ -212,7 +218,7 @@ class _Lock:
 
 
 class MemoryFiles:
-    """`region.storage.port.Files` of one process. Made by `MemoryDisk.mount`; every call fails once the process has ended."""
+    """`felix.storage.port.Files` of one process. Made by `MemoryDisk.mount`; every call fails once the process has ended."""
 
     def __init__(self, disk: MemoryDisk) -> None:
         self._disk = disk

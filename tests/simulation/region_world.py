@@ -1,0 +1,180 @@
+"""One broker and its clients.
+
+The broker is the real one: sessions, streams, logs, recovery, queues, caches, subscriptions. What needs a folder of certificates
+(governance, audit) is left out, which keeps a run short; simulation.mesh_world has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, Final
+
+from simulation.clients import CACHE, CLIENT, QUEUE, STREAM, VISIBILITY_S, Balances, Billing, Invoices, Orders
+from simulation.script import Script
+from simulation.world import START_MS, Client, Host, World
+
+from felix.address import Address
+from felix.batch import Batch
+from felix.identity import Identity, TrustBundle
+from felix.messages import OpenCache, OpenConsumer, OpenQueue, WatchCache
+from felix.names import SpiffeId, StreamName
+from felix.profile import Profile
+from felix.runtime.simulated import SimulatedLoop, simulated
+from felix.settings import CacheSettings, QueueSettings, Retries, Views
+from felix.transport.memory import MemoryEngine
+from felix.transport.port import ServerTls, TransportLimits
+from keys.authority import RegionAuthority, create_authority
+from region.broker import Broker
+from region.budget import Budgets
+from region.cache import watch
+from region.cache.service import CacheService
+from region.config import RegionConfig
+from region.log.directory import LogDirectory
+from region.metadata.catalog import Catalog
+from region.metadata.memory import MemoryStore
+from region.metadata.mirror import CatalogMirror
+from region.metadata.records import StreamConfig
+from region.queue.service import QueueService
+from region.queue.worker import queue_opener
+from region.requests import Requests
+from region.session import ClientSession, Services
+from region.streams import HostedStream, StreamTable
+from region.subscriptions.service import SubscriptionService
+
+HOST: Final = "broker"
+PORT: Final = 7443
+SERVER_NAME: Final = "b1.us-east.acme"
+FOLDER: Final = Path("/streams")
+STREAMS: Final = {
+    STREAM: Views(),
+    QUEUE: Views(
+        queue=QueueSettings(visibility_ms=round(VISIBILITY_S * 1000), retries=Retries(interval_ms=50))
+    ),
+    CACHE: Views(cache=CacheSettings()),
+}
+
+
+@cache
+def authority() -> RegionAuthority:
+    return create_authority("us-east", "acme", START_MS)
+
+
+@cache
+def identity(kind: str, name: str) -> Identity:
+    names = [SERVER_NAME] if kind == "broker" else []
+    return authority().issue_identity(SpiffeId("us-east", "acme", kind, name), START_MS, dns_names=names)
+
+
+class Plain:
+    """A stream that is kept unsealed: the seal has tests of its own."""
+
+    def seal(self, batch: Batch) -> Batch:
+        return batch
+
+    open_batch = seal
+
+    def commitment(self) -> bytes:
+        return b""
+
+
+class BrokerHost(Host):
+    """The broker's machine. The metadata store is another one's, which does not fail."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world, name)
+        self.store = MemoryStore(runtime=self.runtime)
+
+    async def serve(self) -> None:
+        budgets = Budgets()
+        directory = LogDirectory(FOLDER, "us-east", files=self.mount(), runtime=self.runtime)
+        streams = StreamTable(
+            directory, budgets.ring, lambda *_: Plain(), self._stream_changed, runtime=self.runtime
+        )
+        catalog, mirror = Catalog(self.store, "us-east"), CatalogMirror(self.store, "us-east")
+        await mirror.start()
+        config = RegionConfig(
+            region="us-east",
+            mesh="acme",
+            country="US",
+            listen=Address(HOST, PORT),
+            broker="b1",
+            operators=["operator"],
+        )
+        self.broker = broker = Broker(
+            config,
+            streams=streams,
+            catalog=catalog,
+            budgets=budgets,
+            transport_limits=TransportLimits(),
+            runtime=self.runtime,
+        )
+        broker.trust = TrustBundle([authority().anchor()])
+        nothing: Any = None
+        self.caches = CacheService(broker)
+        self.subscriptions = SubscriptionService(broker, catalog, mirror)
+        queues = QueueService(broker)
+        for record in await catalog.list_streams():
+            await streams.open(record)
+        for name, views in STREAMS.items():
+            if streams.get(StreamName.parse(name)) is None:
+                await broker.create_stream(StreamName.parse(name), StreamConfig(shards=1, views=views))
+        await self.subscriptions.start()
+        services = Services(
+            broker,
+            nothing,
+            nothing,
+            Requests(broker, nothing, nothing, catalog, mirror, self.subscriptions),
+            nothing,
+            {
+                OpenConsumer: self.subscriptions.open,
+                OpenCache: self.caches.open,
+                WatchCache: watch.opener(self.caches),
+                OpenQueue: queue_opener(queues),
+            },
+        )
+        server = identity("broker", "b1")
+        await MemoryEngine(self.world.network, HOST).listen(
+            HOST, PORT, ServerTls(server.chain_pem, server.key_pem()), lambda: ClientSession(services)
+        )
+
+    def _stream_changed(self, stream: HostedStream) -> None:
+        self.caches.stream_opened(stream)
+        self.subscriptions.stream_opened(stream)
+
+
+class RegionWorld(World):
+    """One broker; clients that publish, read, work, and keep values."""
+
+    def __init__(self, seed: int, loop: SimulatedLoop, script: Script) -> None:
+        super().__init__(seed, loop, script)
+        self.client_runtime = simulated(loop, START_MS)
+
+    kinds = (Orders, Invoices, Balances, Billing)
+
+    @classmethod
+    def party(cls, random: Random) -> list[type[Client]]:
+        found = super().party(random)
+        return [Orders, *found] if Billing in found and Orders not in found else found
+
+    @classmethod
+    def targets(cls) -> tuple[str, ...]:
+        return (HOST,)
+
+    def peers(self, name: str) -> list[str]:
+        return [CLIENT]
+
+    def make(self) -> Iterable[Host]:
+        yield BrokerHost(self, HOST)
+
+    def profile(self) -> Profile:
+        return Profile(
+            region="us-east",
+            mesh="acme",
+            addresses=(f"{HOST}:{PORT}",),
+            authority=authority().anchor().root_pem,
+            identity=identity("operator", "operator"),
+            server_name=SERVER_NAME,
+        )

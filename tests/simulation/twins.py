@@ -1,0 +1,117 @@
+"""Rules of the protocols that can be switched off, one by one. A simulator that does not notice is none: some seed of the standard
+run has to fail without each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pytest
+from simulation.region_world import RegionWorld
+from simulation.world import FailedError, World, simulate
+
+from felix.storage.memory import MemoryFiles
+from region.cache.state import CacheState
+from region.gather import Done, ignore
+from region.log import recovery
+from region.log.producers import Decision, ProducerTable, Verdict
+from region.queue.state import QueueState
+from region.subscriptions.progress import Progress
+from region.views.journal import Journal
+
+SEEDS_MAX: Final = 300
+"""So many seeds may pass before a rule that is switched off must have been missed."""
+
+
+class Twin(NamedTuple):
+    """A world without one rule. `off` switches it off, until the patch is undone. `seed` missed it when it was last looked for
+    (`make simulate TWINS=1`): it is tried first, which only saves time."""
+
+    rule: str
+    seed: int
+    world: type[World]
+    off: Callable[[pytest.MonkeyPatch], None]
+
+
+class UnsyncedFiles(MemoryFiles):
+    """Says that bytes are on the disk, and has not put them there."""
+
+    def sync(self, descriptor: int) -> None:
+        self.size(descriptor)
+
+
+class UnsyncedNames(MemoryFiles):
+    """Never makes a name durable."""
+
+    def sync_folder(self, folder: Path) -> None:
+        self.names(folder)
+
+
+def answer_first(self: Journal, entry: bytes, done: Done, *, append: Any = Journal.append) -> None:
+    """Says that a view's decision is kept, and keeps it later."""
+    done(None)
+    append(self, entry, ignore)
+
+
+def accept(self: ProducerTable, *asked: object, **more: object) -> Decision:
+    """Takes a batch that was sent again for another one."""
+    return Decision(Verdict.ACCEPT)
+
+
+def lease_anew(self: QueueState, *asked: Any, lease: Any = QueueState.lease) -> None:
+    """Gives each lease of a job the first one's token."""
+    tracked = asked[0]
+    lease(self, *asked)
+    tracked.token = 1
+
+
+def patched(owner: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+TWINS: Final = (
+    Twin("answer after the sync", 0, RegionWorld, patched(RegionWorld, "files", UnsyncedFiles)),
+    Twin("a file's name is durable", 0, RegionWorld, patched(RegionWorld, "files", UnsyncedNames)),
+    Twin("producers' sequences are compared", 23, RegionWorld, patched(ProducerTable, "decide", accept)),
+    Twin(
+        "recovery writes again what a failed sync may have left to the page cache",
+        61,
+        RegionWorld,
+        patched(recovery, "write_again", lambda *_: None),
+    ),
+    Twin(
+        "a view answers once its journal is durable", 0, RegionWorld, patched(Journal, "append", answer_first)
+    ),
+    Twin(
+        "each lease of a job has a token of its own", 0, RegionWorld, patched(QueueState, "lease", lease_anew)
+    ),
+    Twin(
+        "a subscription's position is read back", 0, RegionWorld, patched(Progress, "replay", lambda *_: None)
+    ),
+    Twin(
+        "a cache's operation that is repeated is recognised",
+        279,
+        RegionWorld,
+        patched(CacheState, "repeated", lambda *_: None),
+    ),
+)
+
+
+@contextmanager
+def switched_off(twin: Twin) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        twin.off(patch)
+        yield
+
+
+def caught(twin: Twin, *, anew: bool = False) -> FailedError | None:
+    """A seed that fails without the rule; `anew`: the first one."""
+    with switched_off(twin):
+        for seed in (*([] if anew else [twin.seed]), *range(SEEDS_MAX)):
+            try:
+                simulate(seed, twin.world)
+            except FailedError as error:
+                return error
+    return None
