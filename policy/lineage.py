@@ -1,44 +1,43 @@
 """Field lineage, told by a transform's rules alone: which field of the destination comes from which of the source.
 
-For reports and OpenLineage's columnLineage facet (1-2-0): `subtype` and `masking` are that facet's words for a
-transformation of type DIRECT. Values, no records: the same rules give the same lineage always.
+For reports, and for OpenLineage's columnLineage facet (1-2-0). Values, no records: the same rules give the same lineage always.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from policy.fieldpath import FieldPath
-from policy.predicate import parse_predicate, paths
 from policy.transform import Action, Format, TransformSpec, effective_rule
 
-_WORDS: Final = {
-    Action.KEEP: "kept",
-    Action.DROP: "dropped",
-    Action.MASK: "masked",
-    Action.HASH: "hashed",
-    Action.PSEUDONYMIZE: "pseudonymized",
+
+class Effect(NamedTuple):
+    """What a rule makes of a value: in a word for people, and as `subtype` and `masking` of a DIRECT transformation."""
+
+    word: str
+    subtype: str
+    masking: bool
+    """True where the value at the destination is not the value at the source."""
+
+
+EFFECTS: Final[Mapping[str, Effect]] = {
+    Action.KEEP: Effect("kept", "IDENTITY", False),
+    Action.DROP: Effect("dropped", "TRANSFORMATION", False),
+    Action.MASK: Effect("masked", "MASKING", True),
+    Action.HASH: Effect("hashed", "HASHING", True),
+    Action.PSEUDONYMIZE: Effect("pseudonymized", "MASKING", True),
 }
+"""By the rule's name, as it stands in terms and leaves; reports take their words from here."""
 
 
 class FieldLineage(NamedTuple):
-    """One field. A dropped one has no field at the destination: `crosses` is false."""
+    """One field, and the rule that decides about it. A dropped one has no field at the destination."""
 
     field: str
     action: Action
-    crosses: bool
-    masking: bool
-    """True where the value at the destination is not the value at the source."""
-    subtype: str
-    """IDENTITY or TRANSFORMATION."""
     last: int = 0
     """mask: how many characters at the end stay readable"""
-
-    @property
-    def word(self) -> str:
-        """kept, dropped, masked, hashed or pseudonymized."""
-        return _WORDS[self.action]
 
     @property
     def told(self) -> str:
@@ -47,11 +46,10 @@ class FieldLineage(NamedTuple):
 
 
 class Lineage(NamedTuple):
-    """All fields that are named, what becomes of the others, and the fields that decide whether a record crosses."""
+    """All fields that are named, and what becomes of the others."""
 
     fields: tuple[FieldLineage, ...]
     others_kept: bool
-    filter_fields: tuple[str, ...]
 
 
 def field_lineage(spec: TransformSpec, fields: Iterable[str] = ()) -> Lineage:
@@ -63,18 +61,6 @@ def field_lineage(spec: TransformSpec, fields: Iterable[str] = ()) -> Lineage:
     found: list[FieldLineage] = []
     for path in named:
         rule = effective_rule(spec, path)
-        action = rule.do
-        kept = action is Action.KEEP
-        found.append(
-            FieldLineage(
-                str(path),
-                action,
-                action is not Action.DROP,
-                not kept,
-                "IDENTITY" if kept else "TRANSFORMATION",
-                rule.last,
-            )
-        )
-    filtering = paths(parse_predicate(spec.filter)) if spec.filter else ()
+        found.append(FieldLineage(str(path), rule.do, rule.last))
     others_kept = spec.format is Format.OPAQUE or not spec.is_allowlist
-    return Lineage(tuple(found), others_kept, tuple(map(str, filtering)))
+    return Lineage(tuple(found), others_kept)

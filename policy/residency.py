@@ -91,9 +91,9 @@ class RequiredTransform(msgspec.Struct, frozen=True, kw_only=True):
     fields: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 
     def __post_init__(self) -> None:
-        if self.do is Action.KEEP:
+        if self.do not in _STRONGER:
             raise ValueError(
-                "keep cannot be required; name what must be dropped, masked, hashed or pseudonymized"
+                f"{self.do} cannot be required; name what must be dropped, masked, hashed or pseudonymized"
             )
         for field in self.fields:
             FieldPath.parse(field)

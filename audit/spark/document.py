@@ -16,6 +16,9 @@ STATEMENT: Final = (
     "whether a transfer was lawful is for people to judge, and this is what they can judge it by."
 )
 
+TABLES: Final = ("register", "reconciliation", "findings", "exceptions", "volumes", "lineage")
+"""The tables that are written as files, in order: each a field of `Report`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cosigner:
@@ -102,9 +105,7 @@ class Report:
     @property
     def tables(self) -> tuple[Table, ...]:
         """The tables that are written as files, in order."""
-        return (
-            self.register, self.reconciliation, self.findings, self.exceptions, self.volumes, self.lineage
-        )  # fmt: skip
+        return tuple(getattr(self, name) for name in TABLES)
 
 
 def as_json(report: Report) -> dict[str, Any]:

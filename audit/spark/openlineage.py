@@ -28,6 +28,8 @@ from audit.spark.lineage import OTHER_FIELDS
 from audit.spark.table import iso
 from felix.errors import RequestError, UnavailableError
 from felix.visible import visible_json
+from policy.lineage import EFFECTS, Effect
+from policy.transform import Action
 
 PRODUCER: Final = "urn:felix:audit-report:1"
 SCHEMA_URL: Final = "https://openlineage.io/spec/2-0-2/OpenLineage.json#/$defs/RunEvent"
@@ -39,7 +41,8 @@ POST_TIMEOUT_S: Final = 10.0
 """One event is some kilobytes; a server that takes longer is not well."""
 
 _FACETS: Final = "https://openlineage.io/spec/facets"
-_MASKING: Final = {"mask": "MASKING", "hash": "HASHING", "pseudonymize": "MASKING"}
+_UNKNOWN: Final = Effect("", "TRANSFORMATION", False)
+"""Of a rule that a newer release knows."""
 
 
 def _facet(schema_url: str, **content: Any) -> dict[str, Any]:
@@ -56,14 +59,13 @@ def _schema(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _transformation(action: str) -> dict[str, Any]:
-    if action == "keep":
-        return {"type": "DIRECT", "subtype": "IDENTITY", "description": "kept", "masking": False}
     kind = action.partition(":")[0]
+    effect = EFFECTS.get(kind, _UNKNOWN)
     return {
         "type": "DIRECT",
-        "subtype": _MASKING.get(kind, "TRANSFORMATION"),
-        "description": action,
-        "masking": kind in _MASKING,
+        "subtype": effect.subtype,
+        "description": effect.word if kind == Action.KEEP else action,
+        "masking": effect.masking,
     }
 
 

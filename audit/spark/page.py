@@ -8,7 +8,7 @@ Same report, same bytes. Who may call: `audit.spark.report`, tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
@@ -25,6 +25,8 @@ from audit.spark.lineage import OTHER_FIELDS
 from audit.spark.table import iso
 from audit.spark.volumes import DAY_MS
 from felix.visible import visible
+from policy.lineage import EFFECTS
+from policy.transform import Action
 
 ROWS_MAX: Final = 200
 """Rows of one table on the page; a person reads no more, and the files beside it hold them all."""
@@ -37,20 +39,17 @@ _STATUS: Final = {
     reconciliation.ONE_SIDE: "info",
 }
 _SEVERITY: Final = {BREACH: "bad", REFUSED: "warn"}
-_ACTIONS: Final = {
-    "keep": ("info", "kept"),
-    "drop": ("bad", "dropped"),
-    "mask": ("warn", "masked"),
-    "hash": ("warn", "hashed"),
-    "pseudonymize": ("good", "pseudonymized"),
-}
+_TONES: Final[Mapping[str, str]] = {Action.KEEP: "info", Action.DROP: "bad", Action.PSEUDONYMIZE: "good"}
+"""Of rules; the others change a value, and are `warn`."""
 
 
 def _action(action: str) -> tuple[str, str]:
     """Tone and words of what is done to a field; a mask says what it leaves readable."""
     kind, _, last = action.partition(":")
-    tone, words = _ACTIONS.get(kind, ("info", action))
-    return tone, f"{words} but for the last {last} characters" if last else words
+    if kind not in EFFECTS:
+        return "info", action
+    words = EFFECTS[kind].word
+    return _TONES.get(kind, "warn"), f"{words} but for the last {last} characters" if last else words
 
 
 def _cell(value: Any) -> str:

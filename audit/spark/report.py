@@ -33,7 +33,7 @@ from audit.spark import begun_again, exceptions, lineage, openlineage, page, rec
 from audit.spark.agreements import read_signed
 from audit.spark.arrived_before import unfounded
 from audit.spark.comparison import compare_records
-from audit.spark.document import Missing, Report, Totals, VerifiedLog, as_json
+from audit.spark.document import TABLES, Missing, Report, Totals, VerifiedLog, as_json
 from audit.spark.java import Java
 from audit.spark.session import default_master, open_session
 from audit.spark.table import Table, encode_csv, from_rows, iso, write_parquet
@@ -548,7 +548,7 @@ def _clear(target: Path) -> None:
     for name in (REFUSED_NAME, PAGE_NAME, JSON_NAME, LINEAGE_NAME, SUMS_NAME, MADE_NAME):
         (target / name).unlink(missing_ok=True)
     tables = target / TABLES_FOLDER
-    for name in ("register", "reconciliation", "findings", "exceptions", "volumes", "lineage"):
+    for name in TABLES:
         for kind in ("csv", "parquet"):
             (tables / f"{name}.{kind}").unlink(missing_ok=True)
     with suppress(OSError):  # not there, or somebody else's files are in it

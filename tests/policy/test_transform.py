@@ -11,7 +11,7 @@ from long_runs import count
 
 from felix.errors import RequestError
 from policy.fieldpath import FieldPath
-from policy.lineage import field_lineage
+from policy.lineage import EFFECTS, field_lineage
 from policy.transform import (
     RECORD_BYTES_MAX,
     Action,
@@ -371,19 +371,22 @@ def test_lineage_says_what_becomes_of_each_field() -> None:
         pseudonymize=["tailnum"], drop=["hour"], mask=["c.card"], hash_=["c.id"], filter_="distance > 5"
     )
     lineage = field_lineage(spec, ["origin", "c.name"])
-    assert {field.field: (field.word, field.crosses, field.subtype) for field in lineage.fields} == {
-        "tailnum": ("pseudonymized", True, "TRANSFORMATION"),
-        "hour": ("dropped", False, "TRANSFORMATION"),
-        "c.card": ("masked", True, "TRANSFORMATION"),
-        "c.id": ("hashed", True, "TRANSFORMATION"),
-        "origin": ("kept", True, "IDENTITY"),
-        "c.name": ("kept", True, "IDENTITY"),
+    assert {field.field: EFFECTS[field.action] for field in lineage.fields} == {
+        "tailnum": ("pseudonymized", "MASKING", True),
+        "hour": ("dropped", "TRANSFORMATION", False),
+        "c.card": ("masked", "MASKING", True),
+        "c.id": ("hashed", "HASHING", True),
+        "origin": ("kept", "IDENTITY", False),
+        "c.name": ("kept", "IDENTITY", False),
     }
     assert lineage.others_kept
-    assert lineage.filter_fields == ("distance",)
     allow = field_lineage(build_spec(keep=["a", "c.id"]), ["b", "c", "c.x", "a.deep"])
-    assert [field.word for field in allow.fields] == ["kept", "kept", "dropped", "kept", "dropped", "kept"]
+    assert [field.told for field in allow.fields] == ["keep", "keep", "drop", "keep", "drop", "keep"]
     assert not allow.others_kept
+
+
+def test_every_rule_has_words_and_a_name_for_its_kind() -> None:
+    assert set(EFFECTS) == set(Action)
 
 
 # ----------------------------------------------------------------------------------------------- properties
