@@ -167,13 +167,15 @@ class ExportService:
         )
         return LinkSecretSealed(seal_link_secrets(secrets, scope, recipient))
 
-    def stream_statement(self, bridge: SpiffeId, request: GetStreamStatement) -> StreamStated:
+    async def stream_statement(self, bridge: SpiffeId, request: GetStreamStatement) -> StreamStated:
         """What a shard of a granted stream is, signed. Raises the refusal, UnavailableError where it does not serve."""
         stream = StreamName.parse(request.stream)
         self._broker.refuse_reserved(stream.tenant)
         self._governance.check_export(bridge, request.grant, stream, "take a stream statement")
         hosted = self._broker.stream(stream)
         shard = hosted.shard(request.shard)
+        # Whoever has the statement is sent no record of an epoch that it does not name, as long as this broker runs.
+        await shard.begin_due_epoch()
         statement = StreamStatement(
             region=self._broker.region,
             stream=str(stream),

@@ -51,6 +51,7 @@ from keys.certification import load_certification
 from keys.key_file import load_key_pair, load_ml_dsa_key, load_signing_key
 from keys.keyring import Keyring, open_keyring
 from keys.signing import VerifyKey
+from region.at_once import at_once
 from region.broker import Broker
 from region.budget import Budgets
 from region.cache import watch
@@ -69,6 +70,7 @@ from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls
 from region.metadata.genesis import claim_or_verify, sign_genesis
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import MetadataStore
+from region.metadata.records import Stream
 from region.metadata.registration import Holder, Registration
 from region.metrics import BrokerCollector
 from region.queue.service import QueueService
@@ -96,6 +98,8 @@ COMPACT_CHECK_S: Final = 5.0
 SWITCH_S = 0.0005
 """How long a thread may hold the interpreter while another wants it. Python's own 5 ms is what the event loop would wait for each thread
 that seals and writes a noisy tenant's batches; measured with `python -m benchmarks fairness`."""
+OPENED_AT_ONCE: Final = 8
+"""Streams that a start opens together: twice as many as there are threads that look at their folders."""
 MEASURE_S = 1.0
 """How often the broker looks what is used and stored; rates are over this long."""
 RENEW_CHECK_S = 60.0
@@ -343,13 +347,16 @@ class Node:
         if system is not None:
             await streams.open(system)
         await transactions.start(streams)
-        for record in records.values():
+
+        async def open_stream(record: Stream) -> None:
             try:
                 await streams.open(record)
             except FelixError as error:
                 # One stream that does not fit must not keep the others from being served.
                 log.error("stream %s cannot be opened: %s", record.name, error)
                 self._streams_wanted.add(StreamName.parse(record.name))
+
+        await at_once(OPENED_AT_ONCE, open_stream, records.values())
         ingest.streams_opened()
 
         await subscriptions.start()

@@ -551,7 +551,7 @@ class Requests:
         return await self._export.link_secret(identity, request)
 
     async def get_stream_statement(self, identity: SpiffeId, request: GetStreamStatement) -> StreamStated:
-        return self._export.stream_statement(identity, request)
+        return await self._export.stream_statement(identity, request)
 
     async def get_data_key(self, identity: SpiffeId, request: GetDataKey) -> DataKeySealed:
         return await self._export.data_key(identity, request)

@@ -28,6 +28,7 @@ from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.settings import Views
+from region.at_once import at_once
 from region.budget import Budget
 from region.log.directory import LogDirectory
 from region.log.disk import SegmentLimits
@@ -59,6 +60,9 @@ OFFLOADED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=64 << 20, segment_ag
 """What is read back is fetched segment by segment, and what was written is in the store an hour later."""
 COMPANION_RING_BYTES: Final = 128 << 10
 """Of a companion log in memory. It is read once, when it is opened."""
+
+CLOSED_AT_ONCE: Final = 8
+"""Streams that are closed together at the end: the disk has something to do while another one's answers are looked at."""
 
 
 class ShardSeal(Protocol):
@@ -457,9 +461,11 @@ class StreamTable:
         except FelixError as error:
             log.error("%s shard %d does not serve: %s", name, number, error)
             return error
-        if settings.durability.kind is not Kind.EPHEMERAL or not shard.epochs.current:
-            # Of every opening its own, so that who reads the log later sees where a restored one parts from what it was.
-            await shard.begin_epoch(next_epoch(shard.epochs.current, hooks.clock_ms()))
+        # Of every opening its own, so that who reads the log later sees where a restored one parts from what it was.
+        if settings.durability.kind is not Kind.EPHEMERAL:
+            shard.begin_epoch_later()
+        elif not shard.epochs.current:
+            await shard.begin_epoch(next_epoch(0, hooks.clock_ms()))
         if shard.report.cut_bytes:
             log.warning("%s shard %d: %s", name, number, shard.report)
         return shard
@@ -580,5 +586,4 @@ class StreamTable:
 
     async def close(self) -> None:
         """Close every stream, with everything acknowledged on disk."""
-        for stream in list(self._streams.values()):
-            await self._close(stream)
+        await at_once(CLOSED_AT_ONCE, self._close, list(self._streams.values()))

@@ -23,6 +23,7 @@ from felix.runtime.real import REAL
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files
 from felix.storage.small_file import load_checked
+from region.log.clean_stop import save_clean_stop, take_clean_stop
 from region.log.compaction import CompactionReport
 from region.log.disk import storage_error
 from region.log.durability import Kind
@@ -91,6 +92,10 @@ def offload_base(url: str, identity: ShardIdentity) -> str:
     return object_url(url, f"{identity.region}/{folder}/{identity.shard:05d}")
 
 
+def _clean_name(name: StreamName, incarnation: bytes, shard: int) -> str:
+    return f"{folder_name(name, incarnation)}/{shard:05d}"
+
+
 def shard_folder(data: Path, name: StreamName, incarnation: bytes, shard: int) -> Path:
     """Where a shard, or a journal beside it, is kept."""
     return data / folder_name(name, incarnation) / f"{shard:05d}"
@@ -122,6 +127,8 @@ class LogDirectory:
             offload_rate_bytes,
             runtime.clock,
         )
+        # Shards that were closed in order, by the last stop or since.
+        self._clean = take_clean_stop(self._files, data, self._lock.identity)
         self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
         self._opening: set[tuple[StreamName, bytes, int]] = set()
         self._commit_pool.submit(self._finish_deletions)
@@ -180,10 +187,15 @@ class LogDirectory:
         full_verify: bool,
     ) -> ShardLog:
         folder = None
+        synced = False
         if settings.durability.kind is not Kind.EPHEMERAL:
             folder = self.shard_folder(name, incarnation, shard)
+            clean_name = _clean_name(name, incarnation, shard)
+            synced = clean_name in self._clean
+            self._clean.discard(clean_name)
             try:
-                await asyncio.get_running_loop().run_in_executor(self._commit_pool, self._make, folder)
+                if not synced:
+                    await asyncio.get_running_loop().run_in_executor(self._commit_pool, self._make, folder)
             except OSError as error:
                 raise storage_error(error, folder) from error
         return await ShardLog.open(
@@ -196,6 +208,7 @@ class LogDirectory:
             store=self._store,
             files=self._files,
             full_verify=full_verify,
+            synced=synced,
         )
 
     def _make(self, folder: Path) -> None:
@@ -229,7 +242,12 @@ class LogDirectory:
         """Close a shard; one that is not open is closed already."""
         log = self._open.pop((name, incarnation, shard), None)
         if log:
-            await log.close()
+            await self._close(name, log)
+
+    async def _close(self, name: StreamName, log: ShardLog) -> None:
+        await log.close()
+        if log.failure is None and log.settings.durability.kind is not Kind.EPHEMERAL:
+            self._clean.add(_clean_name(name, log.identity.incarnation, log.identity.shard))
 
     async def delete_stream(self, name: StreamName, incarnation: bytes) -> None:
         """Delete every shard of this incarnation, data and all. Cannot be undone."""
@@ -301,12 +319,19 @@ class LogDirectory:
 
     async def close(self) -> None:
         """Close every shard, the threads and the lock."""
-        shards, self._open = list(self._open.values()), {}
-        results = await asyncio.gather(*(shard.close() for shard in shards), return_exceptions=True)
+        shards, self._open = self._open, {}
+        results: list[object] = await asyncio.gather(
+            *(self._close(name, log) for (name, _, _), log in shards.items()), return_exceptions=True
+        )
         self._commit_pool.shutdown()
         self._read_pool.shutdown()
         self._maintenance_pool.shutdown()
         self._store.pool.shutdown(cancel_futures=True)
+        try:
+            save_clean_stop(self._files, self._data, self._lock.identity, self._clean)
+        except OSError as error:
+            # It is only a shortcut: the next start syncs what it keeps.
+            log.warning("the next start will take longer: %s", error)
         self._lock.release()
         for result in results:
             if isinstance(result, BaseException):

@@ -231,15 +231,17 @@ class DiskLog:
         origin: Origin | None = None,
         runtime: Runtime = REAL,
         open_logs: OpenLogs | None = None,
+        synced: bool = False,
     ) -> tuple[DiskLog, Recovered]:
         """Recover what `folder` holds, or begin a log in it at `origin`, else at offset 0. `commitment` is asked for each new
-        segment's header. `open_logs`: who bounds how many logs have files open.
+        segment's header. `open_logs`: who bounds how many logs have files open. `synced`: see `recover`.
 
         Raises CorruptionError (region.log.recovery, or of the origin's snapshot), OSError.
         """
         files = files or DiskFiles()
-        files.make_folder(folder)
-        recovered = recover(folder, identity, files=files, full=full_verify)
+        if not synced:
+            files.make_folder(folder)
+        recovered = recover(folder, identity, files=files, full=full_verify, synced=synced)
         if not recovered.segments:
             recovered = beginning(origin or Origin())
         log = cls(
@@ -1161,6 +1163,13 @@ class DiskLog:
         return producers
 
     # Small files, and the end.
+
+    def begin_epoch(self, epoch: int) -> None:
+        """What is written from now on is of `epoch`, which is made durable where it is a new one."""
+        if epoch > self.epochs.current:
+            history = EpochHistory(list(self.epochs.starts))
+            history.begin(epoch, self.end_offset)
+            self.save_epochs(history)
 
     def save_epochs(self, history: EpochHistory) -> None:
         """Make the leader-epoch history durable."""

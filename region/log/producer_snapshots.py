@@ -90,7 +90,9 @@ class ProducerSnapshots:
 
     def save_last(self, snapshot: bytes) -> None:
         """That of a clean stop. Raises OSError."""
-        save_checked(self._files, self._folder / PRODUCERS_NAME, snapshot)
+        path = self._folder / PRODUCERS_NAME
+        if load_checked(self._files, path) != snapshot:
+            save_checked(self._files, path, snapshot)
 
     def cut(self, end: int) -> None:
         """The log ends at `end` by now: forget what knows more. The caller syncs the folder."""

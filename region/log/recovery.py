@@ -32,7 +32,8 @@ of the ones it replaced: they are deleted, since it was whole on disk before it 
 
 What recovery keeps is on the disk before it returns, whoever wrote it: the folder's names and the mark before anything is
 deleted by them, the last segment once it was read. So nothing that is served, told or carried over a border after a restart goes
-with the power. Closed segments and small files are synced before they get their names.
+with the power. Closed segments and small files are synced before they get their names. A shard that was closed in order
+(region.log.clean_stop) is on the disk already.
 
 Called once per shard, when it opens, in a thread; nothing else uses the folder then.
 """
@@ -347,12 +348,14 @@ class _Recovery:
         identity: ShardIdentity,
         *,
         full: bool,
+        synced: bool,
         producers: tuple[ProducerTable, int] | None = None,
     ) -> None:
         self.files = files
         self.folder = folder
         self.identity = identity
         self.full = full
+        self.synced = synced
         epochs = _load_epochs(files, folder)
         stored = _load_compaction(files, folder)
         self.compaction = stored or CompactionState()
@@ -548,8 +551,9 @@ class _Recovery:
                 self.files.truncate(descriptor, position)
             # What decodes is served from now on, so it must be on disk, whoever wrote it. Where a sync failed before, the
             # kernel calls pages clean that it could not write: they reach the disk only if they are written once more.
-            write_again(self.files, descriptor, min(evidence, position), position)
-            self.files.sync(descriptor)
+            if not self.synced or stopped or evidence < position:
+                write_again(self.files, descriptor, min(evidence, position), position)
+                self.files.sync(descriptor)
         finally:
             self.files.close(descriptor)
         self.verified_bytes += position
@@ -561,7 +565,8 @@ class _Recovery:
         """All of it. Raises CorruptionError; OSError as it comes."""
         # A killed process leaves names and the mark in the page cache alone. What follows goes by them, deletes by them, and lets
         # what is kept be told: they are on the disk first.
-        self.files.sync_folder(self.folder)
+        if not self.synced:
+            self.files.sync_folder(self.folder)
         mark = self._synced_mark()
         found = [self.folder / name for name in self.files.names(self.folder)]
         paths = [path for path in found if path.suffix == SEGMENT_SUFFIX]
@@ -589,7 +594,9 @@ class _Recovery:
         if self.replay_from > state.next_offset:
             # Acknowledged under `interval` and lost with the power, or cut by hand: the snapshot knows too much.
             known = self.snapshots.at(state.next_offset, told_from(segments))
-            again = _Recovery(self.files, self.folder, self.identity, full=False, producers=known)
+            again = _Recovery(
+                self.files, self.folder, self.identity, full=False, synced=False, producers=known
+            )
             again.cut = self.cut
             return again.run()
         self.producers.settle(state.next_offset)
@@ -631,7 +638,7 @@ class _Recovery:
     def _synced_mark(self) -> Mark | None:
         path = self.folder / MARK_NAME
         mark = decode_mark(read_file(self.files, path) or b"")
-        if mark:
+        if mark and not self.synced:
             descriptor = self.files.open(path, os.O_RDWR)
             try:
                 # Once more, as the last segment's bytes: where a sync of it failed, another one alone would prove nothing.
@@ -755,9 +762,12 @@ def write_index(files: Files, path: Path, encoded: bytes) -> None:
             raise
 
 
-def recover(folder: Path, identity: ShardIdentity, *, files: Files, full: bool = False) -> Recovered:
-    """Read a shard's folder, cut a torn tail, refuse damage. With `full`, every byte of every segment is verified.
+def recover(
+    folder: Path, identity: ShardIdentity, *, files: Files, full: bool = False, synced: bool = False
+) -> Recovered:
+    """Read a shard's folder, cut a torn tail, refuse damage. With `full`, every byte of every segment is verified. `synced`: whoever wrote
+    it last closed it in order (region.log.clean_stop), so that what is as the mark says is on the disk.
 
     Raises CorruptionError where the shard must not serve; what it names was not changed.
     """
-    return _Recovery(files, folder, identity, full=full).run()
+    return _Recovery(files, folder, identity, full=full, synced=synced).run()

@@ -46,7 +46,7 @@ from region.log.disk import (
 )
 from region.log.disk_reader import DiskReader
 from region.log.durability import Kind
-from region.log.epochs import EpochHistory
+from region.log.epochs import EpochHistory, next_epoch
 from region.log.group_commit import GroupCommit
 from region.log.maintenance import COMPACTION_SHARE, Maintenance
 from region.log.message_ids import Identified, MessageIds, identified
@@ -129,6 +129,7 @@ class ShardLog:
         self._sync_timer: asyncio.TimerHandle | None = None
         self._mark_timer: asyncio.TimerHandle | None = None
         self._segments_seen = 1
+        self._epoch_due = False
         # With `acked` retention nothing goes before the subscriptions have said what they need.
         self._held_from: int | None = 0
         self._closed = False
@@ -157,9 +158,10 @@ class ShardLog:
         files: Files | None = None,
         commit: CommitPort | None = None,
         full_verify: bool = False,
+        synced: bool = False,
     ) -> ShardLog:
         """Recover the shard in `folder` (None for an ephemeral one) and serve it. `commit`: how far it is committed; None where
-        there is no other copy.
+        there is no other copy. `synced`: it was closed in order (region.log.clean_stop).
 
         Raises CorruptionError where it must not serve, UnavailableError where the disk does not let it.
         """
@@ -183,6 +185,7 @@ class ShardLog:
                 full_verify=full_verify,
                 origin=Origin(LogPoint(settings.first_offset)),
                 open_logs=hooks.open_logs,
+                synced=synced,
             )
 
         try:
@@ -420,6 +423,8 @@ class ShardLog:
         """
         if self.observer is not None:
             self.observer.appending()
+        if self._epoch_due:
+            self._begin_due_epoch()
         hooks = self._hooks
         event = core.Append(
             batch,
@@ -487,6 +492,8 @@ class ShardLog:
 
     def free_slot_nowait(self, slot: int, done: Done) -> None:
         """Let go of a slot's annotation; `done` is called as for an append. Nothing is written where the slot is free."""
+        if self._epoch_due:
+            self._begin_due_epoch()
         self._happened(core.FreeSlot(slot, done, self._hooks.refusal()))
 
     def hold_visibility(self) -> None:
@@ -591,6 +598,7 @@ class ShardLog:
                 frames.append(Frame(sealed, item.answer.base_offset, item.epoch, item.slot, item.annotation))
             if not frames:
                 return 0
+            disk.begin_epoch(frames[0].leader_epoch)
             disk.write(frames, self._hooks.clock_ms())
             if self.settings.durability.kind is not Kind.FSYNC:
                 return 0
@@ -608,6 +616,8 @@ class ShardLog:
             self._group_commit.resume()
         self._happened(event)
         if isinstance(event, core.Written):
+            assert self._disk is not None
+            self._epochs = self._disk.epochs
             self._save_producers_of_a_rolled_segment()
         elif event.failed:
             self._wake_tail()
@@ -763,6 +773,26 @@ class ShardLog:
 
     # Changing what is there.
 
+    def begin_epoch_later(self) -> None:
+        """The first append from now on begins an epoch of its own, which is durable before it is: a shard that nobody writes to needs no
+        sync for it. `epochs` has it once that append is there, or `begin_due_epoch` was awaited."""
+        self._epoch_due = True
+
+    def _next_epoch(self) -> int:
+        return next_epoch(self._epochs.current, self._hooks.clock_ms())
+
+    def _begin_due_epoch(self) -> None:
+        self._epoch_due = False
+        self._happened(core.EpochBegan(self._next_epoch()))
+
+    async def begin_due_epoch(self) -> None:
+        """Have it in `epochs`, where `begin_epoch_later` put it off: for whoever tells others of the epochs that are to come. Raises as
+        `begin_epoch`."""
+        if self._epoch_due:
+            await self.begin_epoch(self._next_epoch())
+        elif self._core.epoch > self._epochs.current:
+            await self.begin_epoch(self._core.epoch)
+
     async def begin_epoch(self, epoch: int) -> None:
         """Become leader under `epoch`: durable before this returns; batches appended from now on carry it.
 
@@ -775,6 +805,7 @@ class ShardLog:
             if self._disk:
                 await self._change(self._disk.save_epochs, history)
             self._epochs = history
+            self._epoch_due = False
             self._happened(core.EpochBegan(history.current))
 
     async def truncate(self, cut: LogPoint) -> None:
@@ -976,11 +1007,13 @@ class ShardLog:
             await self._change(disk.abandon)
             await self._change(ahead.close)
             return
-        snapshot = self.producers_snapshot()
+        # An empty log tells all there is to know of its producers.
+        snapshot = self.producers_snapshot() if self.log_end_offset else b""
 
         def finish() -> None:
             try:
-                disk.save_producers(snapshot)
+                if snapshot:
+                    disk.save_producers(snapshot)
             except OSError as error:
                 # It is only a shortcut; recovery reads the log instead.
                 if not is_full(error):

@@ -1,0 +1,27 @@
+"""Some things at once: the same work over many items, a bounded number of them at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def at_once(limit: int, work: Callable[[T], Awaitable[object]], items: Iterable[T]) -> None:
+    """`work` on every item, begun in their order, at most `limit` at a time. An error of one keeps none from being worked on; the first
+    is raised in the end."""
+    left = iter(items)
+    errors: list[BaseException] = []
+
+    async def take() -> None:
+        for item in left:
+            try:
+                await work(item)
+            except Exception as error:
+                errors.append(error)
+
+    await asyncio.gather(*(take() for _ in range(limit)))
+    if errors:
+        raise errors[0]
