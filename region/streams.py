@@ -61,6 +61,9 @@ OFFLOADED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=64 << 20, segment_ag
 COMPANION_RING_BYTES: Final = 128 << 10
 """Of a companion log in memory. It is read once, when it is opened."""
 
+LOOKED_AT: Final = 2_000
+"""Streams looked at in one go for what no event tells (bytes on the disk, segments that have grown old): all of them where there are no
+more, else the others the next time, so that idle streams cost a broker the same however many there are."""
 CLOSED_AT_ONCE: Final = 8
 """Streams that are closed together at the end: the disk has something to do while another one's answers are looked at."""
 
@@ -133,6 +136,7 @@ class HostedStream:
         "record",
         "replicas",
         "ring_taken",
+        "stored_bytes",
         "views",
     )
 
@@ -152,6 +156,8 @@ class HostedStream:
         self.deleted = False
         self.delivered_bytes = 0
         self.delivered_records = 0
+        self.stored_bytes = 0
+        """On the disk, when it was last looked at."""
         self.companions: list[int] = []
         """Numbers of the companion logs that are open (StreamTable.open_companion)."""
         self.closing: list[Callable[[], Awaitable[None]]] = []
@@ -317,6 +323,11 @@ class StreamTable:
         # In order, for listings; and how many a tenant and each of its namespaces has.
         self._names: list[str] = []
         self._counts: Counter[tuple[str, ...]] = Counter()
+        # Bytes on the disk, by tenant; and who had the last turn of what is looked at in turns.
+        self._stored: Counter[str] = Counter()
+        self._measured: list[HostedStream] = []
+        self._swept: list[HostedStream] = []
+        self._offloaded: list[HostedStream] = []
         self._busy: dict[StreamName, asyncio.Lock] = {}
         # Incarnations that were removed here: a record that was read before must not bring one back.
         self._removed: set[str] = set()
@@ -352,6 +363,7 @@ class StreamTable:
         insort(self._names, str(name))
         for place in _places(name):
             self._counts[place] += 1
+        self._store(stream, sum(shard.disk_bytes for shard in stream.serving))
         self._changed(stream)
 
     def _drop(self, stream: HostedStream) -> None:
@@ -359,6 +371,7 @@ class StreamTable:
         stream.deleted = True
         del self._streams[name]
         del self._names[bisect_left(self._names, str(name))]
+        self._store(stream, 0)
         for place in _places(name):
             self._counts[place] -= 1
             if not self._counts[place]:
@@ -510,16 +523,38 @@ class StreamTable:
         return companion
 
     def stored_bytes(self) -> dict[str, int]:
-        """What the shards hold on disk, by tenant. One sum over the shards: once a second, not per batch."""
-        found: dict[str, int] = {}
-        for stream in self._streams.values():
-            held = sum(shard.disk_bytes for shard in stream.serving)
-            found[stream.name.tenant] = found.get(stream.name.tenant, 0) + held
-        return found
+        """What the shards hold on disk, by tenant: of LOOKED_AT streams as it is now, of the others as it was when they had their turn.
+        Once a second, not per batch."""
+        turn = self._turn(self._measured)
+        self._measured = turn
+        for stream in turn:
+            self._store(stream, sum(shard.disk_bytes for shard in stream.serving))
+        return dict(self._stored)
+
+    def _store(self, stream: HostedStream, held: int) -> None:
+        tenant = stream.name.tenant
+        self._stored[tenant] += held - stream.stored_bytes
+        if not self._stored[tenant]:
+            del self._stored[tenant]
+        stream.stored_bytes = held
+
+    def _turn(self, last: list[HostedStream]) -> list[HostedStream]:
+        """The streams whose turn it is after those of the last one."""
+        at = bisect_right(self._names, str(last[-1].name)) if len(last) == LOOKED_AT else 0
+        return [self._streams[StreamName.parse(name)] for name in self._names[at : at + LOOKED_AT]]
+
+    def retaining(self) -> Iterator[HostedStream]:
+        """The streams whose retention waits for what was acknowledged."""
+        return (stream for stream in self if stream.record.config.retention.acked)
 
     async def sweep(self, now_ms: int) -> None:
-        """Apply every stream's retention."""
+        """Apply every retention; of streams that let nothing go by time or size, look after those whose turn it is."""
+        turn = self._swept = self._turn(self._swept)
+        some = set(turn)
         for stream in self:
+            retention = stream.record.config.retention
+            if not (retention.age_ms or retention.bytes or retention.acked or stream in some):
+                continue
             for shard in stream.serving:
                 try:
                     await shard.sweep(now_ms)
@@ -529,6 +564,8 @@ class StreamTable:
     async def compact(self, now_ms: int) -> None:
         """Compact the shards that are due, one after the other."""
         for stream in self:
+            if stream.record.config.views.compacted is None:
+                continue
             for shard in stream.serving:
                 if stream.deleted or not shard.compaction_due(now_ms):
                     continue
@@ -543,9 +580,14 @@ class StreamTable:
 
     async def offload(self, now_ms: int, allowed: tuple[str, ...]) -> None:
         """Offload the shards that are due, one after the other; `allowed`: what the region's configuration allows."""
+        turn = self._offloaded = self._turn(self._offloaded)
+        some = set(turn)
         for stream in self:
+            wanted = stream.record.config.views.offload
+            # Of one that is no longer offloaded, objects may be left to delete.
+            if wanted is None and stream not in some:
+                continue
             for shard in stream.serving:
-                wanted = stream.record.config.views.offload
                 if stream.deleted or not shard.offload_due(now_ms):
                     continue
                 url = wanted.url if wanted else ""

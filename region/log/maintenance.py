@@ -95,7 +95,7 @@ class Maintenance:
         self._loop = asyncio.get_running_loop()
         self._one = asyncio.Lock()
         # What a compaction waits for between two turns, and what ends all that moves to and from a store.
-        self._compaction_end = ThreadEvent()
+        self._compaction_end: ThreadEvent | None = None
         self._ending = ending
         self._compaction_again_ms = 0
         self._offload_again_ms = 0
@@ -103,7 +103,8 @@ class Maintenance:
 
     def end(self) -> None:
         """The shard closes: a compaction ends at its next turn."""
-        self._compaction_end.set()
+        if self._compaction_end is not None:
+            self._compaction_end.set()
 
     async def ended(self) -> None:
         """Nothing has the folder any more."""

@@ -530,8 +530,8 @@ class SubscriptionService:
         return lowest
 
     def hold_all(self) -> None:
-        """Tell every shard how far it may let go; called before retention is applied."""
-        for stream in self._broker.streams:
+        """Tell every shard that asks for it how far it may let go; called before retention is applied."""
+        for stream in self._broker.streams.retaining():
             for shard in stream.serving:
                 shard.hold_from(self.hold(stream, shard.identity.shard))
 

@@ -1,0 +1,69 @@
+"""What no event tells is looked at in turns: all streams where they are few, each of many within some turns, and sums are right after them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from felix.names import StreamName
+from region import streams as module
+from region.budget import Budget
+from region.log.shard import ShardLog
+from region.metadata.records import Retention, Stream, StreamConfig
+from region.streams import HostedStream, StreamTable
+
+
+class Shard(ShardLog):
+    """A shard of so many bytes on the disk, that counts how often it is swept."""
+
+    def __init__(self, held: int) -> None:
+        self.held = held
+        self.swept = 0
+        self._disk = SimpleNamespace()  # type: ignore[assignment]
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.held
+
+    async def sweep(self, now_ms: int) -> int:
+        self.swept += 1
+        return 0
+
+
+def table_of(names: list[str], retention: dict[str, Retention]) -> tuple[StreamTable, dict[str, Shard]]:
+    ignored: Any = None
+    table = StreamTable(ignored, Budget("ring", 1 << 30), ignored, lambda _: None)
+    shards = {name: Shard(10) for name in names}
+    for name, shard in shards.items():
+        config = StreamConfig(retention=retention.get(name, Retention()))
+        record = Stream(name=name, incarnation="00" * 16, created_ms=1, config=config)
+        table._add(HostedStream(StreamName.parse(name), record, {0: shard}, 0, b""))
+    return table, shards
+
+
+async def test_idle_streams_have_turns_and_those_with_a_retention_are_looked_at_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LOOKED_AT", 3)
+    names = [f"{tenant}/ops/s{at}" for tenant in ("acme", "globex") for at in range(4)]
+    kept = {"acme/ops/s2": Retention(age_ms=1000), "globex/ops/s0": Retention(acked=True)}
+    table, shards = table_of(names, kept)
+    assert table.stored_bytes() == {"acme": 40, "globex": 40}
+    for shard in shards.values():
+        shard.held = 11
+    seen = [table.stored_bytes() for _ in range(3)]
+    # After the first three: those whose turn it was, and after as many turns as it takes, all.
+    assert seen[0] == {"acme": 41, "globex": 42}
+    assert seen[-1] == {"acme": 44, "globex": 44}
+
+    for _ in range(3):
+        await table.sweep(1)
+    assert {name: shards[name].swept for name in names} == {name: 3 if name in kept else 1 for name in names}
+    assert [str(stream.name) for stream in table.retaining()] == ["globex/ops/s0"]
+
+    for name in names[:4]:
+        table._drop(table._streams[StreamName.parse(name)])
+    assert table.stored_bytes() == {"globex": 44}
+    assert (table.count("acme"), table.count("globex", "ops")) == (0, 4)
