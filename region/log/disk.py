@@ -1076,22 +1076,30 @@ class DiskLog:
         self._files.remove(segment.path)
         self._files.sync_folder(self.folder)
 
-    def truncate(self, cut: LogPoint) -> ProducerTable:
-        """Cut every entry that reaches past `cut`; the producers of what stays.
+    def check_cut(self, cut: LogPoint) -> int:
+        """Which segment the log would end with, cut there. Does not block.
 
-        For a follower whose log parts from its leader's. Raises OffsetOutOfRangeError outside the log,
-        RequestError(UNSUPPORTED) where it was compacted, so that what the cut records superseded is gone, or offloaded.
+        Raises OffsetOutOfRangeError outside the log, RequestError(UNSUPPORTED) where it was compacted, so that what the cut records
+        superseded is gone, or offloaded.
         """
-        offset = cut.offset
         if not self.start_point <= cut < self.end_point:
-            raise OffsetOutOfRangeError(offset, self.start_offset, self.end_offset)
+            raise OffsetOutOfRangeError(cut.offset, self.start_offset, self.end_offset)
         at = bisect_right(self._segments, cut, key=_base_point) - 1
         if any(one.header.span or one.remote for one in self._segments[at:]):
             raise RequestError(
-                f"The log was compacted or offloaded behind offset {offset}; it cannot be cut there.",
+                f"The log was compacted or offloaded behind offset {cut.offset}; it cannot be cut there.",
                 code=Code.UNSUPPORTED,
                 hint="Build the replica anew from its leader.",
             )
+        return at
+
+    def truncate(self, cut: LogPoint) -> ProducerTable:
+        """Cut every entry that reaches past `cut`; the producers of what stays.
+
+        For a follower whose log parts from its leader's. Raises as `check_cut`, with nothing changed.
+        """
+        offset = cut.offset
+        at = self.check_cut(cut)
         self._open_files()
         self.sync()
         if offset < self.compaction.clean_to:

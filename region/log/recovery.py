@@ -641,12 +641,19 @@ class _Recovery:
         if mark and not self.synced:
             descriptor = self.files.open(path, os.O_RDWR)
             try:
-                # Once more, as the last segment's bytes: where a sync of it failed, another one alone would prove nothing.
-                write_all(self.files, descriptor, (mark.encode(),), 0)
                 self.files.sync(descriptor)
             finally:
                 self.files.close(descriptor)
         return mark
+
+    def _write_mark_again(self, mark: Mark) -> None:
+        """Where a sync of it failed before, another one alone would prove nothing; as with the last segment's bytes."""
+        descriptor = self.files.open(self.folder / MARK_NAME, os.O_RDWR)
+        try:
+            write_all(self.files, descriptor, (mark.encode(),), 0)
+            self.files.sync(descriptor)
+        finally:
+            self.files.close(descriptor)
 
     def _closed_segments(self, paths: list[Path]) -> list[SegmentState]:
         """All but the last of `paths`, and those that are in a store only, in their places."""
@@ -732,6 +739,8 @@ class _Recovery:
                 f"the log starts at {mark.log_start}, but the oldest segment begins at {oldest}",
             )
         if kept:
+            if gone or len(kept) < len(paths):
+                self._write_mark_again(mark)
             for path in paths[: len(paths) - len(kept)]:
                 self.files.remove(path)
                 self.files.remove(path.with_suffix(INDEX_SUFFIX))

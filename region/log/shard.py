@@ -821,6 +821,9 @@ class ShardLog:
                 raise OffsetOutOfRangeError(cut.offset, self.log_start_offset, self.log_end_offset)
             if refused := self._core.cut_refusal(cut):
                 raise refused
+            if self._disk is not None:
+                # Before anybody reads less because of it.
+                self._disk.check_cut(cut)
             self._happened(core.Cutting(cut))
             if self._disk is None:
                 self._ring.truncate(cut.offset)

@@ -21,6 +21,7 @@ from log.building import (
     serving,
 )
 
+from felix.errors import Code, RequestError
 from felix.storage.disk import DiskFiles
 from felix.storage.memory import MemoryDisk
 from region.log.disk import DiskLog, Frame
@@ -28,7 +29,7 @@ from region.log.point import LogPoint
 from region.log.producer_snapshots import PRODUCERS_NAME, parse_snapshot_name, snapshot_name
 from region.log.producers import ProducerTable, Remembered
 from region.log.recovery import recover
-from region.log.shard import ShardSettings
+from region.log.shard import ShardHooks, ShardSettings
 from region.log.verify import verify_shard
 
 SEGMENTS = 30
@@ -162,6 +163,22 @@ def test_what_compaction_took_is_known_from_its_copy_also_where_the_log_lost_its
 def unsynced(log: DiskLog, sequence: int) -> None:
     batch = masked(placed(keyed((b"k", b"%d" % sequence), producer=9, sequence=sequence), sequence))
     log.write([Frame(batch, sequence, 0)], 1_000)
+
+
+async def test_a_cut_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    log = open_disk(tmp_path)
+    append(log, keyed((b"a", b"1"), (b"a", b"2")))
+    log.roll(1_000)
+    compact(log)
+    append(log, keyed((b"b", b"3")))
+    log.close()
+    async with serving(tmp_path, hooks=ShardHooks(open_batch=masked)) as shard:
+        with pytest.raises(RequestError) as refused:
+            await shard.truncate(LogPoint(1))
+        assert refused.value.code is Code.UNSUPPORTED
+        assert (shard.high_watermark, shard.log_end_offset) == (3, 3)
+        assert payloads_of(await shard.read(0, 1)) == [b"2"]
+        assert payloads_of(await shard.read(2, 1)) == [b"3"]
 
 
 async def test_a_shard_leaves_a_snapshot_at_each_roll_and_cuts_by_it(tmp_path: Path) -> None:
