@@ -139,6 +139,15 @@ class Frame(NamedTuple):
     annotation: bytes = b""
 
 
+class _Rescanned(NamedTuple):
+    """What is in a segment; `note` and `epoch` are those of its last entry."""
+
+    places: SparseIndex
+    annotations: dict[int, bytes]
+    note: int
+    epoch: int
+
+
 class SealedBatch(NamedTuple):
     """A batch as it stands on disk; `data` is header and body."""
 
@@ -864,7 +873,7 @@ class DiskLog:
             start=segment.start,
         )
         if not index:
-            index, _, _ = self._rescan(segment, segment.segment_bytes)
+            index = self._rescan(segment, segment.segment_bytes).places
             write_index(self._files, segment.index_path, index.encode())
         self._hold_index(segment.path, index)
         return index
@@ -881,14 +890,12 @@ class DiskLog:
         self._hold_index(segment.path, segment.index)
         segment.index = None
 
-    def _rescan(
-        self, segment: SegmentState, end: int, cut: LogPoint | None = None
-    ) -> tuple[SparseIndex, dict[int, bytes], int]:
-        """Index, annotations and last note of a segment from its bytes; with `cut`, of the entries up to that point."""
+    def _rescan(self, segment: SegmentState, end: int, cut: LogPoint | None = None) -> _Rescanned:
+        """What is in a segment, from its bytes; with `cut`, of the entries up to that point."""
         index = SparseIndex(segment.base_offset, segment.start)
         annotations: dict[int, bytes] = {}
         counter = PointCounter(segment.header, segment.base_note)
-        note = counter.note
+        note, epoch = counter.note, 0
         descriptor = self._open_segment(segment)
         try:
             for entry in scan_file(
@@ -896,7 +903,7 @@ class DiskLog:
             ):
                 if counter.follow(entry) and cut is not None and counter.point > cut:
                     break
-                note = counter.note
+                note, epoch = counter.note, entry.leader_epoch
                 if header := entry.header:
                     index.add(
                         header.base_offset,
@@ -914,7 +921,7 @@ class DiskLog:
             self._files.close(descriptor)
         if segment.header.span:
             index.end_at(segment.header.span.end_offset)
-        return index, annotations, note
+        return _Rescanned(index, annotations, note, epoch)
 
     # Deleting.
 
@@ -1105,7 +1112,7 @@ class DiskLog:
         if offset < self.compaction.clean_to:
             self.save_compaction(msgspec.structs.replace(self.compaction, clean_to=offset))
         target, later = self._segments[at], self._segments[at + 1 :]
-        index, annotations, note = self._rescan(target, target.segment_bytes, cut)
+        index, annotations, note, epoch = self._rescan(target, target.segment_bytes, cut)
         end = index.next_offset
         producers = self._producers_at(end)
         # What no longer holds goes first: snapshots, then the claim that these bytes are there.
@@ -1135,7 +1142,7 @@ class DiskLog:
         self._files.sync(self._active)
         self.annotations = annotations
         history = EpochHistory(list(self.epochs.starts))
-        history.truncate(index.next_offset)
+        history.truncate(end, epoch)
         self.save_epochs(history)
         return producers
 

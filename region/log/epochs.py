@@ -83,9 +83,9 @@ class EpochHistory:
         end = self._starts[at].start_offset if at < len(self._starts) else log_end
         return EpochStart(self._starts[at - 1].epoch if at else 0, end)
 
-    def truncate(self, offset: int) -> None:
-        """Forget epochs that begin at or after `offset`."""
-        while self._starts and self._starts[-1].start_offset >= offset:
+    def truncate(self, offset: int, epoch: int = 0) -> None:
+        """Forget epochs that begin at or after `offset`, but those up to `epoch`: of it is what stands there still, a position."""
+        while self._starts and self._starts[-1].start_offset >= offset and self._starts[-1].epoch > epoch:
             self._starts.pop()
 
     def clamp(self, log_end: int) -> None:

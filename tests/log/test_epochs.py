@@ -47,6 +47,10 @@ def test_truncate_and_clamp() -> None:
     history = EpochHistory([EpochStart(1, 0), EpochStart(2, 10), EpochStart(3, 20)])
     history.clamp(15)
     assert history.starts[-1] == EpochStart(3, 15)
+    history.truncate(15, 3)
+    assert history.current == 3, "a position of that epoch stands at the offset"
+    history.truncate(15, 2)
+    assert history.current == 2
     history.truncate(15)
     assert history.current == 2
 

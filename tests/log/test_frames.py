@@ -247,6 +247,11 @@ def test_two_copies_cut_at_one_point_are_the_same_log_and_go_on_from_there() -> 
         assert frames_of(leader.log) == frames_of(follower.log) == kept, seed
         assert leader.log.end_point == follower.log.end_point == cut
         assert producers_of(ours) == producers_of(theirs), seed
+        newest = max((frame.leader_epoch for _, frame in kept), default=0)
+        assert leader.log.epochs.current <= newest and follower.log.epochs.current <= newest
+        for log in (leader.log, follower.log):
+            assert all(one.start_offset < cut.offset or one.epoch <= newest for one in log.epochs.starts)
+            assert log.epochs.current == newest or cut == log.segments[-1].base_point, seed
         leader.producers = ours
         leader.sequences = {producer: batches[-1].next_sequence for producer, batches in ours}
         for _ in range(4):
