@@ -2,33 +2,55 @@
 
 Invariants: what is `in` the log has a durable leaf, and its file beside the log where it is too long for one; a document gets one
 leaf, whoever brings it and however often: the log itself says which ones it has, and the snapshot beside the region's
-other copies is a shortcut that is taken only where the log's tiles say that it is of this log.
+other copies is a shortcut that is taken only where the log's tiles say that it is of this log. What forbids (a revocation, a pause,
+a deny entry), what lifts it, and policies can be read from the log again: where store and copies were put back from a backup, the
+log is what still knows of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Iterable
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
 from audit.checkpoint import note_size
 from audit.document_disk import keep_document
-from audit.leaf import Leaf, read_header
+from audit.document_leaf import read_document
+from audit.leaf import Kind, Leaf, decode_leaf, read_header
 from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
+from felix.errors import FelixError
 from felix.storage.small_file import read_file, replace_durably
+
+log = logging.getLogger("felix.region.governance")
 
 SNAPSHOT_LEAVES: Final = 8_192
 """A start reads at most about so many leaves, and those of the minute before."""
+
+
+LASTING: Final = frozenset((Kind.REVOKE, Kind.STANDING, Kind.DENY_ENTRY, Kind.POLICY))
+"""Kinds of documents that must not be forgotten (region.trust_store)."""
+
+
+class _Logged(NamedTuple):
+    """The documents of a log's leaves, by the SHA-256 of their files, and the leaves of those that last."""
+
+    documents: set[bytes]
+    lasting: dict[bytes, int]
 
 
 class _Snapshot(msgspec.Struct):
     size: int
     last_leaf_hash: bytes
     documents: list[bytes]
+    lasting: dict[bytes, int] | None = None
+    """none in a snapshot of version 0.1, which is not taken"""
 
 
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
@@ -38,9 +60,9 @@ _snapshot: Final = msgspec.msgpack.Decoder(_Snapshot)
 class DocumentLog:
     """One per broker. `open` and `save` block."""
 
-    def __init__(self, trail: Trail, path: Path, documents: set[bytes], read_to: int) -> None:
+    def __init__(self, trail: Trail, path: Path, logged: _Logged, read_to: int) -> None:
         self._trail, self._path = trail, path
-        self._documents = documents
+        self._documents, self._lasting = logged
         self._saved_to = read_to
         self._appending = asyncio.Lock()
         self._closed = False
@@ -49,9 +71,28 @@ class DocumentLog:
     def open(cls, trail: Trail, path: Path) -> DocumentLog:
         """Read the log from where the snapshot at `path` ends."""
         size = note_size(trail.publish())
-        documents, start = _read_snapshot(trail, path, size)
-        _read(trail, documents, start, size)
-        return cls(trail, path, documents, start)
+        logged, start = _read_snapshot(trail, path, size)
+        _read(trail, logged, start, size)
+        return cls(trail, path, logged, start)
+
+    def forgotten(self, known: Iterable[bytes]) -> list[bytes]:
+        """The documents of this log that last and are not among `known`, oldest first. Blocks."""
+        digests = {sha256(document).digest() for document in known}
+        files, size = self._trail.files, note_size(self._trail.publish())
+        found = []
+        for digest, index in sorted(self._lasting.items(), key=itemgetter(1)):
+            if digest not in digests:
+                try:
+                    ((_, data),) = read_entries(files, index, index + 1, size)
+                    document = read_document(decode_leaf(data).header, files)
+                except FelixError as error:
+                    log.error("the document of leaf %d cannot be read: %s", index, error)
+                    continue
+                if document is None:
+                    log.error("the document of leaf %d is not beside the log", index)
+                else:
+                    found.append(document)
+        return found
 
     def __contains__(self, digest: bytes) -> bool:
         """By the SHA-256 of the document's file."""
@@ -82,28 +123,34 @@ class DocumentLog:
         size = note_size(self._trail.checkpoint())
         if size > self._saved_to and (at_once or size - self._saved_to >= SNAPSHOT_LEAVES):
             # Read anew, from the files: what is in memory may be behind the checkpoint.
-            documents, start = _read_snapshot(self._trail, self._path, size)
-            _read(self._trail, documents, start, size)
+            logged, start = _read_snapshot(self._trail, self._path, size)
+            _read(self._trail, logged, start, size)
             last = TileHashes(self._trail.files, size)(0, size - 1)
             files = self._trail.files.storage
             files.make_folder(self._path.parent)
-            snapshot = _Snapshot(size, last, sorted(documents))
+            snapshot = _Snapshot(size, last, sorted(logged.documents), logged.lasting)
             replace_durably(files, self._path, msgspec.msgpack.encode(snapshot))
             self._saved_to = size
 
 
-def _read(trail: Trail, documents: set[bytes], start: int, size: int) -> None:
-    for _, data in read_entries(trail.files, start, size, size):
+def _read(trail: Trail, logged: _Logged, start: int, size: int) -> None:
+    for index, data in read_entries(trail.files, start, size, size):
         header = read_header(data)
         if header is not None and header.document_sha256:
-            documents.add(header.document_sha256)
+            logged.documents.add(header.document_sha256)
+            if header.kind in LASTING:
+                logged.lasting.setdefault(header.document_sha256, index)
 
 
-def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[set[bytes], int]:
+def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[_Logged, int]:
     try:
         held = _snapshot.decode(read_file(trail.files.storage, path) or b"")
-        if 0 < held.size <= size and TileHashes(trail.files, size)(0, held.size - 1) == held.last_leaf_hash:
-            return set(held.documents), held.size
+        if (
+            held.lasting is not None
+            and 0 < held.size <= size
+            and TileHashes(trail.files, size)(0, held.size - 1) == held.last_leaf_hash
+        ):
+            return _Logged(set(held.documents), held.lasting), held.size
     except (OSError, msgspec.MsgspecError):
         pass  # a shortcut that is not there, or does not hold, is not taken
-    return set(), 0
+    return _Logged(set(), {}), 0

@@ -357,19 +357,18 @@ class Governance:
 
     def _remember(self, remembered: Remembered) -> None:
         """What this broker knew before it was started again. Each document is verified as those of the store are."""
-        for data in remembered.documents:
+        for data in remembered.every():
             try:
                 document = SignedDocument.parse(data)
                 if place_of(document) is not None:
                     self._unverified[digest_of(document)] = document
+                elif document.purpose is Purpose.POLICY and document.region == self._own.region:
+                    policy, newest = self._own_policy(document), self._newest_policy
+                    if newest is None or policy.revision > newest.revision:
+                        self._newest_policy = policy
             except FelixError as error:
                 log.error("a document that was kept cannot be read: %s", error)
         self._kept = frozenset(self._unverified)
-        if remembered.policy is not None:
-            try:
-                self._newest_policy = self._own_policy(SignedDocument.parse(remembered.policy))
-            except FelixError as error:
-                log.error("the policy that was kept cannot be read: %s", error)
 
     def _own_policy(self, document: SignedDocument) -> ResidencyPolicy:
         return open_policy(document, {self._own.region: self._own.policy_keys}, "the policy in force")

@@ -278,11 +278,14 @@ class Node:
         broker.caches = self.caches.traffic
         memory = Memory(data / "governance", self._runtime, machine.files)
         self._stack.push_async_callback(asyncio.to_thread, memory.close)
+        remembered = await asyncio.to_thread(memory.load)
+        logged = await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged")
+        # Where store and copies come from a backup, the audit log still knows what was forbidden since.
+        remembered.documents.extend(await asyncio.to_thread(logged.forgotten, remembered.every()))
         governance = Governance(
             broker, catalog, mirror, keyring, trail, witness, own,
             lambda: pinned_bundles(folder),
-            memory, await asyncio.to_thread(memory.load),
-            await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged"),
+            memory, remembered, logged,
         )  # fmt: skip
         governance.witnessing.submissions = submissions
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)

@@ -112,6 +112,10 @@ class Remembered(NamedTuple):
     documents: list[bytes]
     policy: bytes | None
 
+    def every(self) -> list[bytes]:
+        """All of them."""
+        return [*self.documents, *([self.policy] if self.policy is not None else [])]
+
 
 class Memory:
     """One broker's copies. `folder` is made with the first."""
