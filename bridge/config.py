@@ -16,7 +16,7 @@ source region (relative paths are relative to the file's folder); the other path
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -27,6 +27,7 @@ from felix.errors import Code, RequestError
 from felix.names import parse_region
 from felix.profile import parse_address
 from felix.telemetry import TracingConfig
+from felix.transport.port import EngineName
 from policy.documents import Parsed, decode_document
 from policy.quantity import Size
 
@@ -97,7 +98,7 @@ class BridgeConfig(Part, frozen=True, kw_only=True):
     egress: str = ""
     """the egress log's folder; empty: `bridges/<name>/egress`"""
     health: Address | None = None
-    engine: Literal["", "qh3", "aioquic"] = ""
+    engine: EngineName = ""
     limits: LimitsConfig = LimitsConfig()
     tracing: TracingConfig = TracingConfig()
     witnesses: Witnesses = ()

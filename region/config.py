@@ -17,6 +17,7 @@ from felix.errors import Code, RequestError
 from felix.names import parse_region
 from felix.quota import QuotaLimits
 from felix.telemetry import TracingConfig
+from felix.transport.port import EngineName
 from keys.offer import Line
 from policy.documents import Parsed, decode_document
 from policy.quantity import Duration, Rate, Size
@@ -251,7 +252,7 @@ class RegionConfig(Part, frozen=True):
     broker: Label = "b1"
     listen: Address = Address("127.0.0.1", DEFAULT_PORT)
     health: Address | None = Address("127.0.0.1", 8080)
-    engine: Literal["", "qh3", "aioquic"] = ""
+    engine: EngineName = ""
     data: Words = "data"
     operators: tuple[str, ...] = ("operator",)
     metadata: MetadataConfig = MetadataConfig()

@@ -31,7 +31,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from felix.errors import Code, RequestError, UnavailableError
 from felix.extras import SDK, install_command
@@ -49,6 +49,9 @@ _ENGINE_MODULES: Final = {"qh3": "felix.transport.native", "aioquic": "felix.tra
 
 ENGINE_NAMES: Final = tuple(_ENGINE_MODULES)
 """Names that `engine_named` knows, the default first."""
+
+EngineName = Literal["", "qh3", "aioquic"]
+"""As a configuration says it; empty where it leaves it open."""
 
 DATAGRAM_BYTES_MIN: Final = 1200
 """The smallest datagram that every QUIC path must carry (RFC 9000, section 14)."""

@@ -1,6 +1,7 @@
-"""Links between pages lead somewhere, headings included; every decision is in the index."""
+"""Links between pages lead somewhere, headings included; every decision is in the index, and paths and layers are those of the tree."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ PAGES = sorted(
     for path in ROOT.rglob("*.md")
     if not any(part.startswith(".") or part == "demo-state" for part in path.relative_to(ROOT).parts)
 )
+GUIDES = ("CONTRIBUTING.md", "docs/README.md", "docs/contributing-map.md")
+"""Pages that lead through the tree: what looks like a path in them is one."""
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -39,3 +42,27 @@ def test_every_decision_is_in_the_index() -> None:
         number, title = page.read_text().splitlines()[0].removeprefix("# ").split(" ", 1)
         assert f"| [{number}](decisions/{page.name}) | {title} |" in index
         assert page.name.startswith(f"{number}-")
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_paths_in_guides_are_there(guide: str) -> None:
+    tops = "felix|keys|policy|audit|region|bridge|cli|sdk|tests|docs|examples|benchmarks"
+    paths = set(re.findall(rf"`((?:{tops})/[\w./-]*)`", (ROOT / guide).read_text()))
+    assert len(paths) > 5
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_the_picture_of_the_layers_is_the_import_contract() -> None:
+    picture = (ROOT / "docs" / "pictures" / "layers.svg").read_text()
+    titles = re.findall(r'<text class="title"[^>]*>([^<]+)</text>', picture)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(
+        contract["layers"]
+        for contract in contracts
+        if contract["type"] == "layers" and "cli" in contract["layers"]
+    )
+    drawn = [name for layer in layers for name in layer.split(" | ")]
+    assert titles[: len(drawn)] == drawn
+    ports = re.findall(r'<text class="path"[^>]*>([^<]+)</text>', picture)
+    assert len(ports) == len(titles) - len(drawn)
+    assert all((ROOT / port).is_file() for port in ports)

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from random import Random
+from typing import get_args
 
 import pytest
 from transport.certificates import Authority
@@ -24,6 +25,7 @@ from felix.transport.port import (
     ClientTls,
     Connection,
     Engine,
+    EngineName,
     Handler,
     Listener,
     ServerTls,
@@ -674,6 +676,7 @@ def test_an_unknown_engine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="'quiche', named by FELIX_QUIC_ENGINE") as caught:
         engine_named()
     assert "qh3, aioquic" in str(caught.value)
+    assert get_args(EngineName) == ("", *ENGINE_NAMES)
 
 
 @pytest.mark.parametrize(
