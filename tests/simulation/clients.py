@@ -100,8 +100,7 @@ class Orders(RegionUser):
 
     async def use(self, region: RegionClient) -> None:
         stream = region.stream(STREAM)
-        ended = asyncio.Event()
-        reading = asyncio.create_task(self._read(stream, ended))
+        reading = asyncio.create_task(self._read(stream))
         number = 0
         for step in self.steps:
             await asyncio.sleep(step.after_s)
@@ -123,8 +122,18 @@ class Orders(RegionUser):
             self.acknowledged[number] = offset
             self.world.count("acknowledged")
 
-    async def _read(self, stream: felix.Stream, ended: asyncio.Event) -> None:
-        async with stream.subscribe("earliest") as subscription:
+    async def _read(self, stream: felix.Stream) -> None:
+        while True:
+            try:
+                await self._follow(stream)
+                return
+            except FelixError as error:
+                # A shard whose disk failed does not serve until its broker is started again.
+                self.world.note(f"reading is refused: {error.code.name}")
+                await asyncio.sleep(AGAIN_S)
+
+    async def _follow(self, stream: felix.Stream) -> None:
+        async with stream.subscribe(len(self.delivered)) as subscription:
             async for record in subscription:
                 number = int(bytes(record.payload))
                 self.world.note(f"delivered {number} at {record.offset}")

@@ -8,7 +8,7 @@ from simulation.script import Step, shrink
 from simulation.twins import TWINS, Twin, caught, switched_off
 from simulation.world import FailedError, script_of, simulate, simulate_or_explain
 
-SEEDS = 40
+SEEDS = 60
 
 
 def test_what_is_promised_is_kept_whatever_happens() -> None:

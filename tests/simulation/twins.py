@@ -3,16 +3,22 @@ run has to fail without each of them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import pytest
+from simulation.mesh_world import MeshWorld
 from simulation.region_world import RegionWorld
 from simulation.world import FailedError, World, simulate
 
+from audit import trail
+from audit.trail import Trail
+from audit.wal_disk import Recovery
 from felix.storage.memory import MemoryFiles
+from policy.grant import GrantBook, Standing, StandingAction
 from region.cache.state import CacheState
 from region.gather import Done, ignore
 from region.log import recovery
@@ -67,6 +73,33 @@ def lease_anew(self: QueueState, *asked: Any, lease: Any = QueueState.lease) -> 
     tracked.token = 1
 
 
+def tell_first(origin: str) -> Callable[..., int]:
+    """Says that leaves are durable, and makes them so later: in the logs whose origin has this in it."""
+
+    def append_nowait(
+        self: Trail, leaves: Any, done: Any, loop: Any = None, *, append: Any = Trail.append_nowait
+    ) -> int:
+        if origin not in self.key.name:
+            return append(self, leaves, done, loop)
+        first = append(self, leaves, lambda *_: None)
+        asyncio.get_running_loop().call_soon(done, first, None)
+        return first
+
+    return append_nowait
+
+
+def stand(self: GrantBook, standing: Standing, signer: str, *, take: Any = GrantBook._stand) -> None:
+    """Believes every standing but a revocation."""
+    if standing.action is not StandingAction.REVOKE:
+        take(self, standing, signer)
+
+
+def settle_lightly(self: Recovery, *, settle: Any = Recovery.settle) -> None:
+    """Takes what it read for durable once a sync has returned."""
+    self._unsure = None
+    settle(self)
+
+
 def patched(owner: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(owner, name, value)
 
@@ -96,6 +129,25 @@ TWINS: Final = (
         RegionWorld,
         patched(CacheState, "repeated", lambda *_: None),
     ),
+    Twin(
+        "an INTENT is durable before its envelope is sent",
+        4,
+        MeshWorld,
+        patched(Trail, "append_nowait", tell_first("/bridge/")),
+    ),
+    Twin(
+        "an audit log's folder is durable before its first leaf",
+        0,
+        MeshWorld,
+        patched(trail, "FOLDERS_ABOVE", 0),
+    ),
+    Twin(
+        "an audit log writes again what a failed sync may have left to the page cache",
+        13,
+        MeshWorld,
+        patched(Recovery, "settle", settle_lightly),
+    ),
+    Twin("a revoked grant is none", 6, MeshWorld, patched(GrantBook, "_stand", stand)),
 )
 
 
