@@ -12,6 +12,10 @@ from cli.exits import exit_code
 from cli.main import app
 from felix.errors import UnavailableError
 
+SEGMENT = json.loads((Path(__file__).parents[2] / "docs/schemas/felix-output-1-0-0.json").read_text())[
+    "$defs"
+]["Segment"]
+
 
 async def segment_of(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FELIX_HOME", str(home))
@@ -31,7 +35,9 @@ async def test_a_segment_shows_its_structure_and_nothing_else(
     answer = CliRunner().invoke(app, ["log", "inspect", str(segment), "--json"])
     assert answer.exit_code == 0
     shown = json.loads(answer.stdout)
+    assert set(shown) == set(SEGMENT["required"]), "as its schema says"
     assert shown["stream"] == "acme/ops/inspected"
+    assert shown["head"] == {"note": 0, "carried": 0}
     assert sum(entry["records"] for entry in shown["entries"]) == 5
     assert all(entry["flags"] == ["sealed"] for entry in shown["entries"])
     assert "secret" not in answer.stdout
