@@ -56,18 +56,16 @@ from cli.setting import (
 from cli.terms import confirm, short_tallies, show_terms, tally_rows, terms_rows
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
-from felix.messages import ExpiryState, Start, Subscribe
-from felix.names import NamePattern, SpiffeId, StreamName
+from felix.messages import ApprovalTally, CrossingExplained, ExpiryState, Start, Subscribe
+from felix.names import NamePattern, SpiffeId
 from felix.runtime.real import now_ms
 from keys.key_file import load_signing_key
 from policy.access import Verb
+from policy.approval import Tally
 from policy.grant import (
-    Attempt,
     DenyEntry,
-    GrantBook,
     GrantState,
     GrantView,
-    Refusal,
     RefusalKind,
     StandingAction,
     open_export,
@@ -77,7 +75,6 @@ from policy.grant import (
     sign_import,
 )
 from policy.quantity import Rate, Size
-from policy.residency import Decision, Question, ResidencyPolicy, decide, decide_grant
 from policy.signed import SignedDocument
 from policy.terms import Basis, GrantTerms
 from policy.transform import KeyRule, Missing, build_spec
@@ -550,16 +547,17 @@ def _view(view: GrantView, waits_for: list[str]) -> dict[str, Any]:
 
 
 def _approvals(view: GrantView) -> list[dict[str, Any]]:
-    return [
-        {
-            "region": found.region,
-            "needed": found.needed,
-            "approved": found.approved,
-            "missing": found.missing,
-            "not_counted": [{"approver": name, "why": why} for name, why in found.not_counted],
-        }
-        for found in view.approvals
-    ]
+    return [_approval(found) for found in view.approvals]
+
+
+def _approval(found: Tally | ApprovalTally) -> dict[str, Any]:
+    return {
+        "region": found.region,
+        "needed": found.needed,
+        "approved": found.approved,
+        "missing": found.missing,
+        "not_counted": [{"approver": name, "why": why} for name, why in found.not_counted],
+    }
 
 
 @app.command()
@@ -609,29 +607,22 @@ def explain(
     json: JsonOption = False,
 ) -> None:
     """Say whether a stream may cross, by which rule, and why; exit code 0 if it may, 3 if not."""
-    folder, config = folder_of(region)
+    _, config = folder_of(region)
     source, destination = from_ or config.region, to or (config.region if from_ else "")
     if config.region not in (source, destination) or not destination or source == destination:
         raise RequestError(
             f"{config.region} answers for crossings from it or to it.",
             hint="Say where to: --to eu-west; or where from: --from us-east.",
         )
-    policy = run(fetch_policy(config.region))
-    found = explain_crossing(
-        run(fetch_book(config.region, folder)), policy, StreamName.parse(name), source, destination, now_ms()
-    )
-    decision, view = found.decision, found.view
-    reasons = [str(reason) for reason in decision.reasons]
-    refusal = found.refusal
-    state = view.state.value if view is not None else "none"
+    found = run(_explain(config.region, name, source, destination))
     if json:
         print_json(
             {
                 "stream": name, "from": source, "to": destination, "crosses": found.crosses,
-                "policy_allows": decision.allowed, "rule": decision.rule, "reasons": reasons,
-                "refused": refusal.kind if refusal else None, "sentence": refusal.sentence if refusal else "",
-                "grant": view.grant if view else None,
-                "grant_state": state, "approvals": _approvals(view) if view else [],
+                "policy_allows": found.policy_allows, "rule": found.rule, "reasons": found.reasons,
+                "refused": found.refused or None, "sentence": found.sentence,
+                "grant": found.grant or None,
+                "grant_state": found.grant_state, "approvals": [_approval(each) for each in found.approvals],
             }
         )  # fmt: skip
     else:
@@ -642,45 +633,27 @@ def explain(
             )
         )
         out.print(
-            f"  policy: {'allows it' if decision.allowed else 'does not allow it'}"
-            + (f", rule {decision.rule}" if decision.rule else "")
+            f"  policy: {'allows it' if found.policy_allows else 'does not allow it'}"
+            + (f", rule {found.rule}" if found.rule else "")
         )
-        for reason in reasons:
+        for reason in found.reasons:
             out.print(f"    - {reason}")
-        out.print(f"  grant:  {view.grant + ', ' if view else ''}{state}")
-        if refusal is not None and refusal.kind is not RefusalKind.AGAINST_POLICY:
-            out.print(f"  why:    {refusal.sentence}")
-        for label, told in tally_rows(view.approvals) if view else ():
+        out.print(f"  grant:  {found.grant + ', ' if found.grant else ''}{found.grant_state}")
+        if found.refused and found.refused != RefusalKind.AGAINST_POLICY:
+            out.print(f"  why:    {found.sentence}")
+        tallies = [
+            Tally(each.region, each.needed, tuple(each.approved), tuple(each.not_counted))
+            for each in found.approvals
+        ]
+        for label, told in tally_rows(tallies):
             out.print(f"  {label}: {told}")
     if not found.crosses:
         raise typer.Exit(EXIT_REFUSED)
 
 
-class Explanation(NamedTuple):
-    """The book's own answer, and what it rests on. `view`: the grant that it is about, if there is one."""
-
-    refusal: Refusal | None
-    decision: Decision
-    view: GrantView | None
-
-    @property
-    def crosses(self) -> bool:
-        return self.refusal is None
-
-
-def explain_crossing(
-    book: GrantBook, policy: ResidencyPolicy, stream: StreamName, source: str, destination: str, now: int
-) -> Explanation:
-    """Whether a stream may cross right now, as a broker with this policy and this book decides. Pure."""
-    answer = book.check(Attempt(stream, source, destination), policy, now)
-    view = book.get(answer.grant, now) if answer.grant else None
-    terms = view.export.terms if view is not None and view.export is not None else None
-    decision = (
-        decide(policy, Question(stream, source, destination), now)
-        if terms is None
-        else decide_grant(policy, terms, stream, now)
-    )
-    return Explanation(answer if isinstance(answer, Refusal) else None, decision, view)
+async def _explain(region: str, stream: str, source: str, destination: str) -> CrossingExplained:
+    async with connect(region) as client:
+        return await client.explain_crossing(stream, source, destination)
 
 
 @app.command()

@@ -36,6 +36,7 @@ from felix.messages import (
     AnswerT,
     CacheTraffic,
     CreateStream,
+    CrossingExplained,
     DeleteNamespace,
     DeleteQuota,
     DeleteStream,
@@ -44,6 +45,7 @@ from felix.messages import (
     DescribeStream,
     DescribeTraffic,
     Durability,
+    ExplainCrossing,
     KeyState,
     LinkState,
     ListKeys,
@@ -601,6 +603,15 @@ class RegionClient:
                 if not page.more or not more:
                     break
         return found
+
+    async def explain_crossing(
+        self, stream: str | StreamName, source: str, destination: str
+    ) -> CrossingExplained:
+        """Whether the stream may cross between these regions now, by which rule and grant, and why not: the broker's own decision.
+        Takes the right to observe the stream."""
+        return await self.connection.request(
+            ExplainCrossing(str(StreamName.parse(str(stream))), source, destination)
+        )
 
     async def request(self, request: Request[AnswerT], *, timeout_s: float | None = None) -> AnswerT:
         """Any request of the protocol (felix.messages) and its answer.

@@ -515,6 +515,38 @@ class DescribeMesh(Repeatable["MeshPage"], frozen=True, tag="describe_mesh"):
     limit: Page = 100
 
 
+class ExplainCrossing(Repeatable["CrossingExplained"], frozen=True, tag="explain_crossing"):
+    """May this stream cross between these regions now, one of which this is, and why?"""
+
+    stream: Name
+    source: RegionName
+    destination: RegionName
+
+
+class ApprovalTally(Message, frozen=True, tag="approval_tally"):
+    """How far one region's approvals of a grant have come. `not_counted`: who signed, and why that does not count."""
+
+    region: Name
+    needed: Natural
+    approved: list[Name] = []
+    missing: Natural = 0
+    not_counted: list[tuple[Name, Text]] = []
+
+
+class CrossingExplained(Message, frozen=True, tag="crossing_explained"):
+    """The broker's own decision. `refused` is the kind of its refusal, `sentence` says it; `grant` is the one that it is about."""
+
+    crosses: bool
+    policy_allows: bool
+    rule: Text = ""
+    reasons: list[Text] = []
+    refused: Name = ""
+    sentence: Text = ""
+    grant: Name = ""
+    grant_state: Name = "none"
+    approvals: list[ApprovalTally] = []
+
+
 class KnownRegion(Message, frozen=True, tag="known_region"):
     """This region, or one whose bundle it trusts; what stands here is what that region signed of itself."""
 

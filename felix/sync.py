@@ -50,6 +50,7 @@ from felix.identity import Identity
 from felix.messages import (
     AnswerT,
     CacheTraffic,
+    CrossingExplained,
     Durability,
     KeyState,
     LinkState,
@@ -399,6 +400,11 @@ class SyncRegion(BlockingRegion):
     def describe_mesh(self) -> MeshPage:
         """The mesh as the region knows it: regions, grants, denials and audit logs, all in one. Takes the right to observe."""
         return self._background.call(self._inner.describe_mesh())
+
+    def explain_crossing(self, stream: str | StreamName, source: str, destination: str) -> CrossingExplained:
+        """Whether the stream may cross between these regions now, by which rule and grant, and why not: the broker's own decision.
+        Takes the right to observe the stream."""
+        return self._background.call(self._inner.explain_crossing(stream, source, destination))
 
     def request(self, request: Request[AnswerT], *, timeout_s: float | None = None) -> AnswerT:
         """Any request of the protocol (felix.messages) and its answer.

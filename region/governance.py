@@ -34,6 +34,7 @@ from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.keyring import Keyring
 from policy.access import Verb
 from policy.approval import CLOCK_SKEW_MS, Approval, Document, open_approval, parse_document, refuse_ended
+from policy.explanation import Explanation, explain_crossing
 from policy.grant import (
     DOCUMENTS_MAX,
     EVERYWHERE,
@@ -481,6 +482,27 @@ class Governance:
         allowed = self._check(Attempt(stream, from_region, self._own.region, bridge), grant_id)
         return ImportTerms(allowed.destination_stream, allowed.terms_hash, allowed.terms)
 
+    def explain(self, stream: StreamName, source: str, destination: str) -> Explanation:
+        """What `check_export` and `check_import` would decide of this stream, and why. Raises RequestError where neither region is
+        this one, and what keeps everything from crossing."""
+        if self._own.region not in (source, destination) or source == destination:
+            raise RequestError(f"{self._own.region} answers for crossings from it or to it.")
+        policy = self._require_policy()
+        return explain_crossing(self._book, policy, stream, source, destination, self.broker.clock_ms())
+
+    def _require_policy(self) -> ResidencyPolicy:
+        """The policy in force. Raises what keeps everything from crossing, whatever was granted."""
+        if self.trail.failure is not None:
+            raise self.trail.failure
+        self._require_current()
+        if self._policy is None:
+            raise RequestError(
+                f"{self._own.region} has no residency policy in force, and an empty policy allows nothing.",
+                code=Code.RESIDENCY_DENIED,
+                hint="Put one in force: felix policy apply FILE.",
+            )
+        return self._policy
+
     def _destination_of(self, grant_id: str) -> str:
         try:
             view = self._book.get(grant_id, self.broker.clock_ms())
@@ -491,16 +513,7 @@ class Governance:
         return view.accepted.to_region if view.accepted is not None else ""
 
     def _check(self, attempt: Attempt, grant_id: str) -> Allowed:
-        if self.trail.failure is not None:
-            raise self.trail.failure
-        self._require_current()
-        policy = self._policy
-        if policy is None:
-            raise RequestError(
-                f"{self._own.region} has no residency policy in force, and an empty policy allows nothing.",
-                code=Code.RESIDENCY_DENIED,
-                hint="Put one in force: felix policy apply FILE.",
-            )
+        policy = self._require_policy()
         now = self.broker.clock_ms()
         result = self._book.check(attempt, policy, now, grant=grant_id)
         if isinstance(result, Allowed):

@@ -12,8 +12,17 @@ from audit.checkpoint import Checkpoint
 from audit.note import parse_note
 from audit.trail import Trail
 from audit.witness import Witness
-from felix.messages import AuditLog, Cosigner, Denial, GrantSummary, KnownRegion
+from felix.messages import (
+    ApprovalTally,
+    AuditLog,
+    Cosigner,
+    CrossingExplained,
+    Denial,
+    GrantSummary,
+    KnownRegion,
+)
 from keys.bundle import RegionBundle
+from policy.explanation import Explanation
 from policy.grant import DenyEntry, GrantView
 
 
@@ -69,3 +78,24 @@ def cosigned_logs(witness: Witness, origins: Iterable[str]) -> list[AuditLog]:
         head = Checkpoint.parse(parse_note(note).text)  # verified before it was kept
         found.append(AuditLog(origin, False, head.size, head.root, head.size, [Cosigner(witness.key.name)]))
     return found
+
+
+def crossing_explained(found: Explanation) -> CrossingExplained:
+    """The broker's decision about one crossing, as it stands on the wire."""
+    decision, refusal, view = found.decision, found.refusal, found.view
+    return CrossingExplained(
+        found.crosses,
+        decision.allowed,
+        decision.rule or "",
+        [str(reason) for reason in decision.reasons],
+        "" if refusal is None else refusal.kind.value,
+        "" if refusal is None else refusal.sentence,
+        "" if view is None else view.grant,
+        "none" if view is None else view.state.value,
+        []
+        if view is None
+        else [
+            ApprovalTally(each.region, each.needed, list(each.approved), each.missing, list(each.not_counted))
+            for each in view.approvals
+        ],
+    )

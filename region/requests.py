@@ -24,6 +24,7 @@ from felix.messages import (
     Cosign,
     CreateStream,
     CreateSubscription,
+    CrossingExplained,
     DataKeySealed,
     DeleteNamespace,
     DeleteQuota,
@@ -37,6 +38,7 @@ from felix.messages import (
     DocumentPage,
     Done,
     ExpiryState,
+    ExplainCrossing,
     GetCheckpoint,
     GetDataKey,
     GetLinkSecret,
@@ -536,6 +538,19 @@ class Requests:
         )
         logs = _fitting([*own, *cosigned])
         return MeshPage(logs=logs, more=1 + len(origins) > first + len(logs))
+
+    async def explain_crossing(self, identity: SpiffeId, request: ExplainCrossing) -> CrossingExplained:
+        self._broker.require_observer(identity, "ask what may cross")
+        stream = StreamName.parse(request.stream)
+        if not self._broker.observes(identity, str(stream)):
+            raise RequestError(
+                f"{identity} may not observe {stream}.",
+                code=Code.FORBIDDEN,
+                hint="This takes the right to observe it, or an operator's identity of this region.",
+            )
+        return overview.crossing_explained(
+            self._governance.explain(stream, request.source, request.destination)
+        )
 
     async def report_links(self, identity: SpiffeId, request: ReportLinks) -> Done:
         self._export.report(identity, request.links)

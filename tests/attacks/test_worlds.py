@@ -50,11 +50,11 @@ from audit.origin import Origin
 from audit.spark.agreements import _NAMES, LogDocuments, rows_of
 from audit.tile import MemoryFiles
 from bridge.plan import Verdict, plan_links
-from cli.bridge import explain_crossing
 from felix.errors import FelixError
 from felix.messages import Durability, Retention, StreamState
 from felix.names import SpiffeId, StreamName
 from policy import residency
+from policy.explanation import explain_crossing
 from policy.grant import CODES, Allowed, Attempt, RefusalKind
 from region.governance import Governance
 

@@ -1,0 +1,39 @@
+"""Why a stream may cross between two regions now, or may not: the answer of a book of grants, and what it rests on. Pure.
+
+A broker answers with it (`explain_crossing`), from the very book and policy that it lets bridges cross by.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from felix.names import StreamName
+from policy.grant import Attempt, GrantBook, GrantView, Refusal
+from policy.residency import Decision, Question, ResidencyPolicy, decide, decide_grant
+
+
+class Explanation(NamedTuple):
+    """The book's own answer, and what it rests on. `view`: the grant that it is about, if there is one."""
+
+    refusal: Refusal | None
+    decision: Decision
+    view: GrantView | None
+
+    @property
+    def crosses(self) -> bool:
+        return self.refusal is None
+
+
+def explain_crossing(
+    book: GrantBook, policy: ResidencyPolicy, stream: StreamName, source: str, destination: str, now: int
+) -> Explanation:
+    """Whether a stream may cross right now, as a broker with this policy and this book decides."""
+    answer = book.check(Attempt(stream, source, destination), policy, now)
+    view = book.get(answer.grant, now) if answer.grant else None
+    terms = view.export.terms if view is not None and view.export is not None else None
+    decision = (
+        decide(policy, Question(stream, source, destination), now)
+        if terms is None
+        else decide_grant(policy, terms, stream, now)
+    )
+    return Explanation(answer if isinstance(answer, Refusal) else None, decision, view)
