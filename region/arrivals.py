@@ -146,7 +146,7 @@ async def settle(shard: ShardLog, trail: Trail, charge: Callable[[str, int], Non
     Before anybody sees the shard. `charge` is told grant and bytes of each. Raises CorruptionError, AuditUnavailableError:
     then the shard must not be served.
     """
-    notes = await shard.read_notes()
+    notes = shard.take_notes_found()
     if not notes:
         return 0
     # A range that was refused and sent again has two notes for one place: the newer one is what landed.

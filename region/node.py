@@ -7,13 +7,14 @@ whatever fails; a stop answers what is under way first.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -359,7 +360,8 @@ class Node:
                 log.error("stream %s cannot be opened: %s", record.name, error)
                 self._streams_wanted.add(StreamName.parse(record.name))
 
-        await at_once(OPENED_AT_ONCE, open_stream, records.values())
+        with _collector_paused():
+            await at_once(OPENED_AT_ONCE, open_stream, records.values())
         ingest.streams_opened()
 
         await subscriptions.start()
@@ -729,6 +731,18 @@ class Node:
         """Close everything, with every acknowledgement kept. Safe to call twice."""
         await self._stack.aclose()
         log.info("broker %s of %s stopped", self.config.broker, self.config.region)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Nothing looks for cycles meanwhile: what a start makes stays, and would be walked over again and again while it grows."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _holder(folder: RegionFolder, config: RegionConfig, lock: str, since_ms: int) -> Holder:

@@ -61,9 +61,12 @@ OFFLOADED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=64 << 20, segment_ag
 COMPANION_RING_BYTES: Final = 128 << 10
 """Of a companion log in memory. It is read once, when it is opened."""
 
-LOOKED_AT: Final = 2_000
-"""Streams looked at in one go for what no event tells (bytes on the disk, segments that have grown old): all of them where there are no
-more, else the others the next time, so that idle streams cost a broker the same however many there are."""
+MEASURED_AT_ONCE: Final = 2_000
+"""Streams whose bytes on the disk are summed up in one go: all of them where there are no more, else the others the next time, so that idle
+streams cost a broker the same however many there are."""
+TENDED_AT_ONCE: Final = 250
+"""The same for what hardly ever is to be done: a segment without a retention that has grown old, producers that were silent for a week,
+objects of a stream that is no longer offloaded."""
 CLOSED_AT_ONCE: Final = 8
 """Streams that are closed together at the end: the disk has something to do while another one's answers are looked at."""
 
@@ -137,6 +140,7 @@ class HostedStream:
         "replicas",
         "ring_taken",
         "stored_bytes",
+        "text",
         "views",
     )
 
@@ -149,6 +153,8 @@ class HostedStream:
         start: bytes,
     ) -> None:
         self.name = name
+        self.text = str(name)
+        """The name, which streams are in order of."""
         self.record = record
         self.incarnation = self._incarnation(start)
         self.replicas = replicas
@@ -286,6 +292,10 @@ def least_bytes(config: StreamConfig) -> int:
     return (config.ring_bytes if ephemeral else SHARD_BYTES) * config.shards
 
 
+def _text(stream: HostedStream) -> str:
+    return stream.text
+
+
 def _places(name: StreamName) -> tuple[tuple[str, ...], ...]:
     """What streams are counted by."""
     return (name.tenant,), (name.tenant, name.namespace)
@@ -321,7 +331,7 @@ class StreamTable:
         """Of this start of the broker."""
         self._streams: dict[StreamName, HostedStream] = {}
         # In order, for listings; and how many a tenant and each of its namespaces has.
-        self._names: list[str] = []
+        self._ordered: list[HostedStream] = []
         self._counts: Counter[tuple[str, ...]] = Counter()
         # Bytes on the disk, by tenant; and who had the last turn of what is looked at in turns.
         self._stored: Counter[str] = Counter()
@@ -351,16 +361,17 @@ class StreamTable:
 
     def listed(self, prefix: str, after: str) -> Iterator[HostedStream]:
         """The streams whose name begins with `prefix` and comes behind `after`, in order of their names as text."""
-        at = max(bisect_left(self._names, prefix), bisect_right(self._names, after))
-        for name in islice(self._names, at, None):
-            if not name.startswith(prefix):
+        ordered = self._ordered
+        at = max(bisect_left(ordered, prefix, key=_text), bisect_right(ordered, after, key=_text))
+        for stream in islice(ordered, at, None):
+            if not stream.text.startswith(prefix):
                 return
-            yield self._streams[StreamName.parse(name)]
+            yield stream
 
     def _add(self, stream: HostedStream) -> None:
         name = stream.name
         self._streams[name] = stream
-        insort(self._names, str(name))
+        insort(self._ordered, stream, key=_text)
         for place in _places(name):
             self._counts[place] += 1
         self._store(stream, sum(shard.disk_bytes for shard in stream.serving))
@@ -370,7 +381,7 @@ class StreamTable:
         name = stream.name
         stream.deleted = True
         del self._streams[name]
-        del self._names[bisect_left(self._names, str(name))]
+        del self._ordered[bisect_left(self._ordered, stream.text, key=_text)]
         self._store(stream, 0)
         for place in _places(name):
             self._counts[place] -= 1
@@ -523,9 +534,9 @@ class StreamTable:
         return companion
 
     def stored_bytes(self) -> dict[str, int]:
-        """What the shards hold on disk, by tenant: of LOOKED_AT streams as it is now, of the others as it was when they had their turn.
+        """What the shards hold on disk, by tenant: of MEASURED_AT_ONCE streams as it is now, of the others as it was when they had their turn.
         Once a second, not per batch."""
-        turn = self._turn(self._measured)
+        turn = self._turn(self._measured, MEASURED_AT_ONCE)
         self._measured = turn
         for stream in turn:
             self._store(stream, sum(shard.disk_bytes for shard in stream.serving))
@@ -538,10 +549,11 @@ class StreamTable:
             del self._stored[tenant]
         stream.stored_bytes = held
 
-    def _turn(self, last: list[HostedStream]) -> list[HostedStream]:
-        """The streams whose turn it is after those of the last one."""
-        at = bisect_right(self._names, str(last[-1].name)) if len(last) == LOOKED_AT else 0
-        return [self._streams[StreamName.parse(name)] for name in self._names[at : at + LOOKED_AT]]
+    def _turn(self, last: list[HostedStream], count: int) -> list[HostedStream]:
+        """The streams whose turn it is after those of the last one, `count` of them at most."""
+        ordered = self._ordered
+        at = bisect_right(ordered, last[-1].text, key=_text) if len(last) == count else 0
+        return ordered[at : at + count]
 
     def retaining(self) -> Iterator[HostedStream]:
         """The streams whose retention waits for what was acknowledged."""
@@ -549,7 +561,7 @@ class StreamTable:
 
     async def sweep(self, now_ms: int) -> None:
         """Apply every retention; of streams that let nothing go by time or size, look after those whose turn it is."""
-        turn = self._swept = self._turn(self._swept)
+        turn = self._swept = self._turn(self._swept, TENDED_AT_ONCE)
         some = set(turn)
         for stream in self:
             retention = stream.record.config.retention
@@ -580,7 +592,7 @@ class StreamTable:
 
     async def offload(self, now_ms: int, allowed: tuple[str, ...]) -> None:
         """Offload the shards that are due, one after the other; `allowed`: what the region's configuration allows."""
-        turn = self._offloaded = self._turn(self._offloaded)
+        turn = self._offloaded = self._turn(self._offloaded, TENDED_AT_ONCE)
         some = set(turn)
         for stream in self:
             wanted = stream.record.config.views.offload

@@ -138,6 +138,7 @@ class ShardLog:
         self._reader: DiskReader | None = None
         self._maintenance: Maintenance | None = None
         self._ahead: Ahead | None = None
+        self._notes_found: list[Note] = []
         # Ends what moves to and from a store.
         self._ending = ThreadEvent()
         self._store = store or ShardStore(read_pool)
@@ -173,8 +174,10 @@ class ShardLog:
         shard_folder = shard._folder = folder
         shard._files = files or DiskFiles()
 
-        def recover() -> tuple[DiskLog, Recovered]:
-            return DiskLog.open(
+        ahead = shard._ahead = Ahead(shard_folder, shard._files)
+
+        def recover() -> tuple[DiskLog, Recovered, list[Note]]:
+            disk, recovered = DiskLog.open(
                 shard_folder,
                 identity,
                 now_ms=hooks.clock_ms(),
@@ -187,9 +190,15 @@ class ShardLog:
                 open_logs=hooks.open_logs,
                 synced=synced,
             )
+            # Here, and not when they are asked for: one visit to a thread less for each shard of a start.
+            try:
+                return disk, recovered, ahead.read()
+            except OSError:
+                disk.abandon()
+                raise
 
         try:
-            disk, recovered = await shard._loop.run_in_executor(commit_pool, recover)
+            disk, recovered, shard._notes_found = await shard._loop.run_in_executor(commit_pool, recover)
         except OSError as error:
             raise storage_error(error, shard_folder) from error
         shard._adopt(disk, recovered, commit)
@@ -252,7 +261,6 @@ class ShardLog:
         self._log_start = disk.start_offset
         self._segments_seen = disk.segment_count
         self._ring = self._new_ring(disk.end_offset)
-        self._ahead = Ahead(self._folder, self._files)
         self._group_commit = GroupCommit(self._commit_pool, self._folder, self._write, self._tell_written)
         self._reader = DiskReader(
             disk,
@@ -469,7 +477,7 @@ class ShardLog:
 
     def take_note(self, data: bytes) -> Note:
         """A note for the next append. From now on nobody reads what is appended, until `release_note`: call it once what the
-        note is for is done, or the append was refused. A crash before leaves the note to `read_notes`."""
+        note is for is done, or the append was refused. A crash before leaves the note to `take_notes_found`."""
         return self._core.take_note(data)
 
     def release_note(self, note: Note) -> None:
@@ -481,12 +489,13 @@ class ShardLog:
         if not self._core.has_notes:
             self._submit(ahead.tidy, optional=True)
 
-    async def read_notes(self) -> list[Note]:
-        """What a crash left of notes, in their order: the batch of each may be in the log, or not. Before the first append."""
-        return [] if self._ahead is None else await self._change(self._ahead.read)
+    def take_notes_found(self) -> list[Note]:
+        """What a crash left of notes, in their order: the batch of each may be in the log, or not. Once, before the first append."""
+        found, self._notes_found = self._notes_found, []
+        return found
 
     async def clear_notes(self) -> None:
-        """What `read_notes` gave is done."""
+        """What `take_notes_found` gave is done."""
         if self._ahead is not None:
             await self._change(self._ahead.clear)
 

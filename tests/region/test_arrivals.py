@@ -36,7 +36,7 @@ class Shard:
         self.notes = [Note(number, data) for number, data in enumerate(notes)]
         self.fails = 0
 
-    async def read_notes(self) -> list[Note]:
+    def take_notes_found(self) -> list[Note]:
         return self.notes
 
     async def clear_notes(self) -> None:

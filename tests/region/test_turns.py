@@ -46,7 +46,8 @@ def table_of(names: list[str], retention: dict[str, Retention]) -> tuple[StreamT
 async def test_idle_streams_have_turns_and_those_with_a_retention_are_looked_at_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "LOOKED_AT", 3)
+    monkeypatch.setattr(module, "MEASURED_AT_ONCE", 3)
+    monkeypatch.setattr(module, "TENDED_AT_ONCE", 3)
     names = [f"{tenant}/ops/s{at}" for tenant in ("acme", "globex") for at in range(4)]
     kept = {"acme/ops/s2": Retention(age_ms=1000), "globex/ops/s0": Retention(acked=True)}
     table, shards = table_of(names, kept)
