@@ -199,6 +199,7 @@ class World:
             first = self.arrived[place]
             to = {"destination_first_offset": first, "destination_last_offset": first + count - 1}
         self.arrived[place] += count
+        at = sum(map(len, self.ingress))
         if arrives:
             header = self.header(
                 Kind.ACK, Side.INGRESS, time_ms + 80, stream, attempt=1, path=("us-east", "eu-west"),
@@ -211,7 +212,7 @@ class World:
                 Kind.ACK, Side.EGRESS, time_ms + 150, stream, records=count, attempt=1, **(common | to)
             )
             fields = {name: getattr(ack, name) for name in ack.__struct_fields__}
-            self.egress.append([Leaf(Header(**(fields | {"receipt": receipt_for(ack, intents)})))])
+            self.egress.append([Leaf(Header(**(fields | {"receipt": receipt_for(ack, intents, at)})))])
 
     def deny(self, stream: str, time_ms: int, code: int, sentence: str, **more: Any) -> None:
         header = self.header(

@@ -158,7 +158,8 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
             SELECT {_ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
                    sum(records) AS {prefix}_records, {listed} AS {prefix}_bytes,
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
-                   max(batch_sha256) AS {prefix}_digest,
+                   max(batch_sha256) AS {prefix}_digest, max(receipt_leaf) AS {prefix}_told,
+                   min(destination_first_offset) AS {prefix}_to_first, max(destination_last_offset) AS {prefix}_to_last,
                    array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said{more}
             FROM {{leaves}} WHERE kind = '{kind}' AND side = '{where}' GROUP BY {_ENVELOPE}"""  # noqa: S608
 
@@ -243,6 +244,19 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
             "'differs'", "receipt-records-differ",
             "'The receipt is for other records than were announced.'",
             "intent_records = receipt_records AND intent_digest <> receipt_digest",
+        ),
+        finding(
+            "'differs'", "arrival-moved",
+            "concat('The receipt names leaf ', receipt_told, ' of the ingress log; it stands at ', arrival_leaf, ': the log is not the one of then.')",
+            "receipt_leaves = 1 AND receipt_told <> arrival_leaf",
+        ),
+        finding(
+            "'differs'", "place-differs",
+            "concat('The receipt says that they have the offsets ', coalesce(CAST(receipt_to_first AS STRING), 'none'), ' to ', "
+            "coalesce(CAST(receipt_to_last AS STRING), 'none'), ' there; the ingress log says ', coalesce(CAST(arrival_to_first AS STRING), 'none'), ' to ', "
+            "coalesce(CAST(arrival_to_last AS STRING), 'none'), '.')",
+            "receipt_leaves = 1 AND receipt_records = arrival_records AND NOT "
+            "(receipt_to_first <=> arrival_to_first AND receipt_to_last <=> arrival_to_last)",
         ),
         finding(
             "'differs'", "range-differs",

@@ -83,11 +83,21 @@ COLUMNS: Final = (
     Column("egress_log", Type.TEXT, "Egress log"),
     Column("egress_leaves", Type.TEXT, "Egress leaves", "first-last index"),
     Column("egress_checkpoint", Type.TEXT, "Egress checkpoint", "size and root"),
-    Column("egress_cosigners", Type.LIST, "Egress cosigners"),
+    Column(
+        "egress_cosigners",
+        Type.LIST,
+        "Egress cosigners",
+        "and up to where, if not to the last of these leaves",
+    ),
     Column("ingress_log", Type.TEXT, "Ingress log"),
     Column("ingress_leaves", Type.TEXT, "Ingress leaves", "first-last index"),
     Column("ingress_checkpoint", Type.TEXT, "Ingress checkpoint", "size and root"),
-    Column("ingress_cosigners", Type.LIST, "Ingress cosigners"),
+    Column(
+        "ingress_cosigners",
+        Type.LIST,
+        "Ingress cosigners",
+        "and up to where, if not to the last of these leaves",
+    ),
     Column("verification", Type.TEXT, "Verification"),
     Column("reconciliation", Type.TEXT, "Reconciliation"),
 )
@@ -104,7 +114,8 @@ def prepare(leaves: DataFrame) -> DataFrame:
         f"""
         WITH named AS (
             SELECT grant_id, min(terms_hash) AS known FROM {{slim}}
-            WHERE grant_id IS NOT NULL AND terms_hash IS NOT NULL GROUP BY grant_id
+            -- What else a log says of a grant is no crossing's word, and may be anybody's.
+            WHERE grant_id IS NOT NULL AND terms_hash IS NOT NULL AND kind IN ('GRANT', 'INTENT', 'ACK') GROUP BY grant_id
         ),
         covered AS (
             SELECT grant_id,

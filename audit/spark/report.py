@@ -33,7 +33,7 @@ from audit.spark import begun_again, exceptions, lineage, openlineage, page, rec
 from audit.spark.agreements import read_signed
 from audit.spark.arrived_before import unfounded
 from audit.spark.comparison import compare_records
-from audit.spark.document import TABLES, Missing, Report, Totals, VerifiedLog, as_json
+from audit.spark.document import TABLES, Cosigner, Missing, Report, Totals, VerifiedLog, as_json
 from audit.spark.java import Java
 from audit.spark.session import default_master, open_session
 from audit.spark.table import Table, encode_csv, from_rows, iso, write_parquet
@@ -486,7 +486,7 @@ def _fill(moved: Sequence[Any], logs: Mapping[str, VerifiedLog], reconciled: Tab
             first, last = row[f"{side}_first_leaf"], row[f"{side}_last_leaf"]
             row[f"{side}_leaves"] = None if first is None else f"{first}-{last}"
             row[f"{side}_checkpoint"] = None if log is None else log.checkpoint
-            row[f"{side}_cosigners"] = [] if log is None else [by.name for by in log.cosigners]
+            row[f"{side}_cosigners"] = [] if log is None else [_covers(by, last) for by in log.cosigners]
         row["not_before"] = row["not_before_ms"] or None
         row["expires"] = row["expires_ms"] or None
         row["verification"] = "verified"
@@ -495,6 +495,13 @@ def _fill(moved: Sequence[Any], logs: Mapping[str, VerifiedLog], reconciled: Tab
         row["reconciliation"] = states.get(key) if moved_any else None
         filled.append(row)
     return filled
+
+
+def _covers(by: Cosigner, last_leaf: int | None) -> str:
+    """A cosigner, and how far it covers the leaves of a row whose last one this is."""
+    if last_leaf is None or by.size > last_leaf:
+        return by.name
+    return f"{by.name} up to leaf {by.size - 1}" if by.size else f"{by.name}, no leaf yet"
 
 
 # Writing

@@ -64,10 +64,11 @@ BUNDLES_PER_PARTITION: Final = 16
 """4,096 leaves: some tenths of a second to verify, so that a task costs more than its start."""
 
 PLACE_COLUMNS: Final = (("log", "string"), ("leaf_index", "bigint"))
-BATCH_COLUMNS: Final = (("batch_sha256", "string"),)
+BATCH_COLUMNS: Final = (("batch_sha256", "string"), ("receipt_leaf", "bigint"))
 """SHA-256 of the packed entries of a whole batch, all its leaves together, in the row of its last leaf. Both sides of a
 link have the same one, however each cut the batch into leaves; in the row of an egress ACK what its receipt says. Null where the batch's leaves are not all in one
-partition, one after the other: then nobody has added them up yet."""
+partition, one after the other: then nobody has added them up yet. In the row of an egress ACK also which leaf of the destination's log
+its receipt says that the arrival begins with."""
 OPEN_BATCHES_MAX: Final = 1_024
 """Batches whose first leaves were read and whose last is to come. An append writes the leaves of a batch without a
 break, so there is one, or as many as bridges write at a time."""
@@ -212,10 +213,8 @@ class BatchDigests:
         self._open: dict[tuple[object, ...], tuple[int, Any]] = {}
 
     def take(self, leaf: Leaf) -> str | None:
-        """The batch's digest where this is its last leaf, and all others were taken before; of an egress ACK what its receipt says."""
+        """The batch's digest where this is its last leaf, and all others were taken before."""
         header = leaf.header
-        if header.kind is Kind.ACK and header.side is Side.EGRESS:
-            return _receipt_digest(header)
         if header.kind is not Kind.INTENT and (
             header.kind is not Kind.ACK or header.side is not Side.INGRESS
         ):
@@ -235,19 +234,25 @@ class BatchDigests:
         return None
 
 
-def _receipt_digest(header: Header) -> str | None:
-    """None where the receipt cannot be read, which is a problem of its own, or says nothing of single records."""
+def _told(header: Header) -> tuple[str | None, int | None]:
+    """What the receipt in an egress ACK says of the records and of the leaf; None where it cannot be read, which is a problem of its own,
+    or says nothing of single records."""
     try:
-        return read_unverified(header.receipt).entries_sha256.hex() or None
+        receipt = read_unverified(header.receipt)
     except TamperError:
-        return None
+        return None, None
+    return receipt.entries_sha256.hex() or None, receipt.ingress_index
 
 
 def _row(origin: str, found: Found, settings: Settings, batches: BatchDigests) -> dict[str, Any]:
     row: dict[str, Any] = {"log": origin, "leaf_index": found.leaf_index}
     if found.leaf is not None:
         row |= leaf_row(found.leaf)
-        row["batch_sha256"] = batches.take(found.leaf)
+        header = found.leaf.header
+        if header.kind is Kind.ACK and header.side is Side.EGRESS:
+            row["batch_sha256"], row["receipt_leaf"] = _told(header)
+        else:
+            row["batch_sha256"] = batches.take(found.leaf)
         if settings.entries:
             row["entries"] = [entry._asdict() for entry in iter_entries(found.leaf)]
     if settings.as_rows:

@@ -296,7 +296,9 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         ("attacks/test_f05_witnesses_and_names.py",),
     ),
     ("order", "destination"): Cell(
-        _F, "as the agent, for its ingress log", ("attacks/test_f05_witnesses_and_names.py",)
+        _F,
+        "as the agent, for its ingress log; leaves that nobody had cosigned yet and that are written anew stand elsewhere than the receipts say",
+        ("attacks/test_f05_witnesses_and_names.py", "attacks/test_half_told_evidence.py"),
     ),
     ("order", "third"): Cell(
         _C, "no log of another region verifies under its keys", ("attacks/test_f05_witnesses_and_names.py",)

@@ -241,3 +241,22 @@ def test_what_was_announced_under_other_terms_than_it_arrived_under_is_found(
     epoch = report("epoch", crossed(source_epoch=7))
     assert epoch.exit_code == EXIT_DIFFERENCES and epoch.report.totals.breaches == 0
     tally("announcements that the arrival contradicts", 6)
+
+
+def test_a_destination_that_writes_its_uncosigned_leaves_anew_is_found_by_its_receipts(
+    spark: Any, tmp_path: Path, tally: Tally
+) -> None:
+    """It puts two arrivals in another order, one of them at other offsets, and signs again before anybody cosigned. Each log verifies."""
+    world = World()
+    world.grant(DEPARTURES, START_MS - 1_000)
+    for shard in (0, 1):
+        world.batch(DEPARTURES, shard, START_MS + shard, count=10, withheld=0.0)
+    world.ingress.append(world.ingress.pop(-2))
+    (moved,) = world.ingress[-1]
+    there = {"destination_first_offset": 30, "destination_last_offset": 39}
+    world.ingress[-1] = [Leaf(replace(moved.header, **there), moved.entries)]
+    result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)
+    assert result.exit_code == EXIT_DIFFERENCES and result.report.totals.breaches == 0
+    found = [row["finding"] for row in result.report.findings.records()]
+    assert found == ["arrival-moved", "place-differs", "arrival-moved"]
+    tally("arrivals in another place than their receipts say", 3)

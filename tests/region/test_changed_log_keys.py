@@ -21,10 +21,12 @@ from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
 from audit.verify import verify_log
 from audit.witness import ForkError, MemoryWitnessStore, Witness
+from audit.witness_sqlite import WitnessState, init_witness
 from cli.region import app
 from felix.errors import RequestError, TamperError
 from keys.bundle import AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
 from keys.key_file import load_ml_dsa_key, load_signing_key, save_signing_key
+from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from region.bootstrap import add_log_keys
 from region.config import RegionConfig, load_config
@@ -310,3 +312,23 @@ def crossed(log: Folder) -> tuple[str, int, int]:
     found = next(header for header in headers if header.kind is Kind.INTENT and header.records)
     assert found.first_offset is not None
     return found.stream, found.shard, found.first_offset
+
+
+def test_an_outside_witness_is_given_the_new_key_in_place_of_the_old_one(tmp_path: Path) -> None:
+    folder, origin = tmp_path / "witness", "log.example/1"
+    init_witness(folder, "witness.example/w1")
+    keys = [
+        NoteSigner.from_key(origin, SigningKey.from_seed(bytes([seed]) * 32), Algorithm.ED25519).key
+        for seed in (1, 2, 3)
+    ]
+    post_quantum = NoteSigner.from_ml_dsa(origin, MlDsaKey.generate()).key
+    state = WitnessState.open(folder)
+    try:
+        for key in (*keys[:2], post_quantum):
+            assert state.add_log(origin, key)
+        assert state.add_log(origin, keys[2], in_place=True)
+        assert not state.add_log(origin, keys[2], in_place=True)
+        known = state.log(origin)
+        assert known is not None and set(known.keys) == {keys[2], post_quantum}
+    finally:
+        state.close()
