@@ -1,7 +1,7 @@
 """The log of one shard on disk: segments in a folder, one writer, any number of readers. Blocking: threads only.
 
-The folder holds `<base offset>.seg` with `.idx` beside closed ones, `mark`, `epochs`, `producers` and, once something
-was compacted, `compaction`. A segment that compaction wrote is `<base offset>.<generation>.seg`.
+The folder holds `<base offset>.seg` with `.idx` beside closed ones, `mark`, `epochs`, snapshots of producers and, once
+something was compacted, `compaction`. A segment that compaction wrote is `<base offset>.<generation>.seg`.
 
 Invariants:
 - one caller writes at a time (region.log.shard holds a lock around each operation); readers need no lock:
