@@ -1,7 +1,7 @@
 """The agent: one process, one identity, one egress log; it keeps links running as the signed documents say.
 
-Every second it reads the documents of its grants in each region, carries to one what the other signed, plans, and tells
-its workers; it reports its links to its own region; every few seconds it has checkpoints cosigned both ways.
+It follows the documents of its grants in each region, carries to one what the other signed, plans, and tells its workers, at
+each change and every second; it reports its links to its own region; every few seconds it has checkpoints cosigned both ways.
 
 Invariants: an agent without an open egress log carries nothing, and of several agents of one identity only the one that
 holds the log's lock does; a document is brought nowhere, and nothing crosses under it, before its leaf is durable in that log;
@@ -27,7 +27,8 @@ from audit.submission import Submissions, SubmissionStatus
 from audit.trail import Trail, TrailStatus
 from audit.trust import RegionTrust, Trust
 from bridge.config import BridgeConfig, BridgePaths, paths_of
-from bridge.document_sync import KINDS, DocumentSync, list_documents, parse_documents
+from bridge.document_feed import DocumentFeed
+from bridge.document_sync import KINDS, Documents, DocumentSync, parse_documents
 from bridge.documents import POLICY, EgressDocuments
 from bridge.egress_disk import open_egress, save_ledger
 from bridge.endpoint import RegionEndpoint
@@ -76,11 +77,11 @@ from policy.grant import GrantBook
 log = logging.getLogger("felix.bridge.agent")
 
 PLAN_S: Final = 1.0
-"""How often documents are read: a revocation that no broker told of by an error stops a link within about this."""
-READ_S: Final = 2.0
-"""How long a round waits for the regions' documents. Those of a region that takes longer come in a later round."""
+"""How often is planned where no document changed: time ends grants too, and streams grow."""
 SOON_S: Final = 0.1
-"""The same while there is no session with the source, or just after something was carried."""
+"""The same while there is no session with the source, or a document waits for its leaf."""
+COLLECT_S: Final = 0.02
+"""Documents that come together, of several regions, are planned by once."""
 REPORT_S: Final = 1.0
 COSIGN_S: Final = 3.0
 COSIGN_WAIT_S: Final = 10.0
@@ -203,8 +204,7 @@ class Agent:
         self._endpoints: dict[str, RegionEndpoint] = {}
         self._workers: dict[tuple[str, str, int], tuple[LinkWorker, asyncio.Task[None]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._documents: dict[str, dict[str, dict[str, bytes]]] = {}
-        self._reading: dict[str, asyncio.Task[None]] = {}
+        self._feeds: dict[str, DocumentFeed] = {}
         self._book = GrantBook()
         self._book_of: object = None
         self._document_sync: DocumentSync
@@ -263,8 +263,10 @@ class Agent:
                 lambda: (self._files.identity.not_after_ms - self._clock_ms()) / 1000,
             )
             self.health = HealthServer(config.health.host, config.health.port, collector, self.not_ready)
-        for endpoint in self._endpoints.values():
+        for region, endpoint in self._endpoints.items():
             endpoint.start()
+            feed = self._feeds[region] = self._new_feed(region, endpoint)
+            self._spawn(feed.run())
         for work in (
             self._open_log(),
             self._plan_loop(),
@@ -287,7 +289,7 @@ class Agent:
 
     async def stop(self) -> None:
         """Finish what is on the way, have the last checkpoint cosigned, close. Safe to call twice."""
-        await end_tasks(*self._tasks, *self._reading.values())
+        await end_tasks(*self._tasks)
         self._tasks.clear()
         if hasattr(self, "_document_sync"):
             await self._document_sync.close()
@@ -453,7 +455,6 @@ class Agent:
                 if not self.context.source.is_up:
                     pause_s = SOON_S
                 else:
-                    await self._read_documents()
                     self._make_book()
                     await self._bring_documents()
                     # A revocation whose last link is about to end does not wait for the next round.
@@ -464,11 +465,11 @@ class Agent:
                 self._say("plan", error)
             except Exception:
                 log.exception("planning failed")
-            # Nor does what was brought: it is read back at once.
+            # Nor does what is new.
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._soon.wait()
-                    await asyncio.sleep(SOON_S)
+                    await asyncio.sleep(COLLECT_S)
             self._soon.clear()
 
     def _say(self, what: str, error: FelixError | OSError) -> None:
@@ -478,29 +479,21 @@ class Agent:
             self._reasons[what] = sentence
             log.warning("%s: %s", what, error)
 
-    async def _read_documents(self) -> None:
-        """From every region that answers; from the others what they said last. None of them keeps another from being heard."""
-        asked = [
-            (region, endpoint)
-            for region, endpoint in self._endpoints.items()
-            if endpoint.is_up and region not in self._reading
-        ]
-        for region, endpoint in asked:
-            self._reading[region] = asyncio.ensure_future(self._read_region(region, endpoint))
-        if asked:
-            # Whoever has not answered in an earlier round is not waited for again.
-            await asyncio.wait({self._reading[region] for region, _ in asked}, timeout=READ_S)
-
-    async def _read_region(self, region: str, endpoint: RegionEndpoint) -> None:
+    def _new_feed(self, region: str, endpoint: RegionEndpoint) -> DocumentFeed:
+        """Each region is followed by itself: none of them keeps another from being heard."""
         kinds = (*KINDS, POLICY) if endpoint is self.context.source else KINDS
-        try:
-            self._documents[region] = await list_documents(endpoint.connection(), kinds)
-        except FelixError as error:
-            self._say(f"documents of {region}", error)
-        except Exception:
-            log.exception("reading the documents of %s failed", region)
-        finally:
-            del self._reading[region]
+        return DocumentFeed(
+            endpoint,
+            kinds,
+            self._runtime,
+            self._soon.set,
+            lambda error: self._say(f"documents of {region}", error),
+        )
+
+    @property
+    def _documents(self) -> dict[str, Documents]:
+        """What every region said last that said anything."""
+        return {region: feed.held for region, feed in self._feeds.items() if feed.held is not None}
 
     async def _bring_documents(self) -> None:
         """Their leaves into the egress log, then on the way to each region what the other one signed."""
@@ -515,7 +508,8 @@ class Agent:
     def _send_documents(self, region: str) -> None:
         """To a destination what the source signed, and back."""
         source, endpoint = self.context.source, self._endpoints.get(region)
-        here, there = self._documents.get(source.region), self._documents.get(region)
+        documents = self._documents
+        here, there = documents.get(source.region), documents.get(region)
         if endpoint is None or endpoint is source or here is None or there is None:
             return
         for giver, taker, signer, to in ((here, there, source, endpoint), (there, here, endpoint, source)):
@@ -525,24 +519,25 @@ class Agent:
     def _documents_brought(self, taken: int) -> None:
         self.context.failpoints.at("documents-brought")
         if taken:
-            self._soon.set()
+            # It is read back at once.
+            for feed in self._feeds.values():
+                feed.look()
 
     def _make_book(self) -> None:
         """Anew where a document changed."""
-        if self._book_of != self._documents:
+        listed = self._documents
+        if self._book_of != listed:
             documents: list[Document] = []
-            for held in self._documents.values():
+            for held in listed.values():
                 documents += parse_documents({kind: held.get(kind, {}) for kind in KINDS})
             trusted = {region: endpoint.bundle.policy_keys for region, endpoint in self._endpoints.items()}
             anchors = TrustBundle(endpoint.bundle.anchor() for endpoint in self._endpoints.values())
             self._book = GrantBook(documents, trusted, anchors)
-            self._egress_documents.take(self._documents, trusted, anchors, self._book)
+            self._egress_documents.take(listed, trusted, anchors, self._book)
             for problem in self._book.problems:
                 log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
-            self._book_of = {
-                region: {kind: dict(held) for kind, held in kinds.items()}
-                for region, kinds in self._documents.items()
-            }
+            # What a region said is never changed: it says something else.
+            self._book_of = listed
 
     async def _plan(self) -> None:
         """Tell the workers what the book says."""

@@ -42,10 +42,12 @@ Documents = Mapping[str, Mapping[str, bytes]]
 
 async def list_documents(
     connection: RegionConnection, kinds: tuple[str, ...] = KINDS
-) -> dict[str, dict[str, bytes]]:
-    """All of these kinds that the region shows this bridge. Raises what the region refuses it with, UnavailableError, and
-    RequestError where its pages do not go on: another region's broker says what stands in them."""
+) -> tuple[dict[str, dict[str, bytes]], bytes]:
+    """All of these kinds that the region shows this bridge, and the revision of all that it showed when it was first asked (empty
+    where its broker gives none). Raises what the region refuses it with, UnavailableError, and RequestError where its pages
+    do not go on: another region's broker says what stands in them."""
     found: dict[str, dict[str, bytes]] = {}
+    revision: bytes | None = None
     for kind in kinds:
         held: dict[str, bytes] = {}
         after = ""
@@ -53,6 +55,7 @@ async def list_documents(
             page = await connection.request(ListDocuments(kind, after, 100))
             if not isinstance(page, DocumentPage):
                 raise RequestError(f"A list of {kind} documents was answered with something else.")
+            revision = page.revision if revision is None else revision
             if page.documents and min(page.documents) <= after:
                 raise RequestError(f"A list of {kind} documents does not go on behind what was listed.")
             held.update(page.documents)
@@ -60,7 +63,7 @@ async def list_documents(
                 break
             after = max(page.documents)
         found[kind] = held
-    return found
+    return found, revision or b""
 
 
 def parse_documents(documents: Documents) -> list[Document]:

@@ -42,6 +42,7 @@ GrantName = Annotated[str, msgspec.Meta(pattern=r"\Ag-[a-z2-7]{16}\Z")]
 """A grant's id: what does not look like one is no request, and nothing of it is kept."""
 OptionalGrant = Annotated[str, msgspec.Meta(pattern=r"\A(g-[a-z2-7]{16})?\Z")]
 RegionName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")]
+Revision = Annotated[bytes, msgspec.Meta(max_length=64)]
 Correlated = Annotated[int, msgspec.Meta(ge=1, le=(1 << 32) - 1)]
 
 
@@ -360,14 +361,22 @@ class PutDocument(Request["Done"], frozen=True, tag="put_document"):
 
 
 class ListDocuments(Repeatable["DocumentPage"], frozen=True, tag="list_documents"):
+    """With `wait_ms` it is answered once the revision of all that the asker may list, of any kind, is not `known`, or after that
+    time. A broker that knows neither field answers at once and gives no revision."""
+
     kind: Name
     after: Name = ""
     limit: Page = 100
+    known: Revision = b""
+    wait_ms: Natural = 0
 
 
 class DocumentPage(Message, frozen=True, tag="document_page"):
+    """`revision`: on the first page, what to wait for a change of."""
+
     documents: dict[str, bytes]
     more: bool = False
+    revision: Revision = b""
 
 
 class ListKeys(Repeatable["KeyPage"], frozen=True, tag="list_keys"):

@@ -58,6 +58,7 @@ from region.arrival_index import ArrivalIndex
 from region.broker import Broker
 from region.denials import DENIED_PEERS_MAX, Denials
 from region.document_log import DocumentLog
+from region.document_watch import DocumentWatch
 from region.held_document import (
     HeldDocument,
     denies_between,
@@ -222,6 +223,7 @@ class Governance:
             SIGNED_AGAIN_PER_S, SIGNED_AGAIN_MAX, HALVES_MAX, broker.runtime.clock.monotonic
         )
         self.witnessing = Witnessing(witness, trail, own.region, broker.runtime.clock)
+        self.watch = DocumentWatch(self._shown)
 
     # -- following the catalog -------------------------------------------------------------------------
 
@@ -240,6 +242,12 @@ class Governance:
                 self.broker.recheck_sessions()
 
     def _reload(self) -> None:
+        try:
+            self._judge_anew()
+        finally:
+            self.watch.changed()
+
+    def _judge_anew(self) -> None:
         # Whatever fails from here on, nothing is allowed by what held before: a revocation may be in what came.
         self._book = GrantBook()
         made, self._made = self._made, None
@@ -956,6 +964,13 @@ class Governance:
         if kind in ("export", "import", "approval", "standing"):
             return {name: data for name, data in found.items() if name.split(".")[0] in own}
         return {name: data for name, data in found.items() if denies_between(data, regions)}
+
+    def _shown(self, identity: SpiffeId) -> dict[str, dict[str, bytes]]:
+        """All that an identity may list, by kind."""
+        kinds: tuple[str, ...] = DOCUMENT_KINDS
+        if identity.kind == "bridge":
+            kinds = (*SYNCED_KINDS, "policy") if identity.region == self._own.region else SYNCED_KINDS
+        return {kind: self.documents(identity, kind) for kind in kinds}
 
     # -- witnessing ------------------------------------------------------------------------------------
 

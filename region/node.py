@@ -721,6 +721,7 @@ class Node:
     async def _leave(self) -> None:
         self._ready = "the broker is shutting down"
         self.broker.leaving = True
+        self.services.governance.watch.close()
         for session in list(self.broker.sessions):
             session.leave(Goodbye(f"Broker {self.config.broker} is shutting down.", LEAVE_MS))
         if self.broker.sessions:

@@ -19,6 +19,8 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity_file import load_identity
 from felix.messages import DocumentPage, Done, PutDocument
 from felix.names import SpiffeId
+from felix.runtime.real import REAL
+from felix.tasks import end_tasks
 from policy.grant import Standing, StandingAction, sign_standing
 from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, canonical, sign
@@ -115,7 +117,7 @@ async def test_pages_that_do_not_go_on_are_asked_for_once_more_and_no_further(na
 async def test_no_destination_keeps_an_agent_from_what_others_say(
     monkeypatch: pytest.MonkeyPatch, tally: Tally
 ) -> None:
-    monkeypatch.setattr("bridge.agent.READ_S", 0.2)
+    monkeypatch.setattr("bridge.document_feed.POLL_S", 0.001)
     page = DocumentPage({"d.1": b"{}"})
     brokers = {
         "ap-1": Lists(lambda: RequestError("no", code=Code.FORBIDDEN)),
@@ -130,13 +132,17 @@ async def test_no_destination_keeps_an_agent_from_what_others_say(
         for region, lists in brokers.items()
     }  # type: ignore[assignment]
     agent.context = SimpleNamespace(source=None)  # type: ignore[assignment]
-    agent._documents, agent._reasons, agent._reading = {}, {}, {}
-    for _ in range(3):
-        async with asyncio.timeout(120):
-            await agent._read_documents()
-        assert agent._documents == {"eu-west": dict.fromkeys(KINDS, page.documents)}
-    assert set(agent._reading) == {"ap-3"}
-    agent._reading["ap-3"].cancel()
+    agent._reasons, agent._soon, agent._runtime = {}, asyncio.Event(), REAL
+    agent._feeds = {region: agent._new_feed(region, each) for region, each in agent._endpoints.items()}
+    following = [asyncio.ensure_future(feed.run()) for feed in agent._feeds.values()]
+    async with asyncio.timeout(120):
+        for _ in range(3):
+            seen = {region: lists.asked for region, lists in brokers.items()}
+            while any(brokers[region].asked <= seen[region] for region in brokers if region != "ap-3"):  # noqa: ASYNC110 - others ask
+                await asyncio.sleep(0.001)
+            assert agent._documents == {"eu-west": dict.fromkeys(KINDS, page.documents)}
+    assert brokers["ap-3"].asked == 1
+    await end_tasks(*following)
     tally("destinations that list what they like", len(brokers))
 
 

@@ -1,0 +1,75 @@
+"""Who waits for another document: a bridge agent lists its documents once, and is then told when there is something new.
+
+A revision is a digest of all that an identity may list now, so it says the same after a restart of the broker, at whichever
+broker is asked, and a change of documents that are not shown wakes nobody for long. What is waited for is that the revision is
+another than the one that is known; whoever waits lists again then.
+
+Invariants: a change that came after a revision was given is never missed, however late it is waited for; a wait ends after
+WAIT_MS_MAX at the latest, at once when the broker stops, and holds nothing but its place among the session's requests.
+On the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from typing import Final
+
+from felix.names import SpiffeId
+
+WAIT_MS_MAX: Final = 20_000
+"""Shorter than a client waits for any answer (felix.connection), so that an unchanged revision is an answer and not a timeout."""
+COLLECT_S: Final = 0.02
+"""Documents come in bursts, a grant with its approvals: their listeners are told once."""
+REVISIONS_KEPT_MAX: Final = 1_000
+"""Revisions of as many identities are kept until the next change, so that many waits of one cost what one does."""
+
+
+class DocumentWatch:
+    """One per broker. `shown`: all documents that an identity may list, by kind and id."""
+
+    def __init__(self, shown: Callable[[SpiffeId], Mapping[str, Mapping[str, bytes]]]) -> None:
+        self._shown = shown
+        self._revisions: dict[SpiffeId, bytes] = {}
+        self._next = asyncio.Event()
+        self._closed = False
+
+    def changed(self) -> None:
+        """Documents, or what is believed of them, may be others now."""
+        self._revisions.clear()
+        self._next.set()
+        self._next = asyncio.Event()
+
+    def close(self) -> None:
+        """The broker is about to stop: whoever waits is answered."""
+        self._closed = True
+        self.changed()
+
+    def revision(self, identity: SpiffeId) -> bytes:
+        """Of what this identity is shown now. Raises what listing them raises."""
+        found = self._revisions.get(identity)
+        if found is None:
+            digest = sha256()
+            for kind, documents in sorted(self._shown(identity).items()):
+                for name in sorted(documents):
+                    for part in (kind.encode(), name.encode(), documents[name]):
+                        digest.update(len(part).to_bytes(4))
+                        digest.update(part)
+            found = digest.digest()[:16]
+            if len(self._revisions) < REVISIONS_KEPT_MAX:
+                self._revisions[identity] = found
+        return found
+
+    async def wait(self, identity: SpiffeId, known: bytes, wait_ms: int) -> None:
+        """Return once the identity's revision is not `known`, or after so many ms. Raises what listing raises."""
+        try:
+            async with asyncio.timeout(min(wait_ms, WAIT_MS_MAX) / 1000):
+                while not self._closed:
+                    following = self._next
+                    if self.revision(identity) != known:
+                        return
+                    await following.wait()
+                    await asyncio.sleep(COLLECT_S)
+        except TimeoutError:
+            return
