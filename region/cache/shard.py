@@ -34,6 +34,7 @@ from region.cache.state import CacheState, Staged, Waiter
 from region.log.ring import Entry as LogEntry
 from region.log.shard import Appended, ShardLog, State
 from region.metadata.records import FormerTtl
+from region.views.due import DueTimer
 
 log = logging.getLogger("felix.region.cache")
 
@@ -46,7 +47,7 @@ SWEEP_KEYS_MAX: Final = 512
 SWEEP_MS_MIN: Final = 20
 SWEEP_MS_MAX: Final = 250
 """A deadline that comes in while the shard waits for a later one is met so late at most."""
-RETRY_S: Final = 1.0
+RETRY_MS: Final = 1_000
 """After the log refused tombstones."""
 READ_BYTES_MAX: Final = 1 << 20
 LOAD_STEP_S: Final = 0.005
@@ -121,7 +122,7 @@ class CacheShard:
         """Why what was decided here was last rolled back."""
         self._rollbacks = 0
         self._flush_due = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = DueTimer(self._sweep, lambda: self.clock_ms())
         self._watchers: list[Watcher] = []
         self._decoded: OrderedDict[int, Decoded] = OrderedDict()
         self._decoded_bytes = 0
@@ -190,8 +191,7 @@ class CacheShard:
         self.state.loaded()
         self._unfollow = shard.subscribe_tail(self.follow)
         self.follow()
-        if self._timer is None:
-            self._arm()
+        self._arm()
 
     async def read(self, offset: int) -> list[LogEntry]:
         """From memory, or from the disk within the broker's catch-up budget. Raises as `ShardLog.read` does."""
@@ -209,8 +209,7 @@ class CacheShard:
     async def close(self) -> None:
         """Append what was decided and wait for it; the log is closed by its owner."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         self._flush()
         for _ in range(CLOSE_LOOKS):
             if not self.state.staged or self.log.state is not State.SERVING:
@@ -508,7 +507,7 @@ class CacheShard:
                 first = staged.base_offset + 1
                 for place, waiter in staged.waiters:
                     waiter(first + place, None)
-            if self._timer is None:
+            if not self._timer.due_ms:
                 self._arm()
         if self.state.relieve(BATCH_BYTES):
             self._soon()
@@ -517,18 +516,15 @@ class CacheShard:
 
     # -- expiring --------------------------------------------------------------------------------------
 
-    def _arm(self, wait_ms: float | None = None) -> None:
+    def _arm(self) -> None:
         deadline = self.state.next_deadline_ms
-        if deadline is None or self._closed:
-            return
-        if wait_ms is None:
-            wait_ms = min(max(deadline - self.clock_ms(), SWEEP_MS_MIN), SWEEP_MS_MAX)
-        self._timer = self._loop.call_later(wait_ms / 1000, self._sweep)
+        if deadline is not None and not self._closed:
+            now_ms = self.clock_ms()
+            self._timer.arm_sooner(min(max(deadline, now_ms + SWEEP_MS_MIN), now_ms + SWEEP_MS_MAX))
 
     def _sweep(self) -> None:
-        self._timer = None
         if self.log.state is not State.SERVING:
-            self._arm(RETRY_S * 1000)
+            self._timer.arm(self.clock_ms() + RETRY_MS)
             return
         self.sweep()
         self._arm()

@@ -50,6 +50,7 @@ from region.queue.state import (
     Tracked,
 )
 from region.streams import HostedStream
+from region.views.actor import ViewActor
 from region.views.dead_letter import (
     DEAD_SHARD,
     DEAD_STREAM,
@@ -61,7 +62,8 @@ from region.views.dead_letter import (
     each_record,
     entry_body,
 )
-from region.views.journal import Journal, JournalKind
+from region.views.due import DueTimer
+from region.views.journal import JournalKind
 
 log = logging.getLogger("felix.region.queue")
 
@@ -75,8 +77,6 @@ TRACKED_FREE: Final = 1_000
 """Records that a shard may know one by one without asking the budget: every queue goes on, however full it is."""
 RELOAD_S: Final = 5.0
 """How long after a replay that failed it is tried again."""
-JOURNAL_LOOK_MS: Final = 100
-"""How often is looked whether a journal takes entries again that does not say when."""
 SETTLE_LOOK_S: Final = 0.005
 TRIM_BYTES: Final = 8 << 20
 """The log is not trimmed for less."""
@@ -149,21 +149,18 @@ class QueueShard:
         self.number = shard.identity.shard
         self._changed = changed
         self.state = QueueState(self.settings)
-        self.journal = Journal(companion, self._entries)
+        self.actor = ViewActor(f"Shard {self.number} of the queue {stream.name}", self, companion, RELOAD_S)
         self.dead = DeadLetters(
             broker, stream, shard, JournalKind.QUEUE, self._append_dead, self._landed, self._given_up
         )
         self._decoded: OrderedDict[int, _Decoded] = OrderedDict()
         self._decoded_bytes = 0
         self._charged = 0
-        self._serving = False
         self._started = False
         self._closed = False
         self._wanted = False
         self._reading: asyncio.Task[None] | None = None
-        self._reloading: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_ms = 0
+        self._timer = DueTimer(self._tick, lambda: self.now_ms)
         self._end_seen = shard.high_watermark
         self._coming_back: dict[int, asyncio.Future[bool]] = {}
         self._unfollow: Callable[[], None] | None = None
@@ -185,6 +182,13 @@ class QueueShard:
 
     async def open(self) -> None:
         """Replay the journal. Raises what reading it raises, CorruptionError."""
+        await self.actor.open()
+
+    # What its actor asks (region.views.actor.View).
+
+    def begin(self) -> None:
+        self._stop_reading()
+        self._drop_decoded()
         self.state = QueueState(self.settings)
         self.dead.reset()
         for waiting in self._coming_back.values():
@@ -193,21 +197,36 @@ class QueueShard:
                     UnavailableError("The queue read its journal again; what was on its way still arrives.")
                 )
         self._coming_back.clear()
-        now_ms = self.now_ms
-        async for entry in self.journal.replay():
-            if entry[:1] == _STATE:
-                self.state.apply(entry[1:], now_ms)
-            elif entry[:1] == _DEAD:
-                move, landed = self.dead.apply(entry[1:])
-                if move is not None and landed:
-                    self.state.landed(move.offsets, now_ms)
-            else:
-                raise CorruptionError(f"A queue's journal entry of {self._stream.name} is of no known kind.")
+        self._opened_ms = self.now_ms
+
+    def replay(self, entry: bytes) -> None:
+        if entry[:1] == _STATE:
+            self.state.apply(entry[1:], self._opened_ms)
+        elif entry[:1] == _DEAD:
+            move, landed = self.dead.apply(entry[1:])
+            if move is not None and landed:
+                self.state.landed(move.offsets, self._opened_ms)
+        else:
+            raise CorruptionError(f"A queue's journal entry of {self._stream.name} is of no known kind.")
+
+    def replayed(self) -> None:
         for move in self.dead.pending:
-            self.state.bury(move.offsets, now_ms)
+            self.state.bury(move.offsets, self._opened_ms)
         self.state.head = self.state.floor
         self._end_seen = self.log.high_watermark
-        self._serving = True
+
+    def entries(self) -> Iterable[bytes]:
+        yield from (_STATE + entry for entry in self.state.entries())
+        yield from (_DEAD + entry for entry in self.dead.entries())
+
+    def lost(self, error: FelixError) -> None:
+        """Nothing is leased meanwhile; what workers hold stays theirs for its time."""
+
+    def resumed(self) -> None:
+        self.start()
+        self._changed()
+
+    # For whoever uses the queue.
 
     def start(self) -> None:
         """Carry what is on its way, watch the clock, follow the log."""
@@ -223,14 +242,10 @@ class QueueShard:
         if self._closed:
             return
         self._closed = True
-        self._serving = False
         if self._unfollow is not None:
             self._unfollow()
-        if self._timer is not None:
-            self._timer.cancel()
-        for task in (self._reading, self._reloading):
-            if task is not None:
-                task.cancel()
+        self._timer.cancel()
+        self._stop_reading()
         self.dead.stop()
         for waiting in self._coming_back.values():
             if not waiting.done():
@@ -243,79 +258,31 @@ class QueueShard:
         self._drop_decoded()
         self._broker.budgets.queue.give(self._charged)
         self._charged = 0
-        await self.journal.close()
+        await self.actor.close()
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
 
     def check(self) -> None:
         """Raises UnavailableError where nothing can be decided now."""
-        if self._closed:
-            raise UnavailableError(f"The queue {self._stream.name} is closing.", code=Code.SHUTTING_DOWN)
-        refusal = self.journal.refusal()
-        if self.journal.lost is not None or not self._serving:
-            self._reload()
-            raise UnavailableError(
-                f"A shard of {self._stream.name} reads its journal again"
-                + (f": {refusal}" if refusal is not None else "."),
-                retry_after_ms=100,
-            )
+        refusal = self.actor.refusal()
         if refusal is not None:
             raise refusal.with_traceback(None)
 
     @property
     def serves(self) -> bool:
-        try:
-            self.check()
-        except FelixError:
-            return False
-        return True
+        return self.actor.refusal() is None
 
-    def _reload(self) -> None:
-        if self._reloading is None and not self._closed:
-            self._serving = False
-            self._reloading = asyncio.ensure_future(self._replay())
-
-    async def _replay(self) -> None:
-        try:
-            while True:
-                try:
-                    if self._reading is not None:
-                        self._reading.cancel()
-                    self._drop_decoded()
-                    await self.open()
-                    await self._wait_for_journal()
-                    break
-                except FelixError as error:
-                    log.error("queue %s, shard %d does not serve: %s", self._stream.name, self.number, error)
-                    await asyncio.sleep(RELOAD_S)
-        finally:
-            self._reloading = None
-        self.start()
-        self._changed()
-
-    async def _wait_for_journal(self) -> None:
-        """Until it takes entries: a lease that it refuses at once would bring the next replay at once, and so on."""
-        while (refusal := self.journal.refusal()) is not None:
-            retry_ms = refusal.retry_after_ms if isinstance(refusal, UnavailableError) else None
-            await asyncio.sleep((retry_ms or JOURNAL_LOOK_MS) / 1000)
-
-    # -- the journal -----------------------------------------------------------------------------------
-
-    def _entries(self) -> Iterable[bytes]:
-        yield from (_STATE + entry for entry in self.state.entries())
-        yield from (_DEAD + entry for entry in self.dead.entries())
+    @property
+    def _serving(self) -> bool:
+        return self.actor.is_serving
 
     def _append_dead(self, entry: bytes, done: Done) -> None:
-        self.journal.append(_DEAD + entry, self._noticing(done))
+        self.actor.append(_DEAD + entry, done)
 
     def _append(self, entry: bytes, done: Done) -> None:
-        self.journal.append(_STATE + entry, self._noticing(done))
-
-    def _noticing(self, done: Done) -> Done:
-        def noticed(error: FelixError | None) -> None:
-            if error is not None:
-                self._reload()
-            done(error)
-
-        return noticed
+        self.actor.append(_STATE + entry, done)
 
     # -- the log ---------------------------------------------------------------------------------------
 
@@ -330,7 +297,7 @@ class QueueShard:
     @property
     def is_reading(self) -> bool:
         """True while records are read from disk that may then be ready."""
-        return self._reading is not None or self._reloading is not None
+        return self._reading is not None or self.actor.is_reloading
 
     def want(self, wanted: bool) -> None:
         """Whether anybody waits for jobs: without workers no batch is kept taken apart."""
@@ -657,28 +624,18 @@ class QueueShard:
 
     def _write(self, entries: Sequence[bytes], done: Done) -> None:
         """`done` once all are durable. Without entries it still comes after what was decided before."""
-        for entry in entries[:-1]:
-            self._append(entry, ignore)
         # A repeated acknowledgement is confirmed only behind the first one's entry.
-        self._append(entries[-1] if entries else NOTHING, done)
+        self.actor.write([_STATE + entry for entry in entries or (NOTHING,)], done)
         self._changed()
 
     # -- time ------------------------------------------------------------------------------------------
 
     def _arm(self) -> None:
         due_ms = self.state.next_due_ms
-        if due_ms is None or self._closed:
-            return
-        if self._timer is not None:
-            if self._timer_ms <= due_ms:
-                return
-            self._timer.cancel()
-        self._timer_ms = due_ms
-        delay_s = max(0, due_ms - self.now_ms) / 1000
-        self._timer = asyncio.get_running_loop().call_later(delay_s + 0.001, self._tick)
+        if due_ms is not None and not self._closed:
+            self._timer.arm_sooner(due_ms + 1)
 
     def _tick(self) -> None:
-        self._timer = None
         if self._closed or not self._serving:
             return
         spent = self.state.tick(self.now_ms)

@@ -9,7 +9,6 @@ iteration of the event loop; after `lost` was called every `Progress` taken befo
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
@@ -17,14 +16,15 @@ from typing import Final
 from felix.errors import Code, FelixError, UnavailableError
 from felix.settings import SubscriptionSettings
 from region.broker import Broker
-from region.gather import Done, ignore
+from region.gather import Done
 from region.log.shard import ShardLog
 from region.metadata.records import Subscription
 from region.streams import HostedStream
 from region.subscriptions.entries import Dropped, Entry, Letter, decode, encode
 from region.subscriptions.progress import Dying, Progress
+from region.views.actor import ViewActor
 from region.views.dead_letter import DeadLetters, Move, Origin
-from region.views.journal import Journal, JournalKind
+from region.views.journal import JournalKind
 
 log = logging.getLogger("felix.region.subscriptions")
 
@@ -52,11 +52,9 @@ class SubscriptionStore:
         self._definitions = definitions
         self._lost = lost
         self._landed = landed
-        self._journal: Journal | None = None
+        self._actor: ViewActor | None = None
         self._held: dict[bytes, Progress] = {}
         self._letters: dict[bytes, DeadLetters] = {}
-        self._reloading: asyncio.Task[None] | None = None
-        self._closed = False
 
     @property
     def shard(self) -> ShardLog:
@@ -68,21 +66,20 @@ class SubscriptionStore:
         companion = await self._broker.streams.open_companion(
             self._stream, JournalKind.SUBSCRIPTIONS.number(self._number)
         )
-        self._journal = Journal(companion, self._snapshot)
-        await self._replay()
+        name = f"Shard {self._number} of the subscriptions of {self._stream.name}"
+        self._actor = ViewActor(name, self, companion, RELOAD_S)
+        await self._actor.open()
 
-    async def _replay(self) -> None:
-        assert self._journal is not None
+    # What its actor asks (region.views.actor.View).
+
+    def begin(self) -> None:
         for letters in self._letters.values():
             letters.reset()
         self._held.clear()
         self._letters.clear()
-        async for data in self._journal.replay():
-            self._apply(decode(data))
-        for letters in self._letters.values():
-            letters.start()
 
-    def _apply(self, entry: Entry) -> None:
+    def replay(self, data: bytes) -> None:
+        entry = decode(data)
         if isinstance(entry, Dropped):
             self._forget(entry.subscription)
         elif isinstance(entry, Letter):
@@ -98,6 +95,26 @@ class SubscriptionStore:
         else:
             self.progress(entry.subscription).replay(entry)
 
+    def replayed(self) -> None:
+        for letters in self._letters.values():
+            letters.start()
+
+    def entries(self) -> Iterator[bytes]:
+        for subscription, progress in self._held.items():
+            yield from map(encode, progress.snapshot())
+            letters = self._letters.get(subscription)
+            if letters is not None:
+                for entry in letters.entries():
+                    yield encode(Letter(subscription, entry))
+
+    def lost(self, error: FelixError) -> None:
+        self._lost(error)
+
+    def resumed(self) -> None:
+        """Whoever was told that it is lost comes again."""
+
+    # For whoever uses the store.
+
     def progress(self, subscription: bytes) -> Progress:
         """How far the subscription of this id has come."""
         held = self._held.get(subscription)
@@ -107,64 +124,22 @@ class SubscriptionStore:
             held = self._held[subscription] = Progress(subscription, settings)
         return held
 
-    def _snapshot(self) -> Iterator[bytes]:
-        for subscription, progress in self._held.items():
-            yield from map(encode, progress.snapshot())
-            letters = self._letters.get(subscription)
-            if letters is not None:
-                for entry in letters.entries():
-                    yield encode(Letter(subscription, entry))
-
     # -- writing ---------------------------------------------------------------------------------------
 
     def refusal(self) -> FelixError | None:
         """Why nothing may be decided now."""
-        if self._reloading is not None or self._closed or self._journal is None:
+        if self._actor is None:
             return UnavailableError(
-                f"Positions in shard {self._number} of {self._stream.name} are being read back.",
+                f"Positions in shard {self._number} of {self._stream.name} are being read.",
                 code=Code.UNAVAILABLE,
                 retry_after_ms=200,
             )
-        return self._journal.refusal()
+        return self._actor.refusal()
 
     def write(self, entries: Iterable[Entry], done: Done) -> None:
         """Write entries that are applied already; `done` once all are durable, or refused. It may be called at once."""
-        assert self._journal is not None
-        written = [encode(entry) for entry in entries]
-        if not written:
-            done(None)
-            return
-        if self._reloading is not None:
-            # What was decided on the state that is lost.
-            done(self.refusal())
-            return
-        for data in written[:-1]:
-            self._journal.append(data, ignore)
-
-        def last(error: FelixError | None) -> None:
-            if error is not None:
-                self._lose(error)
-            done(error)
-
-        # Appends of a journal are answered in order: with the last, all are durable.
-        self._journal.append(written[-1], last)
-
-    def _lose(self, error: FelixError) -> None:
-        if self._reloading is None and not self._closed:
-            self._reloading = asyncio.ensure_future(self._reload())
-            self._lost(error)
-
-    async def _reload(self) -> None:
-        while not self._closed:
-            try:
-                await self._replay()
-                break
-            except FelixError as error:
-                log.error(
-                    "positions of %s shard %d cannot be read back: %s", self._stream.name, self._number, error
-                )
-                await asyncio.sleep(RELOAD_S)
-        self._reloading = None
+        assert self._actor is not None
+        self._actor.write([encode(entry) for entry in entries], done)
 
     # -- dead letters ----------------------------------------------------------------------------------
 
@@ -233,10 +208,7 @@ class SubscriptionStore:
 
     async def close(self) -> None:
         """Write what waits; nothing is decided afterwards."""
-        self._closed = True
-        if self._reloading is not None:
-            self._reloading.cancel()
         for letters in self._letters.values():
             letters.stop()
-        if self._journal is not None:
-            await self._journal.close()
+        if self._actor is not None:
+            await self._actor.close()

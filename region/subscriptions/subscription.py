@@ -30,16 +30,16 @@ from region.subscriptions.entries import Entry
 from region.subscriptions.group import Group, Step
 from region.subscriptions.progress import Progress, Redelivered
 from region.subscriptions.store import SubscriptionStore
+from region.views.due import DueTimer
 
 log = logging.getLogger("felix.region.subscriptions")
 
 DRAIN_MS_MAX: Final = 30_000
 """How long a consumer may finish what it has in hand of a shard that goes to another; less where the ack timeout is."""
-RETRY_S: Final = 0.1
+RETRY_MS: Final = 100
 """After what the journal could not take."""
 TICK_S_MIN: Final = 0.002
 """What is due and cannot be done yet (its shard is about to change hands) is looked at again after so long, not at once."""
-TIMER_S_MAX: Final = 3_600.0
 
 
 class Member(Protocol):
@@ -98,8 +98,7 @@ class DurableSubscription:
         self._members: dict[int, Member] = {}
         self._signs_ms: dict[int, int] = {}
         self._last_member = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_ms = 0
+        self._timer = DueTimer(self._tick, lambda: broker.clock_ms(), least_s=TICK_S_MIN)
         self._over = False
 
     def _new_group(self) -> Group:
@@ -278,12 +277,12 @@ class DurableSubscription:
         progress = self.progress(shard)
         now_ms = self._broker.clock_ms()
         progress.delivered(base_offset, next_offset, now_ms)
-        if not self._timer_ms or progress.waiting_count or self._is_sooner(now_ms):
+        if not self._timer.due_ms or progress.waiting_count or self._is_sooner(now_ms):
             self._arm()
 
     def _is_sooner(self, now_ms: int) -> bool:
         """Whether what goes out now is due before what is waited for: only after the ack timeout was altered."""
-        return now_ms + self.definition.settings.ack_timeout_ms < self._timer_ms
+        return now_ms + self.definition.settings.ack_timeout_ms < self._timer.due_ms
 
     def gone(self, shard: int, next_offset: int) -> None:
         progress = self.progress(shard)
@@ -298,25 +297,15 @@ class DurableSubscription:
     def _arm(self) -> None:
         """Be called when the next thing is due."""
         times = [self._group.next_ms(), *(self.progress(n).next_ms() for n in range(len(self._stores)))]
-        due_ms = min((each for each in times if each is not None), default=0)
-        if due_ms == self._timer_ms:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._timer_ms = None, due_ms
-        if due_ms and not self._over:
-            delay_s = min(TIMER_S_MAX, max(TICK_S_MIN, (due_ms - self._broker.clock_ms()) / 1000))
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+        if not self._over:
+            self._timer.arm(min((each for each in times if each is not None), default=0))
 
     def _tick(self) -> None:
         if self._over:
             return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._timer_ms = None, 0
+        self._timer.cancel()
         if self.refusal() is not None:
-            self._timer_ms = self._broker.clock_ms() + round(RETRY_S * 1000)
-            self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._tick)
+            self._timer.arm(self._broker.clock_ms() + RETRY_MS)
             return
         now_ms = self._broker.clock_ms()
         for shard in range(len(self._stores)):
@@ -492,8 +481,7 @@ class DurableSubscription:
     def close(self) -> None:
         """No timer any more; for a subscription that is deleted, or whose stream is closed."""
         self._over = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
 
     def _write(self, shard: int, entries: Iterable[Entry]) -> None:
         """Entries that nobody waits for."""

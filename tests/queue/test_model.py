@@ -23,7 +23,7 @@ from long_runs import count
 from region_home import make_region, running
 
 from felix.batch import NewRecord, encode_batch
-from felix.errors import FelixError
+from felix.errors import FelixError, UnavailableError
 from felix.names import StreamName
 from felix.queue_messages import Job
 from felix.settings import QueueSettings, Retries, Views
@@ -361,7 +361,7 @@ class Model(RuleBasedStateMachine):
         self.step("snapshot")
 
         async def work() -> None:
-            journal = self.shard.journal
+            journal = self.shard.actor.journal
             journal._begin_snapshot()
             if journal._snapshot_task is not None:
                 await journal._snapshot_task
@@ -386,8 +386,8 @@ class Model(RuleBasedStateMachine):
         self.step("replay")
 
         async def work() -> None:
-            self.shard._reload()
-            while self.shard._reloading is not None:  # noqa: ASYNC110 - nobody announces it
+            self.shard.actor._reload(UnavailableError("refused"))
+            while self.shard.actor.is_reloading:  # noqa: ASYNC110 - nobody announces it
                 await asyncio.sleep(0)
 
         self.run(work())

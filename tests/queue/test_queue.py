@@ -300,7 +300,7 @@ async def test_what_the_journal_refuses_has_not_happened(node: Node, operator: f
     stream = node.broker.streams.get(felix.StreamName.parse(JOBS))
     assert stream is not None
     shard = (await node.queues.queue(stream)).shards[0]
-    companion = shard.journal._log
+    companion = shard.actor.journal._log
     assert companion is not None
     companion._core.hold = UnavailableError("The disk is full.", code=Code.DISK_FULL)
     with pytest.raises(UnavailableError):

@@ -161,12 +161,13 @@ async def test_a_position_that_cannot_be_written_is_read_back_before_anything_el
             records = [await anext(consumer) for _ in range(4)]
             assert await consumer.ack(records[0])
             held = next(iter(node.subscriptions._held.values()))
-            journal = held.stores[0]._journal
-            assert journal is not None and journal._log is not None
+            actor = held.stores[0]._actor
+            assert actor is not None and actor.journal._log is not None
             full = UnavailableError("The disk is full.", code=Code.DISK_FULL, retry_after_ms=50)
-            real, journal._log.append_nowait = journal._log.append_nowait, lambda batch, done: done(full)  # type: ignore[method-assign]
+            log = actor.journal._log
+            real, log.append_nowait = log.append_nowait, lambda batch, done: done(full)  # type: ignore[method-assign]
             assert not await consumer.ack(records[1]), "it was refused, and forgotten again"
-            journal._log.append_nowait = real  # type: ignore[method-assign]
+            log.append_nowait = real  # type: ignore[method-assign]
             again = [await anext(consumer) for _ in range(3)]
             assert [record.offset for record in again] == [1, 2, 3], "it goes on by itself"
             assert await consumer.ack_through(again[-1])

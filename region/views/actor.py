@@ -1,0 +1,171 @@
+"""A view at work: what a queue's shard and a shard's subscriptions have in common around their own pure state.
+
+A view decides by its state alone, and hands the entry to its actor, which writes it into the journal and answers once it is as
+durable as the stream. The actor brings the state back when it is opened, and again after the journal refused an entry: what was
+decided on it is not there, so nothing is served until the state is that of the journal.
+
+Invariants:
+- nothing is decided while `refusal` says why; a refused entry is told to its view (`lost`) before whoever waits for it hears of it;
+- entries are answered in the order in which they were written; of several at once the last one answers for all;
+- `begin`, every `replay`, `replayed` come in this order, and nothing else of the view is called between them.
+On the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+from felix.errors import Code, FelixError, UnavailableError
+from region.gather import Done, ignore
+from region.log.shard import ShardLog
+from region.views.journal import Journal
+
+log = logging.getLogger("felix.region.views")
+
+JOURNAL_LOOK_MS: Final = 100
+"""How often is looked whether a journal takes entries again that does not say when."""
+
+
+class View(Protocol):
+    """What an actor asks of its view."""
+
+    def begin(self) -> None:
+        """The journal is about to be replayed: the state is empty from here on, and what waits on the old one is over."""
+
+    def replay(self, entry: bytes) -> None:
+        """Take in an entry. Raises CorruptionError."""
+
+    def replayed(self) -> None:
+        """The state is whole."""
+
+    def entries(self) -> Iterable[bytes]:
+        """The whole state as entries."""
+
+    def lost(self, error: FelixError) -> None:
+        """An entry was refused; the journal is about to be read again."""
+
+    def resumed(self) -> None:
+        """After `lost` it was; the view serves again."""
+
+
+class ViewActor:
+    """See the module. `open`, then use, then `close`."""
+
+    def __init__(self, name: str, view: View, companion: ShardLog | None, again_s: float) -> None:
+        """`name` begins a sentence about the view. `companion`: the journal's log, None where the stream is ephemeral. `again_s`: how
+        long after a replay that failed it is tried again."""
+        self.name = name
+        self.journal = Journal(companion, view.entries)
+        self._view = view
+        self._again_s = again_s
+        self._opened = False
+        self._serving = False
+        self._closed = False
+        self._reloading: asyncio.Task[None] | None = None
+
+    # -- life ------------------------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Bring the state back. Raises what reading the journal raises, CorruptionError."""
+        self._view.begin()
+        async for entry in self.journal.replay():
+            self._view.replay(entry)
+        self._view.replayed()
+        self._opened = self._serving = True
+
+    async def close(self) -> None:
+        """Write what waits; nothing is decided any more."""
+        self._closed = True
+        self._serving = False
+        if self._reloading is not None:
+            self._reloading.cancel()
+        await self.journal.close()
+
+    @property
+    def is_serving(self) -> bool:
+        """False before it was opened, while the journal is read again, and once it is closed."""
+        return self._serving
+
+    @property
+    def is_reloading(self) -> bool:
+        """True while the journal is read again."""
+        return self._reloading is not None
+
+    def refusal(self) -> FelixError | None:
+        """Why nothing may be decided now. Where the journal is to be read again, that begins."""
+        if self._closed:
+            return UnavailableError(f"{self.name} is closing.", code=Code.SHUTTING_DOWN)
+        why = self.journal.refusal()
+        if self._serving and self.journal.lost is None:
+            return why
+        if self._opened:
+            # In a turn of its own: whoever asks is in the midst of something.
+            asyncio.get_running_loop().call_soon(self._reload_if_lost)
+        return UnavailableError(
+            f"{self.name} reads its journal again" + (f": {why}" if why is not None else "."),
+            retry_after_ms=100,
+        )
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def append(self, entry: bytes, done: Done) -> None:
+        """Write an entry that the view has applied; `done` once it is durable, or why it is not. It may be called at once."""
+
+        def noticed(error: FelixError | None) -> None:
+            if error is not None:
+                self._reload(error)
+            done(error)
+
+        if self._reloading is not None:
+            # What was decided on the state that is lost.
+            done(self.refusal())
+        else:
+            self.journal.append(entry, noticed)
+
+    def write(self, entries: Sequence[bytes], done: Done) -> None:
+        """Write some; `done` once all are durable, or why they are not. Without any it is called now."""
+        if not entries:
+            done(None)
+            return
+        if self._reloading is None:
+            # Appends of a journal are answered in order: with the last, all are durable.
+            for entry in entries[:-1]:
+                self.journal.append(entry, ignore)
+        self.append(entries[-1], done)
+
+    # -- reading again ---------------------------------------------------------------------------------
+
+    def _reload_if_lost(self) -> None:
+        if self.journal.lost is not None:
+            self._reload(self.journal.lost)
+
+    def _reload(self, error: FelixError) -> None:
+        if self._reloading is None and not self._closed:
+            self._serving = False
+            self._reloading = asyncio.ensure_future(self._read_again())
+            self._view.lost(error)
+
+    async def _read_again(self) -> None:
+        try:
+            while True:
+                try:
+                    await self.open()
+                    await self._wait_for_journal()
+                    break
+                except FelixError as error:
+                    log.error("%s does not serve: %s", self.name, error)
+                    await asyncio.sleep(self._again_s)
+        finally:
+            self._reloading = None
+        self._view.resumed()
+
+    async def _wait_for_journal(self) -> None:
+        """Until it takes entries: a decision that it refuses at once would bring the next replay at once, and so on."""
+        while (refusal := self.journal.refusal()) is not None:
+            if self.journal.lost is not None:
+                raise self.journal.lost
+            retry_ms = refusal.retry_after_ms if isinstance(refusal, UnavailableError) else None
+            await asyncio.sleep((retry_ms or JOURNAL_LOOK_MS) / 1000)
