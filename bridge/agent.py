@@ -58,6 +58,7 @@ from felix.messages import (
     WitnessedSize,
 )
 from felix.names import NamePattern, SpiffeId, StreamName, trust_domain
+from felix.periodic import every
 from felix.profile import Profile
 from felix.renewal import request_renewal, store_renewed
 from felix.runtime.port import Runtime
@@ -270,12 +271,14 @@ class Agent:
         for work in (
             self._open_log(),
             self._plan_loop(),
-            self._report_loop(),
-            self._cosign_loop(),
-            self._quorum_loop(),
-            self._renew_loop(),
+            every(REPORT_S, self._report, "reporting links failed", log),
+            every(COSIGN_S, self._cosign, "cosigning failed", log),
+            every(RENEW_S, self._renew, "identity and bundles could not be read again", log),
         ):
             self._spawn(work)
+        if self._quorum is not None:
+            failure = "looking for a quorum of witnesses failed"
+            self._spawn(every(QUORUM_S, self._look_for_quorum, failure, log))
 
     def _endpoint(self, region: str, addresses: tuple[str, ...], server_name: str) -> RegionEndpoint:
         files = self._files
@@ -607,39 +610,32 @@ class Agent:
 
     # -- reporting, cosigning, renewal -----------------------------------------------------------------
 
-    async def _report_loop(self) -> None:
-        while True:
-            await asyncio.sleep(REPORT_S)
+    async def _report(self) -> None:
+        try:
+            links = self.links()
+            if links and self.context.source.is_up:
+                await self.context.source.connection().request(ReportLinks(links))
+        except FelixError as error:
+            self._say("report", error)
+
+    async def _cosign(self) -> None:
+        await self._cosign_all()
+        trail = self.context.trail
+        if trail is not None:
             try:
-                links = self.links()
-                if links and self.context.source.is_up:
-                    await self.context.source.connection().request(ReportLinks(links))
-            except FelixError as error:
-                self._say("report", error)
-            except Exception:
-                log.exception("reporting links failed")
+                await asyncio.to_thread(save_ledger, trail)
+            except (FelixError, OSError) as error:
+                log.warning("the ledger's snapshot was not written: %s", error)
 
-    async def _cosign_loop(self) -> None:
-        while True:
-            await asyncio.sleep(COSIGN_S)
-            await self._cosign_all()
-            trail = self.context.trail
-            if trail is not None:
-                try:
-                    await asyncio.to_thread(save_ledger, trail)
-                except (FelixError, OSError) as error:
-                    log.warning("the ledger's snapshot was not written: %s", error)
-
-    async def _quorum_loop(self) -> None:
-        while self._quorum is not None:
-            trail, before = self.context.trail, self._held()
-            if trail is not None:
-                self._quorum.update(self._monotonic_ms(), trail.cosigned(), trail.status().durable)
-            if bool(self._held()) is not bool(before):
-                log.warning("%s", self._held() or "A quorum of witnesses has cosigned; links go on.")
-                for worker, _ in list(self._workers.values()):
-                    worker.wake()
-            await asyncio.sleep(QUORUM_S)
+    async def _look_for_quorum(self) -> None:
+        assert self._quorum is not None
+        trail, before = self.context.trail, self._held()
+        if trail is not None:
+            self._quorum.update(self._monotonic_ms(), trail.cosigned(), trail.status().durable)
+        if bool(self._held()) is not bool(before):
+            log.warning("%s", self._held() or "A quorum of witnesses has cosigned; links go on.")
+            for worker, _ in list(self._workers.values()):
+                worker.wake()
 
     def _held(self) -> str:
         return "" if self._quorum is None else self._quorum.refuses(self._monotonic_ms())
@@ -740,31 +736,26 @@ class Agent:
         self._expiry_told = Stage.FRESH
         log.info("%s renewed its identity", held.spiffe_id)
 
-    async def _renew_loop(self) -> None:
+    async def _renew(self) -> None:
         """A renewed identity or bundle is taken without a restart: sessions are made anew with it."""
-        while True:
-            await asyncio.sleep(RENEW_S)
-            await self._renew_identity()
-            try:
-                files = await asyncio.to_thread(load_files, self.config, self.paths)
-            except FelixError as error:
-                self._say("renewal", error)
-                continue
-            except Exception:
-                log.exception("identity and bundles could not be read again")
-                continue
-            held = self._files
-            for region, endpoint in self._endpoints.items():
-                bundle = files.bundles[region]
-                if files.identity.chain_pem != held.identity.chain_pem or bundle != held.bundles[region]:
-                    log.info("a renewed identity or bundle is taken; the session with %s begins anew", region)
-                    endpoint.take_identity(files.identity, bundle)
-            self._files = files
-            self.context.identity = files.identity
-            if self.context.trail is not None:
-                self.context.trail.trust_witnesses(
-                    Trust.of(files.bundles.values()).witnesses_for(self.config.source)
-                )
+        await self._renew_identity()
+        try:
+            files = await asyncio.to_thread(load_files, self.config, self.paths)
+        except FelixError as error:
+            self._say("renewal", error)
+            return
+        held = self._files
+        for region, endpoint in self._endpoints.items():
+            bundle = files.bundles[region]
+            if files.identity.chain_pem != held.identity.chain_pem or bundle != held.bundles[region]:
+                log.info("a renewed identity or bundle is taken; the session with %s begins anew", region)
+                endpoint.take_identity(files.identity, bundle)
+        self._files = files
+        self.context.identity = files.identity
+        if self.context.trail is not None:
+            self.context.trail.trust_witnesses(
+                Trust.of(files.bundles.values()).witnesses_for(self.config.source)
+            )
 
 
 def _require_egress(trail: Trail, known: Witnessed, witness: str) -> None:

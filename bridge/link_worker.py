@@ -36,7 +36,7 @@ from audit.position import LinkShard
 from audit.receipt import differences, open_receipt
 from audit.stream_statement import Cut, StreamStatement, cut_of, open_statement
 from audit.trail import Trail
-from bridge.budget import RateLimit, fits_budget
+from bridge.budget import fits_budget, rate_limit
 from bridge.config import LimitsConfig
 from bridge.crossing import (
     Route,
@@ -78,6 +78,7 @@ from felix.messages import (
     StreamStated,
 )
 from felix.names import SpiffeId, StreamName
+from felix.rate import TokenBucket
 from felix.runtime.port import Runtime
 from keys.envelope import DataKey
 from keys.handoff import HandoffScope, open_data_key
@@ -146,7 +147,7 @@ class LinkContext:
     trail: Trail | None = None
     trail_reason: str = "The egress log is not open yet."
     ledger: Ledger = field(default_factory=Ledger)
-    rates: dict[str, RateLimit] = field(default_factory=dict)
+    rates: dict[str, TokenBucket | None] = field(default_factory=dict)
 
     def clock_ms(self) -> int:
         return self.runtime.clock.now_ms()
@@ -782,7 +783,8 @@ class LinkWorker:
         feed, window = self._feed, self._window
         assert feed is not None and window is not None and self.row.export is not None
         terms = self.row.export.terms
-        rate = context.rates.setdefault(self.row.grant, RateLimit(terms.rate_bytes))
+        monotonic = context.runtime.clock.monotonic
+        rate = context.rates.setdefault(self.row.grant, rate_limit(terms.rate_bytes, monotonic()))
         while True:
             self._wake.clear()
             if self._failed is not None:
@@ -800,14 +802,14 @@ class LinkWorker:
                 )
             pause_s = IDLE_S
             if window.has_room:
-                wait_ms = rate.wait_ms(context.clock_ms())
+                wait_s = rate.wait_s(monotonic()) if rate is not None else 0.0
                 held = context.held()
                 if held:
                     # Receipts of what is on its way are still taken; nothing else is begun.
                     self.reason = held
-                elif wait_ms:
+                elif wait_s:
                     self.reason = f"Held to the grant's rate of {terms.rate_bytes} bytes per second."
-                    pause_s = min(IDLE_S, wait_ms / 1000)
+                    pause_s = min(IDLE_S, wait_s)
                 else:
                     if self._held is None:
                         try:
@@ -843,7 +845,7 @@ class LinkWorker:
                     self._wake.clear()
                     await self._wake.wait()
 
-    async def _deal(self, item: SealedBatch | GapBody, rate: RateLimit) -> None:
+    async def _deal(self, item: SealedBatch | GapBody, rate: TokenBucket | None) -> None:
         window, feed = self._window, self._feed
         assert window is not None and feed is not None and self._route is not None
         if isinstance(item, GapBody):
@@ -886,7 +888,7 @@ class LinkWorker:
         end = opened.position + CROSSED_AHEAD
         return opened.crossed_more and header.next_offset > end and opened.position < header.base_offset
 
-    async def _cross(self, item: SealedBatch, header: BatchHeader, rate: RateLimit) -> bool:
+    async def _cross(self, item: SealedBatch, header: BatchHeader, rate: TokenBucket | None) -> bool:
         """Steps 5 to 8 for one batch. False where the grant does not hold any more; then the rest of it stays."""
         context, window, route = self._context, self._window, self._route
         assert window is not None and route is not None
@@ -927,7 +929,8 @@ class LinkWorker:
                     )
                 self._announce(sealed, entries, way, route, now)  # 8
                 self._append_times[sealed.last_offset] = header.append_time_ms
-                rate.spend(charge, context.clock_ms())
+                if rate is not None:
+                    rate.charge(charge, context.runtime.clock.monotonic())
             else:
                 self.stats.resent += 1
                 window.put(way)

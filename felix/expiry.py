@@ -6,9 +6,10 @@ Each stage of a certificate is told once by whoever keeps an `ExpiryWatch`; the 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from enum import IntEnum
 from typing import Final, NamedTuple
+
+from felix.bounded import BoundedMap
 
 WATCHED_MAX: Final = 10_000
 """Names that a watch remembers; the one that was seen longest ago is forgotten first."""
@@ -67,26 +68,26 @@ class ExpiryWatch:
     """Certificates by name: the newest of each counts."""
 
     def __init__(self) -> None:
-        self._lives: OrderedDict[str, tuple[str, Life]] = OrderedDict()
         self._told: dict[str, tuple[int, Stage]] = {}
+        self._lives: BoundedMap[str, tuple[str, Life]] = BoundedMap(WATCHED_MAX, gone=self._forgotten)
 
     def see(self, name: str, kind: str, life: Life) -> None:
         """Somebody came with this certificate. An older one than is known says nothing new: a renewed one is in use, too."""
-        held = self._lives.pop(name, None)
+        held = self._lives.look(name)
         if held is not None and held[1].not_after_ms > life.not_after_ms:
             life = held[1]
-        self._lives[name] = (kind, life)
-        if len(self._lives) > WATCHED_MAX:
-            gone, _ = self._lives.popitem(last=False)
-            self._told.pop(gone, None)
+        self._lives.put(name, (kind, life))
+
+    def _forgotten(self, name: str, _: object) -> None:
+        self._told.pop(name, None)
 
     def notices(self, now_ms: int) -> list[Notice]:
         """What is to be said now and was not said before: each name once per certificate and stage, the nearest end first."""
         found = []
-        for name, (kind, life) in list(self._lives.items()):
+        for name, (kind, life) in self._lives.items():
             stage = stage_of(life, now_ms)
             if life.not_after_ms + FORGET_MS < now_ms:
-                del self._lives[name]
+                self._lives.pop(name)
                 self._told.pop(name, None)
             elif stage > Stage.FRESH and self._told.get(name) != (life.not_after_ms, stage):
                 self._told[name] = (life.not_after_ms, stage)

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import hmac
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 from weakref import WeakSet
 
 from felix.batch import Batch
+from felix.bounded import BoundedMap
 from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.names import StreamName, parse_region
 from felix.runtime.port import Runtime
@@ -164,8 +164,8 @@ class Keyring:
                 f"The active root key {root.hex()} of {region} is not in its key provider.",
                 hint="Bring the root key back; without it no stream of the region can be read.",
             )
-        self._stream_secrets: OrderedDict[bytes, bytes] = OrderedDict()
-        self._data_keys: OrderedDict[bytes, DataKey] = OrderedDict()
+        self._stream_secrets: BoundedMap[bytes, bytes] = BoundedMap(STREAM_KEYS_CACHED_MAX)
+        self._data_keys: BoundedMap[bytes, DataKey] = BoundedMap(DATA_KEYS_CACHED_MAX)
         self._active: dict[tuple[bytes, int], bytes] = {}
         self._sealers: WeakSet[ShardSealer] = WeakSet()
 
@@ -232,9 +232,8 @@ class Keyring:
         """
         check_key_id(key_id, self.region, KeyKind.DATA)
         with self._lock:
-            cached = self._data_keys.get(key_id)
+            cached = self._data_keys.use(key_id)
             if cached is not None:
-                self._data_keys.move_to_end(key_id)
                 return cached
             entry = self._tree.data.get(key_id)
             if entry is None:
@@ -377,10 +376,10 @@ class Keyring:
                     plan.apply(
                         DataEntry(data.key_id, data.stream_key_id, data.shard, data.epoch, b"", b"", now)
                     )
-                    self._data_keys.pop(data.key_id, None)
+                    self._data_keys.pop(data.key_id)
             self._replace_tree(plan)
             for key_id in gone:
-                self._stream_secrets.pop(key_id, None)
+                self._stream_secrets.pop(key_id)
         self.rotate_data(stream)
         return sorted(gone)
 
@@ -441,14 +440,10 @@ class Keyring:
         return entry
 
     def _stream_secret(self, entry: StreamEntry) -> bytes:
-        secret = self._stream_secrets.get(entry.key_id)
+        secret = self._stream_secrets.use(entry.key_id)
         if secret is None:
             secret = self._provider.unwrap(entry.root_id, entry.wrapped, entry.context(self.region))
-            self._stream_secrets[entry.key_id] = secret
-            if len(self._stream_secrets) > STREAM_KEYS_CACHED_MAX:
-                self._stream_secrets.popitem(last=False)
-        else:
-            self._stream_secrets.move_to_end(entry.key_id)
+            self._stream_secrets.put(entry.key_id, secret)
         return secret
 
     def _append(self, entry: RootEntry | StreamEntry | DataEntry) -> None:
@@ -460,9 +455,7 @@ class Keyring:
         self._tree = plan
 
     def _cache(self, key: DataKey) -> None:
-        self._data_keys[key.key_id] = key
-        if len(self._data_keys) > DATA_KEYS_CACHED_MAX:
-            self._data_keys.popitem(last=False)
+        self._data_keys.put(key.key_id, key)
 
 
 def _destroyed(entry: StreamEntry) -> KeyDestroyedError:

@@ -10,7 +10,6 @@ Callers: region.governance.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -18,6 +17,7 @@ from typing import Any, Final, TypeVar
 from audit.crossed import OffsetSet, arrived_below, crossed_before
 from audit.position import ShardName
 from audit.trail import Trail
+from felix.bounded import BoundedMap
 from felix.tasks import end_tasks
 from policy.truncation import Live
 
@@ -45,7 +45,7 @@ class CrossedReader:
     def __init__(self, trail: Trail) -> None:
         self._trail = trail
         self._turn = asyncio.Lock()
-        self._turns: OrderedDict[str, _Turns] = OrderedDict()
+        self._turns: BoundedMap[str, _Turns] = BoundedMap(BRIDGES_MAX)
         self._reading: dict[Hashable, asyncio.Task[Any]] = {}
 
     async def read(self, bridge: str, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
@@ -71,10 +71,10 @@ class CrossedReader:
         return await asyncio.shield(task)
 
     def _turns_of(self, bridge: str) -> _Turns:
-        turns = self._turns.pop(bridge, None) or _Turns()
-        self._turns[bridge] = turns
-        while len(self._turns) > BRIDGES_MAX:
-            self._turns.popitem(last=False)
+        turns = self._turns.use(bridge)
+        if turns is None:
+            turns = _Turns()
+            self._turns.put(bridge, turns)
         return turns
 
     async def _read(self, own: _Turns, find: Callable[[Iterable[memoryview]], Found]) -> Found:

@@ -916,10 +916,9 @@ class Governance:
         for kind, side, name in outranked[:COMPACTED_MAX]:
             await self._catalog.delete_document(kind, side, name)
         async with asyncio.timeout(MIRROR_TIMEOUT_S):
-            while any(  # noqa: ASYNC110 - nobody announces it
-                self._mirror.document(*place) is not None for place in outranked[:COMPACTED_MAX]
-            ):
-                await asyncio.sleep(IN_FORCE_LOOK_S)
+            await self._mirror.until(
+                lambda: all(self._mirror.document(*place) is None for place in outranked[:COMPACTED_MAX])
+            )
 
     async def _store(self, kind: DocumentKind, side: DocumentSide, name: str, document: Document) -> bool:
         """Keep a verified document, and wait until this broker judges by it. False where it was there already."""

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +41,7 @@ from felix.messages import (
     WatchCache,
 )
 from felix.names import SpiffeId, StreamName
+from felix.periodic import every
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import PRIVATE_FILES, SHARED_FILES
@@ -370,11 +372,7 @@ class Node:
         await transactions.started()
         self._stack.push_async_callback(transactions.close)
         await self._listen(authority)
-        self._spawn(self._measure())
-        self._spawn(self._sweep_subscriptions())
-        self._spawn(self._sweep(streams))
-        self._spawn(self._compact(streams))
-        self._spawn(self._offload(streams, directory))
+        self._repeat(streams, directory)
         self._spawn(self._follow_streams(streams, mirror))
         self._spawn(self._renew(authority))
         if registration is not None:
@@ -507,55 +505,36 @@ class Node:
     async def _stop_tasks(self) -> None:
         await end_tasks(*self._tasks)
 
-    async def _measure(self) -> None:
-        while True:
-            await asyncio.sleep(MEASURE_S)
-            try:
-                self.broker.sweep()
-                await asyncio.to_thread(self.services.governance.logged.save)
-            except Exception:
-                # A mistake of ours: quotas go by what they last knew, and are measured again.
-                log.exception("what is in use could not be measured")
+    def _repeat(self, streams: StreamTable, directory: LogDirectory) -> None:
+        """Begin what is done again and again. After a mistake of ours quotas go by what they last knew, logs are as they were, and other
+        streams have their turn."""
+        storage, turns = self.config.storage, count(1)
 
-    async def _sweep(self, streams: StreamTable) -> None:
-        while True:
-            await asyncio.sleep(self.config.storage.sweep_every / 1000)
-            try:
-                self.subscriptions.hold_all()
-                await streams.sweep(self._now_ms())
-            except Exception:
-                # Another stream's trouble, or a mistake of ours: retention goes on with the next turn.
-                log.exception("retention could not be applied")
+        async def measure() -> None:
+            self.broker.sweep()
+            await asyncio.to_thread(self.services.governance.logged.save)
 
-    async def _sweep_subscriptions(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.subscriptions.sweep_every / 1000)
-            try:
-                await self.subscriptions.sweep(self._now_ms())
-            except Exception:
-                log.exception("inactive subscriptions could not be looked at")
+        async def retain() -> None:
+            self.subscriptions.hold_all()
+            await streams.sweep(self._now_ms())
 
-    async def _compact(self, streams: StreamTable) -> None:
-        while True:
-            await asyncio.sleep(COMPACT_CHECK_S)
-            try:
-                await streams.compact(self._now_ms())
-            except Exception:
-                # A mistake of ours: the log is as it was, and other streams have their turn.
-                log.exception("streams could not be compacted")
+        async def offload() -> None:
+            await streams.offload(self._now_ms(), storage.offload_allow)
+            if next(turns) % OFFLOAD_CHECKS_PER_DELETION == 0:
+                await asyncio.to_thread(directory.retry_deletions)
 
-    async def _offload(self, streams: StreamTable, directory: LogDirectory) -> None:
-        turns = 0
-        while True:
-            await asyncio.sleep(OFFLOAD_CHECK_S)
-            turns += 1
-            try:
-                await streams.offload(self._now_ms(), self.config.storage.offload_allow)
-                if turns % OFFLOAD_CHECKS_PER_DELETION == 0:
-                    await asyncio.to_thread(directory.retry_deletions)
-            except Exception:
-                # A mistake of ours: the log is as it was, and other streams have their turn.
-                log.exception("segments could not be offloaded")
+        for period_s, turn, failure in (
+            (MEASURE_S, measure, "what is in use could not be measured"),
+            (
+                self.config.subscriptions.sweep_every / 1000,
+                lambda: self.subscriptions.sweep(self._now_ms()),
+                "inactive subscriptions could not be looked at",
+            ),
+            (storage.sweep_every / 1000, retain, "retention could not be applied"),
+            (COMPACT_CHECK_S, lambda: streams.compact(self._now_ms()), "streams could not be compacted"),
+            (OFFLOAD_CHECK_S, offload, "segments could not be offloaded"),
+        ):
+            self._spawn(every(period_s, turn, failure, log))
 
     async def _renew(self, authority: RegionAuthority) -> None:
         """Renew the broker's certificate in time, and say of all certificates when they near their end."""

@@ -24,6 +24,7 @@ from typing import Final
 
 from felix.errors import Code, UnavailableError
 from felix.quota import NO_LIMITS, RATES, QuotaLimits, Scope
+from felix.rate import TokenBucket
 
 BURST_S: Final = 1.0
 """What may come at once after a pause, in seconds' worth of the rate."""
@@ -45,36 +46,6 @@ _HELD_CODES: Final = {
 }
 
 
-@dataclass(slots=True)
-class Bucket:
-    """Tokens of one rate (units per second). `level` is what is left, below 0 a debt; `at` is when it was so."""
-
-    rate: float
-    level: float
-    at: float
-    debt_s: float = 0.0
-    """Seconds in which there was a debt, since the beginning."""
-
-    def settle(self, now: float) -> None:
-        """Let the time since `at` pay."""
-        passed = now - self.at
-        if passed <= 0:
-            return
-        self.at = now
-        if self.level < 0:
-            self.debt_s += min(passed, -self.level / self.rate)
-        self.level = min(self.rate * BURST_S, self.level + passed * self.rate)
-
-    def charge(self, amount: float, now: float) -> None:
-        self.settle(now)
-        self.level -= amount
-
-    def wait_s(self, now: float) -> float:
-        """Seconds until there is no debt."""
-        self.settle(now)
-        return -self.level / self.rate if self.level < 0 else 0.0
-
-
 class Account:
     """One tenant or one identity: its limits, its buckets, what it holds, and what it has done since the start."""
 
@@ -87,7 +58,7 @@ class Account:
         self.scope: Scope = scope
         self.name = name
         self.limits = NO_LIMITS.in_force(NO_LIMITS)
-        self.buckets: dict[str, Bucket] = {}
+        self.buckets: dict[str, TokenBucket] = {}
         self.totals: Counter[str] = Counter()
         self.rates: dict[str, float] = {}
         self.last: Counter[str] = Counter()
@@ -105,17 +76,15 @@ class Account:
         self.stored_limit = self.limits.stored_bytes or 0
         for name in RATES:
             rate, held = self.limits.of(name), self.buckets.get(name)
-            if held is not None:
-                held.settle(now)
             if not rate:
                 if held is not None:
+                    held.settle(now)
                     self.debt_s[name] = self.debt_s.get(name, 0.0) + held.debt_s
                     del self.buckets[name]
             elif held is None:
-                self.buckets[name] = Bucket(rate, rate * BURST_S, now)
+                self.buckets[name] = TokenBucket(rate, rate * BURST_S, now)
             else:
-                held.rate = rate
-                held.level = min(held.level, rate * BURST_S)
+                held.alter(rate, rate * BURST_S, now)
 
     def throttled_s(self, name: str, now: float) -> float:
         """Seconds since the start in which this rate was used up."""
@@ -251,9 +220,8 @@ class Meter:
         for account in self.accounts:
             bucket = account.buckets.get("requests") if account.buckets else None
             if bucket is not None:
-                bucket.settle(self._now())
-                if bucket.level < 1:
-                    wait_s = (1 - bucket.level) / bucket.rate
+                wait_s = bucket.lack_s(1, self._now())
+                if wait_s:
                     return _over_rate(Throttle(wait_s, account, "requests"), wait_s)
         for account in self.accounts:
             account.totals["requests"] += 1

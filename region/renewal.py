@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Final, NamedTuple
@@ -30,6 +29,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from felix.bounded import BoundedMap
 from felix.errors import Code, RequestError
 from felix.expiry import Life, until_text
 from felix.identity import Peer, RenewalTerms
@@ -120,7 +120,7 @@ class IdentityRenewal:
         self._broker = broker
         self._authority = authority
         self._record = record
-        self._answered: OrderedDict[tuple[SpiffeId, int], int] = OrderedDict()
+        self._answered: BoundedMap[tuple[SpiffeId, int], int] = BoundedMap(ANSWERED_MAX)
 
     async def renew(self, peer: Peer, request: RenewIdentity) -> IdentityRenewed:
         """Raises what `decide` and `requested_key` raise, UnavailableError where the audit log cannot be written."""
@@ -148,10 +148,8 @@ class IdentityRenewal:
     def _count(self, peer: Peer) -> None:
         """Raises RequestError(CONFLICT) where one certificate is renewed again and again."""
         which = (peer.spiffe_id, peer.not_after_ms)
-        count = self._answered.pop(which, 0) + 1
-        self._answered[which] = min(count, RENEWALS_MAX)
-        if len(self._answered) > ANSWERED_MAX:
-            self._answered.popitem(last=False)
+        count = (self._answered.look(which) or 0) + 1
+        self._answered.put(which, min(count, RENEWALS_MAX))
         if count > RENEWALS_MAX:
             raise RequestError(
                 f"This certificate of {peer.spiffe_id} was renewed {RENEWALS_MAX} times already.",

@@ -99,7 +99,6 @@ from region.views.dead_letter import dead_letter_name
 T = TypeVar("T")
 
 IN_FORCE_S: Final = 10.0
-IN_FORCE_LOOK_S: Final = 0.005
 EXPIRING_MAX: Final = 50
 """Certificates that `describe_region` names, the nearest end first."""
 PAGE_BYTES_MAX: Final = CONTROL_BYTES_MAX - 4096
@@ -292,10 +291,11 @@ class Requests:
             async with asyncio.timeout(IN_FORCE_S):
                 # Another change may have come since: what counts is that the mirror is not behind.
                 while True:
+                    following = self._mirror.advanced
                     written = sorted(await self._catalog.rights(identity))
                     if sorted(map(str, self._mirror.rights(identity))) == written:
                         return
-                    await asyncio.sleep(IN_FORCE_LOOK_S)
+                    await following.wait()
         except TimeoutError:
             raise UnavailableError(
                 f"The rights of {identity} are written, and this broker has not taken them over in {IN_FORCE_S:.0f} s.",
@@ -327,8 +327,7 @@ class Requests:
             return Done(f"{request.namespace} had no settings.")
         try:
             async with asyncio.timeout(IN_FORCE_S):
-                while request.namespace in self._broker.namespaces:  # noqa: ASYNC110 - nobody announces it
-                    await asyncio.sleep(IN_FORCE_LOOK_S)
+                await self._mirror.until(lambda: request.namespace not in self._broker.namespaces)
         except TimeoutError:
             raise UnavailableError(
                 "The settings are gone, and this broker has not heard of it yet."
@@ -379,10 +378,12 @@ class Requests:
             async with asyncio.timeout(IN_FORCE_S):
                 # Another change may have come since: what counts is that this broker is not behind.
                 revision = self._mirror.revision
-                while self._broker.quotas.own_limits(scope, name) != written:  # type: ignore[arg-type]
-                    if self._mirror.revision > revision + 1:
-                        return
-                    await asyncio.sleep(IN_FORCE_LOOK_S)
+                await self._mirror.until(
+                    lambda: (
+                        self._broker.quotas.own_limits(scope, name) == written  # type: ignore[arg-type]
+                        or self._mirror.revision > revision + 1
+                    )
+                )
         except TimeoutError:
             raise UnavailableError(
                 f"The quota of {name} is written, and this broker has not taken it over in {IN_FORCE_S:.0f} s.",

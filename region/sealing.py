@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from threading import Lock
 from typing import Final
 
 from felix.batch import Batch
+from felix.bounded import BoundedMap
 from felix.names import StreamName
 from keys.envelope import open_batch
 from keys.keyring import Keyring, ShardSealer
@@ -30,7 +30,7 @@ class KeyringSeal:
         self._shard = shard
         # The one that sealed for the newest epoch, and all that are kept, in order of last use.
         self._sealer: ShardSealer | None = None
-        self._sealers: OrderedDict[int, ShardSealer] = OrderedDict()
+        self._sealers: BoundedMap[int, ShardSealer] = BoundedMap(SEALERS_MAX)
         self._lock = Lock()
 
     def seal(self, batch: Batch) -> Batch:
@@ -39,13 +39,10 @@ class KeyringSeal:
 
     def _of_epoch(self, epoch: int) -> ShardSealer:
         with self._lock:
-            sealer = self._sealers.get(epoch)
+            sealer = self._sealers.use(epoch)
             if sealer is None:
                 sealer = self._keyring.sealer(self._stream, self._incarnation, self._shard, epoch)
-                self._sealers[epoch] = sealer
-                if len(self._sealers) > SEALERS_MAX:
-                    self._sealers.popitem(last=False)
-            self._sealers.move_to_end(epoch)
+                self._sealers.put(epoch, sealer)
             if self._sealer is None or epoch > self._sealer.epoch:
                 self._sealer = sealer
             return sealer

@@ -20,6 +20,7 @@ from audit.leaf import Leaf, decode_leaf
 from audit.merkle import TILE_WIDTH
 from audit.spark.files import open_files
 from audit.tile import Files
+from felix.bounded import BoundedMap
 from felix.errors import TamperError
 
 if TYPE_CHECKING:
@@ -69,19 +70,17 @@ class LeafReader:
     def __init__(self, logs: Mapping[str, tuple[str, BundleRoots]]) -> None:
         self._logs = logs
         self._files: dict[str, Files] = {}
-        self._bundles: dict[tuple[str, int], list[memoryview]] = {}
+        self._bundles: BoundedMap[tuple[str, int], list[memoryview]] = BoundedMap(BUNDLES_KEPT)
 
     def leaf(self, log: str, index: int, entries_sha256: str | None) -> Leaf:
         """A leaf. Raises TamperError where it is not the one that was verified, or its entries are not those with this SHA-256 (in hex)."""
         path, bundles = self._logs[log]
         key = log, index // TILE_WIDTH
-        bundle = self._bundles.pop(key, None)
+        bundle = self._bundles.use(key)
         if bundle is None:
             files = self._files.setdefault(log, open_files(path))
             bundle = bundles.read_bundle(files, key[1])
-            if len(self._bundles) >= BUNDLES_KEPT:
-                self._bundles.pop(next(iter(self._bundles)))
-        self._bundles[key] = bundle
+            self._bundles.put(key, bundle)
         leaf = decode_leaf(bundle[index % TILE_WIDTH])
         if (sha256(leaf.entries).hexdigest() if leaf.entries else None) != entries_sha256:
             raise TamperError(f"Leaf {index} of {log} changed while the report was made.")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final, NamedTuple, Protocol
@@ -23,6 +22,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from felix.batch import Batch, decode_batch
+from felix.bounded import BoundedMap
 from felix.cache_messages import DEFAULT_TTL
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES
@@ -124,8 +124,9 @@ class CacheShard:
         self._flush_due = False
         self._timer = DueTimer(self._sweep, lambda: self.clock_ms())
         self._watchers: list[Watcher] = []
-        self._decoded: OrderedDict[int, Decoded] = OrderedDict()
-        self._decoded_bytes = 0
+        self._decoded: BoundedMap[int, Decoded] = BoundedMap(
+            DECODED_BYTES_MAX, weigh=lambda decoded: decoded.size_bytes
+        )
         self.encoded: dict[object, tuple[bytes, int]] = {}
         """Frames that a watch has encoded in this turn, and their records, for others like it."""
         self._unfollow: Callable[[], None] | None = None
@@ -560,7 +561,7 @@ class CacheShard:
         """Batches from the one that holds `offset` on, below `applied`, decoded; None where only the disk has them."""
         found: list[Decoded] = []
         size = 0
-        while size < DECODED_STEP_BYTES and (batch := self._decoded.get(offset)) is not None:
+        while size < DECODED_STEP_BYTES and (batch := self._decoded.look(offset)) is not None:
             found.append(batch)
             offset, size = batch.next_offset, size + batch.size_bytes
         if found:
@@ -574,7 +575,7 @@ class CacheShard:
         for entry in entries:
             if entry.base_offset >= self.applied:
                 break
-            decoded = self._decoded.get(entry.base_offset)
+            decoded = self._decoded.look(entry.base_offset)
             if decoded is None or decoded.next_offset != entry.next_offset:
                 changes = self._decode(decode_batch(memoryview(entry.data)[FRAME_HEADER_BYTES:]))
                 decoded = Decoded(
@@ -583,7 +584,7 @@ class CacheShard:
                     [(offset + 1, change) for offset, change in changes],
                     len(entry.data),
                 )
-                self._hold(decoded)
+                self._decoded.put(decoded.base_offset, decoded)
             found.append(decoded)
         return found
 
@@ -591,13 +592,5 @@ class CacheShard:
         first = staged.base_offset + 1
         size = sum(len(change.key) + len(change.value) + RECORD_BYTES for _, change in staged.changes)
         changes = [(first + place, change) for place, change in staged.changes]
-        self._hold(Decoded(staged.base_offset, staged.next_offset, changes, size))
-
-    def _hold(self, decoded: Decoded) -> None:
-        before = self._decoded.pop(decoded.base_offset, None)
-        if before is not None:
-            self._decoded_bytes -= before.size_bytes
-        self._decoded[decoded.base_offset] = decoded
-        self._decoded_bytes += decoded.size_bytes
-        while self._decoded_bytes > DECODED_BYTES_MAX and len(self._decoded) > 1:
-            self._decoded_bytes -= self._decoded.popitem(last=False)[1].size_bytes
+        decoded = Decoded(staged.base_offset, staged.next_offset, changes, size)
+        self._decoded.put(decoded.base_offset, decoded)

@@ -14,7 +14,6 @@ A crash before 5 repeats from 1, over the same object.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -24,7 +23,9 @@ from typing import Final
 
 import msgspec
 
+from felix.bounded import BoundedMap
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
+from felix.rate import TokenBucket
 from felix.runtime.port import Clock
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files
@@ -67,15 +68,13 @@ class Throttle:
     """Holds work to a rate, and ends it when asked to. One per piece of work."""
 
     def __init__(self, rate_bytes: int, end: Event, clock: Clock) -> None:
-        self._rate = rate_bytes
         self._end = end
-        self._moved = 0
         self._clock_s = clock.monotonic
-        self._begun = self._clock_s()
+        self._rate = TokenBucket(rate_bytes, 0.0, self._clock_s())
 
     def __call__(self, moved: int) -> None:
-        self._moved += moved
-        ahead_s = self._moved / self._rate - (self._clock_s() - self._begun)
+        self._rate.charge(moved, now := self._clock_s())
+        ahead_s = self._rate.wait_s(now)
         if self._end.wait(max(0.0, ahead_s)) if ahead_s > 0.001 else self._end.is_set():
             raise WorkEndedError
 
@@ -87,38 +86,38 @@ class FetchedCache:
     """
 
     def __init__(self, bytes_max: int = FETCHED_BYTES_MAX, files: Files | None = None) -> None:
-        self.bytes_max = bytes_max
         self._files = files or DiskFiles()
-        self.held_bytes = 0
-        self._sizes: OrderedDict[Path, int] = OrderedDict()
+        self._sizes: BoundedMap[Path, int] = BoundedMap(bytes_max, weigh=int, gone=self._remove)
         self._lock = Lock()
+
+    @property
+    def bytes_max(self) -> int:
+        return self._sizes.most
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all files that lie there."""
+        return self._sizes.weight
 
     def touch(self, path: Path) -> bool:
         """True where the file is there; it is then the most recently used."""
         with self._lock:
-            if path not in self._sizes:
-                return False
-            self._sizes.move_to_end(path)
-            return True
+            return self._sizes.use(path) is not None
 
     def admit(self, path: Path, size: int) -> None:
         """Count a file that was fetched, and let others go; the newest always stays."""
         with self._lock:
-            self.held_bytes += size - self._sizes.pop(path, 0)
-            self._sizes[path] = size
-            while self.held_bytes > self.bytes_max and len(self._sizes) > 1:
-                gone, freed = self._sizes.popitem(last=False)
-                self.held_bytes -= freed
-                with suppress(OSError):
-                    self._files.remove(gone)
+            self._sizes.put(path, size)
 
     def forget(self, folder: Path) -> None:
         """The files below a folder are no longer wanted."""
         with self._lock:
             for path in [path for path in self._sizes if folder in path.parents]:
-                self.held_bytes -= self._sizes.pop(path)
-                with suppress(OSError):
-                    self._files.remove(path)
+                self._remove(path, self._sizes.pop(path))
+
+    def _remove(self, path: Path, _: int | None) -> None:
+        with suppress(OSError):
+            self._files.remove(path)
 
 
 class Offloader:

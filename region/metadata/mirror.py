@@ -217,10 +217,19 @@ class CatalogMirror:
         self._follower = None
         self._is_current = False
 
+    @property
+    def advanced(self) -> asyncio.Event:
+        """Set with the next change. Whoever waits for something takes it, looks, and then waits for it: nothing is missed between."""
+        return self._advanced
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds that only a change can bring about. Bound it with a timeout."""
+        while not holds():
+            await self._advanced.wait()
+
     async def wait_for(self, revision: int) -> None:
         """Wait until the mirror has seen `revision`, such as one's own write's. Bound it with a timeout."""
-        while self._revision < revision:
-            await self._advanced.wait()
+        await self.until(lambda: self._revision >= revision)
 
     async def _follow(self) -> None:
         retry_ms = _RETRY_MS

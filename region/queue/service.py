@@ -19,6 +19,7 @@ from typing import Final, Protocol
 from felix.errors import Code, FelixError, RequestError
 from felix.messages import ReaderTraffic
 from felix.names import SpiffeId, StreamName
+from felix.periodic import every
 from felix.queue_messages import Held, QueueState, Worker
 from felix.settings import Views
 from policy.access import Verb
@@ -281,7 +282,9 @@ class QueueService:
             stream.closing.append(lambda: self._close(held))
             stream.views.append(held)
         if self._sweeper is None:
-            self._sweeper = asyncio.ensure_future(self._sweep())
+            self._sweeper = asyncio.ensure_future(
+                every(SWEEP_S, self._sweep, "queues could not be looked at", log)
+            )
         await held.open(start=start)
         return held
 
@@ -296,17 +299,15 @@ class QueueService:
             self._sweeper.cancel()
 
     async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            for queue in list(self._queues.values()):
-                for shard in list(queue.shards):
-                    shard.sweep()
-                    try:
-                        await shard.trim()
-                    except FelixError as error:
-                        log.warning("queue %s is not trimmed: %s", queue.stream.name, error)
-                    except Exception:
-                        log.exception("queue %s could not be trimmed", queue.stream.name)
+        for queue in list(self._queues.values()):
+            for shard in list(queue.shards):
+                shard.sweep()
+                try:
+                    await shard.trim()
+                except FelixError as error:
+                    log.warning("queue %s is not trimmed: %s", queue.stream.name, error)
+                except Exception:
+                    log.exception("queue %s could not be trimmed", queue.stream.name)
 
     # -- dead letters ----------------------------------------------------------------------------------
 

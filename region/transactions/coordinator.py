@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,6 +32,7 @@ import msgspec
 import xxhash
 
 from felix.batch import BATCH_BYTES_MAX, FLAG_SEALED, Batch, decode_batch
+from felix.bounded import BoundedMap
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from felix.tasks import end_tasks
@@ -167,7 +168,7 @@ class Coordinator:
         self._journal: Journal | None = None
         self._opening = asyncio.Lock()
         self._open: dict[bytes, _Open] = {}
-        self._ended: OrderedDict[bytes, FelixError] = OrderedDict()
+        self._ended: BoundedMap[bytes, FelixError] = BoundedMap(ENDED_MAX)
         self._commits: dict[bytes, asyncio.Future[Outcome]] = {}
         self._waiting: deque[_Waiting] = deque()
         self._work = asyncio.Event()
@@ -411,7 +412,7 @@ class Coordinator:
         transaction = self._open.get(transaction_id)
         if transaction is None or transaction.owner != owner:
             # A kept error is raised without the traces of the times before: they would hold all that was in sight then.
-            raise (self._ended.get(transaction_id) or _not_open()).with_traceback(None)
+            raise (self._ended.look(transaction_id) or _not_open()).with_traceback(None)
         self._check_fence(owner, transaction.transactional_id, transaction.epoch)
         return transaction
 
@@ -529,7 +530,7 @@ class Coordinator:
         future.set_exception(_owed())
 
     def _why_not_open(self, transaction_id: bytes, begun_ms: int) -> FelixError:
-        ended = self._ended.get(transaction_id)
+        ended = self._ended.look(transaction_id)
         if ended is not None:
             return ended
         if begun_ms > self.state.forgotten_ms:
@@ -645,9 +646,7 @@ class Coordinator:
     def _drop(self, transaction: _Open, why: FelixError) -> None:
         self._ended_now(transaction)
         self._release(transaction)
-        self._ended[transaction.id] = why
-        while len(self._ended) > ENDED_MAX:
-            self._ended.popitem(last=False)
+        self._ended.put(transaction.id, why)
 
     def _ended_now(self, transaction: _Open) -> None:
         self._open.pop(transaction.id, None)

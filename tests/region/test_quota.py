@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from felix.errors import Code, RequestError, UnavailableError
 from felix.quota import LIMITS, QuotaLimits
-from region.quota import BURST_S, DEBT_S_MAX, IDLE_MAX, Bucket, Meter, Quotas
+from region.quota import DEBT_S_MAX, IDLE_MAX, Meter, Quotas
 
 ORDERS = "spiffe://us-east.acme/client/orders-svc"
 
@@ -37,36 +35,6 @@ def quotas_of(clock: Clock, **limits: int) -> Quotas:
 
 def meter_of(quotas: Quotas, tenant: str = "acme", identity: str = ORDERS) -> Meter:
     return quotas.use(quotas.enter(identity), tenant)
-
-
-# -- buckets ---------------------------------------------------------------------------------------------
-
-
-@given(
-    st.integers(1, 10_000),
-    st.lists(st.tuples(st.floats(0, 3), st.integers(1, 50_000)), min_size=1, max_size=40),
-)
-def test_whoever_waits_for_a_bucket_never_goes_faster_than_its_rate(
-    rate: int, uses: list[tuple[float, int]]
-) -> None:
-    bucket, now, used = Bucket(rate, rate * BURST_S, 0.0), 0.0, 0
-    for pause_s, amount in uses:
-        now += pause_s
-        now += bucket.wait_s(now)
-        assert bucket.wait_s(now) < 1e-6 * max(1.0, now)
-        # Before each use there is no debt, so what was used before is paid for by time and one burst.
-        assert used <= rate * (now + BURST_S) * (1 + 1e-9) + 1
-        bucket.charge(amount, now)
-        used += amount
-
-
-def test_debt_is_counted_as_long_as_it_lasted() -> None:
-    bucket = Bucket(100, 100, 0.0)
-    bucket.charge(300, 0.0)
-    assert bucket.wait_s(0.0) == 2.0
-    assert bucket.wait_s(1.0) == 1.0
-    assert bucket.wait_s(10.0) == 0.0
-    assert bucket.debt_s == 2.0
 
 
 # -- publishing and delivery -----------------------------------------------------------------------------
