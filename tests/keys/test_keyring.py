@@ -135,9 +135,9 @@ def test_an_unknown_key_says_so(ring: Keyring) -> None:
     assert caught.value.code is Code.KEY_UNKNOWN
 
 
-def test_unwrapped_keys_in_memory_are_bounded(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyring_module, "DATA_KEYS_CACHED_MAX", 4)
-    monkeypatch.setattr(keyring_module, "STREAM_KEYS_CACHED_MAX", 2)
+def test_unwrapped_keys_in_memory_are_bounded(ring: Keyring) -> None:
+    ring._data_keys.most = 4
+    ring._stream_secrets.most = 2
     ids = [ring.data_key_for_writing(StreamName("a", "b", f"s{n}"), LIFE, 0, 1).key_id for n in range(10)]
     assert len(ring._data_keys) == 4
     assert len(ring._stream_secrets) == 2
