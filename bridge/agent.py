@@ -52,12 +52,12 @@ from felix.messages import (
     LinkState,
     ListStreams,
     ReportLinks,
-    StreamPage,
     StreamState,
     Witnessed,
     WitnessedSize,
 )
 from felix.names import NamePattern, SpiffeId, StreamName, trust_domain
+from felix.page import pages
 from felix.periodic import every
 from felix.profile import Profile
 from felix.renewal import request_renewal, store_renewed
@@ -571,17 +571,13 @@ class Agent:
                         if isinstance(state, StreamState):
                             found[name] = state
                 continue
-            after, prefix = "", name[: name.index("*")]
-            while len(found) < STREAMS_MAX:
-                page = await connection.request(ListStreams(prefix, after, 100))
-                if not isinstance(page, StreamPage):
-                    break
+            listed = ListStreams(name[: name.index("*")], "", 100)
+            async for page in pages(connection, listed, "streams", lambda page: page.streams[-1].stream):
                 for state in page.streams:
                     if NamePattern(name).matches(StreamName.parse(state.stream)):
                         found[state.stream] = state
-                if not page.more or not page.streams:
+                if len(found) >= STREAMS_MAX:
                     break
-                after = page.streams[-1].stream
         return found
 
     def _tell(self, streams: dict[str, StreamState]) -> None:

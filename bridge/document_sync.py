@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from felix.connection import RegionConnection
-from felix.errors import Code, FelixError, RequestError, UnavailableError
-from felix.messages import DocumentPage, ListDocuments, PutDocument
+from felix.errors import Code, FelixError, UnavailableError
+from felix.messages import ListDocuments, PutDocument
+from felix.page import pages
 from felix.tasks import end_tasks
 from policy.approval import Approval, Document, parse_document
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, ImportGrant, Standing
@@ -50,18 +51,12 @@ async def list_documents(
     revision: bytes | None = None
     for kind in kinds:
         held: dict[str, bytes] = {}
-        after = ""
-        while len(held) < DOCUMENTS_MAX:
-            page = await connection.request(ListDocuments(kind, after, 100))
-            if not isinstance(page, DocumentPage):
-                raise RequestError(f"A list of {kind} documents was answered with something else.")
+        listed = ListDocuments(kind, "", 100)
+        async for page in pages(connection, listed, "documents", lambda page: max(page.documents)):
             revision = page.revision if revision is None else revision
-            if page.documents and min(page.documents) <= after:
-                raise RequestError(f"A list of {kind} documents does not go on behind what was listed.")
             held.update(page.documents)
-            if not page.more or not page.documents:
+            if len(held) >= DOCUMENTS_MAX:
                 break
-            after = max(page.documents)
         found[kind] = held
     return found, revision or b""
 

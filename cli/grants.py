@@ -11,7 +11,8 @@ import msgspec
 from cli.setting import connect, run
 from felix.errors import Code, RequestError
 from felix.identity import TrustBundle
-from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
+from felix.messages import Done, ListDocuments, PutDocument
+from felix.page import pages
 from felix.profile import load_credentials, load_profile
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle
@@ -44,14 +45,10 @@ async def fetch_book(region: str, folder: RegionFolder) -> GrantBook:
     documents: list[Document] = []
     async with connect(region) as client:
         for kind in ("export", "import", "approval", "standing", "deny"):
-            after = ""
-            while True:
-                page = await client.request(ListDocuments(kind, after))
-                assert isinstance(page, DocumentPage)
+            async for page in pages(
+                client, ListDocuments(kind), "documents", lambda page: max(page.documents)
+            ):
                 documents += [parse_document(body) for body in page.documents.values()]
-                if not page.more or not page.documents:
-                    break
-                after = max(page.documents)
     bundles = known_bundles(folder)
     trusted = {name: bundle.policy_keys for name, bundle in bundles.items()}
     return GrantBook(documents, trusted, TrustBundle(bundle.anchor() for bundle in bundles.values()))

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from felix.backoff import BackoffPolicy
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, RegionConnection, SessionInfo
@@ -67,10 +67,12 @@ from felix.messages import (
     RotateKeys,
     StreamState,
     StreamTraffic,
+    SubscriptionPage,
     SubscriptionState,
     Throttled,
 )
 from felix.names import StreamName
+from felix.page import pages
 from felix.profile import Profile, load_profile
 from felix.quota import QuotaLimits
 from felix.renewal import IdentityKeeper
@@ -411,25 +413,21 @@ class RegionClient:
 
     async def list_subscriptions(self, stream: str = "") -> AsyncIterator[SubscriptionState]:
         """Durable subscriptions of a stream, or of all that this identity may subscribe to, without shards and consumers."""
-        after = ""
-        while True:
-            page = await self.connection.request(ListSubscriptions(stream, after, PAGE_MAX))
+        request = ListSubscriptions(stream, "", PAGE_MAX)
+
+        def last(page: SubscriptionPage) -> str:
+            return f"{page.subscriptions[-1].stream} {page.subscriptions[-1].name}"
+
+        async for page in pages(self.connection, request, "subscriptions", last):
             for state in page.subscriptions:
                 yield state
-            if not page.more or not page.subscriptions:
-                return
-            after = f"{page.subscriptions[-1].stream} {page.subscriptions[-1].name}"
 
     async def list_streams(self, prefix: str = "") -> AsyncIterator[StreamState]:
         """The streams that this identity may see, by name, page after page."""
-        after = ""
-        while True:
-            page = await self.connection.request(ListStreams(prefix, after, PAGE_MAX))
+        request = ListStreams(prefix, "", PAGE_MAX)
+        async for page in pages(self.connection, request, "streams", lambda page: page.streams[-1].stream):
             for state in page.streams:
                 yield state
-            if not page.more or not page.streams:
-                return
-            after = page.streams[-1].stream
 
     # -- caches ---------------------------------------------------------------------------------------
 
@@ -497,13 +495,10 @@ class RegionClient:
     async def list_namespaces(self) -> dict[str, NamespaceSettings]:
         """Namespaces with settings of their own."""
         found: dict[str, NamespaceSettings] = {}
-        after = ""
-        while True:
-            page = await self.connection.request(ListNamespaces(after, PAGE_MAX))
+        request = ListNamespaces("", PAGE_MAX)
+        async for page in pages(self.connection, request, "namespaces", lambda page: max(page.namespaces)):
             found |= page.namespaces
-            if not page.more or not page.namespaces:
-                return found
-            after = max(page.namespaces)
+        return found
 
     async def put_quota(
         self, scope: str, name: str, limits: QuotaLimits, unset: Sequence[str] = ()
@@ -520,38 +515,36 @@ class RegionClient:
         """Limits and use of tenants and identities at the broker that answers, tenants first. An identity that is no
         operator's may ask for its own alone."""
         found: list[QuotaState] = []
-        while True:
-            page = await self.connection.request(ListQuotas(scope, name, len(found), PAGE_MAX))
+        request = ListQuotas(scope, name, limit=PAGE_MAX)
+        async for page in pages(self.connection, request, "quotas"):
             found += page.quotas
-            if not page.more or not page.quotas:
-                return found
+        return found
 
     async def stream_traffic(self, prefix: str = "") -> tuple[int, list[StreamTraffic]]:
         """What went through each stream at the broker that answers, since its start, and when that was counted (ms)."""
         found: list[StreamTraffic] = []
-        while True:
-            page = await self.connection.request(DescribeTraffic("streams", prefix, len(found), PAGE_MAX))
+        time_ms = 0
+        request = DescribeTraffic("streams", prefix, limit=PAGE_MAX)
+        async for page in pages(self.connection, request, "streams"):
             found += page.streams
-            if not page.more or not page.streams:
-                return page.time_ms, found
+            time_ms = page.time_ms
+        return time_ms, found
 
     async def reader_traffic(self, prefix: str = "") -> list[ReaderTraffic]:
         """Who reads at the broker that answers, what they were sent, how far behind they are and what they wait for."""
         found: list[ReaderTraffic] = []
-        while True:
-            page = await self.connection.request(DescribeTraffic("readers", prefix, len(found), PAGE_MAX))
+        request = DescribeTraffic("readers", prefix, limit=PAGE_MAX)
+        async for page in pages(self.connection, request, "readers"):
             found += page.readers
-            if not page.more or not page.readers:
-                return found
+        return found
 
     async def cache_traffic(self, prefix: str = "") -> list[CacheTraffic]:
         """What each cache holds at the broker that answers, and what was asked of it since it is served."""
         found: list[CacheTraffic] = []
-        while True:
-            page = await self.connection.request(DescribeTraffic("caches", prefix, len(found), PAGE_MAX))
+        request = DescribeTraffic("caches", prefix, limit=PAGE_MAX)
+        async for page in pages(self.connection, request, "caches"):
             found += page.caches
-            if not page.more or not page.caches:
-                return found
+        return found
 
     async def put_rights(self, identity: str, rights: Sequence[str]) -> None:
         """Replace the rights of an identity, as `publish acme/ops/*`; an empty list takes all away, at once."""
@@ -560,22 +553,17 @@ class RegionClient:
     async def list_rights(self) -> dict[str, list[str]]:
         """All rights, by identity."""
         found: dict[str, list[str]] = {}
-        after = ""
-        while True:
-            page = await self.connection.request(ListRights(after, PAGE_MAX))
+        request = ListRights("", PAGE_MAX)
+        async for page in pages(self.connection, request, "rights", lambda page: max(page.rights)):
             found |= page.rights
-            if not page.more or not page.rights:
-                return found
-            after = max(page.rights)
+        return found
 
     async def list_keys(self, stream: str = "") -> list[KeyState]:
         """Keys by id, level and state; never their bytes."""
         found: list[KeyState] = []
-        while True:
-            page = await self.connection.request(ListKeys(stream, len(found), PAGE_MAX))
+        async for page in pages(self.connection, ListKeys(stream, limit=PAGE_MAX), "keys"):
             found += page.keys
-            if not page.more or not page.keys:
-                return found
+        return found
 
     async def rotate_keys(self, level: str, stream: str = "") -> str:
         """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""
@@ -584,24 +572,16 @@ class RegionClient:
     async def list_links(self) -> list[LinkState]:
         """Links of bridges, as their agents last said."""
         found: list[LinkState] = []
-        while True:
-            page = await self.connection.request(ListLinks(len(found), PAGE_MAX))
+        async for page in pages(self.connection, ListLinks(limit=PAGE_MAX), "links"):
             found += page.links
-            if not page.more or not page.links:
-                return found
+        return found
 
     async def describe_mesh(self) -> MeshPage:
         """The mesh as the region knows it: regions, grants, denials and audit logs, all in one. Takes the right to observe."""
         found = MeshPage()
         for what in ("regions", "grants", "denials", "logs"):
-            count = 0
-            while True:
-                page = await self.connection.request(DescribeMesh(what, count, PAGE_MAX))
-                more: list[Any] = getattr(page, what)
-                getattr(found, what).extend(more)
-                count += len(more)
-                if not page.more or not more:
-                    break
+            async for page in pages(self.connection, DescribeMesh(what, limit=PAGE_MAX), what):
+                getattr(found, what).extend(getattr(page, what))
         return found
 
     async def explain_crossing(

@@ -323,6 +323,7 @@ class ListQuotas(Repeatable["QuotaPage"], frozen=True, tag="list_quotas"):
     name: Name = ""
     skip: Natural = 0
     limit: Page = 100
+    after: Text = ""
 
 
 class QuotaState(Message, frozen=True, tag="quota"):
@@ -341,6 +342,7 @@ class QuotaState(Message, frozen=True, tag="quota"):
 class QuotaPage(Message, frozen=True, tag="quota_page"):
     quotas: list[QuotaState]
     more: bool = False
+    next: Text = ""
 
 
 class Throttled(Message, frozen=True, tag="throttled"):
@@ -385,6 +387,7 @@ class ListKeys(Repeatable["KeyPage"], frozen=True, tag="list_keys"):
     stream: Name = ""
     skip: Natural = 0
     limit: Page = 100
+    after: Text = ""
 
 
 class KeyState(Message, frozen=True, tag="key"):
@@ -400,6 +403,7 @@ class KeyState(Message, frozen=True, tag="key"):
 class KeyPage(Message, frozen=True, tag="key_page"):
     keys: list[KeyState]
     more: bool = False
+    next: Text = ""
 
 
 class RotateKeys(Request["Done"], frozen=True, tag="rotate_keys"):
@@ -459,6 +463,7 @@ class DescribeTraffic(Repeatable["TrafficPage"], frozen=True, tag="describe_traf
     prefix: Name = ""
     skip: Natural = 0
     limit: Page = 100
+    after: Text = ""
 
 
 class StreamTraffic(Message, frozen=True, tag="stream_traffic"):
@@ -514,6 +519,7 @@ class TrafficPage(Message, frozen=True, tag="traffic_page"):
     readers: list[ReaderTraffic] = []
     caches: list[CacheTraffic] = []
     more: bool = False
+    next: Text = ""
 
 
 class DescribeMesh(Repeatable["MeshPage"], frozen=True, tag="describe_mesh"):
@@ -522,6 +528,7 @@ class DescribeMesh(Repeatable["MeshPage"], frozen=True, tag="describe_mesh"):
     what: Name
     skip: Natural = 0
     limit: Page = 100
+    after: Text = ""
 
 
 class ExplainCrossing(Repeatable["CrossingExplained"], frozen=True, tag="explain_crossing"):
@@ -614,6 +621,7 @@ class MeshPage(Message, frozen=True, tag="mesh_page"):
     denials: list[Denial] = []
     logs: list[AuditLog] = []
     more: bool = False
+    next: Text = ""
 
 
 class CutState(Message, frozen=True, tag="cut"):
@@ -660,11 +668,13 @@ class ReportLinks(Repeatable["Done"], frozen=True, tag="report_links"):
 class ListLinks(Repeatable["LinkPage"], frozen=True, tag="list_links"):
     skip: Natural = 0
     limit: Page = 100
+    after: Text = ""
 
 
 class LinkPage(Message, frozen=True, tag="link_page"):
     links: list[LinkState]
     more: bool = False
+    next: Text = ""
 
 
 class GetDataKey(Repeatable["DataKeySealed"], frozen=True, tag="get_data_key"):

@@ -14,7 +14,6 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from felix.errors import Code, ProtocolError, RequestError, UnavailableError
-from felix.frames import CONTROL_BYTES_MAX
 from felix.messages import (
     AlterStream,
     AlterSubscription,
@@ -90,6 +89,7 @@ from region.audience import AUDIENCES, request_name
 from region.broker import Broker, auto_config
 from region.export import ExportService
 from region.governance import SYNCED_KINDS, Governance
+from region.listing import Listing, fitting
 from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
@@ -101,8 +101,6 @@ T = TypeVar("T")
 IN_FORCE_S: Final = 10.0
 EXPIRING_MAX: Final = 50
 """Certificates that `describe_region` names, the nearest end first."""
-PAGE_BYTES_MAX: Final = CONTROL_BYTES_MAX - 4096
-"""Of one page's entries: what an answer's frame holds, less what stands around them."""
 
 Handler = Callable[["Requests", SpiffeId, Any], Awaitable[Answer]]
 
@@ -253,7 +251,7 @@ class Requests:
             if self._sees(identity, stream.name)
         )
         found = list(islice(seen, request.limit + 1))
-        page = _fitting(stream.describe(detail=True) for stream in found[: request.limit])
+        page = fitting(stream.describe(detail=True) for stream in found[: request.limit])
         return StreamPage(page, len(page) < len(found))
 
     def _sees(self, identity: SpiffeId, name: StreamName) -> bool:
@@ -306,7 +304,7 @@ class Requests:
         self._broker.require_operator(identity, "list rights")
         table = await self._catalog.list_rights()
         names = sorted(str(identity) for identity in table if str(identity) > request.after)
-        page = _fitting((name, list(table[SpiffeId.parse(name)])) for name in names[: request.limit])
+        page = fitting((name, list(table[SpiffeId.parse(name)])) for name in names[: request.limit])
         return RightsPage(dict(page), len(names) > len(page))
 
     # -- namespaces ------------------------------------------------------------------------------------
@@ -338,7 +336,7 @@ class Requests:
         self._broker.require_operator(identity, "list namespaces")
         held = self._broker.namespaces
         names = sorted(name for name in held if name > request.after)
-        page = _fitting((name, held[name]) for name in names[: request.limit])
+        page = fitting((name, held[name]) for name in names[: request.limit])
         return NamespacePage(dict(page), len(names) > len(page))
 
     # -- quotas ----------------------------------------------------------------------------------------
@@ -403,11 +401,9 @@ class Requests:
             for scope, name in quotas.known()
             if request.scope in ("", scope) and request.name in ("", name)
         ]
-        page = _fitting(
-            self._quota_state(scope, name)
-            for scope, name in names[request.skip : request.skip + request.limit]
-        )
-        return QuotaPage(page, len(names) > request.skip + len(page))
+        # Tenants first.
+        listing = _listing(request, names, lambda each: f"{each[0] != 'tenant':d} {each[1]}")
+        return QuotaPage(*listing.page(self._quota_state(*each) for each in listing.entries))
 
     def _quota_state(self, scope: str, name: str) -> QuotaState:
         quotas = self._broker.quotas
@@ -434,7 +430,7 @@ class Requests:
             await watch.wait(identity, request.known, request.wait_ms)
             documents = self._governance.documents(identity, request.kind)
         names = sorted(name for name in documents if name > request.after)
-        page = _fitting((name, documents[name]) for name in names[: request.limit])
+        page = fitting((name, documents[name]) for name in names[: request.limit])
         revision = b"" if request.after else watch.revision(identity)
         return DocumentPage(dict(page), len(names) > len(page), revision)
 
@@ -465,8 +461,10 @@ class Requests:
     async def list_keys(self, identity: SpiffeId, request: ListKeys) -> KeyPage:
         self._broker.require_operator(identity, "list keys")
         keys = await self._governance.keys.list(request.stream)
-        page = _fitting(keys[request.skip : request.skip + request.limit])
-        return KeyPage(page, len(keys) > request.skip + len(page))
+        listing = _listing(
+            request, keys, lambda key: f"{_LEVELS.index(key.level)} {key.created_ms:015} {key.id.hex()}"
+        )
+        return KeyPage(*listing.page(listing.entries))
 
     async def rotate_keys(self, identity: SpiffeId, request: RotateKeys) -> Done:
         self._broker.require_operator(identity, "rotate keys")
@@ -493,11 +491,11 @@ class Requests:
         broker.require_observer(identity, "see the region's traffic")
         found: list[StreamTraffic] | list[ReaderTraffic] | list[CacheTraffic]
         if request.what == "streams":
-            found = [stream.traffic() for stream in sorted(broker.streams, key=lambda each: each.name)]
+            found = [stream.traffic() for stream in broker.streams]
         elif request.what == "readers":
             found = broker.traffic()
         elif request.what == "caches":
-            found = sorted(broker.caches(), key=lambda each: each.stream)
+            found = list(broker.caches())
         else:
             raise RequestError(f"Traffic is of streams, readers or caches, not of {request.what[:40]!r}.")
         chosen = [
@@ -505,44 +503,48 @@ class Requests:
             for each in found
             if each.stream.startswith(request.prefix) and broker.observes(identity, each.stream)
         ]
-        page = _fitting(chosen[request.skip : request.skip + request.limit])
+        listing = _listing(request, chosen, _traffic_name)
+        page, more, following = listing.page(listing.entries)
         return TrafficPage(
             broker.clock_ms(),
             [each for each in page if isinstance(each, StreamTraffic)],
             [each for each in page if isinstance(each, ReaderTraffic)],
             [each for each in page if isinstance(each, CacheTraffic)],
-            len(chosen) > request.skip + len(page),
+            more,
+            following,
         )
 
     async def describe_mesh(self, identity: SpiffeId, request: DescribeMesh) -> MeshPage:
         broker, governance = self._broker, self._governance
         broker.require_observer(identity, "see the mesh")
-        first, last = request.skip, request.skip + request.limit
         if request.what == "regions":
-            regions = [bundle for _, bundle in sorted(governance.bundles.items())]
-            page = _fitting(map(overview.known_region, regions[first:last]))
-            return MeshPage(regions=page, more=len(regions) > first + len(page))
+            regions = _listing(request, governance.bundles.values(), lambda bundle: bundle.region)
+            page, more, following = regions.page(map(overview.known_region, regions.entries))
+            return MeshPage(regions=page, more=more, next=following)
         if request.what == "grants":
             summaries = map(overview.grant_summary, governance.book.list(broker.clock_ms()))
-            grants = [each for each in summaries if broker.observes(identity, each.stream)]
-            held = _fitting(grants[first:last])
-            return MeshPage(grants=held, more=len(grants) > first + len(held))
+            seen = (each for each in summaries if broker.observes(identity, each.stream))
+            grants = _listing(request, seen, lambda each: each.grant)
+            held, more, following = grants.page(grants.entries)
+            return MeshPage(grants=held, more=more, next=following)
         if request.what == "denials":
-            denials = [each for each in governance.book.denies() if broker.observes(identity, each.streams)]
-            standing = _fitting(map(overview.denial, denials[first:last]))
-            return MeshPage(denials=standing, more=len(denials) > first + len(standing))
+            entries = (each for each in governance.book.denies() if broker.observes(identity, each.streams))
+            denials = _listing(request, entries, lambda each: f"{each.streams} {each.region} {each.peer}")
+            standing, more, following = denials.page(map(overview.denial, denials.entries))
+            return MeshPage(denials=standing, more=more, next=following)
         if request.what != "logs":
             raise RequestError(
                 f"A mesh has regions, grants, denials and logs, not {request.what[:40]!r}.",
             )
         witness = governance.witnessing.witness
-        origins = witness.origins
-        own = [] if first else [overview.own_log(governance.trail)]
+        # The own one first, which has no name here.
+        logs = _listing(request, ["", *witness.origins], lambda origin: f"log {origin}")
+        own = [overview.own_log(governance.trail)] if "" in logs.entries else []
         cosigned = await asyncio.to_thread(
-            overview.cosigned_logs, witness, origins[max(0, first - 1) : last - 1]
+            overview.cosigned_logs, witness, [each for each in logs.entries if each]
         )
-        logs = _fitting([*own, *cosigned])
-        return MeshPage(logs=logs, more=1 + len(origins) > first + len(logs))
+        shown, more, following = logs.page([*own, *cosigned])
+        return MeshPage(logs=shown, more=more, next=following)
 
     async def explain_crossing(self, identity: SpiffeId, request: ExplainCrossing) -> CrossingExplained:
         self._broker.require_observer(identity, "ask what may cross")
@@ -564,8 +566,8 @@ class Requests:
     async def list_links(self, identity: SpiffeId, request: ListLinks) -> LinkPage:
         self._broker.require_observer(identity, "list links")
         links = [link for link in self._export.links() if self._broker.observes(identity, link.stream)]
-        page = _fitting(links[request.skip : request.skip + request.limit])
-        return LinkPage(page, len(links) > request.skip + len(page))
+        listing = _listing(request, links, lambda each: f"{each.grant} {each.stream} {each.shard:09}")
+        return LinkPage(*listing.page(listing.entries))
 
     async def get_link_secret(self, identity: SpiffeId, request: GetLinkSecret) -> LinkSecretSealed:
         return await self._export.link_secret(identity, request)
@@ -591,8 +593,8 @@ class Requests:
 
     async def list_subscriptions(self, identity: SpiffeId, request: ListSubscriptions) -> SubscriptionPage:
         page = await self._subscriptions.page(identity, request)
-        fitting = _fitting(page.subscriptions)
-        return SubscriptionPage(fitting, page.more or len(fitting) < len(page.subscriptions))
+        held = fitting(page.subscriptions)
+        return SubscriptionPage(held, page.more or len(held) < len(page.subscriptions))
 
     async def seek_subscription(self, identity: SpiffeId, request: SeekSubscription) -> Done:
         return await self._subscriptions.seek(identity, request)
@@ -601,18 +603,22 @@ class Requests:
         return await self._subscriptions.delete(identity, request)
 
 
-def _fitting(entries: Iterable[T]) -> list[T]:
-    """As many entries, from the first on, as one answer's frame holds; at least one."""
-    page: list[T] = []
-    left = PAGE_BYTES_MAX
-    for entry in entries:
-        left -= len(msgspec.msgpack.encode(entry))
-        if left < 0 and page:
-            break
-        page.append(entry)
-    return page
+def _listing(
+    request: ListQuotas | ListKeys | DescribeTraffic | DescribeMesh | ListLinks,
+    entries: Iterable[T],
+    name: Callable[[T], str],
+) -> Listing[T]:
+    return Listing(entries, name, after=request.after, limit=request.limit, skip=request.skip)
 
 
+def _traffic_name(each: StreamTraffic | ReaderTraffic | CacheTraffic) -> str:
+    if isinstance(each, ReaderTraffic):
+        return f"{each.stream} {each.kind} {each.name} {each.identity}"
+    return each.stream
+
+
+_LEVELS: Final = ("root", "stream", "data")
+"""Keys are listed from the top, the oldest first."""
 _ALTERABLE: Final = ("compaction", "deduplication", "offload")
 
 

@@ -132,7 +132,7 @@ async def test_a_watcher_that_takes_nothing_holds_its_credit_and_no_more(
         hosted = node.broker.streams.get(felix.StreamName.parse(NAME))
         assert hosted is not None
         states = node.caches._caches[hosted].serving
-        assert sum(shard._decoded_bytes for shard in states) <= 2 * (4 << 20) + 200_000
+        assert sum(shard._decoded.weight for shard in states) <= 2 * (4 << 20) + 200_000
         peer.send(Credit(0, 1 << 30).encode(), stream)
         await until(lambda: sum(len(frame.body) for frame in peer.frames[stream]) > 150 * 50_000)
 

@@ -1,0 +1,48 @@
+"""Paging: a listing page after page, each beginning behind the last entry of the one before.
+
+Where the next page begins is a name and never a number of entries: what comes or goes meanwhile neither hides an entry nor repeats
+one. A broker of the release before gives no such name for some listings (`next` is empty): there it is asked by number, as it expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from felix.errors import RequestError
+from felix.messages import AnswerT, Request
+
+
+class Asked(Protocol):
+    """Who answers requests: a connection, or a client."""
+
+    async def request(self, request: Request[AnswerT]) -> AnswerT: ...
+
+
+def said_next(page: Any) -> str:
+    """Where the next page begins, as the broker says."""
+    return str(page.next)
+
+
+async def pages(
+    asked: Asked, request: Request[AnswerT], what: str, after: Callable[[AnswerT], str] = said_next
+) -> AsyncIterator[AnswerT]:
+    """Every page of a listing. `what` is the page's field of entries, `after` where the one behind it begins. Raises what asking
+    raises, RequestError where the pages do not go on: a region's broker says what stands in them."""
+    seen = 0
+    while True:
+        page: Any = await asked.request(request)
+        yield page
+        entries = getattr(page, what)
+        seen += len(entries)
+        if not page.more or not entries:
+            return
+        following = after(page)
+        by_number = "skip" in request.__struct_fields__
+        if not (by_number and not following) and following <= request.after:  # type: ignore[attr-defined]
+            raise RequestError(
+                f"{type(request).__name__} was answered with a page that does not go on behind what was listed."
+            )
+        request = msgspec.structs.replace(request, after=following, **({"skip": seen} if by_number else {}))
