@@ -41,6 +41,11 @@ class DocumentWatch:
         self._next.set()
         self._next = asyncio.Event()
 
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds that only a change can bring about. Bound it with a timeout."""
+        while not holds():
+            await self._next.wait()
+
     def close(self) -> None:
         """The broker is about to stop: whoever waits is answered."""
         self._closed = True

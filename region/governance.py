@@ -108,8 +108,6 @@ RELOAD_S: Final = 0.02
 """Documents that the store holds without a leaf get theirs one by one; what allows counts soon after, together."""
 LOG_AGAIN_S: Final = 1.0
 """How soon the leaf of a document is tried again that the audit log did not take."""
-IN_FORCE_LOOK_S: Final = 0.005
-"""How often it is looked whether this broker judges by a new policy."""
 MIRROR_TIMEOUT_S: Final = 10.0
 """How long a put document waits until this broker judges by it."""
 
@@ -841,8 +839,9 @@ class Governance:
         await self._log(document)
         await self._catalog.put_policy(policy.revision, document.encode_file())
         async with asyncio.timeout(MIRROR_TIMEOUT_S):
-            while self._policy is None or self._policy.revision < policy.revision:  # noqa: ASYNC110 - nobody announces it
-                await asyncio.sleep(IN_FORCE_LOOK_S)
+            await self.watch.until(
+                lambda: self._policy is not None and self._policy.revision >= policy.revision
+            )
         return f"Policy revision {policy.revision} of {policy.region} is in force."
 
     async def _put_bundle(self, body: bytes) -> str:
