@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from bridge_mesh import BRIDGE, flight, two_regions, until
+from region_home import make_region
 
 import bridge.agent
 from audit.leaf import Kind
@@ -24,7 +25,10 @@ DAY = 86_400_000
 async def test_an_agent_renews_its_identity_and_what_crosses_goes_on_under_the_bundle_that_is_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("region_home.now_ms", lambda: now_ms() - 10 * DAY)
+    monkeypatch.setattr(
+        "bridge_mesh.make_region",
+        lambda home, region, *, at_ms: make_region(home, region, at_ms=at_ms - 10 * DAY),
+    )
     monkeypatch.setattr(bridge.agent, "RENEW_S", 0.05)
     async with two_regions(tmp_path) as mesh:
         old = issue_identity(mesh.us, load_config(mesh.us.config), "bridge", BRIDGE, now_ms() - 6 * DAY)
