@@ -55,7 +55,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._selector = _Selector(self)
         self._ended: set[str] = set()
         self._begun: list[asyncio.Task[Any]] = []
-        self._to_thread: SimulatedPool | None = None
+        self._to_thread: dict[str, SimulatedPool] = {}
+        """by process: the threads of one that ends go with it"""
         self.set_task_factory(self._make_task)  # type: ignore[arg-type]
 
     # -- time ------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self, executor: Any, func: Any, *args: Any
     ) -> asyncio.Future[Any]:
         if executor is None:
-            executor = self._to_thread = self._to_thread or SimulatedPool(self, TO_THREAD_MAX)
+            executor = self._to_thread.setdefault(_process.get(), SimulatedPool(self, TO_THREAD_MAX))
         assert isinstance(executor, SimulatedPool), "a pool of this runtime"
         return asyncio.wrap_future(executor.submit(func, *args), loop=self)
 

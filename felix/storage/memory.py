@@ -19,6 +19,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
@@ -84,6 +85,19 @@ def _rename(entries: dict[str, _File | _Folder], step: tuple[str, _File | _Folde
         entries[name] = node
 
 
+def _settled(folder: _Folder) -> _Folder:
+    """The same with everything in it durable."""
+    for node in folder.entries.values():
+        if isinstance(node, _Folder):
+            _settled(node)
+        else:
+            node.synced = bytearray(node.data)
+            node.pending.clear()
+    folder.synced = dict(folder.entries)
+    folder.pending.clear()
+    return folder
+
+
 class MemoryDisk:
     """What outlives a process."""
 
@@ -121,6 +135,19 @@ class MemoryDisk:
             size_bytes = self.room_bytes + self._used_bytes()
             self._drop(self._root, random, removals_first)
             self.room_bytes = size_bytes - self._used_bytes()
+
+    def copy(self, folder: Path) -> object:
+        """What a backup of the folder, taken now, has: for `put_back`."""
+        with self._lock:
+            return deepcopy(self.folder(folder))
+
+    def put_back(self, folder: Path, copy: object) -> None:
+        """The process ends, and the folder is as it was when the copy was taken, durably."""
+        with self._lock:
+            self.kill()
+            assert isinstance(copy, _Folder)
+            above, older = self.folder(folder.parent), _settled(deepcopy(copy))
+            above.entries[folder.name] = above.synced[folder.name] = older
 
     def flip(self, path: Path, bit: int) -> None:
         """Change one bit of a file, as it is read and as it is on the disk."""

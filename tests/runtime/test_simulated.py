@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Coroutine
 from random import Random
 from typing import Any
 
 import pytest
 
-from felix.runtime.simulated import SimulatedLoop, StalledError, simulated
+from felix.runtime.real import REAL
+from felix.runtime.simulated import TO_THREAD_MAX, SimulatedLoop, StalledError, simulated
 
 
 def run(seed: int, work: Coroutine[Any, Any, Any], loop: SimulatedLoop | None = None) -> Any:
@@ -107,3 +109,45 @@ def test_a_process_that_ends_does_nothing_more() -> None:
         loop.end("two")
 
     run(1, work(), loop)
+
+
+def test_the_threads_of_a_process_that_ends_go_with_it() -> None:
+    loop = SimulatedLoop(Random(1))
+
+    async def run() -> str:
+        for number in range(TO_THREAD_MAX + 1):
+            with loop.process(f"crashed {number}"):
+                loop.create_task(asyncio.to_thread(str))
+            await asyncio.sleep(0)
+            loop.end(f"crashed {number}")
+        with loop.process("next"):
+            return await loop.create_task(asyncio.to_thread(lambda: "done"))
+
+    assert loop.run_until_complete(run()) == "done"
+    loop.close()
+
+
+@pytest.mark.parametrize("kind", ["thread", "simulated"])
+def test_a_worker_does_its_steps_until_the_last_one(kind: str) -> None:
+    loop = SimulatedLoop(Random(1))
+    runtime = REAL if kind == "thread" else simulated(loop, 0)
+    done: list[int] = []
+    asked = 0
+
+    def step() -> float | None:
+        if len(done) < asked:
+            done.append(len(done))
+        return None if asked < 0 else math.inf
+
+    worker = runtime.worker(step, "counts")
+    worker.start()
+    for asked in (1, 2, 3):
+        worker.wake()
+        assert worker.wait(lambda: len(done) == asked, 30)  # noqa: B023 - called before the next round
+    assert not worker.wait(lambda: False, 0.01)
+    asked = -1
+    worker.wake()
+    worker.join()
+    assert done == [0, 1, 2]
+    assert not worker.wait(lambda: False, 30), "nobody waits for a step that does not come"
+    loop.close()

@@ -14,10 +14,15 @@ from typing import Final
 
 from simulation.mesh_world import MeshWorld
 from simulation.region_world import RegionWorld
+from simulation.restored_world import RestoredWorld
 from simulation.twins import TWINS, caught
 from simulation.world import FailedError, World, simulate_or_explain
 
-WORLDS: Final[dict[str, type[World]]] = {"mesh": MeshWorld, "region": RegionWorld}
+WORLDS: Final[dict[str, type[World]]] = {
+    "mesh": MeshWorld,
+    "region": RegionWorld,
+    "restored": RestoredWorld,
+}
 
 
 def run(name: str, first: int, seeds: int) -> int:

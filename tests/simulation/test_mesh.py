@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from simulation.mesh_world import MeshWorld
+from simulation.restored_world import RestoredWorld
 from simulation.world import simulate, simulate_or_explain
 
 SEEDS = 5
@@ -14,6 +15,14 @@ def test_what_crosses_is_announced_once_in_order_and_evident_whatever_happens() 
         for what, number in simulate_or_explain(seed, MeshWorld).counts.items():
             counts[what] = counts.get(what, 0) + number
     assert counts["starts"] > 4 * SEEDS and counts["crossed"] > 8 * SEEDS
+
+
+def test_a_source_that_lacks_what_crossed_stops_its_link() -> None:
+    counts: dict[str, int] = {}
+    for seed in range(3):
+        for what, number in simulate_or_explain(seed, RestoredWorld).counts.items():
+            counts[what] = counts.get(what, 0) + number
+    assert counts["lost at the source"] and counts["stopped"]
 
 
 def test_a_seed_of_a_mesh_replays_exactly() -> None:

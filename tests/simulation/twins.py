@@ -12,13 +12,16 @@ from typing import Any, Final, NamedTuple
 import pytest
 from simulation.mesh_world import MeshWorld
 from simulation.region_world import RegionWorld
+from simulation.restored_world import RestoredWorld
 from simulation.world import FailedError, World, simulate
 
 from audit import trail
 from audit.trail import Trail
 from audit.wal_disk import Recovery
+from bridge import link_worker
 from felix.storage.memory import MemoryFiles
 from policy.grant import GrantBook, Standing, StandingAction
+from region import ingest
 from region.cache.state import CacheState
 from region.gather import Done, ignore
 from region.log import recovery
@@ -100,6 +103,12 @@ def settle_lightly(self: Recovery, *, settle: Any = Recovery.settle) -> None:
     settle(self)
 
 
+def compare_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Neither side compares the epochs that a source states with those that were read."""
+    for module in (ingest, link_worker):
+        patch.setattr(module, "cut_of", lambda *_: None)
+
+
 def patched(owner: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr(owner, name, value)
 
@@ -147,6 +156,7 @@ TWINS: Final = (
         MeshWorld,
         patched(Recovery, "settle", settle_lightly),
     ),
+    Twin("a source's epochs are compared when a link opens", 5, RestoredWorld, compare_nothing),
     Twin("a revoked grant is none", 6, MeshWorld, patched(GrantBook, "_stand", stand)),
 )
 

@@ -100,6 +100,10 @@ class Host:
             self.crash(power=False)
             self.later(AGAIN_S)
             return
+        except Exception as error:
+            # A mistake, which no other start would do without.
+            self.why = repr(error)
+            raise
         self.why = ""
         self.world.note(f"{self.name} serves")
         self._up.set()
