@@ -26,6 +26,7 @@ app.command("cache", cls=Command)(beside.cache)
 app.command("fairness", cls=Command)(tenants.fairness)
 app.command("slow-consumer", cls=Command)(tenants.slow_consumer)
 app.command("shards", cls=Command)(light.shards)
+app.command("sessions", cls=Command)(light.sessions)
 
 if __name__ == "__main__":
     main(app)

@@ -91,10 +91,13 @@ class ShardsReport(msgspec.Struct, frozen=True, kw_only=True):
         return not self.lost and self.restarted_shards == self.made[-1].shards
 
 
-async def served(pipe: Pipe, home: Path) -> None:
-    """A region's broker on what is in `home`; answers once it serves, and once more when it has stopped as it was told to."""
+async def served(pipe: Pipe, home: Path, sessions: int = 0) -> None:
+    """A region's broker on what is in `home`; answers once it serves, and once more when it has stopped as it was told to. `sessions`:
+    how many it lets in, where that is more than by default."""
     folder = RegionFolder.of(REGION, home)
     config = load_config(folder.config)
+    limits = msgspec.structs.replace(config.limits, sessions=max(sessions, config.limits.sessions))
+    config = msgspec.structs.replace(config, limits=limits)
     node = Node(folder, config)
     await node.start()
     try:

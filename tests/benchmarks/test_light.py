@@ -1,4 +1,4 @@
-"""`python -m benchmarks shards`: a small run finds all that it wrote, and what is missing ends it with exit code 6."""
+"""`python -m benchmarks shards` and `sessions`: a small run finds all that it wrote and made, and what is missing ends it with exit code 6."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import light, shards
+from benchmarks import light, sessions, shards
 from benchmarks.__main__ import app
+from benchmarks.sessions import SessionsPlan, SessionsReport
 from benchmarks.shards import ShardsPlan, ShardsReport, sample_of
 from cli.exits import EXIT_UNRECONCILED
 
@@ -29,6 +30,23 @@ def test_a_small_run_finds_after_a_restart_what_it_wrote(monkeypatch: pytest.Mon
     said = CliRunner().invoke(app, ["shards", "--quick", "--json"])
     assert said.exit_code == EXIT_UNRECONCILED
     assert "7 of 8 shards came back" in said.output
+
+
+def test_a_small_run_of_sessions_has_all_of_them_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(light, "QUICK_SESSIONS", SessionsPlan(sessions=5, sample=2, idle_s=0.1))
+    monkeypatch.setattr(sessions, "SETTLE_S", 0.0)
+    said = CliRunner().invoke(app, ["sessions", "--quick", "--json"])
+    assert said.exit_code == 0, said.output
+    report = msgspec.json.decode(said.stdout, type=SessionsReport)
+    assert (report.opened, report.refused, report.asked, report.unanswered) == (5, "", 2, 0)
+    assert report.bytes_per_session > 0
+    light.print_sessions(report)
+
+    silent = msgspec.structs.replace(report, unanswered=1)
+    monkeypatch.setattr(light, "measure_sessions", lambda *_: silent)
+    said = CliRunner().invoke(app, ["sessions", "--quick", "--json"])
+    assert said.exit_code == EXIT_UNRECONCILED
+    assert "1 of 2 sessions were not answered" in said.output
 
 
 def test_a_sample_is_spread_over_all_streams() -> None:
