@@ -18,6 +18,8 @@ from felix.storage.memory import MemoryDisk, MemoryFiles
 from felix.storage.port import Files
 from region.log.clean_stop import CLEAN_STOP_NAME, save_clean_stop, take_clean_stop
 from region.log.directory import LogDirectory
+from region.log.durability import Durability, Kind
+from region.log.open_logs import OpenLogs
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
 NAME = StreamName.parse("acme/payments/orders")
@@ -166,3 +168,38 @@ async def test_an_epoch_that_was_put_off_begins_with_the_first_append_or_before_
     with pytest.raises(RequestError):
         await shard.begin_epoch(1)
     await directory.close()
+
+
+async def lives(seed: int) -> None:
+    """Shards that sync seldom, in some lives that end in order, by a kill, or with the power: what a start served stays, and so does
+    what was closed in order; of anything else the power may take the end."""
+    random, disk, shards = Random(seed), MemoryDisk(), 3
+    least, most = [0] * shards, [0] * shards
+    settings = ShardSettings(durability=Durability(Kind.INTERVAL, 60_000))
+    for _ in range(6):
+        directory = LogDirectory(DATA, "us-east", files=disk.mount())
+        logs = OpenLogs(random.choice([1, 2, shards]))
+        held: dict[int, ShardLog] = {}
+        for number in range(shards):
+            if random.random() < 0.7:
+                held[number] = shard = await directory.open_shard(
+                    NAME, INCARNATION, number, settings, ShardHooks(open_logs=logs)
+                )
+                assert least[number] <= shard.high_watermark <= most[number], (seed, number)
+                least[number] = most[number] = shard.high_watermark
+        for _ in range(random.randrange(6) if held else 0):
+            number = random.choice(list(held))
+            await held[number].append(batch_of(b"x"))
+            most[number] += 1
+        if random.random() < 0.5:
+            await directory.close()
+            for number in held:
+                least[number] = most[number]
+        disk.kill()
+        if random.random() < 0.5:
+            disk.lose_power(random)
+
+
+async def test_what_a_start_served_stays_however_the_lives_before_it_ended() -> None:
+    for seed in range(40):
+        await lives(seed)
