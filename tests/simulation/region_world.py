@@ -48,11 +48,11 @@ HOST: Final = "broker"
 PORT: Final = 7443
 SERVER_NAME: Final = "b1.us-east.acme"
 FOLDER: Final = Path("/streams")
+RETRIES: Final = Retries(attempts_max=0, interval_ms=50, interval_ms_max=1_000)
+"""A job that is leased again and again to a worker behind a partition is no dead letter here."""
 STREAMS: Final = {
     STREAM: Views(),
-    QUEUE: Views(
-        queue=QueueSettings(visibility_ms=round(VISIBILITY_S * 1000), retries=Retries(interval_ms=50))
-    ),
+    QUEUE: Views(queue=QueueSettings(visibility_ms=round(VISIBILITY_S * 1000), retries=RETRIES)),
     CACHE: Views(cache=CacheSettings()),
 }
 
