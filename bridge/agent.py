@@ -416,7 +416,7 @@ class Agent:
         trail = self.context.open_trail()
         known = await endpoint.connection().request(WitnessedSize(trail.key.name))
         durable = trail.status().durable
-        if isinstance(known, Witnessed) and known.size > durable:
+        if known.size > durable:
             raise CorruptionError(
                 f"{endpoint.region} cosigned {known.size} leaves of the egress log, which has {durable}: it was rolled "
                 "back.",
@@ -427,7 +427,7 @@ class Agent:
         async with self._comparing.setdefault(endpoint.region, asyncio.Lock()):
             sessions = (source.link(), endpoint.link())
             if self._compared.get(endpoint.region) != sessions:
-                if isinstance(known, Witnessed) and known.cosigned:
+                if known.cosigned:
                     await asyncio.to_thread(_require_egress, trail, known, endpoint.region)
                 await check_region_log(endpoint, source, self.config.mesh)
                 await check_region_log(source, endpoint, self.config.mesh)
@@ -567,9 +567,7 @@ class Agent:
             if NamePattern(name).is_exact:
                 if name not in found:
                     with suppress(RequestError):
-                        state = await connection.request(DescribeStream(name))
-                        if isinstance(state, StreamState):
-                            found[name] = state
+                        found[name] = await connection.request(DescribeStream(name))
                 continue
             listed = ListStreams(name[: name.index("*")], "", 100)
             async for page in pages(connection, listed, "streams", lambda page: page.streams[-1].stream):
@@ -691,8 +689,6 @@ class Agent:
             return
         connection = witness.connection()
         answer = await connection.request(WitnessedSize(trail.key.name))
-        if not isinstance(answer, Witnessed):
-            return
         newest = await asyncio.to_thread(trail.publish)
         note = trail.offer(at_least=note_size(newest) if final else answer.size)
         size = note_size(note)
@@ -702,7 +698,7 @@ class Agent:
         if 0 < answer.size < size:
             proof = await asyncio.to_thread(trail.consistency_proof, answer.size, size)
         cosigned = await connection.request(Cosign(note, proof))
-        if isinstance(cosigned, Witnessed) and cosigned.cosigned:
+        if cosigned.cosigned:
             await asyncio.to_thread(trail.add_cosigned, cosigned.cosigned)
             self.context.failpoints.at("cosign")
 

@@ -7,17 +7,15 @@ from audit.origin import region_origin
 from bridge.endpoint import RegionEndpoint
 from bridge.history import require_continued
 from felix.errors import CorruptionError
-from felix.messages import CheckpointAnswer, Cosign, GetCheckpoint, PutCosignature, Witnessed, WitnessedSize
+from felix.messages import Cosign, GetCheckpoint, PutCosignature, Witnessed, WitnessedSize
 
 
 async def check_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: str) -> None:
     """Raises RolledBackError where `witness` cosigned what is not in the log of `of`."""
     known = await _known(of, witness, mesh)
-    if known is None or not known.size:
+    if not known.size:
         return
     answer = await of.connection().request(GetCheckpoint(known.size))
-    if not isinstance(answer, CheckpointAnswer):
-        return
     hint = (
         f"Have {of.region} restore its log's newest copy; nothing crosses until then. Where there is none, "
         "docs/operations.md says how to go on."
@@ -38,24 +36,21 @@ async def check_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: st
 async def cosign_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: str) -> None:
     """Have `witness` cosign what is new in the log of `of`. Raises CorruptionError where it says that the log is another one."""
     known = await _known(of, witness, mesh)
-    if known is None:
-        return
     answer = await of.connection().request(GetCheckpoint(known.size))
-    if not isinstance(answer, CheckpointAnswer) or not answer.size or answer.size == known.size:
+    if not answer.size or answer.size == known.size:
         return
     try:
         cosigned = await witness.connection().request(Cosign(answer.checkpoint, answer.proof))
     except CorruptionError:
         now = await _known(of, witness, mesh)
-        if now is not None and now.size != known.size:
+        if now.size != known.size:
             # The other region's agent brought a checkpoint of the same log meanwhile, so the proof began where the witness no
             # longer stands. The next turn asks from there.
             return
         raise
-    if isinstance(cosigned, Witnessed) and cosigned.cosigned:
+    if cosigned.cosigned:
         await of.connection().request(PutCosignature(cosigned.cosigned))
 
 
-async def _known(of: RegionEndpoint, witness: RegionEndpoint, mesh: str) -> Witnessed | None:
-    answer = await witness.connection().request(WitnessedSize(region_origin(of.region, mesh)))
-    return answer if isinstance(answer, Witnessed) else None
+async def _known(of: RegionEndpoint, witness: RegionEndpoint, mesh: str) -> Witnessed:
+    return await witness.connection().request(WitnessedSize(region_origin(of.region, mesh)))

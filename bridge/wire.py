@@ -103,8 +103,6 @@ class SealedFeed:
                 answer = await link.ask(request)
         except TimeoutError:
             raise _silent("subscription") from None
-        if not isinstance(answer, Subscribed):
-            raise ProtocolError("A subscription was answered with something else.", code=Code.STATE)
         feed.subscribed = answer
         feed._subscription = answer.subscription
         link.claim(answer.subscription, feed)

@@ -17,7 +17,7 @@ from typer.core import TyperArgument, TyperGroup, TyperOption
 from cli.process import read_state
 from cli.setting import choose_region, connect, known_regions, run
 from felix.errors import FelixError
-from felix.messages import DocumentPage, ListDocuments
+from felix.messages import ListDocuments
 from felix.visible import visible
 from region.folder import RegionFolder
 
@@ -180,7 +180,6 @@ def _grants(region: str, _last: str) -> list[str]:
     async def ask() -> list[str]:
         async with asyncio.timeout(ASK_TIMEOUT_S), connect(region) as client:
             page = await client.request(ListDocuments("export"))
-        assert isinstance(page, DocumentPage)
         return sorted(page.documents)
 
     return _asked(region, ask) + sorted(str(path) for path in Path().glob("*.grant"))

@@ -38,7 +38,7 @@ from cli.setting import connect, run
 from felix.address import Address
 from felix.errors import FelixError, RequestError
 from felix.identity_file import load_identity
-from felix.messages import Done, PutDocument
+from felix.messages import PutDocument
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
@@ -209,7 +209,6 @@ async def _govern(source: RegionFolder, destination: RegionFolder) -> str:
         document = sign_policy(policy, load_signing_key(folder.policy_key).private_key)
         async with connect(region) as client:
             answer = await client.request(PutDocument("policy", document.encode_file()))
-            assert isinstance(answer, Done)
             note(f"{region}: {answer.note}")
             if region == SOURCE:
                 for name in (GRANTED, UNGRANTED):

@@ -11,7 +11,7 @@ import typer
 from cli.output import lines, out, print_json, styled, table, write_data
 from cli.setting import JsonOption, RegionOption, choose_region, connect, folder_of, read_file, run
 from felix.errors import Code, RequestError
-from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
+from felix.messages import ListDocuments, PutDocument
 from keys.key_file import load_signing_key
 from policy.residency import ExportRule, ImportRule, ResidencyPolicy, Where, parse_policy, sign_policy
 from policy.signed import SignedDocument
@@ -55,7 +55,6 @@ def apply(file: File, region: RegionOption = "") -> None:
 async def _put(region: str, document: SignedDocument) -> str:
     async with connect(region) as client:
         answer = await client.request(PutDocument("policy", document.encode_file()))
-        assert isinstance(answer, Done)
         return answer.note
 
 
@@ -63,7 +62,6 @@ async def fetch_policy(region: str) -> ResidencyPolicy:
     """The policy in force. Raises RequestError(RESIDENCY_DENIED) where there is none."""
     async with connect(region) as client:
         answer = await client.request(ListDocuments("policy"))
-    assert isinstance(answer, DocumentPage)
     if not answer.documents:
         raise RequestError(
             f"{choose_region(region)} has no residency policy in force, and an empty policy allows nothing.",

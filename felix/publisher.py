@@ -1062,11 +1062,6 @@ class Publisher:
                 answer = await link.ask(
                     OpenPublisher(str(self.stream), self.acks, self._made_as), stream_id=stream_id
                 )
-                if not isinstance(answer, PublisherOpened):
-                    raise RequestError(
-                        f"The broker answered an OpenPublisher with {type(answer).__name__}.",
-                        code=Code.PROTOCOL,
-                    )
                 self._stand_on(link, stream_id, answer)
                 return
             except UnavailableError as error:

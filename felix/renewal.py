@@ -25,7 +25,7 @@ from felix.expiry import Life, Stage, stage_of, until_text
 from felix.files import PUBLIC, replace_file
 from felix.identity import Identity, TrustAnchor, TrustBundle, verify_chain
 from felix.identity_file import load_identity, save_identity
-from felix.messages import IdentityRenewed, RenewIdentity
+from felix.messages import RenewIdentity
 from felix.profile import identity_files, load_credentials
 from felix.tasks import end_tasks
 
@@ -50,10 +50,6 @@ async def request_renewal(
     key = identity.private_key if same_key else ec.generate_private_key(ec.SECP256R1())
     csr = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, SHA256())
     answer = await connection.request(RenewIdentity(csr.public_bytes(serialization.Encoding.DER)))
-    if not isinstance(answer, IdentityRenewed):
-        raise RequestError(
-            f"The broker answered a RenewIdentity with {type(answer).__name__}.", code=Code.PROTOCOL
-        )
     who = identity.spiffe_id
     renewed = Identity(who, answer.chain_pem, key)
     verify_chain(

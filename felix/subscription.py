@@ -430,10 +430,7 @@ class Feed:
         self._stand_on(link, answer)
 
     async def _describe(self, link: Link) -> StreamState:
-        state = await link.ask(DescribeStream(str(self.stream)))
-        if not isinstance(state, StreamState):
-            raise protocol_breach(f"The broker answered a DescribeStream with {type(state).__name__}.")
-        return state
+        return await link.ask(DescribeStream(str(self.stream)))
 
     async def _step_back(self, link: Link) -> None:
         """The log ends before where the consumer stands: it lost its end in a crash. Go on from where it ends now; an
@@ -458,10 +455,7 @@ class Feed:
             self._grant,
         )
         self._generation += 1
-        answer = await link.ask(request)
-        if not isinstance(answer, Subscribed):
-            raise protocol_breach(f"The broker answered a Subscribe with {type(answer).__name__}.")
-        return answer
+        return await link.ask(request)
 
     def _stand_on(self, link: Link, answer: Subscribed) -> None:
         self._left = False
