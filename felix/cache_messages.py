@@ -8,8 +8,6 @@ A *version* is the offset of the record that wrote the value, plus one: 0 is the
 A *ttl* in a call: DEFAULT_TTL is what the cache was made with, 0 without end. In a reply: ms left, 0 without end.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Final
 
 import msgspec

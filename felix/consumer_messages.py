@@ -4,8 +4,6 @@ Ranges are flat lists of offsets: first, next, first, next (felix.ranges). `gene
 meant: a new one with every assignment, greater than all before it, also over restarts of the broker. docs/wire.md has the rules.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Final
 
 import msgspec

@@ -6,8 +6,6 @@ kind of message is a protocol error. Bodies of signed documents are opaque bytes
 verifies them (policy/, keys/, audit/).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Generic, TypeVar, Union, get_args
 

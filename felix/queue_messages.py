@@ -4,8 +4,6 @@ Jobs go out in REPLY frames, as the answer to a lease or as an event under a gra
 (`Held`): shard, first offset, how many, and the token of their leases. Times in ms, sizes in bytes. Pure.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Final
 
 import msgspec

@@ -8,8 +8,6 @@ setting, what it was and what is allowed.
 Invariants: a stream is at most one of queue and cache; a cache is compacted; what is compacted is not offloaded.
 """
 
-from __future__ import annotations
-
 from typing import Final, TypeVar
 
 import msgspec

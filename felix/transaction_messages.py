@@ -3,8 +3,6 @@
 A transaction is named by 16 bytes that its client draws at random. Every call may be asked again after a lost answer.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Final
 
 import msgspec
