@@ -66,8 +66,12 @@ def raise_files_limit() -> int:
     """Let this process open as many files as the system lets it (the soft limit of a shell is 1,024 as a rule); how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard if hard != resource.RLIM_INFINITY else 1 << 20
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):
+            # Some systems call the hard limit unlimited, and let nobody have it.
+            return soft
+    return hard if hard != resource.RLIM_INFINITY else OPEN_LOGS_MAX * FILES_PER_LOG + OTHER_FILES
 
 
 def logs_max_of(files_max: int) -> int:

@@ -13,8 +13,9 @@ import pytest
 from felix.batch import Batch, NewRecord, encode_batch
 from felix.errors import UnavailableError
 from felix.storage.disk import DiskFiles
+from region.log import open_logs
 from region.log.disk import DiskLog, Frame
-from region.log.open_logs import OPEN_LOGS_MAX, OpenLogs, logs_max_of
+from region.log.open_logs import OPEN_LOGS_MAX, OpenLogs, logs_max_of, raise_files_limit
 from region.log.segment import ShardIdentity
 
 EPOCH = 1
@@ -102,6 +103,24 @@ def test_a_process_with_too_many_files_open_refuses_a_write_and_goes_on_later(tm
         a.write([frame_at(0)], 1)
         a.sync()
         assert a.end_offset == a.synced_offset == 1
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one_where_the_system_lets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = [1_024, 4_096]
+    monkeypatch.setattr(open_logs.resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(open_logs.resource, "setrlimit", lambda _, wanted: limits.__setitem__(0, wanted[0]))
+    assert raise_files_limit() == limits[0] == 4_096
+
+    def refused(*_: object) -> None:
+        raise ValueError
+
+    limits[:] = [1_024, open_logs.resource.RLIM_INFINITY]
+    monkeypatch.setattr(open_logs.resource, "setrlimit", refused)
+    assert raise_files_limit() == 1_024
+    limits[0] = limits[1]
+    assert logs_max_of(raise_files_limit()) == OPEN_LOGS_MAX
 
 
 def test_the_bound_leaves_files_for_all_else() -> None:
