@@ -15,6 +15,7 @@ from attacks import world_logs
 from audit.leaf import LEAF_COLUMNS, Leaf, Side, leaf_row
 from audit.spark import exceptions, register
 from audit.spark.agreements import _NAMES, LogDocuments, signed_frames
+from audit.spark.begun_again import BEGUN_AGAIN
 
 _ASKED: Final = frozenset(
     [
@@ -90,7 +91,8 @@ class Logs:
 
         schema = to_arrow_schema(StructType.fromDDL(SCHEMA), timezone="UTC")
         rows = spark.createDataFrame(pa.Table.from_pylist(self._rows, schema=schema))
-        leaves = register.prepare(rows).localCheckpoint()
+        # One log each and one side: nothing is announced again that another log could have an answer to.
+        leaves = register.prepare(rows).selectExpr("*", f"false AS {BEGUN_AGAIN}").localCheckpoint()
         signed = signed_frames(spark, self._terms, self._revocations, {})
         story = spark.createDataFrame(self._story, "log string, leaf_index bigint, sentence string")
         found: Breaches = defaultdict(set)
