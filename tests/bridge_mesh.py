@@ -154,6 +154,27 @@ def found_regions(home: Path, at_ms: int) -> tuple[RegionFolder, RegionFolder]:
     return us, eu
 
 
+def mesh_terms(now: int, **changes: Any) -> GrantTerms:
+    """Terms between the mesh's two regions, valid for an hour from a minute ago on."""
+    fields: dict[str, Any] = {
+        "stream": STREAM,
+        "from_region": "us-east",
+        "to_region": "eu-west",
+        "bridge": f"spiffe://us-east.acme/bridge/{BRIDGE}",
+        "purpose": "analytics",
+        "basis": Basis.SCC,
+        "reference": "SCC-2026-014",
+        "exporter": "Acme Inc",
+        "importer": "Acme Ltd",
+        "owner": "flight operations",
+        "drawn_up_by": "spiffe://us-east.acme/operator/operator",
+        "not_before": now - 60_000,
+        "expires": now + 3_600_000,
+        "transform": build_spec(pseudonymize=["tailnum"], drop=["hour", "minute"]),
+    }
+    return GrantTerms(**{**fields, **changes})
+
+
 @dataclass
 class Mesh:
     """Both regions' folders and brokers. `ports` stay the same over restarts."""
@@ -226,23 +247,7 @@ class Mesh:
         await self.put(region, "policy", sign_policy(policy, self.key(region)))
 
     def terms(self, **changes: Any) -> GrantTerms:
-        fields: dict[str, Any] = {
-            "stream": STREAM,
-            "from_region": "us-east",
-            "to_region": "eu-west",
-            "bridge": f"spiffe://us-east.acme/bridge/{BRIDGE}",
-            "purpose": "analytics",
-            "basis": Basis.SCC,
-            "reference": "SCC-2026-014",
-            "exporter": "Acme Inc",
-            "importer": "Acme Ltd",
-            "owner": "flight operations",
-            "drawn_up_by": "spiffe://us-east.acme/operator/operator",
-            "not_before": self.now_ms() - 60_000,
-            "expires": self.now_ms() + 3_600_000,
-            "transform": build_spec(pseudonymize=["tailnum"], drop=["hour", "minute"]),
-        }
-        return GrantTerms(**{**fields, **changes})
+        return mesh_terms(self.now_ms(), **changes)
 
     def sign_grant(self, **changes: Any) -> tuple[ExportGrant, SignedDocument, SignedDocument]:
         """Both halves, not put anywhere."""

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridge_mesh import Mesh, two_regions
+from bridge_mesh import mesh_terms, two_regions
 from rogue_agent import Wild, granted, rogue_agent
 
 from felix.batch import Buffer
 from felix.errors import Code
+from felix.runtime.real import now_ms
 from policy.inspection import Inspection, OutsideTermsError
 from policy.transform import VALUES_MAX, TransformSpec, Withheld, compile_transform, decode_json
 from region.inspected import STEP_BYTES, Steps, inspect
@@ -41,7 +42,7 @@ COSTLY = {
 
 @pytest.fixture
 def inspection(tmp_path: Path) -> Inspection:
-    return Inspection(Mesh.terms(None, transform=TransformSpec()))  # type: ignore[arg-type]
+    return Inspection(mesh_terms(now_ms(), transform=TransformSpec()))
 
 
 def not_to_be_decoded(data: object) -> object:

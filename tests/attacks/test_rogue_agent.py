@@ -14,12 +14,13 @@ from random import Random
 import msgspec
 import pytest
 from attacks.terms_oracle import OracleTerms, Sent, draw_terms, lets_cross, mutate, sound_record
-from bridge_mesh import Mesh, two_regions
+from bridge_mesh import Mesh, mesh_terms, two_regions
 from rogue_agent import Wild, granted, rogue_agent
 
 from audit.leaf import Kind, iter_entries
 from felix.errors import Code, FelixError
 from felix.names import StreamName
+from felix.runtime.real import now_ms
 from policy.inspection import Inspection
 from policy.terms import GrantTerms
 from policy.transform import Action, Encoding, FieldRule, Format, KeyRule, Missing, TransformSpec
@@ -94,7 +95,7 @@ def with_terms(base: GrantTerms, terms: OracleTerms) -> GrantTerms:
 
 @pytest.fixture
 def grant_terms(tmp_path: Path) -> GrantTerms:
-    return Mesh.terms(None, transform=TransformSpec())  # type: ignore[arg-type]
+    return mesh_terms(now_ms(), transform=TransformSpec())
 
 
 async def test_the_destination_and_the_oracle_decide_alike_over_the_wire(

