@@ -43,7 +43,7 @@ EXCHANGES = frozenset(
     }
 )
 VALUES: dict[str, Any] = {
-    "stream": STREAM, "grant": GRANT, "from_region": "us-east", "links": [], "name": "n", "identity": "i", "rights": [],
+    "stream": STREAM, "grant": GRANT, "from_region": "us-east", "source": "us-east", "destination": "eu-west", "links": [], "name": "n", "identity": "i", "rights": [],
     "scope": "tenant", "limits": QuotaLimits(), "unset": [], "namespace": "acme/ops", "settings": NamespaceSettings(),
     "kind": "export", "body": b"x", "level": "data", "subscription": 1, "change": SubscriptionChange(), "shard": 0,
     "shards": 1, "incarnation": b"i" * 16, "epoch": 1, "transfer_key": b"k", "signature": b"s", "key": b"k" * 16,

@@ -179,6 +179,12 @@ def test_an_update_signed_by_a_trusted_key_may_name_logs_of_new_bridges() -> Non
     assert changes_of(bundle(), first) == []
 
 
+def test_two_keys_for_the_same_checkpoints_are_refused_in_any_bundle() -> None:
+    both = bundle(issued_ms=NOW + 1, audit_keys=(LOG, AuditKey(LOG.name, "log", OTHER)))
+    with pytest.raises(RequestError, match=r"two keys of eu-west\.acme/ingress for the same checkpoints"):
+        check_update(bundle(), sign_bundle(both, POLICY))
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -190,7 +196,15 @@ def test_an_update_signed_by_a_trusted_key_may_name_logs_of_new_bridges() -> Non
         ({"jurisdiction": "CN"}, "another jurisdiction"),
         ({"audit_keys": ()}, "no key eu-west.acme/ingress any more"),
         ({"audit_keys": (AuditKey(LOG.name, "log", OTHER),)}, "no key eu-west.acme/ingress any more"),
-        ({"audit_keys": (LOG, AuditKey(LOG.name, "log", OTHER))}, "one more key eu-west.acme/ingress"),
+        (
+            {
+                "audit_keys": (
+                    msgspec.structs.replace(LOG, to_size=10),
+                    AuditKey(LOG.name, "log", OTHER, from_size=10),
+                )
+            },
+            "one more key eu-west.acme/ingress",
+        ),
         ({"audit_keys": (LOG, AuditKey("eu-west.acme/witness", "cosigner", OTHER))}, "the new witness"),
     ],
 )
