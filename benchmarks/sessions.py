@@ -19,10 +19,10 @@ from typing import Any, Final
 import msgspec
 
 from benchmarks.process_use import ProcessUse
-from benchmarks.shards import ENGINE, SETTLE_S, WHOLE_TIMEOUT_S, found, sample_of, served
+from benchmarks.shards import ENGINE, SETTLE_S, WHOLE_TIMEOUT_S, idle_use, sample_of, served
 from cli.benchmark.measurement import Machine, machine
 from cli.benchmark.processes import Processes, next_message
-from cli.benchmark.roles import bench_client
+from cli.benchmark.roles import bench_client, found_bench_region
 from felix.errors import FelixError
 from region.places import OPERATORS_PART
 
@@ -116,7 +116,7 @@ def measure_sessions(
         Processes(begun + WHOLE_TIMEOUT_S, what="The measurement of sessions") as processes,
     ):
         home = Path(name)
-        found(home)
+        found_bench_region(home)
         broker = processes.start(served, home, plan.sessions * (OPERATORS_PART + 1) // OPERATORS_PART)
         processes.answer(broker)
         pid = processes.pid_of(broker)
@@ -125,11 +125,10 @@ def measure_sessions(
         said(f"{plan.sessions} sessions are opened")
         users = processes.start(clients, home, plan.sessions)
         opened: Opened = processes.answer(users)
-        time.sleep(SETTLE_S)
-        full, at = ProcessUse.of(pid), time.monotonic()
+        full = ProcessUse.of(pid)
         said(f"{opened.count} sessions do nothing")
-        time.sleep(plan.idle_s)
-        idle, elapsed = ProcessUse.of(pid), time.monotonic() - at
+        wakeups, cpu_share = idle_use(pid, plan.idle_s)
+        idle = ProcessUse.of(pid)
         asked = min(plan.sample, opened.count)
         users.send(Ask(asked))
         unanswered: int = processes.answer(users)
@@ -142,8 +141,8 @@ def measure_sessions(
         open_cpu_s=full.cpu_s - empty.cpu_s,
         refused=opened.refused,
         bytes_per_session=(idle.private_bytes - empty.private_bytes) / max(1, opened.count),
-        wakeups_per_s=(idle.wakeups - full.wakeups) / elapsed,
-        idle_cpu_share=(idle.cpu_s - full.cpu_s) / elapsed,
+        wakeups_per_s=wakeups,
+        idle_cpu_share=cpu_share,
         asked=asked,
         unanswered=unanswered,
     )

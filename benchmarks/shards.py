@@ -20,15 +20,11 @@ import msgspec
 import felix
 from benchmarks.process_use import ProcessUse
 from cli.benchmark.measurement import Machine, machine
-from cli.benchmark.processes import HOST, Processes, next_message
-from cli.benchmark.roles import REGION, bench_client
-from felix.address import Address
+from cli.benchmark.processes import Processes, next_message
+from cli.benchmark.roles import REGION, bench_client, found_bench_region, serving
 from felix.errors import FelixError
-from felix.runtime.real import now_ms
-from region.bootstrap import found_region, write_profile
 from region.config import load_config
 from region.folder import RegionFolder
-from region.node import Node
 
 STEPS: Final = 4
 """Parts that the making is timed in."""
@@ -98,30 +94,10 @@ async def served(pipe: Pipe, home: Path, sessions: int = 0) -> None:
     config = load_config(folder.config)
     limits = msgspec.structs.replace(config.limits, sessions=max(sessions, config.limits.sessions))
     config = msgspec.structs.replace(config, limits=limits)
-    node = Node(folder, config)
-    await node.start()
-    try:
-        write_profile(folder, config.region, config.mesh, node.address)
+    async with serving(folder, config):
         pipe.send(None)
         await next_message(pipe)
-    finally:
-        await node.stop()
     pipe.send(None)
-
-
-def found(home: Path) -> None:
-    """A region for the measurement."""
-    found_region(
-        RegionFolder.of(REGION, home),
-        region=REGION,
-        mesh="bench",
-        country="XX",
-        jurisdiction="XX",
-        entity="benchmark",
-        listen=Address(HOST, 0),
-        health=None,
-        now_ms=now_ms(),
-    )
 
 
 def measure_shards(
@@ -137,16 +113,16 @@ def measure_shards(
         Processes(begun + WHOLE_TIMEOUT_S, what="The measurement of shards") as processes,
     ):
         home = Path(name)
-        found(home)
+        found_bench_region(home)
         first = _start(processes, home)
         pid = processes.pid_of(first)
         said("an empty broker does nothing")
-        empty_wakeups, _ = _idle(pid, plan.idle_s)
+        empty_wakeups, _ = idle_use(pid, plan.idle_s)
         empty = ProcessUse.of(pid)
         made, refused = asyncio.run(_make_all(home, plan.shards, pid, said))
         count = made[-1].shards
         said(f"{count} shards do nothing")
-        wakeups, cpu_share = _idle(pid, plan.idle_s)
+        wakeups, cpu_share = idle_use(pid, plan.idle_s)
         idle = ProcessUse.of(pid)
         sample = sample_of(count, plan.sample)
         asyncio.run(_write(home, sample, "before"))
@@ -198,7 +174,7 @@ def _start(processes: Processes, home: Path) -> Any:
     return pipe
 
 
-def _idle(pid: int, seconds: float) -> tuple[float, float]:
+def idle_use(pid: int, seconds: float) -> tuple[float, float]:
     """Wake-ups per second, and the share of one processor, of a broker that nobody asks anything."""
     time.sleep(SETTLE_S)
     before, at = ProcessUse.of(pid), time.monotonic()

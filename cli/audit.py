@@ -161,13 +161,15 @@ def verify(
     for path in choose_logs(logs, "" if every else region or preferred_region()):
         require_log(path)
         report = verify_one(path, trust, cosignatures, notes)
-        if _awaits_cosignatures(path, report, trust, cosignatures) and now_ms() < until_ms:
-            note(
-                f"{report.origin} is not cosigned yet; waiting up to {wait}: regions do it every few seconds."
-            )
-            while _awaits_cosignatures(path, report, trust, cosignatures) and now_ms() < until_ms:
-                time.sleep(COSIGNATURE_POLL_S)
-                report = verify_one(path, trust, cosignatures, notes)
+        told = False
+        while _awaits_cosignatures(path, report, trust, cosignatures) and now_ms() < until_ms:
+            if not told:
+                note(
+                    f"{report.origin} is not cosigned yet; waiting up to {wait}: regions do it every few seconds."
+                )
+                told = True
+            time.sleep(COSIGNATURE_POLL_S)
+            report = verify_one(path, trust, cosignatures, notes)
         reports.append((path, report))
     if json:
         print_json(

@@ -13,7 +13,6 @@ import asyncio
 import logging
 from collections.abc import Iterable
 from hashlib import sha256
-from operator import itemgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -22,8 +21,9 @@ import msgspec
 from audit.checkpoint import note_size
 from audit.document_disk import keep_document
 from audit.document_leaf import read_document
-from audit.leaf import Kind, Leaf, decode_leaf, read_header
-from audit.tile import TileHashes, read_entries
+from audit.leaf import Buffer, Kind, Leaf, decode_leaf, read_header
+from audit.merkle import TILE_WIDTH
+from audit.tile import Files, TileHashes, read_entries
 from audit.trail import Trail
 from felix.errors import FelixError
 from felix.storage.small_file import read_file, replace_durably
@@ -78,19 +78,13 @@ class DocumentLog:
     def forgotten(self, known: Iterable[bytes]) -> list[bytes]:
         """The documents of this log that last and are not among `known`, oldest first. Blocks."""
         digests = {sha256(document).digest() for document in known}
+        missing = {index for digest, index in self._lasting.items() if digest not in digests}
         files, size = self._trail.files, note_size(self._trail.publish())
         found = []
-        for digest, index in sorted(self._lasting.items(), key=itemgetter(1)):
-            if digest not in digests:
-                try:
-                    ((_, data),) = read_entries(files, index, index + 1, size)
-                    document = read_document(decode_leaf(data).header, files)
-                except FelixError as error:
-                    log.error("the document of leaf %d cannot be read: %s", index, error)
-                    continue
-                if document is None:
-                    log.error("the document of leaf %d is not beside the log", index)
-                else:
+        # Each bundle of leaves once, however many of its documents are asked for.
+        for number in sorted({index // TILE_WIDTH for index in missing}):
+            for index, data in read_entries(files, number * TILE_WIDTH, (number + 1) * TILE_WIDTH, size):
+                if index in missing and (document := _document(data, index, files)) is not None:
                     found.append(document)
         return found
 
@@ -131,6 +125,18 @@ class DocumentLog:
             snapshot = _Snapshot(size, last, sorted(logged.documents), logged.lasting)
             replace_durably(files, self._path, msgspec.msgpack.encode(snapshot))
             self._saved_to = size
+
+
+def _document(leaf: Buffer, index: int, files: Files) -> bytes | None:
+    """A leaf's document; None, and a line in the log, where it cannot be had."""
+    try:
+        document = read_document(decode_leaf(leaf).header, files)
+    except FelixError as error:
+        log.error("the document of leaf %d cannot be read: %s", index, error)
+        return None
+    if document is None:
+        log.error("the document of leaf %d is not beside the log", index)
+    return document
 
 
 def _read(trail: Trail, logged: _Logged, start: int, size: int) -> None:

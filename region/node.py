@@ -284,7 +284,8 @@ class Node:
         remembered = await asyncio.to_thread(memory.load)
         logged = await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged")
         # Where store and copies come from a backup, the audit log still knows what was forbidden since.
-        remembered.documents.extend(await asyncio.to_thread(logged.forgotten, remembered.every()))
+        forgotten = await asyncio.to_thread(logged.forgotten, remembered.every())
+        remembered = remembered._replace(documents=[*remembered.documents, *forgotten])
         governance = Governance(
             broker, catalog, mirror, keyring, trail, witness, own,
             lambda: pinned_bundles(folder),

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 BEGUN_AGAIN: Final = "begun_again"
 """Column: the leaf covers offsets from which another grant began later, and no log has an answer to it."""
+COVERS: Final = (
+    "side = 'egress' AND kind IN ('INTENT', 'WITHHELD', 'GAP') AND first_offset IS NOT NULL "
+    "AND NOT (kind = 'GAP' AND gap <=> 'truncation')"
+)
+"""SQL: the leaf accounts for source offsets. A truncation says of some that were accounted for that the source lost them afterwards."""
 FOLLOWED: Final = "followed"
 """Column: another grant took over the leaf's shard later."""
 
@@ -32,8 +37,7 @@ def mark(leaves: DataFrame) -> DataFrame:
             SELECT {SHARD}, envelope_sha256, log, leaf_index, first_offset, grant_id,
                    grant_id <> lag(grant_id) OVER (PARTITION BY {SHARD} ORDER BY leaf_index) AS begins
             FROM {{leaves}}
-            WHERE side = 'egress' AND kind IN ('INTENT', 'WITHHELD', 'GAP') AND first_offset IS NOT NULL
-                  AND NOT (kind = 'GAP' AND gap <=> 'truncation')
+            WHERE {COVERS}
         ),
         judged AS (
             SELECT *, min(CASE WHEN begins THEN first_offset END) {later} AS next_begins FROM covering

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Final
 from audit.crossed import CROSSED_BEFORE
 from audit.leaf import GapKind
 from audit.origin import Origin
-from audit.spark.begun_again import BEGUN_AGAIN, FOLLOWED
+from audit.spark.begun_again import BEGUN_AGAIN, COVERS, FOLLOWED
 from audit.spark.shard_key import SHARD, SHARD_KEY, same
 from audit.spark.table import Column, Type
 
@@ -321,8 +321,7 @@ def places(leaves: DataFrame, unlike: DataFrame) -> DataFrame:
 def _covered(leaves: DataFrame) -> DataFrame:
     """Egress leaves that cover source offsets, each with how far the ones before it reach.
 
-    A truncation covers nothing: it says of offsets that were accounted for that the source lost them afterwards. Nor does what
-    another grant announced again.
+    What another grant announced again covers nothing any more.
     """
     before = f"""OVER (PARTITION BY {SHARD} ORDER BY first_offset, last_offset, leaf_index
                        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)"""
@@ -333,8 +332,7 @@ def _covered(leaves: DataFrame) -> DataFrame:
                max(CASE WHEN kind = 'GAP' THEN last_offset END) {before} AS missing,
                last(grant_id, true) {before} AS grant_before
         FROM {{leaves}}
-        WHERE side = 'egress' AND kind IN ('INTENT', 'WITHHELD', 'GAP') AND first_offset IS NOT NULL
-              AND NOT (kind = 'GAP' AND gap <=> 'truncation') AND NOT {BEGUN_AGAIN}
+        WHERE {COVERS} AND NOT {BEGUN_AGAIN}
         """,  # noqa: S608
         leaves=leaves,
     )

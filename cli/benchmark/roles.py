@@ -123,8 +123,8 @@ Command = Prepare | Load | Collect | Release
 # the broker
 
 
-async def broker(pipe: Pipe, home: Path, engine: str) -> None:
-    """Found a region in `home`, serve it until the parent is done. Answers once it serves."""
+def found_bench_region(home: Path) -> RegionFolder:
+    """Found the region of a measurement in `home`."""
     folder = RegionFolder.of(REGION, home)
     found_region(
         folder,
@@ -137,15 +137,27 @@ async def broker(pipe: Pipe, home: Path, engine: str) -> None:
         health=None,
         now_ms=now_ms(),
     )
-    config: RegionConfig = msgspec.structs.replace(load_config(folder.config), engine=engine)
+    return folder
+
+
+@asynccontextmanager
+async def serving(folder: RegionFolder, config: RegionConfig) -> AsyncIterator[None]:
+    """The region's broker, and a profile that finds it, until the block ends."""
     node = Node(folder, config)
     await node.start()
     try:
         write_profile(folder, config.region, config.mesh, node.address)
-        pipe.send(None)
-        await until_parent_is_done(pipe)
+        yield
     finally:
         await node.stop()
+
+
+async def broker(pipe: Pipe, home: Path, engine: str) -> None:
+    """Found a region in `home`, serve it until the parent is done. Answers once it serves."""
+    folder = found_bench_region(home)
+    async with serving(folder, msgspec.structs.replace(load_config(folder.config), engine=engine)):
+        pipe.send(None)
+        await until_parent_is_done(pipe)
 
 
 @asynccontextmanager

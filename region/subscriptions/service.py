@@ -64,7 +64,7 @@ LABELLED_MAX: Final = 100
 MIRROR_S: Final = 10.0
 
 
-class _Shelves:
+class _Loaded:
     """What is loaded for one incarnation of a stream."""
 
     __slots__ = ("by_name", "loading", "stores", "stream")
@@ -83,7 +83,7 @@ class SubscriptionService:
         self._broker = broker
         self._catalog = catalog
         self._mirror = mirror
-        self._held: dict[StreamName, _Shelves] = {}
+        self._held: dict[StreamName, _Loaded] = {}
         self._generation = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._unfollow: Callable[[], None] | None = None
@@ -143,11 +143,11 @@ class SubscriptionService:
     def _definitions(self, name: StreamName) -> Iterator[records.Subscription]:
         return iter(list(self._mirror.subscriptions_of(str(name)).values()))
 
-    async def _load(self, stream: HostedStream) -> _Shelves:
+    async def _load(self, stream: HostedStream) -> _Loaded:
         """Everything that is defined for the stream, ready to be used. Raises what opening the journals raises."""
         held = self._held.get(stream.name)
         if held is None or held.stream is not stream:
-            held = self._held[stream.name] = _Shelves(stream)
+            held = self._held[stream.name] = _Loaded(stream)
             stream.closing.append(lambda held=held: self._close_stream(held))  # type: ignore[misc]
         async with held.loading:
             defined = {definition.name: definition for definition in self._definitions(stream.name)}
@@ -165,7 +165,7 @@ class SubscriptionService:
                     known.alter(definition)
         return held
 
-    async def _open_stores(self, held: _Shelves) -> None:
+    async def _open_stores(self, held: _Loaded) -> None:
         stream = held.stream
         made: list[SubscriptionStore] = []
         for number in range(stream.shard_count):
@@ -186,7 +186,7 @@ class SubscriptionService:
             made.append(store)
         held.stores = made
 
-    async def _take(self, held: _Shelves, definition: records.Subscription) -> None:
+    async def _take(self, held: _Loaded, definition: records.Subscription) -> None:
         """Give a definition its place; its first positions are durable once this returns."""
         stream = held.stream
         if definition.incarnation != stream.record.incarnation:
@@ -210,7 +210,7 @@ class SubscriptionService:
 
     # -- trouble and endings ---------------------------------------------------------------------------
 
-    def _lost(self, held: _Shelves, error: FelixError) -> None:
+    def _lost(self, held: _Loaded, error: FelixError) -> None:
         """The store is reloading its journal; consumers must reconnect."""
         again = UnavailableError(
             f"A position of {held.stream.name} could not be written: {error.sentence}",
@@ -221,12 +221,12 @@ class SubscriptionService:
         for subscription in held.by_name.values():
             subscription.dismiss(again)
 
-    def _landed(self, held: _Shelves, subscription: bytes, count: int) -> None:
+    def _landed(self, held: _Loaded, subscription: bytes, count: int) -> None:
         for each in held.by_name.values():
             if each.id == subscription:
                 each.buried(count)
 
-    async def _drop(self, held: _Shelves, subscription: DurableSubscription) -> None:
+    async def _drop(self, held: _Loaded, subscription: DurableSubscription) -> None:
         held.by_name.pop(subscription.definition.name, None)
         subscription.dismiss(
             RequestError(
@@ -238,7 +238,7 @@ class SubscriptionService:
         for store in held.stores:
             store.drop(subscription.id, ignore)
 
-    async def _close_stream(self, held: _Shelves) -> None:
+    async def _close_stream(self, held: _Loaded) -> None:
         gone = RequestError(f"The stream {held.stream.name} was deleted.", code=Code.NOT_FOUND)
         leaving = UnavailableError(
             "The broker is shutting down.", code=Code.SHUTTING_DOWN, retry_after_ms=500
