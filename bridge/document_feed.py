@@ -18,8 +18,8 @@ from typing import Final
 from bridge.document_sync import Documents, list_documents
 from bridge.endpoint import RegionEndpoint
 from felix.connection import RegionConnection
-from felix.errors import FelixError, RequestError
-from felix.messages import DocumentPage, ListDocuments
+from felix.errors import FelixError
+from felix.messages import ListDocuments
 from felix.pace import Pace
 from felix.runtime.port import Runtime
 
@@ -100,8 +100,5 @@ class DocumentFeed:
 
 async def _next_revision(connection: RegionConnection, known: bytes) -> bytes:
     """Another revision than is known, as soon as there is one; the same one after WAIT_MS. Raises what the region refuses it
-    with, UnavailableError, RequestError."""
-    page = await connection.request(ListDocuments("deny", "", 1, known, WAIT_MS))
-    if not isinstance(page, DocumentPage):
-        raise RequestError("A question for new documents was answered with something else.")
-    return page.revision
+    with, UnavailableError."""
+    return (await connection.request(ListDocuments("deny", "", 1, known, WAIT_MS))).revision
