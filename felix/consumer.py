@@ -15,7 +15,9 @@ Invariants:
 - what is held and not handed out never passes `credit_bytes`;
 - records of one shard come in the order of their offsets, apart from those that are redelivered (`attempt` above 1, or after the shard
   changed hands);
-- `ack` returns True once the acknowledgement is durable, False where it did not count: then the record is redelivered;
+- `ack` returns True once the acknowledgement is durable, False where it did not count, or where the connection was lost before the
+  answer: then the record is redelivered, unless the broker had carried it out;
+- once it leaves, nothing of its shards is sent any more;
 - a record of a shard that was taken away is not handed out any more.
 """
 
@@ -278,7 +280,9 @@ class Consumer:
                 async with asyncio.timeout(LEAVE_S):
                     while self._flush is not None or self._working:
                         self._send_flush()
-                        await asyncio.gather(*self._working)
+                        # Not gathered: where time runs out their callers still have to hear of it.
+                        await asyncio.wait(self._working)
+                    self._lose_shares()
                     await self._exchange.call(Leave(), again=False)
             except (FelixError, TimeoutError) as error:
                 _log.info("%s of %s left without a word: %s", self.name, self.stream, error)
@@ -443,8 +447,9 @@ class Consumer:
 
     async def ack(self, record: ConsumerRecord | ConsumerBatch) -> bool:
         """The record, or all of the batch, is done. True once that is durable. False where it does not count (the shard is
-        another's by now, or the connection was lost before the answer): then it is redelivered. What is acknowledged in one turn
-        of the loop goes together. Raises RequestError where the broker refuses it for another reason."""
+        another's by now, or the consumer was closed): then it is redelivered. False too where the connection was lost before the
+        answer: then it is redelivered unless the broker had carried it out. What is acknowledged in one turn of the loop goes
+        together. Raises RequestError where the broker refuses it for another reason."""
         return await self._acked(record.shard, record.generation, _ranges_of(record))
 
     def ack_nowait(self, record: ConsumerRecord | ConsumerBatch) -> asyncio.Future[bool]:
@@ -488,9 +493,9 @@ class Consumer:
         try:
             await self._ask(call)
         except FelixError as error:
-            if isinstance(error, UnavailableError) or error.code is Code.CONSUMER_FENCED:
-                return self._lost_ack(len(ranges))
-            raise
+            if not _is_lost(error):
+                raise
+            return self._lost_ack(len(ranges))
         finally:
             self._give_back()
         return True
@@ -533,8 +538,9 @@ class Consumer:
             for acks in _calls(flush.ranges):
                 try:
                     reply = await self._ask(Ack(acks))
-                except UnavailableError:
-                    # Nobody knows whether it was carried out; the records are redelivered if it was not.
+                except FelixError as error:
+                    if not _is_lost(error):
+                        raise
                     fenced = [each.shard for each in acks]
                 else:
                     fenced = reply.fenced
@@ -642,6 +648,8 @@ class Consumer:
     def event(self, event: Any) -> None:
         match event:
             case Assigned():
+                if self._closed:
+                    return
                 self._shares[event.shard] = _Share(
                     event.generation, event.position, RangeSet(pairs(event.skip))
                 )
@@ -732,6 +740,11 @@ def _own(record: ConsumerRecord) -> ConsumerRecord:
         record.offset, record.timestamp_ms, None if key is None else bytes(key), record.headers, bytes(record.payload),
         record.shard, record.attempt, record.generation,
     )  # fmt: skip
+
+
+def _is_lost(error: FelixError) -> bool:
+    """Whether a call came too late, or nobody knows whether it was carried out: its records are redelivered if it was not."""
+    return isinstance(error, UnavailableError) or error.code is Code.CONSUMER_FENCED
 
 
 def _ranges_of(record: ConsumerRecord | ConsumerBatch) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from felix.consumer_messages import (
     Revoked,
     Skip,
 )
-from felix.errors import Code, FelixError, ProtocolError
+from felix.errors import Code, FelixError, ProtocolError, RequestError
 from felix.messages import ConsumerOpened, OpenConsumer, Request
 from felix.names import SpiffeId
 from felix.ranges import RangeSet, chunks
@@ -147,7 +147,9 @@ class Consumer:
     def call(self, correlation: int, call: Any) -> None:
         subscription, exchange = self._subscription, self._exchange
         if subscription is None:
-            raise ProtocolError("This consumer has left its subscription.", code=Code.STATE)
+            # Not a breach: what was under way when the consumer left comes after it.
+            exchange.refuse(correlation, _left())
+            return
         refused = subscription.refusal()
         if refused is not None:
             exchange.refuse(correlation, refused)
@@ -250,3 +252,11 @@ class Consumer:
         self._left = True
         self._subscription = None
         self._exchange.fail(error)
+
+
+def _left() -> RequestError:
+    return RequestError(
+        "This consumer has left its subscription.",
+        code=Code.CONSUMER_FENCED,
+        hint="What it had not acknowledged is redelivered, to whoever has the shard.",
+    )
