@@ -16,6 +16,7 @@ from typer.models import CommandInfo
 
 from cli.command import Command
 from cli.values import PlainValues
+from felix.collector import collector_paused
 
 
 class Entry(NamedTuple):
@@ -77,7 +78,7 @@ class Group(PlainValues, TyperGroup):
 def load(name: str) -> Any:
     """The click command of an entry of `COMMANDS`; imports its module. Raises KeyError."""
     entry = COMMANDS[name]
-    found = getattr(import_module(entry.module), entry.name)
+    found = _found(entry.module, entry.name)
     if isinstance(found, typer.Typer):
         return Group(
             name=name,
@@ -87,6 +88,11 @@ def load(name: str) -> Any:
             rich_markup_mode=None,
         )
     return _make(CommandInfo(name=name, callback=found))
+
+
+def _found(module: str, name: str) -> Any:
+    with collector_paused():
+        return getattr(import_module(module), name)
 
 
 def _make(info: CommandInfo) -> Any:
@@ -111,7 +117,7 @@ class _Subcommands(MutableMapping[str, Any]):
             info = self._registered[name]
             if info is None:
                 module, function = self._elsewhere[name]
-                info = CommandInfo(name=name, callback=getattr(import_module(module), function))
+                info = CommandInfo(name=name, callback=_found(module, function))
             self._made[name] = _make(info)
         return self._made[name]
 

@@ -7,14 +7,13 @@ whatever fails; a stop answers what is under way first.
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -27,6 +26,7 @@ from audit.trail import Trail, TrailSettings
 from audit.trust import RegionTrust, Trust
 from audit.witness import DiskWitnessStore, Witness
 from felix.address import Address
+from felix.collector import collector_paused
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import Life, until_text
 from felix.health import HealthServer
@@ -363,7 +363,7 @@ class Node:
                 log.error("stream %s cannot be opened: %s", record.name, error)
                 self._streams_wanted.add(StreamName.parse(record.name))
 
-        with _collector_paused():
+        with collector_paused():
             await at_once(OPENED_AT_ONCE, open_stream, records.values())
         ingest.streams_opened()
 
@@ -712,18 +712,6 @@ class Node:
         """Close everything, with every acknowledgement kept. Safe to call twice."""
         await self._stack.aclose()
         log.info("broker %s of %s stopped", self.config.broker, self.config.region)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Nothing looks for cycles meanwhile: what a start makes stays, and would be walked over again and again while it grows."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _holder(folder: RegionFolder, config: RegionConfig, lock: str, since_ms: int) -> Holder:
