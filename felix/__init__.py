@@ -1,4 +1,4 @@
-"""What both ends of the wire share, and the client SDK, whose face this is.
+"""What both ends of the wire share (the kernel), and the client SDK, whose face this is; a contract in pyproject.toml says which is which.
 
 `felix.connect` is where an application begins (felix.client); `felix.sync` is the same for scripts and notebooks.
 
