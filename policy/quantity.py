@@ -2,7 +2,7 @@
 
 Invariants: a unit is always written out, a bare number is refused, because `90` in a retention field has
 meant seconds, days and bytes to different readers; the value is a whole number of ms, bytes or bytes per
-second; `str()` of a quantity parses back to the same quantity. Anyone may call.
+second; `str()` of a quantity parses back to the same quantity, but for an instant that no calendar has. Anyone may call.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ DURATION_MS_MAX: Final = 100 * 365 * 86_400_000
 SIZE_BYTES_MAX: Final = 1 << 53
 """8 PiB: what every JSON reader can hold exactly."""
 TEXT_CHARS_MAX: Final = 32
+AFTER_CALENDAR: Final = "after the year 9999"
+"""How a time is told that no calendar has: signed documents may state any, and none may end who reads it."""
 
 _NUMBER: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z/]+)", re.ASCII)
 
@@ -124,5 +126,8 @@ class Instant(int):
         return cls(since // timedelta(milliseconds=1))
 
     def __str__(self) -> str:
-        moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=int(self))
+        try:
+            moment = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=int(self))
+        except OverflowError:
+            return f"a time {AFTER_CALENDAR}"
         return moment.isoformat(timespec="milliseconds" if self % 1000 else "seconds").replace("+00:00", "Z")

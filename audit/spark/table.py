@@ -25,12 +25,12 @@ from typing import Any, Final
 
 from audit.leaf import TIME_MS_MAX
 from felix.visible import visible
+from policy.quantity import AFTER_CALENDAR
 
 _FORMULA_STARTS: Final = ("=", "+", "-", "@")
 """Also behind blanks, which some spreadsheets strip. Tabs and line feeds stand as escapes before this is asked."""
 COUNT_MAX: Final = (1 << 63) - 1
 """The most that a COUNT column holds."""
-AFTER_CALENDAR: Final = "after the year 9999"
 LIST_SEPARATOR: Final = "; "
 """Between the items of a list in CSV, which has no lists."""
 

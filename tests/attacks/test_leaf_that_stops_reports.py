@@ -16,10 +16,11 @@ from audit_log import trust
 
 from audit import leaf as leaf_module
 from audit.leaf import LEAF_COLUMNS, TIME_MS_MAX, Kind, Leaf, decode_leaf, encode_leaf
-from audit.spark.table import AFTER_CALENDAR, iso
+from audit.spark.table import iso
 from audit.verify import verify_log
 from cli.output import iso as iso_of_commands
 from felix.errors import CorruptionError, RequestError
+from policy.quantity import AFTER_CALENDAR
 
 INT_COLUMNS = [name for name, kind in LEAF_COLUMNS if kind == "int" and name != "version"]
 NATURAL_MAX = (1 << 63) - 1
