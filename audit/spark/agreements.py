@@ -74,12 +74,12 @@ class LogDocuments(NamedTuple):
 
 class Signed(NamedTuple):
     """The same of all logs. `terms`: one row per terms hash; `revocations`: one per REVOKE leaf that ends its grant; `stops`: one per
-    `Stop`, with the region whose log it stands in."""
+    `Stop`, with the region whose log it stands in; None: there is none, as in most reports, which then ask for nothing."""
 
     terms: DataFrame
     revocations: DataFrame
     derived: Mapping[bytes, tuple[bytes, int | None]]
-    stops: DataFrame
+    stops: DataFrame | None
 
 
 def _row(place: Mapping[str, Any], legal: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -209,5 +209,5 @@ def signed_frames(
         spark.createDataFrame(list(terms), f"{_PLACE}, {_LEGAL}"),
         spark.createDataFrame(list(revocations), _REVOCATION),
         derived,
-        spark.createDataFrame(list(stops), _STOP),
+        spark.createDataFrame(list(stops), _STOP) if stops else None,
     )

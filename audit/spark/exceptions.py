@@ -12,11 +12,11 @@ Alike events are one row with a count and the leaves of the first and last.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
-from audit.spark.table import COUNT_MAX, Column, Type, pattern_to_regex
+from audit.spark.table import COUNT_MAX, Column, Type, one_row_each, pattern_to_regex
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -65,16 +65,154 @@ _DENIALS: Final = {
 """felix.errors.Code of a DENY leaf to the exception's name; any other code is plainly `denied`."""
 
 
-def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataFrame) -> DataFrame:
+def _event(
+    severity: str,
+    name: str,
+    where: str,
+    sentence: str,
+    *,
+    actor: str = "bridge",
+    action: str = "NULL",
+    rule: str = "NULL",
+    code: str = "NULL",
+    records: str = "0",
+) -> str:
+    """SQL: the exception of a row where the condition `where` is true, else null. All arguments but `severity` are SQL."""
+    return f"""CASE WHEN {where} THEN named_struct(
+        'severity', '{severity}', 'exception', CAST({name} AS STRING), 'actor', CAST({actor} AS STRING),
+        'action', CAST({action} AS STRING), 'rule', CAST({rule} AS STRING), 'code', CAST({code} AS INT),
+        'sentence', CAST({sentence} AS STRING), 'records', CAST({records} AS BIGINT)) END"""
+
+
+def _leaf_events() -> list[str]:
+    denial = "CASE code " + " ".join(f"WHEN {code} THEN '{name}'" for code, name in _DENIALS.items())
+
+    def crossed(severity: str, name: str, where: str, sentence: str) -> str:
+        return _event(severity, f"'{name}'", f"crossed AND {where}", sentence, records="records")
+
+    revoked = {"actor": "actor", "action": "'revoke'", "rule": "rule", "code": "code"}
+    return [
+        crossed(
+            BREACH, "crossed-without-terms", "signed IS NULL",
+            "'Records crossed under terms for which no signed, accepted and approved grant stands in these logs.'",
+        ),
+        crossed(
+            NOTICE, "terms-unsigned", "NOT signed",
+            "'Records crossed under terms that leaves of version 1 state: whether anybody signed them is not shown.'",
+        ),
+        crossed(
+            BREACH, "crossed-after-expiry", "ends_ms > 0 AND time_ms >= ends_ms", "'Records crossed after the grant had expired.'"
+        ),
+        crossed(BREACH, "crossed-before-start", "time_ms < begins_ms", "'Records crossed before the grant was valid.'"),
+        crossed(
+            BREACH, "crossed-after-revocation", "leaf_index > revoked_leaf",
+            "'Records crossed after the log had recorded the revocation of their grant.'",
+        ),
+        crossed(
+            NOTICE, "onward-transfer", "size(path) > 1",
+            "concat('Records that had been in ', array_join(path, ', '), ' crossed onward.')",
+        ),
+        crossed(
+            NOTICE, "announced-again", BEGUN_AGAIN,
+            "'Announced, never answered, and announced again under the grant that followed: it had not arrived.'",
+        ),
+        _event(
+            REFUSED, f"{denial} ELSE 'denied' END", "kind = 'DENY'", "sentence",
+            actor="actor", action="action", rule="rule", code="code",
+        ),
+        _event(
+            REFUSED, "concat('withheld-', reason)", f"kind = 'WITHHELD' AND side = 'egress' AND NOT ({PASSED_BY})", "sentence",
+            action="'cross'", rule="rule", code="code", records="records",
+        ),
+        _event(
+            NOTICE, "'resend'", "kind = 'STANDING' AND action = 'resend'",
+            "'The source region had records that had stayed cross under this grant.'",
+            actor="actor", action="action", rule="rule", code="code",
+        ),
+        _event(
+            NOTICE, "concat('gap-', gap)", "kind = 'GAP'",
+            "coalesce(sentence, 'Source offsets could not be read any more, and did not cross.')",
+            action="'read'", code="code", records="last_offset - first_offset + 1",
+        ),
+        _event(
+            NOTICE, "'grant-ended'", "kind = 'REVOKE' AND ends", "coalesce(sentence, 'A grant was revoked before its time.')",
+            **revoked,
+        ),
+        _event(
+            NOTICE, "'revocation-without-effect'", "kind = 'REVOKE' AND NOT ends",
+            "'As far as this log shows, neither region of the grant signed this revocation: it ends nothing.'",
+            **revoked,
+        ),
+        _event(
+            NOTICE, "'key-destroyed'", "kind = 'KEY' AND action = 'destroyed'", "concat('Key ', key_id, ' was destroyed.')",
+            actor="actor", action="action", code="code",
+        ),
+    ]  # fmt: skip
+
+
+def _terms_events() -> list[str]:
+    grant = {"actor": "actor", "action": "'grant'"}
+    return [
+        _event(
+            NOTICE, "'wildcard-grant'", "wildcard", "'The grant names streams by a pattern, not one by one.'", **grant
+        ),
+        _event(
+            NOTICE, "'onward-allowed'", "onward", "'The grant lets the destination transfer the records onward.'", **grant
+        ),
+    ]  # fmt: skip
+
+
+_PLACE: Final = "source_region, destination_region, stream, grant_id, time_ms, log, leaf_index"
+"""Where an exception was found: columns of leaves and terms alike."""
+
+
+def _rules_broken() -> str:
+    """SQL: what the verification found, where nothing above says it better."""
+    named = ", ".join(f"leaves.{name}" for name in _PLACE.split(", "))
+    broken = _event(
+        BREACH, "'rule-broken'", "true", "story.sentence", actor="coalesce(leaves.bridge, leaves.actor)", records="leaves.records"
+    )  # fmt: skip
+    return f"""
+        UNION ALL
+        SELECT {named}, {one_row_each([broken])}
+        FROM {{story}} AS story JOIN {{all_leaves}} AS leaves
+            ON story.log = leaves.log AND story.leaf_index = leaves.leaf_index
+        LEFT ANTI JOIN (SELECT log, leaf_index FROM told WHERE severity = '{BREACH}') AS told
+            ON story.log = told.log AND story.leaf_index = told.leaf_index
+        """  # noqa: S608  # constants of this module
+
+
+def _arrived_though() -> str:
+    """SQL: what arrived against the source's own word."""
+    named = ", ".join(f"leaves.{name}" for name in _PLACE.split(", "))
+    sentence = """concat('Records arrived more than a minute after ', leaves.source_region, ' had ', word,
+        ' it, by its own log: its word had not been brought to the destination.')"""
+    arrived = _event(BREACH, "concat('arrived-though-', word)", "true", sentence, records="records")
+    return f"""
+        UNION ALL
+        SELECT {named}, {one_row_each([arrived])}
+        FROM {{leaves}} AS leaves JOIN {{stops}} AS stops ON leaves.source_region = stops.source_region
+        WHERE kind = 'ACK' AND side = 'ingress' AND records > 0
+            AND time_ms >= from_ms + {BROUGHT_MS} AND (until_ms IS NULL OR time_ms < until_ms - {BROUGHT_MS})
+            AND (grant_id = stop_grant OR (stop_grant = '' AND (peer = '' OR peer = destination_region)
+                 AND stream RLIKE {pattern_to_regex("streams")}))
+        """  # noqa: S608  # constants of this module
+
+
+def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataFrame | None) -> DataFrame:
     """The exceptions of the window, each leaf's by itself; what the source forbade and the destination was not told is looked for in the
     source's own log. `all_leaves` and `signed` are of the whole logs: a revocation before
     the window forbids crossings inside it. `story`: what the verification's steps 7 and 10 found in whole logs (log, leaf_index,
-    sentence).
+    sentence); None: nothing.
 
     Of version 2, what ends a grant is a revocation that one of its regions signed. Leaves of version 1 have no documents: there
     the log's own word is all there is, and it holds for crossings of version 1 alone, as in the verification.
     """
-    denial = "CASE code " + " ".join(f"WHEN {code} THEN '{name}'" for code, name in _DENIALS.items())
+    asked: dict[str, Any] = {}
+    if story is not None:
+        asked["story"] = story
+    if signed.stops is not None:
+        asked["stops"] = signed.stops
     return leaves.sparkSession.sql(
         f"""
         WITH revocations AS (
@@ -85,122 +223,34 @@ def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataF
         revoked AS (
             SELECT log, grant_id, claimed, min(leaf_index) AS revoked_leaf FROM revocations GROUP BY ALL
         ),
-        crossed AS (
-            SELECT leaves.*, terms.signed, terms.expires_ms AS ends_ms,
-                   terms.not_before_ms AS begins_ms, revoked.revoked_leaf
+        ended AS (SELECT DISTINCT log, leaf_index FROM revocations),
+        judged AS (
+            SELECT leaves.*, leaves.kind = 'INTENT' AND leaves.side = 'egress' AS crossed, terms.signed,
+                   terms.expires_ms AS ends_ms, terms.not_before_ms AS begins_ms, revoked.revoked_leaf,
+                   ended.log IS NOT NULL AS ends
             FROM {{leaves}} AS leaves
             LEFT JOIN {{terms}} AS terms ON leaves.terms_hash = terms.terms_hash
             LEFT JOIN revoked ON leaves.log = revoked.log AND leaves.grant_id = revoked.grant_id
                 AND (leaves.version = 1) = revoked.claimed
-            WHERE leaves.kind = 'INTENT' AND leaves.side = 'egress'
+            LEFT JOIN ended ON leaves.log = ended.log AND leaves.leaf_index = ended.leaf_index
+            WHERE leaves.kind NOT IN ('ACK', 'GRANT')
         ),
-        events AS (
-            SELECT '{BREACH}' AS severity, 'crossed-without-terms' AS exception, *,
-                   'Records crossed under terms for which no signed, accepted and approved grant stands in these logs.' AS words
-            FROM crossed WHERE signed IS NULL
-            UNION ALL
-            SELECT '{NOTICE}', 'terms-unsigned', *,
-                   'Records crossed under terms that leaves of version 1 state: whether anybody signed them is not shown.'
-            FROM crossed WHERE NOT signed
-            UNION ALL
-            SELECT '{BREACH}', 'crossed-after-expiry', *, 'Records crossed after the grant had expired.'
-            FROM crossed WHERE ends_ms > 0 AND time_ms >= ends_ms
-            UNION ALL
-            SELECT '{BREACH}', 'crossed-before-start', *, 'Records crossed before the grant was valid.'
-            FROM crossed WHERE time_ms < begins_ms
-            UNION ALL
-            SELECT '{BREACH}', 'crossed-after-revocation', *,
-                   'Records crossed after the log had recorded the revocation of their grant.'
-            FROM crossed WHERE leaf_index > revoked_leaf
-            UNION ALL
-            SELECT '{NOTICE}', 'onward-transfer', *,
-                   concat('Records that had been in ', array_join(path, ', '), ' crossed onward.')
-            FROM crossed WHERE size(path) > 1
-            UNION ALL
-            SELECT '{NOTICE}', 'announced-again', *,
-                   'Announced, never answered, and announced again under the grant that followed: it had not arrived.'
-            FROM crossed WHERE {BEGUN_AGAIN}
-        ),
-        gathered AS (
-            SELECT severity, exception, source_region, destination_region, stream, grant_id,
-                   bridge AS actor, CAST(NULL AS STRING) AS action, CAST(NULL AS STRING) AS rule,
-                   CAST(NULL AS INT) AS code, words AS sentence, records, time_ms, log, leaf_index
-            FROM events
-            UNION ALL
-            SELECT '{BREACH}', 'rule-broken', leaves.source_region, leaves.destination_region, leaves.stream,
-                   leaves.grant_id, coalesce(leaves.bridge, leaves.actor), CAST(NULL AS STRING), CAST(NULL AS STRING),
-                   CAST(NULL AS INT), story.sentence, leaves.records, leaves.time_ms, leaves.log, leaves.leaf_index
-            FROM {{story}} AS story JOIN {{all_leaves}} AS leaves
-                ON story.log = leaves.log AND story.leaf_index = leaves.leaf_index
-            LEFT ANTI JOIN (SELECT log, leaf_index FROM events WHERE severity = '{BREACH}') AS told
-                ON story.log = told.log AND story.leaf_index = told.leaf_index
-            UNION ALL
-            SELECT '{BREACH}', concat('arrived-though-', word), leaves.source_region, destination_region, stream, grant_id,
-                   bridge, CAST(NULL AS STRING), CAST(NULL AS STRING), CAST(NULL AS INT),
-                   concat('Records arrived more than a minute after ', leaves.source_region, ' had ', word,
-                       ' it, by its own log: its word had not been brought to the destination.'),
-                   records, time_ms, log, leaf_index
-            FROM {{leaves}} AS leaves JOIN {{stops}} AS stops ON leaves.source_region = stops.source_region
-            WHERE kind = 'ACK' AND side = 'ingress' AND records > 0
-                AND time_ms >= from_ms + {BROUGHT_MS} AND (until_ms IS NULL OR time_ms < until_ms - {BROUGHT_MS})
-                AND (grant_id = stop_grant OR (stop_grant = '' AND (peer = '' OR peer = destination_region)
-                     AND stream RLIKE {pattern_to_regex("streams")}))
-            UNION ALL
-            SELECT '{REFUSED}', {denial} ELSE 'denied' END, source_region, destination_region, stream, grant_id,
-                   actor, action, rule, code, sentence, 0, time_ms, log, leaf_index
-            FROM {{leaves}} WHERE kind = 'DENY'
-            UNION ALL
-            SELECT '{REFUSED}', concat('withheld-', reason), source_region, destination_region, stream, grant_id,
-                   bridge, 'cross', rule, code, sentence, records, time_ms, log, leaf_index
-            FROM {{leaves}} WHERE kind = 'WITHHELD' AND side = 'egress' AND NOT ({PASSED_BY})
-            UNION ALL
-            SELECT '{NOTICE}', 'resend', source_region, destination_region, stream, grant_id, actor, action, rule, code,
-                   'The source region had records that had stayed cross under this grant.', 0, time_ms, log, leaf_index
-            FROM {{leaves}} WHERE kind = 'STANDING' AND action = 'resend'
-            UNION ALL
-            SELECT '{NOTICE}', concat('gap-', gap), source_region, destination_region, stream, grant_id,
-                   bridge, 'read', NULL, code,
-                   coalesce(sentence, 'Source offsets could not be read any more, and did not cross.'),
-                   last_offset - first_offset + 1, time_ms, log, leaf_index
-            FROM {{leaves}} WHERE kind = 'GAP'
-            UNION ALL
-            SELECT '{NOTICE}', 'grant-ended', source_region, destination_region, stream, grant_id,
-                   actor, 'revoke', rule, code, coalesce(sentence, 'A grant was revoked before its time.'), 0,
-                   time_ms, log, leaf_index
-            FROM {{leaves}} LEFT SEMI JOIN revocations USING (log, leaf_index) WHERE kind = 'REVOKE'
-            UNION ALL
-            SELECT '{NOTICE}', 'revocation-without-effect', source_region, destination_region, stream, grant_id,
-                   actor, 'revoke', rule, code,
-                   'As far as this log shows, neither region of the grant signed this revocation: it ends nothing.', 0,
-                   time_ms, log, leaf_index
-            FROM {{leaves}} LEFT ANTI JOIN revocations USING (log, leaf_index) WHERE kind = 'REVOKE'
-            UNION ALL
-            SELECT '{NOTICE}', 'key-destroyed', source_region, destination_region, stream, grant_id,
-                   actor, action, NULL, code, concat('Key ', key_id, ' was destroyed.'), 0, time_ms, log, leaf_index
-            FROM {{leaves}} WHERE kind = 'KEY' AND action = 'destroyed'
-            UNION ALL
-            SELECT '{NOTICE}', 'wildcard-grant', source_region, destination_region, stream, grant_id,
-                   actor, 'grant', NULL, NULL, 'The grant names streams by a pattern, not one by one.', 0,
-                   time_ms, log, leaf_index
-            FROM {{terms}} WHERE wildcard
-            UNION ALL
-            SELECT '{NOTICE}', 'onward-allowed', source_region, destination_region, stream, grant_id,
-                   actor, 'grant', NULL, NULL, 'The grant lets the destination transfer the records onward.', 0,
-                   time_ms, log, leaf_index
-            FROM {{terms}} WHERE onward
-        )
-        SELECT * FROM gathered
+        told AS (SELECT {_PLACE}, {one_row_each(_leaf_events())} FROM judged)
+        SELECT * FROM told
+        UNION ALL
+        SELECT {_PLACE}, {one_row_each(_terms_events())} FROM {{terms}}
+        {_rules_broken() if story is not None else ""}
+        {_arrived_though() if signed.stops is not None else ""}
         """,  # noqa: S608  # constants of this module
         leaves=leaves,
         all_leaves=all_leaves,
         terms=signed.terms,
         revocations=signed.revocations,
-        stops=signed.stops,
-        story=story,
+        **asked,
     )
 
 
-def listed(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataFrame) -> DataFrame:
+def listed(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataFrame | None) -> DataFrame:
     """What `found` finds, in order, alike events in one row of `COLUMNS`."""
     gathered = found(leaves, all_leaves, signed, story)
     return leaves.sparkSession.sql(

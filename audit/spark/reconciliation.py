@@ -35,7 +35,7 @@ from audit.leaf import GapKind
 from audit.origin import Origin
 from audit.spark.begun_again import BEGUN_AGAIN, COVERS, FOLLOWED
 from audit.spark.shard_key import SHARD, SHARD_KEY, same
-from audit.spark.table import Column, Type
+from audit.spark.table import Column, Type, one_row_each
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -188,69 +188,67 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
     )
 
 
+def _finding(status: str, name: str, sentence: str, where: str) -> str:
+    """SQL: the finding of a row where the condition `where` is true, else null. `status` and `sentence` are SQL."""
+    return f"CASE WHEN {where} THEN named_struct('status', {status}, 'finding', '{name}', 'sentence', {sentence}) END"
+
+
 def envelope_findings(sides: DataFrame) -> DataFrame:
     """Step 1: what is missing on a side, or counted differently. `sides` is `envelopes(…)`."""
     place = f"""{SHARD}, coalesce(intent_first, receipt_first, arrival_first) AS first_offset,
                 coalesce(intent_last, receipt_last, arrival_last) AS last_offset,
                 coalesce(intent_records, receipt_records, arrival_records) AS records,
                 coalesce(intent_leaf, receipt_leaf) AS egress_leaf, arrival_leaf AS ingress_leaf, envelope_sha256"""
-
-    def finding(status: str, name: str, sentence: str, where: str) -> str:
-        return (
-            f"SELECT {status} AS status, '{name}' AS finding, {place}, {sentence} AS sentence "  # noqa: S608
-            f"FROM {{sides}} WHERE {where}"
-        )
-
     late = "CASE WHEN intent_first > coalesce({last}, -1) THEN 'open' ELSE 'differs' END"
     # Nobody asks for the receipt of a grant that another one followed: the ingress log says whether it arrived.
     unasked = f"CASE WHEN {FOLLOWED} AND NOT has_ingress THEN 'open' ELSE {late} END"
     cases = [
-        finding(
+        _finding(
             unasked.format(last="last_receipt"), "intent-without-receipt",
             "'Announced in the egress log; no receipt of the destination follows.'",
             f"intent_leaf IS NOT NULL AND receipt_leaf IS NULL AND NOT {BEGUN_AGAIN} AND NOT ({FOLLOWED} AND arrival_leaf IS NOT NULL)",
         ),
-        finding(
+        _finding(
             late.format(last="last_arrival"), "intent-without-arrival",
             "'Announced in the egress log; the ingress log does not have it.'",
             f"intent_leaf IS NOT NULL AND receipt_leaf IS NULL AND arrival_leaf IS NULL AND has_ingress AND NOT {BEGUN_AGAIN}",
         ),
-        finding(
+        _finding(
             "'differs'", "receipt-without-arrival",
             "'The destination gave a receipt; its ingress log does not have the records.'",
             "receipt_leaf IS NOT NULL AND arrival_leaf IS NULL AND has_ingress",
         ),
-        finding(
+        _finding(
             "'differs'", "receipt-without-intent",
             "'The egress log has a receipt for records that it never announced.'",
             "receipt_leaf IS NOT NULL AND intent_leaf IS NULL",
         ),
-        finding(
+        _finding(
             "'differs'", "arrival-without-intent",
             "'The ingress log has records that the egress log never announced.'",
             "arrival_leaf IS NOT NULL AND intent_leaf IS NULL AND has_egress",
         ),
-        finding(
+        _finding(
             "'differs'", "count-differs",
             "concat('Announced ', intent_records, ' records; the ingress log has ', arrival_records, '.')",
             "intent_records <> arrival_records",
         ),
-        finding(
+        _finding(
             "'differs'", "receipt-count-differs",
             "concat('Announced ', intent_records, ' records; the receipt is for ', receipt_records, '.')",
             "intent_records <> receipt_records AND receipt_leaves = 1",
         ),
-        finding(
+        _finding(
             "'differs'", "receipt-records-differ",
             "'The receipt is for other records than were announced.'",
             "intent_records = receipt_records AND intent_digest <> receipt_digest",
         ),
-        finding(
+        _finding(
             "'differs'", "arrival-moved",
             "concat('The receipt names leaf ', receipt_told, ' of the ingress log; it stands at ', arrival_leaf, ': the log is not the one of then.')",
             "receipt_leaves = 1 AND receipt_told <> arrival_leaf",
         ),
-        finding(
+        _finding(
             "'differs'", "place-differs",
             "concat('The receipt says that they have the offsets ', coalesce(CAST(receipt_to_first AS STRING), 'none'), ' to ', "
             "coalesce(CAST(receipt_to_last AS STRING), 'none'), ' there; the ingress log says ', coalesce(CAST(arrival_to_first AS STRING), 'none'), ' to ', "
@@ -258,35 +256,35 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
             "receipt_leaves = 1 AND receipt_records = arrival_records AND NOT "
             "(receipt_to_first <=> arrival_to_first AND receipt_to_last <=> arrival_to_last)",
         ),
-        finding(
+        _finding(
             "'differs'", "range-differs",
             "concat('Announced ', intent_first, ' to ', intent_last, '; the ingress log has ', arrival_first, ' to ', arrival_last, '.')",
             "intent_first <> arrival_first OR intent_last <> arrival_last",
         ),
-        finding(
+        _finding(
             "'differs'", "terms-differ",
             "concat('Announced as ', intent_said, '; the ingress log has ', arrival_said, '.')",
             "intent_said <> arrival_said",
         ),
-        finding(
+        _finding(
             "'differs'", "bytes-differ",
             "concat('Announced ', intent_bytes, ' bytes; the ingress log has ', arrival_bytes, '.')",
             "intent_records = arrival_records AND intent_bytes <> arrival_bytes",
         ),
-        finding(
+        _finding(
             "'differs'", "duplicate-intent", "'The same envelope was announced more than once.'",
             "intent_leaves > intent_parts",
         ),
-        finding(
+        _finding(
             "'differs'", "duplicate-receipt", "'The egress log has more than one receipt for the same envelope.'",
             "receipt_leaves > receipt_parts",
         ),
-        finding(
+        _finding(
             "'differs'", "duplicate-arrival", "'The destination appended the same envelope more than once.'",
             "arrival_leaves > arrival_parts",
         ),
     ]  # fmt: skip
-    return sides.sparkSession.sql(" UNION ALL ".join(cases), sides=sides)
+    return sides.sparkSession.sql(f"SELECT {place}, {one_row_each(cases)} FROM {{sides}}", sides=sides)  # noqa: S608
 
 
 def unlike_envelopes(sides: DataFrame) -> DataFrame:
@@ -342,22 +340,30 @@ def coverage_findings(leaves: DataFrame) -> DataFrame:
     """Step 4, by place: holes that no GAP leaf declares, offsets announced twice, arrivals twice."""
     before = f"""OVER (PARTITION BY {_ARRIVING} ORDER BY first_offset, last_offset, leaf_index
                        ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING)"""
-    tail = "CAST(NULL AS BIGINT) AS ingress_leaf, envelope_sha256"
+
+    def at(name: str, first: str, last: str, sentence: str) -> str:
+        return f"""named_struct('status', 'differs', 'finding', '{name}', 'first_offset', {first}, 'last_offset', {last},
+            'records', {last} - {first} + 1, 'sentence', '{sentence}')"""
+
+    undeclared = at(
+        "undeclared-gap", "reached + 1", "first_offset - 1", "Source offsets that no leaf accounts for, between two that do."
+    )  # fmt: skip
+    announced = at(
+        "announced-twice", "first_offset", "least(announced, last_offset)", "Source offsets that two INTENT leaves cover."
+    )  # fmt: skip
+    delivered = at(
+        "delivered-twice", "first_offset", "least(reached, last_offset)", "Source offsets that the destination appended twice."
+    )  # fmt: skip
+    cases = [
+        f"CASE WHEN first_offset > reached + 1 AND coalesce(grant_id, grant_before) <=> grant_before THEN {undeclared} END",
+        f"CASE WHEN kind = 'INTENT' AND first_offset <= announced THEN {announced} END",
+    ]
     return leaves.sparkSession.sql(
         f"""
-        SELECT 'differs' AS status, 'undeclared-gap' AS finding, {SHARD}, reached + 1 AS first_offset,
-               first_offset - 1 AS last_offset, first_offset - reached - 1 AS records, leaf_index AS egress_leaf,
-               {tail}, 'Source offsets that no leaf accounts for, between two that do.' AS sentence
-        FROM {{covered}} WHERE first_offset > reached + 1 AND coalesce(grant_id, grant_before) <=> grant_before
+        SELECT {SHARD}, leaf_index AS egress_leaf, CAST(NULL AS BIGINT) AS ingress_leaf, envelope_sha256, {one_row_each(cases)}
+        FROM {{covered}}
         UNION ALL
-        SELECT 'differs', 'announced-twice', {SHARD}, first_offset, least(announced, last_offset),
-               least(announced, last_offset) - first_offset + 1, leaf_index, {tail},
-               'Source offsets that two INTENT leaves cover.'
-        FROM {{covered}} WHERE kind = 'INTENT' AND first_offset <= announced
-        UNION ALL
-        SELECT 'differs', 'delivered-twice', {SHARD}, first_offset, least(reached, last_offset),
-               least(reached, last_offset) - first_offset + 1, CAST(NULL AS BIGINT), leaf_index, envelope_sha256,
-               'Source offsets that the destination appended twice.'
+        SELECT {SHARD}, NULL, leaf_index, envelope_sha256, {one_row_each([delivered])}
         FROM (SELECT *, max(last_offset) {before} AS reached FROM {{leaves}}
               WHERE side = 'ingress' AND kind = 'ACK')
         WHERE first_offset <= reached

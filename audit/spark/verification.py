@@ -199,15 +199,15 @@ def problems_of(report: VerificationReport) -> list[Problem]:
     ]
 
 
-def story_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> DataFrame:
-    """What these steps found, as rows: log, leaf_index, sentence."""
+def story_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> DataFrame | None:
+    """What these steps found, as rows: log, leaf_index, sentence; None: nothing."""
     rows = [
         (report.origin, finding.leaf, finding.sentence)
         for report in reports
         for finding in report.findings
         if finding.step in STORY_STEPS
     ]
-    return spark.createDataFrame(rows, "log string, leaf_index bigint, sentence string")
+    return spark.createDataFrame(rows, "log string, leaf_index bigint, sentence string") if rows else None
 
 
 def _cosigners(
