@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
-import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
+from functools import partial
+from heapq import heappop, heappush
 from typing import Any, Final, ParamSpec, TypeVar
 
 from felix.runtime.port import Random, Runtime, Step
@@ -42,6 +43,25 @@ class StalledError(AssertionError):
     """Everybody waits, and nothing is left that could wake anybody; or nobody ever waits."""
 
 
+class _Handle(asyncio.TimerHandle):
+    """A callback that is due, at once or later. asyncio's own handles check for debugging and for other loops, which takes as long
+    as the callback."""
+
+    __slots__ = ()
+
+    def __init__(self, when: float, callback: Any, args: Any, loop: Any, context: Any) -> None:
+        self._when = when
+        self._callback, self._args = callback, args
+        self._loop = loop
+        self._context = contextvars.copy_context() if context is None else context
+        self._cancelled = False
+        self._source_traceback = None
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._callback = self._args = None
+
+
 class SimulatedLoop(asyncio.BaseEventLoop):
     """See the module. Not for sockets, pipes or signals."""
 
@@ -52,7 +72,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """The longest that blocking work which is begun from now on waits: more is a slow disk."""
         self._now_s = 0.0
         self._iterations = 0
-        self._selector = _Selector(self)
+        self._ready: deque[_Handle] = deque()
+        self._timers: list[tuple[float, int, _Handle]] = []
+        """a heap, by the time and then by who asked first"""
+        self._asked = 0
         self._ended: set[str] = set()
         self._begun: list[asyncio.Task[Any]] = []
         self._to_thread: dict[str, SimulatedPool] = {}
@@ -64,24 +87,62 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
-    def pass_time(self, timeout_s: float | None) -> None:
-        """Nothing is ready until then; None: for ever."""
-        if timeout_s is None:
+    def _run_once(self) -> None:
+        """Everything that is ready now, in the order in which it was asked for. What that asks for is the next iteration's."""
+        ready, timers, ended = self._ready, self._timers, self._ended
+        while timers and timers[0][2]._cancelled:
+            heappop(timers)
+        if ready or self._stopping:
+            self._iterations += 1
+            if self._iterations > ITERATIONS_MAX:
+                raise StalledError(f"at {self._now_s:.6f} s something is ready for ever")
+        elif timers:
+            if timers[0][0] > self._now_s:
+                self._now_s = timers[0][0]
+                self._iterations = 0
+        else:
             raise StalledError(f"at {self._now_s:.6f} s nothing is ready and no timer is set")
-        self._now_s += timeout_s
-        self._iterations = 0
+        while timers and timers[0][0] <= self._now_s:
+            ready.append(heappop(timers)[2])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            context = handle._context
+            if handle._cancelled or context.get(_process, "") in ended:
+                continue
+            try:
+                context.run(handle._callback, *handle._args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler(
+                    {
+                        "message": f"a callback failed: {handle._callback}",
+                        "exception": error,
+                        "handle": handle,
+                    }
+                )
 
-    def stand_still(self) -> None:
-        """Something is ready."""
-        self._iterations += 1
-        if self._iterations > ITERATIONS_MAX:
-            raise StalledError(f"at {self._now_s:.6f} s something is ready for ever")
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        handle = _Handle(0.0, callback, args, self, context)
+        self._ready.append(handle)
+        return handle
 
-    def _process_events(self, event_list: object) -> None:
-        """There are no sockets."""
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
-    def _write_to_self(self) -> None:
-        """There is nobody to wake: no other thread."""
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = _Handle(when, callback, args, self, context)
+        self._asked += 1
+        heappush(self._timers, (when, self._asked, handle))
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     # -- processes -------------------------------------------------------------------------------------
 
@@ -101,32 +162,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """A process ends at this moment."""
         self._ended.add(name)
 
-    def call_soon(  # type: ignore[override]
-        self, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> Any:
-        return super().call_soon(self._of_process(callback, context), *args, context=context)
-
-    def call_soon_threadsafe(  # type: ignore[override]
-        self, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> Any:
-        return super().call_soon_threadsafe(self._of_process(callback, context), *args, context=context)
-
-    def call_at(  # type: ignore[override]
-        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
-    ) -> Any:
-        return super().call_at(when, self._of_process(callback, context), *args, context=context)
-
-    def _of_process(self, callback: Callable[..., object], context: contextvars.Context | None) -> Any:
-        name = _process.get() if context is None else context.get(_process, "")
-        if not name:
-            return callback
-
-        def run(*args: object) -> None:
-            if name not in self._ended:
-                callback(*args)
-
-        return run
-
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **more: Any
     ) -> asyncio.Task[T]:
@@ -143,6 +178,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 with suppress(BaseException):
                     task.get_coro().close()
         self._begun.clear()
+        self._timers.clear()
         super().close()
 
     def _check_closed(self) -> None:
@@ -156,30 +192,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         if executor is None:
             executor = self._to_thread.setdefault(_process.get(), SimulatedPool(self, TO_THREAD_MAX))
         assert isinstance(executor, SimulatedPool), "a pool of this runtime"
-        return asyncio.wrap_future(executor.submit(func, *args), loop=self)
-
-
-class _Selector(selectors.BaseSelector):
-    """What the loop waits with: here waiting is what passes time."""
-
-    def __init__(self, loop: SimulatedLoop) -> None:
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None or timeout > 0:
-            self._loop.pass_time(timeout)
-        else:
-            self._loop.stand_still()
-        return []
-
-    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
-        raise NotImplementedError
-
-    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
-        raise NotImplementedError
-
-    def get_map(self) -> Any:
-        return {}
+        # Nothing comes from another thread, so that no second future need carry it over.
+        future: asyncio.Future[Any] = self.create_future()
+        executor.add(future, partial(contextvars.copy_context().run, func, *args))
+        return future
 
 
 class SimulatedPool(Executor):
@@ -187,15 +203,20 @@ class SimulatedPool(Executor):
 
     def __init__(self, loop: SimulatedLoop, workers: int) -> None:
         self._loop = loop
-        self._idle = workers
-        self._queue: deque[tuple[Future[Any], Callable[[], object]]] = deque()
+        self._workers = workers
+        self._coming = 0
+        """workers that will take something"""
+        self._queue: deque[tuple[Future[Any] | asyncio.Future[Any], Callable[[], object]]] = deque()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         future: Future[T] = Future()
-        context = contextvars.copy_context()
-        self._queue.append((future, lambda: context.run(fn, *args, **kwargs)))
-        self._begin()
+        self.add(future, partial(contextvars.copy_context().run, fn, *args, **kwargs))
         return future
+
+    def add(self, future: Future[Any] | asyncio.Future[Any], work: Callable[[], object]) -> None:
+        """The future has what the work comes to."""
+        self._queue.append((future, work))
+        self._begin()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """What is queued is done at once, or cancelled."""
@@ -207,19 +228,23 @@ class SimulatedPool(Executor):
                 _do(future, work)
 
     def _begin(self) -> None:
-        while self._idle and self._queue:
-            self._idle -= 1
+        while self._coming < min(self._workers, len(self._queue)):
+            self._coming += 1
             self._loop.call_later(self._loop.random.random() * self._loop.work_s_max, self._work)
 
     def _work(self) -> None:
-        self._idle += 1
+        self._coming -= 1
         if self._queue:
             _do(*self._queue.popleft())
         self._begin()
 
 
-def _do(future: Future[Any], work: Callable[[], object]) -> None:
-    if not future.set_running_or_notify_cancel():
+def _do(future: Future[Any] | asyncio.Future[Any], work: Callable[[], object]) -> None:
+    if (
+        future.cancelled()
+        if isinstance(future, asyncio.Future)
+        else not future.set_running_or_notify_cancel()
+    ):
         return
     try:
         result = work()

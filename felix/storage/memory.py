@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +84,12 @@ def _rename(entries: dict[str, _File | _Folder], step: tuple[str, _File | _Folde
         entries[name] = node
 
 
+def _used_bytes(folder: _Folder) -> int:
+    return sum(
+        len(node.data) if isinstance(node, _File) else _used_bytes(node) for node in folder.entries.values()
+    )
+
+
 def _settled(folder: _Folder) -> _Folder:
     """The same with everything in it durable."""
     for node in folder.entries.values():
@@ -105,12 +110,13 @@ class MemoryDisk:
         self.room_bytes = room_bytes
         self.on_call: OnCall | None = None
         self._root = _Folder()
-        self._lock = RLock()
+        self.lock = RLock()
+        """Held for one step of one process."""
         self._mounted: MemoryFiles | None = None
 
     def mount(self, files: type[MemoryFiles] | None = None) -> MemoryFiles:
         """The view of the next process; the one before ends. `files`: a process that does something else."""
-        with self._lock:
+        with self.lock:
             self.kill()
             self._mounted = (files or MemoryFiles)(self)
             return self._mounted
@@ -123,27 +129,27 @@ class MemoryDisk:
 
     def kill(self) -> None:
         """The process ends at this moment; what it wrote is still in the page cache."""
-        with self._lock:
+        with self.lock:
             if self._mounted is not None:
                 self._mounted.end()
                 self._mounted = None
 
     def lose_power(self, random: Random, *, removals_first: bool = False) -> None:
         """The process ends, and the page cache with it; chance says what of it had reached the disk."""
-        with self._lock:
+        with self.lock:
             self.kill()
-            size_bytes = self.room_bytes + self._used_bytes()
+            size_bytes = self.room_bytes + _used_bytes(self._root)
             self._drop(self._root, random, removals_first)
-            self.room_bytes = size_bytes - self._used_bytes()
+            self.room_bytes = size_bytes - _used_bytes(self._root)
 
     def copy(self, folder: Path) -> object:
         """What a backup of the folder, taken now, has: for `put_back`."""
-        with self._lock:
+        with self.lock:
             return deepcopy(self.folder(folder))
 
     def put_back(self, folder: Path, copy: object) -> None:
         """The process ends, and the folder is as it was when the copy was taken, durably."""
-        with self._lock:
+        with self.lock:
             self.kill()
             assert isinstance(copy, _Folder)
             above, older = self.folder(folder.parent), _settled(deepcopy(copy))
@@ -151,7 +157,7 @@ class MemoryDisk:
 
     def flip(self, path: Path, bit: int) -> None:
         """Change one bit of a file, as it is read and as it is on the disk."""
-        with self._lock:
+        with self.lock:
             found = self.find(path)
             if not isinstance(found, _File):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -161,7 +167,7 @@ class MemoryDisk:
 
     def files(self) -> list[Path]:
         """Every file, in order."""
-        with self._lock:
+        with self.lock:
             return sorted(self._below(self._root, Path("/")))
 
     def _below(self, folder: _Folder, path: Path) -> Iterator[Path]:
@@ -170,10 +176,6 @@ class MemoryDisk:
                 yield from self._below(node, path / name)
             else:
                 yield path / name
-
-    def _used_bytes(self) -> int:
-        found = (self.find(path) for path in self.files())
-        return sum(len(file.data) for file in found if isinstance(file, _File))
 
     def _drop(self, folder: _Folder, random: Random, removals_first: bool) -> None:
         # How much had been written without being asked for differs: often nothing, often all, and anything between.
@@ -219,16 +221,8 @@ class MemoryDisk:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
         return found
 
-    @contextmanager
-    def call(self, name: str, path: Path) -> Iterator[None]:
-        """One call of a process: what `on_call` does, then the step under the lock."""
-        if self.on_call is not None:
-            self.on_call(name, path)
-        with self._lock:
-            yield
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Opened:
     file: _File
     path: Path
@@ -244,11 +238,27 @@ class _Lock:
         self._locked.discard(self._folder)
 
 
+class _Step:
+    """One step of a process: the disk's lock, which it has when this is entered."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self, disk: MemoryDisk) -> None:
+        self._lock = disk.lock
+
+    def __enter__(self) -> None:
+        """It was taken before."""
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
 class MemoryFiles:
     """`felix.storage.port.Files` of one process. Made by `MemoryDisk.mount`; every call fails once the process has ended."""
 
     def __init__(self, disk: MemoryDisk) -> None:
         self._disk = disk
+        self._step = _Step(disk)
         self._open: dict[int, _Opened] = {}
         self._next = 3
         self._locked: set[Path] = set()
@@ -280,11 +290,12 @@ class MemoryFiles:
             return descriptor
 
     def close(self, descriptor: int) -> None:
-        with self._descriptor("close", descriptor):
+        with self._call("close", self._opened(descriptor).path):
             del self._open[descriptor]
 
     def pwritev(self, descriptor: int, buffers: Sequence[bytes | memoryview], position: int) -> int:
-        with self._descriptor("pwritev", descriptor) as opened:
+        opened = self._opened(descriptor)
+        with self._call("pwritev", opened.path):
             self._check_writable(opened)
             written = b"".join(buffers)
             data = opened.file.data
@@ -298,13 +309,15 @@ class MemoryFiles:
             return len(written)
 
     def pread(self, descriptor: int, length: int, position: int) -> bytes:
-        with self._descriptor("pread", descriptor) as opened:
+        opened = self._opened(descriptor)
+        with self._call("pread", opened.path):
             if opened.flags & os.O_ACCMODE == os.O_WRONLY:
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             return bytes(opened.file.data[position : position + length])
 
     def truncate(self, descriptor: int, length: int) -> None:
-        with self._descriptor("truncate", descriptor) as opened:
+        opened = self._opened(descriptor)
+        with self._call("truncate", opened.path):
             self._check_writable(opened)
             if length - len(opened.file.data) > self._disk.room_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(opened.path))
@@ -312,13 +325,14 @@ class MemoryFiles:
                 self._write(opened.file, length, None)
 
     def size(self, descriptor: int) -> int:
-        with self._descriptor("size", descriptor) as opened:
+        opened = self._opened(descriptor)
+        with self._call("size", opened.path):
             return len(opened.file.data)
 
     def sync(self, descriptor: int) -> None:
         opened = self._opened(descriptor)
         try:
-            with self._descriptor("sync", descriptor):
+            with self._call("sync", opened.path):
                 for position, written in opened.file.pending:
                     _change(opened.file.synced, position, written)
         finally:
@@ -393,24 +407,22 @@ class MemoryFiles:
             self._locked.add(folder)
             return _Lock(self._locked, folder)
 
-    @contextmanager
-    def _call(self, name: str, path: Path) -> Iterator[None]:
-        with self._disk.call(name, path):
-            if self._ended:
-                raise OSError(errno.EIO, "the process has ended", str(path))
-            yield
+    def _call(self, name: str, path: Path) -> _Step:
+        """One call: what `on_call` does, then the step under the disk's lock."""
+        disk = self._disk
+        if disk.on_call is not None:
+            disk.on_call(name, path)
+        disk.lock.acquire()
+        if self._ended:
+            disk.lock.release()
+            raise OSError(errno.EIO, "the process has ended", str(path))
+        return self._step
 
     def _opened(self, descriptor: int) -> _Opened:
         opened = self._open.get(descriptor)
         if opened is None:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         return opened
-
-    @contextmanager
-    def _descriptor(self, name: str, descriptor: int) -> Iterator[_Opened]:
-        opened = self._opened(descriptor)
-        with self._call(name, opened.path):
-            yield opened
 
     def _check_writable(self, opened: _Opened) -> None:
         if opened.flags & os.O_ACCMODE == os.O_RDONLY:

@@ -35,7 +35,7 @@ def run(name: str, first: int, seeds: int) -> int:
             failed += 1
             print("\n".join([str(error), *error.__notes__]), flush=True)
             continue
-        events += len(outcome.events)
+        events += len(outcome.noted)
         for what, number in outcome.counts.items():
             counts[what] = counts.get(what, 0) + number
     took_s = time.process_time() - begun_s

@@ -42,6 +42,10 @@ QUIET_CALLS: Final = frozenset({"exists", "size", "free_bytes", "is_folder", "pr
 """Of a disk: they change nothing, so a run's events are told without them."""
 
 
+Noted = tuple[float, tuple[object, ...]]
+"""When something happened, and the parts of the line that says so."""
+
+
 class InvariantError(AssertionError):
     """What the product promises did not hold."""
 
@@ -134,10 +138,10 @@ class Host:
 
     def _on_call(self, call: str, path: FilePath) -> None:
         if call == "sync" and self.syncs_fail:
-            self.world.note(f"{self.name} sync {path.name} fails")
+            self.world.note(self.name, call, path, "fails")
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         if call not in QUIET_CALLS:
-            self.world.note(f"{self.name} {call} {path.name}")
+            self.world.note(self.name, call, path)
 
 
 class Client:
@@ -176,7 +180,7 @@ class World:
         self.seed, self.loop, self.script = seed, loop, script
         self.random = loop.random
         self.network = MemoryNetwork(self.random)
-        self.events: list[str] = []
+        self.noted: list[Noted] = []
         self.hosts: dict[str, Host] = {}
         self.clients: list[Client] = []
         self.counts: dict[str, int] = {}
@@ -220,8 +224,9 @@ class World:
     async def begin(self) -> None:
         """Prepare what clients use. No fault has happened yet."""
 
-    def note(self, event: str) -> None:
-        self.events.append(f"{self.loop.time():.6f} {event}")
+    def note(self, *event: object) -> None:
+        """Parts of one line, made into one only where somebody reads it; a path is told by its last name."""
+        self.noted.append((self.loop.time(), event))
 
     def count(self, what: str, number: int = 1) -> None:
         self.counts[what] = self.counts.get(what, 0) + number
@@ -331,13 +336,26 @@ class World:
                 host.later(step.lasts_s)
 
 
+def told(noted: Iterable[Noted]) -> list[str]:
+    """A line of each."""
+    return [
+        f"{at_s:.6f} {' '.join(part.name if isinstance(part, FilePath) else str(part) for part in parts)}"
+        for at_s, parts in noted
+    ]
+
+
 @dataclass
 class Outcome:
     """What a run came to."""
 
     seed: int
     counts: dict[str, int]
-    events: list[str]
+    noted: list[Noted]
+
+    @property
+    def events(self) -> list[str]:
+        """What happened, in order."""
+        return told(self.noted)
 
     @property
     def digest(self) -> str:
@@ -378,11 +396,11 @@ def simulate(seed: int, world: type[World], script: Script | None = None) -> Out
     try:
         loop.run_until_complete(made.run())
         made.count("starts", sum(host.boots for host in made.hosts.values()))
-        return Outcome(seed, made.counts, made.events)
+        return Outcome(seed, made.counts, made.noted)
     except AssertionError as error:
-        raise FailedError(seed, world.__name__, str(error), made.events, made.script) from error
+        raise FailedError(seed, world.__name__, str(error), told(made.noted), made.script) from error
     except BaseException as error:
-        error.add_note(f"seed {seed}; the last events:\n" + "\n".join(made.events[-EVENTS_SHOWN:]))
+        error.add_note(f"seed {seed}; the last events:\n" + "\n".join(told(made.noted[-EVENTS_SHOWN:])))
         raise
     finally:
         with suppress(Exception):
