@@ -133,6 +133,8 @@ class DocumentSync:
         self._on_brought = on_brought
         self._refused: dict[tuple[str, str, str], int] = {}
         self._ways: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._missing: dict[tuple[str, str], tuple[Documents, Documents, list[tuple[str, str]]]] = {}
+        """by way, what was missing and by which documents of both regions"""
 
     def send(self, giver: Documents, taker: Documents, from_region: str, to: RegionConnection) -> None:
         """Begin to bring what is missing. Where the last journey of this way has not ended, a later call brings it."""
@@ -140,9 +142,14 @@ class DocumentSync:
         if (from_region, to_region) in self._ways:
             return
         self._refused = {key: until for key, until in self._refused.items() if until > now_ms}
+        looked_at = self._missing.get((from_region, to_region))
+        # What a region said is never changed: it says something else.
+        if looked_at is None or looked_at[0] is not giver or looked_at[1] is not taker:
+            looked_at = (giver, taker, missing(giver, taker, from_region, to_region))
+            self._missing[from_region, to_region] = looked_at
         wanted = [
             (kind, name, giver[kind][name])
-            for kind, name in missing(giver, taker, from_region, to_region)
+            for kind, name in looked_at[2]
             if (to_region, kind, name) not in self._refused
             and self._is_logged(parse_document(giver[kind][name]).encode_file())
         ]

@@ -12,13 +12,15 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 from simulation.clients import CACHE, CLIENT, QUEUE, STREAM, VISIBILITY_S, Balances, Billing, Invoices, Orders
 from simulation.script import Script
 from simulation.world import START_MS, Client, Host, World
 
 from felix.address import Address
 from felix.batch import Batch
-from felix.identity import Identity, TrustBundle
+from felix.identity import Binding, Identity, Peer, Proof, TrustAnchor, TrustBundle, verify_chain
 from felix.messages import OpenCache, OpenConsumer, OpenQueue, WatchCache
 from felix.names import SpiffeId, StreamName
 from felix.profile import Profile
@@ -63,6 +65,17 @@ def authority() -> RegionAuthority:
 
 
 @cache
+def anchor() -> TrustAnchor:
+    return authority().anchor()
+
+
+@cache
+def holder(chain_pem: bytes) -> Peer:
+    """Whose certificate it is. All runs have the same few, so each is verified once."""
+    return verify_chain(chain_pem, TrustBundle([anchor()]), START_MS)
+
+
+@cache
 def identity(kind: str, name: str) -> Identity:
     names = [SERVER_NAME] if kind == "broker" else []
     return authority().issue_identity(SpiffeId("us-east", "acme", kind, name), START_MS, dns_names=names)
@@ -78,6 +91,15 @@ class Plain:
 
     def commitment(self) -> bytes:
         return b""
+
+
+class KnowingBroker(Broker):
+    """Looks at each proof, but at a certificate only when it sees it first."""
+
+    def verify(self, proof: Proof, binding: Binding) -> Peer:
+        peer = holder(proof.chain_pem)
+        peer.public_key.verify(proof.signature, binding.message(), ec.ECDSA(hashes.SHA256()))
+        return peer
 
 
 class BrokerHost(Host):
@@ -103,7 +125,7 @@ class BrokerHost(Host):
             broker="b1",
             operators=["operator"],
         )
-        self.broker = broker = Broker(
+        self.broker = broker = KnowingBroker(
             config,
             streams=streams,
             catalog=catalog,
@@ -111,7 +133,7 @@ class BrokerHost(Host):
             transport_limits=TransportLimits(),
             runtime=self.runtime,
         )
-        broker.trust = TrustBundle([authority().anchor()])
+        broker.trust = TrustBundle([anchor()])
         nothing: Any = None
         self.caches = CacheService(broker)
         self.subscriptions = SubscriptionService(broker, catalog, mirror)
@@ -174,7 +196,7 @@ class RegionWorld(World):
             region="us-east",
             mesh="acme",
             addresses=(f"{HOST}:{PORT}",),
-            authority=authority().anchor().root_pem,
+            authority=anchor().root_pem,
             identity=identity("operator", "operator"),
             server_name=SERVER_NAME,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import hashlib
 import logging
 import os
@@ -390,6 +391,9 @@ def simulate(seed: int, world: type[World], script: Script | None = None) -> Out
     loop = SimulatedLoop(Random(seed))
     # What nobody waits for any more, where a run ends before its clients do.
     loop.set_exception_handler(lambda *_: None)
+    # Cycles are collected when the run is over, and only its own: of all that was imported there is nothing to collect.
+    collects = gc.isenabled()
+    gc.disable()
     # Lost connections and torn tails are what is simulated.
     before, logging.root.manager.disable = logging.root.manager.disable, logging.CRITICAL
     made = world(seed, loop, script_of(seed, world) if script is None else script)
@@ -406,6 +410,9 @@ def simulate(seed: int, world: type[World], script: Script | None = None) -> Out
         with suppress(Exception):
             loop.close()
         logging.root.manager.disable = before
+        if collects:
+            gc.enable()
+            gc.collect(0)
 
 
 def simulate_or_explain(seed: int, world: type[World]) -> Outcome:
