@@ -59,11 +59,13 @@ class _Handle(asyncio.TimerHandle):
 
     def cancel(self) -> None:
         self._cancelled = True
-        self._callback = self._args = None
+        self._callback, self._args = None, ()
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
     """See the module. Not for sockets, pipes or signals."""
+
+    _stopping: bool
 
     def __init__(self, random: Random) -> None:
         super().__init__()
