@@ -73,7 +73,7 @@ from keys.key_file import load_key_pair, load_ml_dsa_key, load_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from policy.approval import Document
-from policy.grant import GrantBook
+from policy.grant import ExportGrant, GrantBook
 
 log = logging.getLogger("felix.bridge.agent")
 
@@ -560,10 +560,11 @@ class Agent:
         """The source's streams that grants of this bridge name."""
         found: dict[str, StreamState] = {}
         connection = self.context.source.connection()
-        for view in self._book.list(self._clock_ms()):
-            if view.export is None or view.export.terms.bridge != str(self.context.bridge):
+        for grant in self._book.grants():
+            half = self._book.half(grant)
+            if not isinstance(half, ExportGrant) or half.terms.bridge != str(self.context.bridge):
                 continue
-            name = view.export.terms.stream
+            name = half.terms.stream
             if NamePattern(name).is_exact:
                 if name not in found:
                     with suppress(RequestError):

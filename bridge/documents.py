@@ -190,10 +190,8 @@ class EgressDocuments:
             return True
 
     def _terms(self, grant: str) -> GrantTerms | None:
-        for view in self._book.list(self._context.clock_ms()):
-            if view.grant == grant and view.export is not None:
-                return view.export.terms
-        return None
+        half = self._book.half(grant)
+        return half.terms if isinstance(half, ExportGrant) else None
 
 
 def _order(paper: Paper) -> tuple[bool, int, bytes]:

@@ -4,7 +4,8 @@ The agent judges by itself, with the book that the brokers have (policy.grant) a
 policies; the brokers judge again, with them, on every read and every envelope. So the plan may be late by a second, and nothing crosses for it.
 
 Invariants: a link runs only where the book allows it: both halves hold, name this bridge and the same terms, both sides have
-approved it, and nobody denies, pauses or revokes; every grant of this bridge has at least one row, with the reason where it does not run.
+approved it, and nobody denies, pauses or revokes; every grant of this bridge has at least one row, with the reason where it does not run;
+each grant is planned by itself, so that what one region signs about one of them keeps no other from being planned.
 """
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ from typing import Final, NamedTuple
 from felix.errors import Code
 from felix.messages import StreamState
 from felix.names import NamePattern, SpiffeId, StreamName
-from policy.grant import Attempt, ExportGrant, GrantBook, GrantState, GrantView, Refusal, RefusalKind
+from policy.grant import (
+    Attempt,
+    ExportGrant,
+    GrantBook,
+    GrantState,
+    GrantView,
+    ImportGrant,
+    Refusal,
+    RefusalKind,
+)
 from policy.quantity import Instant
 from policy.truncation import Accepted
 
 LINKS_MAX: Final = 60
 """Links of one agent: each takes one subscription and one ingest stream of its sessions, which have 64 and 96."""
+ERROR_CHARS_MAX: Final = 200
+"""Of an error that nobody foresaw, in a row's reason."""
 
 
 class Verdict(StrEnum):
@@ -65,24 +77,38 @@ def plan_links(
     """The table, by grant, stream and shard. `streams`: those of the source that may be seen, by name."""
     rows: list[PlannedLink] = []
     known = frozenset(destinations)
-    for view in book.list(now_ms):
-        export = view.export
-        if export is None:
-            if view.accepted is not None and view.accepted.bridge == str(bridge):
-                rows.append(_export_missing(view))
-            continue
-        if export.terms.bridge != str(bridge):
-            continue
-        rows += _rows(view, export, book, bridge, streams, known, now_ms)
+    for grant in book.grants():
+        half = book.half(grant)
+        if isinstance(half, ImportGrant) and half.bridge == str(bridge):
+            rows.append(_export_missing(half))
+        elif isinstance(half, ExportGrant) and half.terms.bridge == str(bridge):
+            try:
+                rows += _rows(book.get(grant, now_ms), half, book, bridge, streams, known, now_ms)
+            except Exception as error:
+                # A mistake of ours, which a region may have found: it is to end this grant's links and no others.
+                rows.append(_not_judged(half, error))
     rows.sort(key=lambda row: row[:3])
     return _within(rows, links_max)
 
 
-def _export_missing(view: GrantView) -> PlannedLink:
-    accepted = view.accepted
-    assert accepted is not None
+def _not_judged(export: ExportGrant, error: Exception) -> PlannedLink:
+    terms = export.terms
     return PlannedLink(
-        view.grant,
+        export.grant,
+        terms.stream,
+        -1,
+        0,
+        terms.to_region,
+        terms.destination_stream,
+        Verdict.STOP,
+        f"The grant {export.grant} could not be judged: {type(error).__name__}: {str(error)[:ERROR_CHARS_MAX]}",
+        Code.INTERNAL,
+    )
+
+
+def _export_missing(accepted: ImportGrant) -> PlannedLink:
+    return PlannedLink(
+        accepted.grant,
         accepted.stream,
         -1,
         0,

@@ -819,13 +819,22 @@ class GrantBook:
             found = self._decisions[key] = decide_grant(policy, terms, attempt.stream, now)
         return found
 
+    def grants(self) -> tuple[str, ...]:
+        """The ids of every grant, sorted."""
+        return tuple(
+            sorted(
+                grant for grant, entry in self._entries.items() if entry.export is not None or entry.imports
+            )
+        )
+
+    def half(self, grant: str) -> ExportGrant | ImportGrant | None:
+        """The grant's export, else the acceptance that was signed last: where it leads, whatever its state is."""
+        entry = self._entries.get(grant)
+        return None if entry is None else entry.export or entry.newest_half()
+
     def list(self, now: int) -> tuple[GrantView, ...]:
         """Every grant with its state at `now`, by id."""
-        return tuple(
-            self._view(entry, now)
-            for _, entry in sorted(self._entries.items())
-            if entry.export is not None or entry.imports
-        )
+        return tuple(self._view(self._entries[grant], now) for grant in self.grants())
 
     def _view(self, entry: _Entry, now: int) -> GrantView:
         name, export = entry.grant, entry.export

@@ -194,10 +194,17 @@ class Broker:
         self.recheck_sessions()
 
     def recheck_sessions(self) -> None:
-        """Rights, grants or streams changed: every session looks at what it has open."""
+        """Rights, grants or streams changed: every session looks at what it has open. One that cannot say what it still may do is ended."""
         for session in list(self.sessions):
             if session.identity is not None:
-                session.rights_changed()
+                try:
+                    session.rights_changed()
+                except Exception as error:
+                    # Those after it in the set must hear of a revocation, too.
+                    log.exception("the rights of %s could not be looked at", session.identity)
+                    session.fail(
+                        FelixError(f"The broker failed: {type(error).__name__}.", code=Code.INTERNAL)
+                    )
 
     def set_quotas(self, own: Mapping[tuple[Scope, str], QuotaLimits]) -> None:
         """Limits have changed; they count at once."""

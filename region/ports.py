@@ -37,6 +37,9 @@ class LiveSession(Protocol):
     def rights_changed(self) -> None:
         """Rights, grants or streams changed: end what is no longer allowed."""
 
+    def fail(self, error: FelixError) -> None:
+        """Tell the peer what is wrong, then close."""
+
     def settle_delivery(self) -> int:
         """Charge the delivery budget with what really waits now, and return it."""
 
