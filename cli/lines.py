@@ -21,7 +21,7 @@ import msgspec
 from cli.exits import EXIT_FAILED
 from felix.batch import BATCH_BYTES_MAX, KEY_BYTES_MAX, Headers, NewRecord
 from felix.errors import RequestError
-from felix.publisher import with_message_id
+from felix.payload import with_message_id
 
 READ_BYTES: Final = 128 * 1024
 """Read at a time: about a batch. A pipe gives what is there, 64 KiB at most, so a lone line never waits for more."""

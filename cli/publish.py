@@ -37,7 +37,7 @@ from cli.output import counted, note, out, print_json, progress
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run
 from felix.batch import BATCH_BYTES_MAX
 from felix.errors import Code, FelixError, RequestError
-from felix.publisher import PublishProgress
+from felix.publisher_core import PublishProgress
 from policy.quantity import Duration
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

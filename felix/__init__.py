@@ -1,4 +1,4 @@
-"""What both ends of the wire share (the kernel), and the client SDK, whose face this is; a contract in pyproject.toml says which is which.
+"""What both ends of the wire share (the kernel), and the client SDK, whose face this is. A contract in pyproject.toml says what belongs to which.
 
 `felix.connect` is where an application begins (felix.client); `felix.sync` is the same for scripts and notebooks.
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from felix.messages import Durability, Retention, ShardState, StreamState
     from felix.names import SpiffeId, StreamName
     from felix.profile import Profile, felix_home, load_profile
-    from felix.publisher import Publisher, PublishProgress, Receipt, Refusal
+    from felix.publisher import Publisher
+    from felix.publisher_core import PublishProgress, Receipt, Refusal
     from felix.queue import Job, Queue, QueueConsumer
     from felix.settings import (
         Deduplication,
@@ -61,7 +62,8 @@ _NAMES: Final = {
     "felix.messages": "Durability Retention ShardState StreamState",
     "felix.names": "SpiffeId StreamName",
     "felix.profile": "Profile felix_home load_profile",
-    "felix.publisher": "PublishProgress Publisher Receipt Refusal",
+    "felix.publisher": "Publisher",
+    "felix.publisher_core": "PublishProgress Receipt Refusal",
     "felix.queue": "Job Queue QueueConsumer",
     "felix.settings": "Deduplication NamespaceSettings Retries RetriesChange SubscriptionSettings Views",
     "felix.stream": "Stream",

@@ -15,11 +15,13 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Generic, ParamSpec, Self, TypeVar
 
-from felix import cache, client, consumer, publisher, queue, subscription, transaction
+from felix import cache, client, consumer, queue, subscription, transaction
 from felix.batch import Headers, Record
 from felix.errors import Code, RequestError
 from felix.notebook import Rows
-from felix.publisher import MessageId, Payload
+from felix.payload import MessageId, Payload, paired, payload_bytes, with_message_id
+from felix.publisher import Publisher
+from felix.publisher_core import PublishProgress
 
 STOP_TIMEOUT_S: Final = 5.0
 """How long `close` waits for the background thread."""
@@ -194,7 +196,7 @@ class BlockingTransaction(Blocking[transaction.Transaction]):
         self._background.call(self._inner.__aexit__(kind, error, trace))
 
 
-class GatheringPublisher(Blocking[publisher.Publisher]):
+class GatheringPublisher(Blocking[Publisher]):
     """Gathers records in the caller's thread, and hands them over by the batch; one thread at a time.
 
     A record leaves when its batch is full, once `linger_ms` have passed since the first one of the batch, or with
@@ -215,7 +217,7 @@ class GatheringPublisher(Blocking[publisher.Publisher]):
     def __init__(
         self,
         background: Background,
-        inner: publisher.Publisher,
+        inner: Publisher,
         *,
         linger_ms: float,
         batch_bytes: int,
@@ -245,7 +247,7 @@ class GatheringPublisher(Blocking[publisher.Publisher]):
             self._background.loop.call_soon_threadsafe(self._inner.abort)
 
     @property
-    def progress(self) -> publisher.PublishProgress:
+    def progress(self) -> PublishProgress:
         """How far it has come; what is still gathered here does not count as given."""
         return self._background.run(lambda: self._inner.progress)
 
@@ -259,8 +261,8 @@ class GatheringPublisher(Blocking[publisher.Publisher]):
     ) -> None:
         """Gather one record; hands over, and waits for room, when a batch is full. Raises as `Publisher.send`, then."""
         if message_id is not None:
-            headers = publisher.with_message_id(headers, message_id)
-        taken = publisher.payload_bytes(payload)
+            headers = with_message_id(headers, message_id)
+        taken = payload_bytes(payload)
         with self._lock:
             first = not self._records
             self._records.append((taken, key, headers))
@@ -273,7 +275,7 @@ class GatheringPublisher(Blocking[publisher.Publisher]):
 
     def send_many(self, payloads: Iterable[Payload], keys: Iterable[bytes | None] | None = None) -> None:
         """Gather many records."""
-        for payload, key in publisher.paired(payloads, keys):
+        for payload, key in paired(payloads, keys):
             self.send(payload, key)
 
     def flush(self) -> None:

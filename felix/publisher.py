@@ -1,124 +1,62 @@
 """Publisher: records into batches, batches onto a publish stream, acknowledgements back to who asked for them.
 
-A record joins the open batch of its shard. The batch closes when it is full (bytes or records), or when its linger
-ends; linger 0 is the end of this event loop iteration, so a lone record never waits and a burst batches itself. While a shard has
-FLYING_BATCHES_FILL batches on the way, its open batch goes on filling instead of closing small. A closed batch is
-encoded once and stays these bytes; only its sequence can be renewed, in the header.
+What it does with a record and a batch, `felix.publisher_core` decides. This is the shell around it: it opens the publish stream again on every link, sends
+while the session's credit lasts, keeps the one timer and the futures.
 
-Invariants:
+Invariants beside the core's:
 
-- records of one shard are in the log in the order in which they were given, each once, however often the connection
-  breaks: batches carry producer id, epoch and sequence, are sent again in order, and the broker knows a repeated one;
-- no batch leaves beyond the session's publish credit; accepted and unacknowledged records stay within `buffer_bytes`;
+- no batch leaves beyond the session's publish credit;
 - every record accepted is acknowledged, or its refusal is delivered: to its future, to `on_refused`, and to the next
   `send` or `flush`;
 - a refusal that says "not now" is tried again, with everything behind it, until the batch's deadline.
-
-How order survives a refusal: what follows a refused batch is refused too (SEQUENCE_GAP). Behind one that will be sent
-again, it is sent again in order. At the head of its shard, it is certainly not in the log, so the shard takes the next
-producer epoch, numbers what is left from 0 and sends it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from types import TracebackType
-from typing import Final, Literal, NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 from felix.backoff import Backoff
-from felix.batch import (
-    BATCH_BYTES_MAX,
-    COMPRESS_LEVEL_MAX,
-    HEADER_BYTES,
-    KEY_BYTES_MAX,
-    MESSAGE_ID_BYTES_MAX,
-    MESSAGE_ID_HEADER,
-    RECORDS_MAX,
-    Batch,
-    BatchHeader,
-    Headers,
-    NewRecord,
-    Record,
-    decode_records,
-    encode_batch,
-    encode_headers,
-)
+from felix.batch import Headers, NewRecord
 from felix.connection import Link, RegionConnection, protocol_breach
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from felix.frames import FRAME_HEADER_BYTES, AppendedBody, FrameType, encode_condition, frame_header
+from felix.frames import AppendedBody
 from felix.messages import Answer, OpenPublisher, PublisherOpened
-from felix.names import StreamName, shard_for_key
-
-FLYING_BATCHES_MAX: Final = 31
-"""Batches of one shard that are sent and not acknowledged: fewer than a broker remembers per producer (32), so that
-every repeated one is recognised; enough that a broker syncs some while others are under way."""
-FLYING_BATCHES_FILL: Final = 7
-"""With so many on the way, an open batch goes on filling instead of closing small: the path is busy, and larger
-batches cost less per record."""
-BATCH_BYTES_DEFAULT: Final = 128 * 1024
-"""Where a batch closes: large enough that per-batch work vanishes, small enough to flow."""
-BATCH_RECORDS_DEFAULT: Final = 8_192
-BUFFER_BYTES_DEFAULT: Final = 32 * 1024 * 1024
-"""Records accepted and not yet acknowledged, of one publisher."""
-DEADLINE_MS_DEFAULT: Final = 120_000
-"""How long a batch is tried again before its error is raised: longer than a broker's restart."""
-LINGER_MS_MAX: Final = 60_000
-COMPRESS_GAIN: Final = 0.9
-"""A body that zstd leaves larger than this part of it is not worth the time."""
-COMPRESS_JUDGED_BYTES: Final = 1_024
-"""A smaller batch says nothing about those that follow."""
-COMPRESS_SKIP_MAX: Final = 64
-"""Batches in a row that are not tried after some that gained nothing: 1, 2, 4 … of them, then one is tried again."""
-RECORD_OVERHEAD_BYTES: Final = 12
-"""What a record takes in a batch beside its own bytes: one entry in each of the three columns."""
-
-_STREAM_ENDED: Final = (Code.NOT_FOUND_OR_FORBIDDEN, Code.NOT_FOUND, Code.FORBIDDEN)
-"""Refusals of a batch that mean the whole publish stream: the right was taken away, or the stream is gone."""
-
-Payload = bytes | bytearray | memoryview
-Acks = Literal["all", "none"]
-MessageId = bytes | str
-
-
-class Receipt(NamedTuple):
-    """Where a batch stands in the log: offsets base_offset .. base_offset + records, the broker's time in ms.
-
-    `offsets`, one per record, where some were there already (message ids), so that they do not follow each other.
-    """
-
-    shard: int
-    base_offset: int
-    records: int
-    append_time_ms: int
-    offsets: tuple[int, ...] = ()
-
-
-class Refusal(NamedTuple):
-    """A batch that is not in the log as far as anybody knows, why, and its records."""
-
-    error: FelixError
-    shard: int
-    batch: Batch
-
-    def records(self) -> Iterator[Record]:
-        """The records in the order in which they were given; their offsets count from 0 and mean nothing."""
-        return decode_records(self.batch)
-
-
-class PublishProgress(NamedTuple):
-    """How far a publisher has come, in records; they count from the first one that it was given.
-
-    - `acknowledged` ≤ `given`; with acks="none" those that have left count as acknowledged;
-    - the first `contiguous` records are all acknowledged, and the next one is not, if there is one;
-    - `offsets` has the last acknowledged offset of every shard that has one.
-    """
-
-    given: int
-    acknowledged: int
-    contiguous: int
-    offsets: dict[int, int]
+from felix.names import StreamName
+from felix.payload import MessageId, Payload, check_key, paired, payload_bytes, with_message_id
+from felix.publisher_core import (
+    BATCH_BYTES_DEFAULT,
+    BATCH_RECORDS_DEFAULT,
+    BUFFER_BYTES_DEFAULT,
+    DEADLINE_MS_DEFAULT,
+    FLUSHED,
+    FULL,
+    ITERATION_ENDED,
+    LINGERS,
+    LINK_LOST,
+    NOTHING,
+    ROOM_WANTED,
+    Acknowledged,
+    Acks,
+    Added,
+    Event,
+    Failed,
+    NeverFits,
+    Opened,
+    PendingBatch,
+    PublisherCore,
+    PublishProgress,
+    Ready,
+    Receipt,
+    Refusal,
+    Refused,
+    StreamRefused,
+    TimeCame,
+)
 
 
 class Tracer(Protocol):
@@ -137,107 +75,51 @@ class _Many:
         self.offsets: list[int] = []
         self.left = 0
 
-
-class _Sink(NamedTuple):
-    """Who asked for the offset of the record `at` this place of its batch: a future, or a place in a collection."""
-
-    at: int
-    future: asyncio.Future[int] | None
-    many: _Many | None = None
-    place: int = 0
+    def answered(self) -> None:
+        self.left -= 1
+        if not self.left and not self.future.done():
+            self.future.set_result(self.offsets)
 
 
-class _PendingBatch:
-    """A closed batch on its way."""
+class _Place:
+    """One of many records, which waits for its offset like a future."""
 
-    __slots__ = (
-        "accumulator", "backoff", "body", "condition", "correlation", "deadline", "done", "first", "header", "held_bytes", "link",
-        "receipt", "renumbered", "sent", "sent_ever", "sinks",
-    )  # fmt: skip
+    __slots__ = ("_many", "_place")
 
-    def __init__(self, accumulator: _Accumulator, batch: Batch, held_bytes: int, deadline: float) -> None:
-        self.accumulator = accumulator
-        self.header: BatchHeader = batch.header
-        self.body = batch.body
-        self.condition = b""
-        self.held_bytes = held_bytes
-        self.first = accumulator.first
-        self.deadline = deadline
-        self.sinks: list[_Sink] | None = None
-        self.receipt: asyncio.Future[Receipt] | None = None
-        self.correlation = 0
-        self.link: Link | None = None
-        self.sent = False
-        self.sent_ever = False
-        self.done = False
-        self.renumbered = False
-        self.backoff: Backoff | None = None
+    def __init__(self, many: _Many, place: int) -> None:
+        self._many, self._place = many, place
 
-    @property
-    def frame_bytes(self) -> int:
-        return FRAME_HEADER_BYTES + len(self.condition) + HEADER_BYTES + len(self.body)
+    def done(self) -> bool:
+        return False
 
-    # What the link calls (connection.Pending):
+    def set_result(self, offset: int) -> None:
+        self._many.offsets[self._place] = offset
+        self._many.answered()
+
+    def set_exception(self, error: FelixError) -> None:
+        if not self._many.future.done():
+            self._many.future.set_exception(error)
+
+
+class _Flight:
+    """One sending of a batch, whose answer is awaited (connection.Pending)."""
+
+    __slots__ = ("_batch", "_publisher", "correlation", "link")
+
+    def __init__(self, publisher: Publisher, batch: PendingBatch, link: Link) -> None:
+        self._publisher, self._batch, self.link = publisher, batch, link
+        self.correlation = link.register(self)
 
     def answered(self, answer: Answer) -> None:
         raise FelixError("A batch was answered like a request.", code=Code.PROTOCOL)
 
     def acknowledged(self, appended: AppendedBody) -> None:
-        self.correlation = 0
-        self.accumulator.publisher._acknowledged(self, appended)
+        if appended.offsets and len(appended.offsets) != self._batch.header.records:
+            raise protocol_breach("An acknowledgement names another number of records than the batch has.")
+        self._publisher._step(Acknowledged(self._batch, self, appended))
 
     def refused(self, error: FelixError) -> None:
-        self.correlation = 0
-        self.accumulator.publisher._refused(self, error)
-
-
-class _Accumulator:
-    """One shard of a publisher: its open batch, and its closed ones in the order of their sequence."""
-
-    __slots__ = (
-        "epoch", "first", "linger", "linger_over", "next_sequence", "open_bytes", "publisher", "records", "shard", "sinks",
-        "stalled", "unacknowledged", "unsent",
-    )  # fmt: skip
-
-    def __init__(self, publisher: Publisher, shard: int) -> None:
-        self.publisher = publisher
-        self.shard = shard
-        self.records: list[NewRecord] = []
-        # Which of the publisher's records is the first of the open batch.
-        self.first = 0
-        self.open_bytes = 0
-        self.sinks: list[_Sink] | None = None
-        self.linger: asyncio.TimerHandle | None = None
-        self.linger_over = False
-        self.unacknowledged: deque[_PendingBatch] = deque()
-        self.unsent: deque[_PendingBatch] = deque()
-        self.epoch = 0
-        self.next_sequence = 0
-        self.stalled: asyncio.TimerHandle | None = None
-
-    @property
-    def flying(self) -> int:
-        """Batches from the oldest that is not acknowledged to the newest that was sent."""
-        return len(self.unacknowledged) - len(self.unsent)
-
-    def rewind(self) -> None:
-        """Everything that is not acknowledged is to be sent, from the first one on."""
-        for pending in self.unacknowledged:
-            if pending.correlation and pending.link is not None:
-                pending.link.forget(pending.correlation)
-            pending.correlation, pending.link, pending.sent = 0, None, False
-        self.unsent = deque(pending for pending in self.unacknowledged if not pending.done)
-
-    def renumber(self) -> None:
-        """The next producer epoch: what is left counts from sequence 0."""
-        self.epoch += 1
-        self.next_sequence = 0
-        for pending in self.unacknowledged:
-            if not pending.done:
-                pending.header = pending.header._replace(
-                    producer_epoch=self.epoch, base_sequence=self.next_sequence
-                )
-                self.next_sequence += pending.header.records
+        self._publisher._step(Refused(self._batch, self, error))
 
 
 class Publisher:
@@ -264,40 +146,19 @@ class Publisher:
         tracer: Tracer | None = None,
         made_as: str = "",
     ) -> None:
-        for name, value, low, high in (
-            ("linger_ms", linger_ms, 0, LINGER_MS_MAX),
-            ("batch_bytes", batch_bytes, 1024, BATCH_BYTES_MAX),
-            ("batch_records", batch_records, 1, RECORDS_MAX),
-            ("buffer_bytes", buffer_bytes, BATCH_BYTES_MAX, 1 << 40),
-            ("deadline_ms", deadline_ms, 1, 1 << 31),
-            ("compress", compress, 0, COMPRESS_LEVEL_MAX),
-        ):
-            if not low <= value <= high:
-                raise RequestError(
-                    f"{name} is {value}; it must be from {low} to {high}.", code=Code.CONFIG_INVALID
-                )
-        if acks not in ("all", "none"):
-            raise RequestError(f"acks is {acks!r}; it is 'all' or 'none'.", code=Code.CONFIG_INVALID)
         self._region = connection
         self._loop = asyncio.get_running_loop()
         self.stream = stream
         self.acks: Acks = acks
-        self._producer_id = producer_id if acks == "all" else 0
-        self._linger_s = linger_ms / 1000
-        self._batch_bytes = batch_bytes
-        self._batch_records = batch_records
-        self._record_bytes_max = BATCH_BYTES_MAX - HEADER_BYTES
-        self._buffer_bytes = buffer_bytes
-        self._compress = compress
-        # Batches that are not even tried, after some that did not get smaller.
-        self._plain_left = self._plain_next = 0
-        self._deadline_s = deadline_ms / 1000
+        self._core = PublisherCore(
+            stream, connection.policy, connection.runtime.random, producer_id=producer_id, linger_ms=linger_ms,
+            batch_bytes=batch_bytes, batch_records=batch_records, buffer_bytes=buffer_bytes, acks=acks, compress=compress,
+            deadline_ms=deadline_ms,
+        )  # fmt: skip
+        self._lingers = linger_ms > 0
         self._on_refused = on_refused
         self._tracer = tracer
         self._made_as = made_as
-        self._accumulators: list[_Accumulator] = []
-        self._unkeyed = 0
-        self._incarnation = b""
         self._link: Link | None = None
         self._stream_id = -1
         self._watch = 0
@@ -306,18 +167,12 @@ class Publisher:
         self._open_refusal: UnavailableError | None = None
         self._started = False
         self._closed = False
-        self._failed: FelixError | None = None
-        self._error: FelixError | None = None
-        self._held_bytes = 0
-        self._given = self._acknowledged_records = 0
-        self._lost_first: int | None = None
-        self._offsets: dict[int, int] = {}
         self._room: deque[asyncio.Future[None]] = deque()
         self._idle: list[asyncio.Future[None]] = []
-        self._turn_end = False
+        self._iteration_end = False
         self._yield_due = False
-        self._next_accumulator = 0
-        self._expiry: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = inf
         self.batches_sent = 0
         self.batches_resent = 0
 
@@ -359,7 +214,7 @@ class Publisher:
         if self._closed:
             return
         try:
-            if self._failed is None:
+            if self._core.failed is None:
                 await self.flush()
         finally:
             self.abort()
@@ -379,28 +234,22 @@ class Publisher:
     @property
     def shards(self) -> int:
         """Shards of the stream; 0 before it is open."""
-        return len(self._accumulators)
+        return len(self._core.accumulators)
 
     @property
     def is_over(self) -> bool:
         """True once it takes no more records: closed, or refused for good."""
-        return self._failed is not None
+        return self._core.failed is not None
 
     @property
     def held_bytes(self) -> int:
         """Bytes of records accepted and not yet acknowledged; `buffer_bytes` bounds them."""
-        return self._held_bytes
+        return self._core.held_bytes
 
     @property
     def progress(self) -> PublishProgress:
         """How far it has come; also once it is closed."""
-        firsts = [self._given] if self._lost_first is None else [self._lost_first]
-        for accumulator in self._accumulators:
-            if accumulator.unacknowledged:
-                firsts.append(accumulator.unacknowledged[0].first)
-            elif accumulator.records:
-                firsts.append(accumulator.first)
-        return PublishProgress(self._given, self._acknowledged_records, min(firsts), dict(self._offsets))
+        return self._core.progress
 
     # -- records in -----------------------------------------------------------------------------------
 
@@ -417,17 +266,20 @@ class Publisher:
         Raises RequestError where the record itself cannot be (too large, key or headers invalid), and the error of
         an earlier refused batch, once. Bytes are taken as they are; a bytearray or memoryview is copied.
         """
-        if self._error is not None or self._failed is not None or not self._accumulators:
+        core = self._core
+        if core.error is not None or core.failed is not None or not core.accumulators:
             await self._check()
-        if self._held_bytes >= self._buffer_bytes:
+        if core.held_bytes >= core.buffer_bytes:
             await self._wait_for_room()
         if message_id is not None:
             headers = with_message_id(headers, message_id)
-        self._add(payload, key, headers, None)
+        if self._tracer is not None:
+            headers = self._tracer.inject(headers)
+        added = core.add(payload, key, headers)
+        if added is not None:
+            self._added(added)
         if self._yield_due:
-            # So that a producer that never waits does not keep the loop from sending what it made.
-            self._yield_due = False
-            await asyncio.sleep(0)
+            await self._yield()
 
     async def publish(
         self,
@@ -452,18 +304,15 @@ class Publisher:
             record = self._own_record(payload, key, headers)
             return (await self.publish_batch([record], shard, expected_offset=expected_offset)).base_offset
         self._require_acks()
-        if self._failed is not None or not self._accumulators:
-            await self._check()
-        while self._held_bytes >= self._buffer_bytes:
-            await self._wait_for_room()
+        await self._ready_for_more()
         future: asyncio.Future[int] = self._loop.create_future()
-        self._add(payload, key, headers, _Sink(0, future), shard)
+        self._add(payload, key, headers, future, shard)
         return await future
 
     def _own_record(self, payload: Payload, key: bytes | None, headers: Headers | None) -> NewRecord:
-        """One record, checked as `_add` checks it."""
-        if key and (type(key) is not bytes or len(key) > KEY_BYTES_MAX):
-            raise _key_refused(key)
+        """One record, checked as the core checks those that it is given one by one."""
+        if key:
+            check_key(key)
         if self._tracer is not None:
             headers = self._tracer.inject(headers)
         return NewRecord(payload_bytes(payload), key, headers)
@@ -481,38 +330,40 @@ class Publisher:
         Raises UnavailableError(LIMIT_MEMORY) where `buffer_bytes` are in use, RequestError(STATE) before it is open.
         """
         self._require_acks()
-        if self._failed is not None:
-            raise self._failed
-        if not self._accumulators:
+        core = self._core
+        if core.failed is not None:
+            raise core.failed
+        if not core.accumulators:
             raise RequestError(
                 f"The publisher into {self.stream} is not open.", code=Code.STATE, hint="Use `async with`."
             )
-        if self._held_bytes >= self._buffer_bytes:
+        if core.held_bytes >= core.buffer_bytes:
             raise UnavailableError(
-                f"{self._held_bytes} bytes wait for acknowledgement in {self.stream}; {self._buffer_bytes} are allowed.",
+                f"{core.held_bytes} bytes wait for acknowledgement in {self.stream}; {core.buffer_bytes} are allowed.",
                 code=Code.LIMIT_MEMORY,
                 hint="Await an earlier record first, or use `send`, which waits.",
             )
         if message_id is not None:
             headers = with_message_id(headers, message_id)
         future: asyncio.Future[int] = self._loop.create_future()
-        self._add(payload, key, headers, _Sink(0, future))
+        self._add(payload, key, headers, future)
         return future
 
     async def send_many(
         self, payloads: Iterable[Payload], keys: Iterable[bytes | None] | None = None
     ) -> None:
         """Put many records into their batches: the cheapest way per record. As `send` otherwise."""
-        if self._error is not None or self._failed is not None or not self._accumulators:
+        core, tracer = self._core, self._tracer
+        if core.error is not None or core.failed is not None or not core.accumulators:
             await self._check()
-        add = self._add
         for payload, key in paired(payloads, keys):
-            if self._held_bytes >= self._buffer_bytes:
+            if core.held_bytes >= core.buffer_bytes:
                 await self._wait_for_room()
-            add(payload, key, None, None)
-            if self._yield_due:
-                self._yield_due = False
-                await asyncio.sleep(0)
+            added = core.add(payload, key, tracer.inject(None) if tracer is not None else None)
+            if added is not None:
+                self._added(added)
+                if self._yield_due:
+                    await self._yield()
 
     async def publish_many(
         self, payloads: Sequence[Payload], keys: Sequence[bytes | None] | None = None
@@ -522,31 +373,28 @@ class Publisher:
         Raises the first refusal; the others may be in the log.
         """
         self._require_acks()
-        if self._failed is not None or not self._accumulators:
-            await self._check()
+        core = self._core
+        await self._ready_for_more()
         many = _Many(self._loop.create_future())
         many.offsets = [-1] * len(payloads)
         # One more until all are given, so that it is not done before.
         many.left = 1
         try:
             for place, (payload, key) in enumerate(paired(payloads, keys)):
-                while self._held_bytes >= self._buffer_bytes:
+                while core.held_bytes >= core.buffer_bytes:
                     await self._wait_for_room()
                 many.left += 1
                 try:
-                    self._add(payload, key, None, _Sink(0, None, many, place))
+                    self._add(payload, key, None, _Place(many, place))
                 except BaseException:
                     many.left -= 1
                     raise
                 if self._yield_due:
-                    self._yield_due = False
-                    await asyncio.sleep(0)
+                    await self._yield()
         except BaseException:
             many.future.cancel()
             raise
-        many.left -= 1
-        if not many.left and not many.future.done():
-            many.future.set_result(many.offsets)
+        many.answered()
         return await many.future
 
     async def publish_batch(
@@ -559,36 +407,26 @@ class Publisher:
         lost answer gets its first offset all the same.
         Raises RequestError(BATCH_TOO_LARGE, INVALID) where they do not make one batch, OffsetMismatchError.
         """
-        if expected_offset is not None and not 0 <= expected_offset < 1 << 63:
-            raise RequestError(f"There is no offset {expected_offset}; offsets begin at 0.")
         self._require_acks()
-        if self._failed is not None or not self._accumulators:
-            await self._check()
-        while self._held_bytes >= self._buffer_bytes:
-            await self._wait_for_room()
-        accumulator = self._accumulators[self._shard_of(records, shard)]
-        self._close_batch(accumulator)
-        accumulator.first = self._given
-        pending = self._encode(accumulator, list(records))
-        if expected_offset is not None:
-            pending.condition = encode_condition(expected_offset)
-        pending.receipt = self._loop.create_future()
-        self._given += len(records)
-        self._held_bytes += pending.held_bytes
-        self.pump()
-        return await pending.receipt
+        await self._ready_for_more()
+        future: asyncio.Future[Receipt] = self._loop.create_future()
+        try:
+            self._core.add_batch(records, shard, future, expected_offset)
+        finally:
+            # Also where they make no batch: what was open in their shard was closed.
+            self.pump()
+        return await future
 
     async def flush(self) -> None:
         """Return once all that was given is acknowledged (with acks="none": has left).
 
         Raises the error of the first batch refused since the last `send` or `flush` that raised.
         """
-        if self._failed is not None:
-            raise self._failed
-        for accumulator in self._accumulators:
-            self._close_batch(accumulator)
-        self.pump()
-        while self._held_bytes and self._failed is None:
+        core = self._core
+        if core.failed is not None:
+            raise core.failed
+        self._step(FLUSHED)
+        while core.held_bytes and core.failed is None:
             future: asyncio.Future[None] = self._loop.create_future()
             self._idle.append(future)
             await future
@@ -602,437 +440,167 @@ class Publisher:
 
     async def _check(self) -> None:
         """Raise what there is to raise; wait until the stream is open."""
-        if self._failed is not None:
-            raise self._failed
-        if self._error is not None:
-            error, self._error = self._error, None
+        core = self._core
+        if core.failed is not None:
+            raise core.failed
+        if core.error is not None:
+            error, core.error = core.error, None
             raise error
-        if not self._accumulators:
+        if not core.accumulators:
             await self.open()
 
-    def _shard_of(self, records: Sequence[NewRecord], shard: int | None) -> int:
-        shards = len(self._accumulators)
-        if not records:
-            raise RequestError("A batch without records.")
-        if shard is None:
-            routes = (record.key or _message_id(record.headers) for record in records)
-            keyed = {shard_for_key(route, shards) for route in routes if route}
-            if len(keyed) > 1:
-                raise RequestError(
-                    f"These records belong into {len(keyed)} shards by their keys, and a batch into one.",
-                    hint="Publish one batch per key, or use `publish_many`.",
-                )
-            if keyed:
-                return keyed.pop()
-            shard = self._unkeyed
-            self._unkeyed = (shard + 1) % shards
-        return self._checked_shard(shard)
-
-    def _checked_shard(self, shard: int) -> int:
-        shards = len(self._accumulators)
-        if not 0 <= shard < shards:
-            raise RequestError(f"There is no shard {shard}; {self.stream} has {shards}, from 0.")
-        return shard
-
-    # -- batching -------------------------------------------------------------------------------------
-
-    def _add(
-        self,
-        payload: Payload,
-        key: bytes | None,
-        headers: Headers | None,
-        sink: _Sink | None,
-        shard: int | None = None,
-    ) -> None:
-        if type(payload) is not bytes:
-            payload = payload_bytes(payload)
-        size = len(payload) + RECORD_OVERHEAD_BYTES
-        unkeyed = False
-        if key:
-            if type(key) is not bytes or len(key) > KEY_BYTES_MAX:
-                raise _key_refused(key)
-            accumulator = self._accumulators[shard_for_key(key, len(self._accumulators))]
-            size += len(key)
-        elif headers and (route := headers.get(MESSAGE_ID_HEADER)):
-            # A repetition must reach the shard that remembers the first one.
-            accumulator = self._accumulators[shard_for_key(route, len(self._accumulators))]
-        else:
-            accumulator = self._accumulators[self._unkeyed]
-            unkeyed = True
-        if shard is not None:
-            accumulator, unkeyed = self._accumulators[self._checked_shard(shard)], False
-        if self._tracer is not None:
-            headers = self._tracer.inject(headers)
-        if headers:
-            size += len(encode_headers(headers))
-        if size > self._record_bytes_max:
-            raise RequestError(
-                f"A record of {size} bytes; {self._record_bytes_max} are allowed in this session.",
-                code=Code.BATCH_TOO_LARGE,
-                hint="Split it, or keep it elsewhere and publish where it is.",
-            )
-        records = accumulator.records
-        if records and accumulator.open_bytes + size > self._batch_bytes:
-            self._close_full(accumulator)
-            if unkeyed:
-                accumulator = self._accumulators[self._unkeyed]
-            records = accumulator.records
-        if sink is not None:
-            if accumulator.sinks is None:
-                accumulator.sinks = []
-            accumulator.sinks.append(sink._replace(at=len(records)))
-        if not records:
-            accumulator.first = self._given
-        self._given += 1
-        records.append(NewRecord(payload, key, headers))
-        accumulator.open_bytes += size
-        self._held_bytes += size
-        if len(records) == 1:
-            self._begin_linger(accumulator)
-        elif accumulator.open_bytes >= self._batch_bytes or len(records) >= self._batch_records:
-            self._close_full(accumulator)
-
-    def _close_full(self, accumulator: _Accumulator) -> None:
-        self._close_batch(accumulator)
-        self.pump()
-        self._yield_due = True
-
-    def _begin_linger(self, accumulator: _Accumulator) -> None:
-        if accumulator.open_bytes >= self._batch_bytes or self._batch_records == 1:
-            self._close_full(accumulator)
-        elif self._linger_s:
-            accumulator.linger = self._loop.call_later(self._linger_s, self._linger_ended, accumulator)
-        elif not self._turn_end:
-            self._turn_end = True
-            self._loop.call_soon(self._turn_ended)
-
-    def _linger_ended(self, accumulator: _Accumulator) -> None:
-        accumulator.linger = None
-        accumulator.linger_over = True
-        self.pump()
-
-    def _turn_ended(self) -> None:
-        self._turn_end = False
-        self._yield_due = False
-        for accumulator in self._accumulators:
-            if accumulator.records and accumulator.linger is None:
-                accumulator.linger_over = True
-        self.pump()
-
-    def _close_batch(self, accumulator: _Accumulator) -> None:
-        """Close the open batch of a shard, if it has one."""
-        if not accumulator.records:
-            return
-        records, accumulator.records = accumulator.records, []
-        sinks, accumulator.sinks = accumulator.sinks, None
-        held, accumulator.open_bytes = accumulator.open_bytes, 0
-        accumulator.linger_over = False
-        if accumulator.linger is not None:
-            accumulator.linger.cancel()
-            accumulator.linger = None
-        if accumulator.shard == self._unkeyed:
-            self._unkeyed = (self._unkeyed + 1) % len(self._accumulators)
-        pending = self._encode(accumulator, records, held)
-        pending.sinks = sinks
-
-    def _encode(
-        self, accumulator: _Accumulator, records: list[NewRecord], held_bytes: int = 0
-    ) -> _PendingBatch:
-        """`held_bytes`: what the records were counted as when they came in one by one; 0: what they are together."""
-        compress = self._compress
-        if compress and self._plain_left:
-            self._plain_left -= 1
-            compress = 0
-        batch = encode_batch(
-            records,
-            shard=accumulator.shard,
-            producer_id=self._producer_id,
-            producer_epoch=accumulator.epoch if self._producer_id else 0,
-            base_sequence=accumulator.next_sequence if self._producer_id else 0,
-            compress=compress,
-        )
-        if compress:
-            self._look_at_gain(batch.header)
-        accumulator.next_sequence += len(records)
-        held_bytes = held_bytes or batch.header.plain_length
-        pending = _PendingBatch(accumulator, batch, held_bytes, self._loop.time() + self._deadline_s)
-        accumulator.unacknowledged.append(pending)
-        accumulator.unsent.append(pending)
-        if self._expiry is None:
-            self._expiry = self._loop.call_at(pending.deadline, self._expire)
-        return pending
-
-    def _look_at_gain(self, header: BatchHeader) -> None:
-        """What does not get smaller (pictures, what is encrypted or compressed already) is soon tried only now and then."""
-        if header.body_length <= header.plain_length * COMPRESS_GAIN:
-            self._plain_next = 0
-        elif header.plain_length >= COMPRESS_JUDGED_BYTES:
-            self._plain_next = min(2 * self._plain_next or 1, COMPRESS_SKIP_MAX)
-            self._plain_left = self._plain_next
-
-    # -- batches out ----------------------------------------------------------------------------------
-
-    def pump(self) -> None:
-        """Send what may be sent now: shard after shard in turn, each in order, as far as credit and backlog allow."""
-        link = self._link
-        if link is None or self._stream_id < 0:
-            return
-        accumulators = self._accumulators
-        count = len(accumulators)
-        idle = 0
-        while idle < count:
-            accumulator = accumulators[self._next_accumulator]
-            pending = self._sendable(accumulator)
-            if pending is None:
-                idle += 1
-            elif pending.frame_bytes > link.window_bytes:
-                accumulator.unsent.popleft()
-                self._give_up(pending, self._never_fits(pending, link))
-            elif link.may_send(pending.frame_bytes):
-                idle = 0
-                accumulator.unsent.popleft()
-                self._send(link, accumulator, pending)
-            else:
-                link.wait_to_send(self)
-                return
-            self._next_accumulator = (self._next_accumulator + 1) % count
-
-    def _sendable(self, accumulator: _Accumulator) -> _PendingBatch | None:
-        if accumulator.stalled is not None or accumulator.flying >= FLYING_BATCHES_MAX:
-            return None
-        if not accumulator.unsent and accumulator.linger_over and accumulator.flying < FLYING_BATCHES_FILL:
-            self._close_batch(accumulator)
-        return accumulator.unsent[0] if accumulator.unsent else None
-
-    def _never_fits(self, pending: _PendingBatch, link: Link) -> RequestError:
-        return RequestError(
-            f"A batch of {pending.frame_bytes} bytes can never be sent: the broker lets {link.window_bytes} bytes be on the "
-            "way in one session.",
-            code=Code.BATCH_TOO_LARGE,
-            hint="Set a smaller batch_bytes, or publish smaller records.",
-        )
-
-    def _send(self, link: Link, accumulator: _Accumulator, pending: _PendingBatch) -> None:
-        if pending.sent_ever:
-            self.batches_resent += 1
-        self.batches_sent += 1
-        if self.acks == "none":
-            correlation = self._watch
-        else:
-            correlation = pending.correlation = link.register(pending)
-            pending.link = link
-        pending.sent = pending.sent_ever = True
-        kind = FrameType.CONDITIONAL if pending.condition else FrameType.BATCH
-        head = frame_header(kind, pending.frame_bytes - FRAME_HEADER_BYTES, correlation)
-        link.send_batch(
-            self._stream_id, b"".join((head, pending.condition, pending.header.encode(), pending.body))
-        )
-        if self.acks == "none":
-            self._acknowledged_records += pending.header.records
-            self._settle(pending)
-
-    # -- answers --------------------------------------------------------------------------------------
-
-    def _acknowledged(self, pending: _PendingBatch, appended: AppendedBody) -> None:
-        if pending.done:
-            return
-        base = appended.base_offset
-        offsets: Sequence[int] = appended.offsets or range(base, base + pending.header.records)
-        if len(offsets) != pending.header.records:
-            raise protocol_breach("An acknowledgement names another number of records than the batch has.")
-        self._acknowledged_records += len(offsets)
-        # Where a record was there already (message ids), offsets do not grow.
-        last = max(appended.offsets) if appended.offsets else base + pending.header.records - 1
-        self._offsets[pending.accumulator.shard] = max(last, self._offsets.get(pending.accumulator.shard, -1))
-        if pending.sinks is not None:
-            for at, future, many, place in pending.sinks:
-                if future is not None:
-                    if not future.done():
-                        future.set_result(offsets[at])
-                elif many is not None:
-                    many.offsets[place] = offsets[at]
-                    many.left -= 1
-                    if not many.left and not many.future.done():
-                        many.future.set_result(many.offsets)
-        if pending.receipt is not None and not pending.receipt.done():
-            pending.receipt.set_result(
-                Receipt(
-                    pending.accumulator.shard,
-                    base,
-                    pending.header.records,
-                    appended.append_time_ms,
-                    appended.offsets,
-                )
-            )
-        self._settle(pending)
-        self._after_hole(pending.accumulator)
-        self.pump()
-
-    def _refused(self, pending: _PendingBatch, error: FelixError) -> None:
-        if pending.done:
-            return
-        accumulator = pending.accumulator
-        head = next(each for each in accumulator.unacknowledged if not each.done)
-        if error.code is Code.SEQUENCE_GAP:
-            if pending is not head:
-                # Something before it is missing and will be dealt with first; then this is sent again.
-                pending.link = None
-                return
-            if not pending.renumbered:
-                pending.renumbered = True
-                accumulator.renumber()
-                accumulator.rewind()
-                self.pump()
-                return
-        elif isinstance(error, UnavailableError):
-            if pending.backoff is None:
-                pending.backoff = Backoff(self._region.policy, self._region.runtime.random)
-            wait_s = pending.backoff.next_ms(error.retry_after_ms) / 1000
-            if self._loop.time() + wait_s < pending.deadline:
-                # The rest of the shard was or will be refused with a gap; it is all sent again, in order.
-                if accumulator.stalled is not None:
-                    accumulator.stalled.cancel()
-                accumulator.stalled = self._loop.call_later(wait_s, self._stall_ended, accumulator)
-                return
-        self._give_up(pending, error)
-        self._after_hole(accumulator)
-        if error.code in _STREAM_ENDED:
-            self._reopen()
-        self.pump()
-
-    def _reopen(self) -> None:
-        """The broker takes nothing more on this publish stream; ask for another, which says what still holds."""
-        link = self._link
-        if link is None or link.is_over:
-            return
-        self._end_stream()
-        for accumulator in self._accumulators:
-            accumulator.rewind()
-        self.link_up(link)
-
-    def _end_stream(self) -> None:
-        link, stream_id = self._link, self._stream_id
-        self._link, self._stream_id = None, -1
-        if link is not None and stream_id >= 0:
-            link.unwatch(self._watch)
-            if not link.is_over and not link.connection.is_closed:
-                link.connection.send(stream_id, b"", end=True)
-
-    def _after_hole(self, accumulator: _Accumulator) -> None:
-        """A batch left the shard's order without being in the log. If what follows was already refused for that, no
-        further answer will come for it: number it anew and send it."""
-        head = next((each for each in accumulator.unacknowledged if not each.done), None)
-        if head is not None and head.sent and not head.correlation and not accumulator.stalled:
-            head.renumbered = True
-            accumulator.renumber()
-            accumulator.rewind()
-
-    def _stall_ended(self, accumulator: _Accumulator) -> None:
-        accumulator.stalled = None
-        accumulator.rewind()
-        self.pump()
-
-    def _settle(self, pending: _PendingBatch) -> None:
-        """The pending is dealt with, one way or the other."""
-        pending.done = True
-        accumulator = pending.accumulator
-        while accumulator.unacknowledged and accumulator.unacknowledged[0].done:
-            accumulator.unacknowledged.popleft()
-        self._held_bytes -= pending.held_bytes
-        while self._room and self._held_bytes < self._buffer_bytes:
-            waiter = self._room.popleft()
-            if not waiter.done():
-                waiter.set_result(None)
-                break
-        if not self._held_bytes:
-            idle, self._idle = self._idle, []
-            for waiter in idle:
-                if not waiter.done():
-                    waiter.set_result(None)
-
-    def _give_up(self, pending: _PendingBatch, error: FelixError) -> None:
-        """The pending's records are refused for good; tell whoever is to know."""
-        if pending.correlation and pending.link is not None:
-            pending.link.forget(pending.correlation)
-            pending.correlation = 0
-        if pending.sinks is not None:
-            for _, future, many, _ in pending.sinks:
-                waiting = future if future is not None else many.future if many is not None else None
-                if waiting is not None and not waiting.done():
-                    waiting.set_exception(error)
-        if self._lost_first is None or pending.first < self._lost_first:
-            self._lost_first = pending.first
-        told = pending.sinks is not None and len(pending.sinks) == pending.header.records
-        if pending.receipt is not None:
-            told = True
-            if not pending.receipt.done():
-                pending.receipt.set_exception(error)
-        if not told and self._error is None:
-            self._error = error
-        self._settle(pending)
-        if self._on_refused is not None:
-            self._on_refused(Refusal(error, pending.accumulator.shard, Batch(pending.header, pending.body)))
-
-    def _expire(self) -> None:
-        """Give up what was tried for as long as it may be."""
-        self._expiry = None
-        now = self._loop.time()
-        first: float | None = None
-        for accumulator in self._accumulators:
-            while accumulator.unacknowledged and accumulator.unacknowledged[0].deadline <= now:
-                pending = accumulator.unacknowledged[0]
-                if not pending.sent:
-                    accumulator.unsent.popleft()
-                why = "it was sent and not answered" if pending.sent_ever else "it could not be sent"
-                throttle = self._link.throttled if self._link is not None else None
-                if throttle is not None:
-                    why += (
-                        f", while {throttle.scope} {throttle.name} is at its {throttle.limit} of "
-                        f"{throttle.per_second} per second"
-                    )
-                self._give_up(
-                    pending,
-                    UnavailableError(
-                        f"A batch for shard {accumulator.shard} of {self.stream} is not acknowledged after {self._deadline_s:g} s: "
-                        f"{why}.",
-                        code=Code.TIMEOUT,
-                        hint="Whether it is in the log is not known."
-                        if pending.sent
-                        else "It is not in the log.",
-                    ),
-                )
-                if accumulator.stalled is not None:
-                    accumulator.stalled.cancel()
-                    self._stall_ended(accumulator)
-                self._after_hole(accumulator)
-            if accumulator.unacknowledged and (
-                first is None or accumulator.unacknowledged[0].deadline < first
-            ):
-                first = accumulator.unacknowledged[0].deadline
-        if first is not None:
-            self._expiry = self._loop.call_at(first, self._expire)
-        self.pump()
+    async def _ready_for_more(self) -> None:
+        """As `_check` and `_wait_for_room`, for those who are told what becomes of their records themselves."""
+        core = self._core
+        if core.failed is not None or not core.accumulators:
+            await self._check()
+        while core.held_bytes >= core.buffer_bytes:
+            await self._wait_for_room()
 
     async def _wait_for_room(self) -> None:
-        while self._held_bytes >= self._buffer_bytes:
+        core = self._core
+        while core.held_bytes >= core.buffer_bytes:
             # What is still open counts too: without this, one large linger could wait for itself.
-            for accumulator in self._accumulators:
-                accumulator.linger_over = accumulator.linger_over or bool(accumulator.records)
-            self.pump()
-            if self._held_bytes < self._buffer_bytes:
+            self._step(ROOM_WANTED)
+            if core.held_bytes < core.buffer_bytes:
                 break
             waiter: asyncio.Future[None] = self._loop.create_future()
             self._room.append(waiter)
             try:
                 await waiter
             finally:
-                # Whoever was woken and does not stay passes the turn on.
-                if self._room and self._held_bytes < self._buffer_bytes:
-                    following = self._room.popleft()
-                    if not following.done():
-                        following.set_result(None)
-            if self._failed is not None:
-                raise self._failed
+                # A waiter that is woken but leaves must wake the next one.
+                self._wake_for_room()
+            if core.failed is not None:
+                raise core.failed
+
+    def _wake_for_room(self) -> None:
+        while self._room and self._core.held_bytes < self._core.buffer_bytes:
+            waiter = self._room.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                break
+
+    # -- the core, carried out ------------------------------------------------------------------------
+
+    def _add(
+        self,
+        payload: Payload,
+        key: bytes | None,
+        headers: Headers | None,
+        caller: asyncio.Future[int] | _Place,
+        shard: int | None = None,
+    ) -> None:
+        if self._tracer is not None:
+            headers = self._tracer.inject(headers)
+        added = self._core.add(payload, key, headers, caller, shard)
+        if added is not None:
+            self._added(added)
+
+    def _added(self, added: Added) -> None:
+        if self._lingers:
+            self._core.step(LINGERS, self._loop.time())
+        elif not self._iteration_end:
+            self._iteration_end = True
+            self._loop.call_soon(self._iteration_ended)
+        if added is FULL:
+            self._yield_due = True
+            self.pump()
+        elif self._lingers:
+            self._arm()
+
+    async def _yield(self) -> None:
+        """So that a producer that never waits does not keep the loop from sending what it made."""
+        self._yield_due = False
+        await asyncio.sleep(0)
+        if self._core.failed is not None:
+            raise self._core.failed
+
+    def _iteration_ended(self) -> None:
+        self._iteration_end = False
+        self._yield_due = False
+        self._step(ITERATION_ENDED)
+
+    def _step(self, event: Event) -> None:
+        ready = self._core.step(event, self._loop.time())
+        if ready is not NOTHING:
+            self._carry_out(ready)
+        self.pump()
+
+    def _carry_out(self, ready: Ready) -> None:
+        forget, delivered, given_up, reopen = ready
+        for flight in forget:
+            flight.link.forget(flight.correlation)
+        if delivered is not None:
+            for waiting, offset in zip(delivered.callers, delivered.offsets, strict=False):
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(offset)
+            if delivered.caller is not None and not delivered.caller.done():
+                delivered.caller.set_result(delivered.receipt)
+        for callers, caller, refusal in given_up:
+            for waiting in (*callers, caller):
+                if waiting is not None and not waiting.done():
+                    waiting.set_exception(refusal.error)
+            if self._on_refused is not None:
+                self._on_refused(refusal)
+        if reopen:
+            self._reopen()
+
+    def pump(self) -> None:
+        """Send what may be sent now, as far as credit and backlog allow; then wake whoever waits for that, and see to the timer."""
+        core, link = self._core, self._link
+        if link is not None and self._stream_id >= 0:
+            now = self._loop.time()
+            while (batch := core.next_batch(now)) is not None:
+                size = batch.frame_bytes
+                if size > link.window_bytes:
+                    self._carry_out(core.step(NeverFits(batch, link.window_bytes), now))
+                elif link.may_send(size):
+                    self._send(link, batch)
+                else:
+                    link.wait_to_send(self)
+                    break
+        if self._room:
+            self._wake_for_room()
+        if self._idle and not core.held_bytes:
+            self._wake_idle()
+        self._arm()
+
+    def _send(self, link: Link, batch: PendingBatch) -> None:
+        if batch.sent_ever:
+            self.batches_resent += 1
+        self.batches_sent += 1
+        if self.acks == "none":
+            frame = batch.frame(self._watch)
+            self._core.sent(batch, None)
+        else:
+            flight = _Flight(self, batch, link)
+            frame = batch.frame(flight.correlation)
+            self._core.sent(batch, flight)
+        link.send_batch(self._stream_id, frame)
+
+    def _wake_idle(self) -> None:
+        idle, self._idle = self._idle, []
+        for waiter in idle:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _arm(self) -> None:
+        """The timer fires no later than the core asks for. One that fires before finds nothing due and is set again."""
+        at = self._core.wake_at
+        if at < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = at
+            self._timer = self._loop.call_at(at, self._time_came)
+
+    def _time_came(self) -> None:
+        # A loop may call a timer a little before its time.
+        now = max(self._loop.time(), self._timer_at)
+        self._timer, self._timer_at = None, inf
+        throttled = self._link.throttled if self._link is not None else None
+        self._carry_out(self._core.step(TimeCame(throttled), now))
+        self.pump()
 
     # -- links (connection.Attachment) ----------------------------------------------------------------
 
@@ -1046,8 +614,7 @@ class Publisher:
         self._link = None
         self._stream_id = -1
         self._watch = 0
-        for accumulator in self._accumulators:
-            accumulator.rewind()
+        self._step(LINK_LOST)
 
     def link_dead(self, error: FelixError) -> None:
         self.link_down(error)
@@ -1086,122 +653,51 @@ class Publisher:
         if opened.shards < 1:
             raise RequestError(f"{self.stream} is said to have {opened.shards} shards.", code=Code.PROTOCOL)
         assert link.limits is not None
-        self._record_bytes_max = min(BATCH_BYTES_MAX, link.limits.batch_bytes_max) - HEADER_BYTES
-        self._batch_bytes = max(1, min(self._batch_bytes, self._record_bytes_max, link.window_bytes // 2))
-        if self._accumulators and (self._incarnation, len(self._accumulators)) != (
-            opened.incarnation,
-            opened.shards,
-        ):
-            self._recreated()
-        self._incarnation = opened.incarnation
-        if len(self._accumulators) != opened.shards:
-            self._accumulators = [_Accumulator(self, shard) for shard in range(opened.shards)]
-            self._unkeyed = self._next_accumulator = 0
         self._link, self._stream_id = link, stream_id
         self._watch = link.watch(self._stream_refused)
         if not self._opened.done():
             self._opened.set_result(None)
-        self.pump()
+        self._step(Opened(opened.incarnation, opened.shards, link.limits.batch_bytes_max, link.window_bytes))
 
-    def _recreated(self) -> None:
-        """The stream of this name is another one now: what was meant for the old one is not put into it."""
-        error = RequestError(
-            f"{self.stream} was deleted and created anew while these records were on their way.",
-            code=Code.CONFLICT,
-            hint="Publish them again if they belong into the new stream.",
-        )
-        self._offsets.clear()
-        for accumulator in self._accumulators:
-            self._close_batch(accumulator)
-            accumulator.unsent.clear()
-            for pending in list(accumulator.unacknowledged):
-                if not pending.done:
-                    self._give_up(pending, error)
-            accumulator.epoch += 1
-            accumulator.next_sequence = 0
+    def _reopen(self) -> None:
+        """The broker takes nothing more on this publish stream; ask for another, which says what still holds."""
+        link = self._link
+        if link is None or link.is_over:
+            return
+        self._end_stream()
+        self._step(LINK_LOST)
+        self.link_up(link)
+
+    def _end_stream(self) -> None:
+        link, stream_id = self._link, self._stream_id
+        self._link, self._stream_id = None, -1
+        if link is not None and stream_id >= 0:
+            link.unwatch(self._watch)
+            if not link.is_over and not link.connection.is_closed:
+                link.connection.send(stream_id, b"", end=True)
 
     def _stream_refused(self, error: FelixError) -> None:
         """A batch without acknowledgement was refused."""
-        if self._error is None:
-            self._error = error
-        if error.code in _STREAM_ENDED:
-            self._reopen()
+        self._step(StreamRefused(error))
 
     def _fail(self, error: FelixError) -> None:
         """There is nothing more to be done with this publisher; tell whoever waits."""
-        if self._failed is not None:
+        if self._core.failed is not None:
             return
-        self._failed = error
+        ready = self._core.step(Failed(error), self._loop.time())
         self._region.detach(self)
         if self._opening is not None and self._opening is not asyncio.current_task():
             self._opening.cancel()
         self._end_stream()
-        if self._expiry is not None:
-            self._expiry.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if not self._opened.done():
             self._opened.set_exception(error)
             # It is raised by `open`, if anybody still waits there.
             self._opened.exception()
-        for accumulator in self._accumulators:
-            if accumulator.stalled is not None:
-                accumulator.stalled.cancel()
-                accumulator.stalled = None
-            self._close_batch(accumulator)
-            accumulator.unsent.clear()
-            for pending in list(accumulator.unacknowledged):
-                if not pending.done:
-                    self._give_up(pending, error)
-        for waiter in (*self._room, *self._idle):
+        self._carry_out(ready)
+        waiting, self._room = self._room, deque()
+        for waiter in waiting:
             if not waiter.done():
                 waiter.set_result(None)
-        if self._expiry is not None:
-            self._expiry.cancel()
-            self._expiry = None
-
-
-def with_message_id(headers: Headers | None, message_id: MessageId) -> Headers:
-    """The headers with the message id among them. Raises RequestError where it is empty or too long."""
-    raw = message_id.encode() if isinstance(message_id, str) else message_id
-    if not isinstance(raw, bytes) or not 0 < len(raw) <= MESSAGE_ID_BYTES_MAX:
-        raise RequestError(
-            f"A message id is text or bytes, 1 to {MESSAGE_ID_BYTES_MAX} bytes long, not {message_id!r:.80}."
-        )
-    return {**(headers or {}), MESSAGE_ID_HEADER: raw}
-
-
-def _message_id(headers: Headers | None) -> bytes | None:
-    return headers.get(MESSAGE_ID_HEADER) if headers else None
-
-
-def paired(
-    payloads: Iterable[Payload], keys: Iterable[bytes | None] | None
-) -> Iterator[tuple[Payload, bytes | None]]:
-    """Payloads with their keys. Raises RequestError where there are not as many of both."""
-    if keys is None:
-        for payload in payloads:
-            yield payload, None
-        return
-    try:
-        yield from zip(payloads, keys, strict=True)
-    except ValueError as error:
-        raise RequestError("There are not as many keys as payloads.") from error
-
-
-def payload_bytes(payload: object) -> bytes:
-    """Bytes that nobody else changes. Raises RequestError where the payload is something else."""
-    if type(payload) is bytes:
-        return payload
-    if isinstance(payload, bytes | bytearray | memoryview):
-        return bytes(payload)
-    raise RequestError(
-        f"A payload is bytes, not {type(payload).__name__}.",
-        hint="Encode it first, as in text.encode() or json.dumps(value).encode().",
-    )
-
-
-def _key_refused(key: object) -> RequestError:
-    if not isinstance(key, bytes):
-        return RequestError(f"A key is bytes, not {type(key).__name__}.", hint="Encode it first.")
-    return RequestError(
-        f"A key has {len(key)} bytes; {KEY_BYTES_MAX} are allowed.", code=Code.BATCH_TOO_LARGE
-    )
+        self._wake_idle()

@@ -35,7 +35,7 @@ from felix.exchange import Exchange
 from felix.frames import Frame
 from felix.messages import Answer, OpenQueue, QueueOpened, StreamState
 from felix.names import StreamName
-from felix.publisher import Payload
+from felix.payload import Payload
 from felix.queue_messages import (
     LEASE_BYTES_MAX,
     LEASE_RECORDS_MAX,

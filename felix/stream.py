@@ -23,15 +23,14 @@ from felix.messages import (
     SubscriptionState,
 )
 from felix.names import StreamName
-from felix.publisher import (
+from felix.payload import MessageId, Payload
+from felix.publisher import Publisher
+from felix.publisher_core import (
     BATCH_BYTES_DEFAULT,
     BATCH_RECORDS_DEFAULT,
     BUFFER_BYTES_DEFAULT,
     DEADLINE_MS_DEFAULT,
     Acks,
-    MessageId,
-    Payload,
-    Publisher,
     Receipt,
     Refusal,
 )

@@ -67,15 +67,14 @@ from felix.messages import (
 )
 from felix.names import StreamName
 from felix.notebook import Rows
+from felix.payload import MessageId, Payload
 from felix.profile import Profile
-from felix.publisher import (
+from felix.publisher_core import (
     BATCH_BYTES_DEFAULT,
     BATCH_RECORDS_DEFAULT,
     BUFFER_BYTES_DEFAULT,
     DEADLINE_MS_DEFAULT,
     Acks,
-    MessageId,
-    Payload,
     Receipt,
     Refusal,
 )
@@ -825,8 +824,9 @@ class SyncConsumer(BlockingConsumer):
 
     def ack(self, record: ConsumerRecord | ConsumerBatch) -> bool:
         """The record, or all of the batch, is done. True once that is durable. False where it does not count (the shard is
-        another's by now, or the connection was lost before the answer): then it is redelivered. What is acknowledged in one turn
-        of the loop goes together. Raises RequestError where the broker refuses it for another reason."""
+        another's by now, or the consumer was closed): then it is redelivered. False too where the connection was lost before the
+        answer: then it is redelivered unless the broker had carried it out. What is acknowledged in one turn of the loop goes
+        together. Raises RequestError where the broker refuses it for another reason."""
         return self._background.call(self._inner.ack(record))
 
     def ack_through(self, record: ConsumerRecord | ConsumerBatch) -> bool:

@@ -41,7 +41,7 @@ from felix.errors import Code, FelixError, RequestError
 from felix.exchange import Exchange
 from felix.messages import OpenTransactions
 from felix.names import StreamName, shard_for_key
-from felix.publisher import RECORD_OVERHEAD_BYTES, MessageId, Payload, payload_bytes, with_message_id
+from felix.payload import RECORD_OVERHEAD_BYTES, MessageId, Payload, payload_bytes, with_message_id
 from felix.queue import Job
 from felix.queue_messages import RUNS_MAX, Held
 from felix.ranges import RangeSet

@@ -27,7 +27,8 @@ from felix.address import Address
 from felix.batch import NewRecord
 from felix.messages import Durability, Retention
 from felix.profile import load_profile
-from felix.publisher import Publisher, Receipt
+from felix.publisher import Publisher
+from felix.publisher_core import Receipt
 from felix.runtime.real import now_ms
 from felix.subscription import CREDIT_BYTES_DEFAULT, ReceivedBatch, Subscription
 from felix.transport.port import engine_named

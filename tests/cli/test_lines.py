@@ -12,7 +12,7 @@ import felix
 from cli.lines import LINE_BYTES_MAX, InvalidLineError, LineParser, LineSplitter, LongLine
 from cli.publish import RUNS_MAX, Tally
 from felix.batch import MESSAGE_ID_HEADER, NewRecord
-from felix.publisher import PublishProgress
+from felix.publisher_core import PublishProgress
 
 
 def split(pieces: list[bytes]) -> list[object]:

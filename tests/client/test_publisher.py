@@ -18,7 +18,7 @@ from felix import Code, NewRecord, RequestError, UnavailableError
 from felix.batch import FLAG_ZSTD, Batch, decode_records
 from felix.messages import Limits, OpenPublisher, Request
 from felix.names import shard_for_key
-from felix.publisher import FLYING_BATCHES_FILL, FLYING_BATCHES_MAX
+from felix.publisher_core import FLYING_BATCHES_FILL, FLYING_BATCHES_MAX
 from region.log.producers import BATCHES_REMEMBERED
 
 
@@ -614,12 +614,12 @@ async def test_what_gets_smaller_is_compressed_and_the_rest_soon_not_tried(
             await publisher.send(payload)
         await publisher.flush()
         assert not any(batch.header.flags & FLAG_ZSTD for batch in broker.received[1:])
-        assert publisher._plain_next == 32, "tried after 1, 2, 4, 8, 16 batches"
+        assert publisher._core.plain_next == 32, "tried after 1, 2, 4, 8, 16 batches"
         for _ in range(40):
             await publisher.send(text)
         await publisher.flush()
         assert broker.received[-1].header.flags & FLAG_ZSTD, "it has found out that it is worth it again"
-        assert publisher._plain_next == 0
+        assert publisher._core.plain_next == 0
     payloads = [bytes(record.payload) for batch in broker.received for record in decode_records(batch)]
     assert payloads == [text, *noise, *[text] * 40]
     for wrong in (-1, 20):
