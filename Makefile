@@ -16,7 +16,7 @@ SCALE   ?= 20
 # How many random sequences of operations `make ordinary` plays, and from which seed on.
 SEQUENCES ?= 500
 SEED      ?= 1
-# How many seeds `make simulate` runs, and from which on.
+# How many seeds of one region `make simulate` runs (of two a fiftieth, of a restored source a hundredth; or of WORLD alone), and from which on.
 SEEDS     ?= 2000
 FIRST     ?= 0
 # Test processes side by side; a file's tests stay together, since they share brokers and Spark.
@@ -81,7 +81,7 @@ ordinary: $(STAMP) ## SEQUENCES random sequences of what operators do, from SEED
 	@FELIX_ORDINARY_SEQUENCES=$(SEQUENCES) FELIX_ORDINARY_SEED=$(SEED) $(BIN)/python -m pytest -s --timeout 86400 tests/ordinary
 
 .PHONY: simulate
-simulate: $(STAMP) ## SEEDS runs of a region, and of two with their bridge, on simulated time, disks and network, from FIRST on; WORLD=region, mesh or restored: of one world; TWINS=1: without the rules (an hour)
+simulate: $(STAMP) ## SEEDS runs of a region, and some of two with their bridge, on simulated time, disks and network, from FIRST on, on all processors; WORLD=region, mesh or restored: of one world; TWINS=1: without the rules (minutes; 50000 take an hour)
 	@PYTHONPATH=.:tests PYTHONHASHSEED=0 $(BIN)/python -m simulation.run --seeds $(SEEDS) --first $(FIRST) $(if $(WORLD),--world $(WORLD)) $(if $(TWINS),--twins)
 
 soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile peers by the thousand (minutes)

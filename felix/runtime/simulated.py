@@ -173,12 +173,16 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return task
 
     def close(self) -> None:
-        """Let go of what was left."""
-        for task in self._begun:
-            if not task.done():
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
-                with suppress(BaseException):
-                    task.get_coro().close()
+        """Let go of what was left. Coroutines that are ended here ask for the loop that they run in."""
+        asyncio._set_running_loop(self)
+        try:
+            for task in self._begun:
+                if not task.done():
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+                    with suppress(BaseException):
+                        task.get_coro().close()
+        finally:
+            asyncio._set_running_loop(None)
         self._begun.clear()
         self._timers.clear()
         super().close()

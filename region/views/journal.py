@@ -127,8 +127,8 @@ class Journal:
     async def replay(self) -> AsyncIterator[bytes]:
         """The entries that make up the state: of the newest finished snapshot, then what came after it was taken.
 
-        Waits for what is under way. The view begins empty, and appends nothing meanwhile. Raises what reading the log raises,
-        CorruptionError.
+        Waits for what is under way. The view begins empty, and appends nothing meanwhile. Raises what ended the log, what reading
+        it raises, CorruptionError.
         """
         if self._flush_due:
             self._flush()
@@ -136,6 +136,9 @@ class Journal:
         if self._log is None:
             self._lost = None
             return
+        if self._log.failure is not None:
+            # Of a log that has ended nothing is read where it holds nothing, and each append would bring the next replay.
+            raise self._log.failure
         newest = await self._newest_snapshot()
         start = self._log.log_start_offset
         if newest is not None:

@@ -1,50 +1,128 @@
 """Seeds by the thousand, from a command line: `make simulate`.
 
-    python -m simulation.run [--seeds N] [--first M] [--world NAME] [--twins]
+    python -m simulation.run [--seeds N] [--first M] [--world NAME] [--workers W] [--twins]
 
-Prints the rate, and of each seed that fails what it did last and the least that still fails. Ends with 1 where one did.
+The seeds of all worlds are shared out among as many processes as there are processors. Prints how far it is and the rate, each seed
+that fails, and of each world's smallest one what it did last and the least that still fails. Ends with 1 where one did.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Final
 
 from simulation.mesh_world import MeshWorld
 from simulation.region_world import RegionWorld
 from simulation.restored_world import RestoredWorld
 from simulation.twins import TWINS, caught
-from simulation.world import FailedError, World, simulate_or_explain
+from simulation.world import FailedError, World, simulate, simulate_or_explain
 
 WORLDS: Final[dict[str, type[World]]] = {
-    "mesh": MeshWorld,
     "region": RegionWorld,
+    "mesh": MeshWorld,
     "restored": RestoredWorld,
 }
+SHARES: Final = {"region": 1, "mesh": 50, "restored": 100}
+"""Of the seeds that are asked for, one in so many is of this world: a run of two regions takes twenty times as long as one of one."""
+SLICE: Final = 100
+"""Seeds of one region that a process takes at a time: some seconds."""
+PROGRESS_S: Final = 30.0
 
 
-def run(name: str, first: int, seeds: int) -> int:
-    """How many of them failed."""
-    begun_s, failed, events, counts = time.process_time(), 0, 0, dict[str, int]()
-    for seed in range(first, first + seeds):
+@dataclass
+class Tally:
+    """What seeds of one world came to."""
+
+    world: str
+    seeds: int = 0
+    events: int = 0
+    cpu_s: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+    failed: dict[int, str] = field(default_factory=dict)
+    """by seed, why"""
+
+    def add(self, other: Tally) -> None:
+        self.seeds += other.seeds
+        self.events += other.events
+        self.cpu_s += other.cpu_s
+        self.counts += other.counts
+        self.failed |= other.failed
+
+    def __str__(self) -> str:
+        counted = ", ".join(f"{what} {number}" for what, number in sorted(self.counts.items()))
+        return (
+            f"{self.world}: {self.seeds} seeds, {len(self.failed)} failed, "
+            f"{self.cpu_s / max(1, self.seeds) * 1000:.0f} ms of processor time each; {self.events} events; {counted}"
+        )
+
+
+def run(name: str, seeds: range) -> Tally:
+    """These seeds, one after the other."""
+    tally = Tally(name, len(seeds))
+    begun_s = time.process_time()
+    for seed in seeds:
         try:
-            outcome = simulate_or_explain(seed, WORLDS[name])
+            outcome = simulate(seed, WORLDS[name])
         except FailedError as error:
-            failed += 1
-            print("\n".join([str(error), *error.__notes__]), flush=True)
-            continue
-        events += len(outcome.noted)
-        for what, number in outcome.counts.items():
-            counts[what] = counts.get(what, 0) + number
-    took_s = time.process_time() - begun_s
-    print(
-        f"{name}: {seeds} seeds from {first} on, {failed} failed, {took_s / seeds * 1000:.0f} ms of processor time each; "
-        f"{events} events; " + ", ".join(f"{what} {number}" for what, number in sorted(counts.items())),
-        flush=True,
-    )
-    return failed
+            tally.failed[seed] = error.why
+        except Exception as error:
+            # A mistake of the product or of the simulator, which must not hide what the other seeds find.
+            tally.failed[seed] = repr(error)
+        else:
+            tally.events += len(outcome.noted)
+            tally.counts.update(outcome.counts)
+    tally.cpu_s = time.process_time() - begun_s
+    return tally
+
+
+def slices(name: str, first: int, seeds: int) -> Iterator[range]:
+    size = max(1, SLICE // SHARES[name])
+    for at in range(first, first + seeds, size):
+        yield range(at, min(at + size, first + seeds))
+
+
+def run_all(asked: dict[str, int], first: int, workers: int) -> dict[str, Tally]:
+    """So many seeds of each world, from `first` on."""
+    tallies = {name: Tally(name) for name in asked}
+    begun_s = told_s = time.monotonic()
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        parts = [
+            pool.submit(run, name, each)
+            for name, seeds in asked.items()
+            for each in slices(name, first, seeds)
+        ]
+        for part in as_completed(parts):
+            found = part.result()
+            tallies[found.world].add(found)
+            for seed, why in found.failed.items():
+                print(f"{found.world}, seed {seed}: {why}", flush=True)
+            now_s = time.monotonic()
+            if now_s - told_s >= PROGRESS_S or part is parts[-1]:
+                told_s = now_s
+                done = ", ".join(f"{name} {tally.seeds} of {asked[name]}" for name, tally in tallies.items())
+                rate = sum(tally.seeds for tally in tallies.values()) / (now_s - begun_s)
+                print(f"{done}; {rate:.1f} seeds a second", flush=True)
+    return tallies
+
+
+def explain(name: str, seed: int) -> None:
+    """What a seed that failed did last, the least that still fails, and how to play it again."""
+    try:
+        simulate_or_explain(seed, WORLDS[name])
+    except FailedError as error:
+        print("\n".join([str(error), *error.__notes__]))
+    except Exception:
+        traceback.print_exc(file=sys.stdout)
+    print(f"again: make simulate WORLD={name} FIRST={seed} SEEDS=1", flush=True)
 
 
 def run_twins() -> int:
@@ -59,15 +137,27 @@ def run_twins() -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs on simulated time, disks and network.")
-    parser.add_argument("--seeds", type=int, default=2_000)
+    parser.add_argument(
+        "--seeds", type=int, default=2_000, help="of one region; of the other worlds a part of it"
+    )
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--world", choices=sorted(WORLDS), help="only this one")
+    parser.add_argument("--world", choices=sorted(WORLDS), help="only this one, all seeds")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--twins", action="store_true", help="the rules that are switched off, instead")
     asked = parser.parse_args()
     if asked.twins:
         return int(run_twins() > 0)
-    worlds = [asked.world] if asked.world else sorted(WORLDS)
-    return int(sum(run(name, asked.first, asked.seeds) for name in worlds) > 0)
+    seeds = (
+        {asked.world: asked.seeds}
+        if asked.world
+        else {name: -(-asked.seeds // share) for name, share in SHARES.items()}
+    )
+    tallies = run_all(seeds, asked.first, asked.workers)
+    for name, tally in tallies.items():
+        print(tally, flush=True)
+        if tally.failed:
+            explain(name, min(tally.failed))
+    return int(any(tally.failed for tally in tallies.values()))
 
 
 if __name__ == "__main__":

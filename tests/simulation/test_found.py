@@ -19,3 +19,18 @@ def test_a_queue_whose_disk_is_full_does_not_keep_its_broker_busy() -> None:
             Step("invoices", "put, to be done slowly", 0.0, number=10),
         ),
     )
+
+
+def test_a_queue_whose_journal_ended_with_its_first_entry_does_not_keep_its_broker_busy() -> None:
+    """There was nothing to read again, so that each replay succeeded at once, and the next lease ended in the next one."""
+    simulate(
+        348,
+        RegionWorld,
+        (
+            Step("fault", "clock", 0.019, HOST, 0.008, 236),
+            Step("fault", "sync", 0.0011, HOST, 0.189, 111),
+            Step("orders", JOINS, 0.0),
+            Step("invoices", JOINS, 0.0),
+            Step("invoices", "put", 0.0, number=1),
+        ),
+    )

@@ -12,6 +12,7 @@ import pytest
 from log.building import FailingFiles, serving, until
 
 from felix.errors import FelixError
+from region.log.disk import StorageFailedError
 from region.log.shard import ShardLog
 from region.views.journal import Journal
 
@@ -140,6 +141,19 @@ async def test_after_a_refusal_nothing_is_taken_until_the_entries_are_replayed(t
         await counter.put("a", 4)
     async with counting(tmp_path) as counter:
         assert counter.values == {"a": 4}
+
+
+async def test_of_a_log_that_ended_nothing_is_replayed_though_it_holds_nothing(tmp_path: Path) -> None:
+    """A replay that succeeds lets the view decide, which would fail at once and bring the next one."""
+    async with serving(tmp_path) as shard:
+        counter = Counter(shard)
+        await counter.reload()
+        shard.stop(StorageFailedError("The disk failed."))
+        with pytest.raises(StorageFailedError):
+            await counter.put("n", 1)
+        with pytest.raises(StorageFailedError):
+            await counter.reload()
+        assert counter.journal.lost is not None
 
 
 async def test_an_ephemeral_view_keeps_nothing_and_waits_for_nothing() -> None:
