@@ -2,14 +2,14 @@
 
 Shared by both engines; each brings a `Machinery` that makes `Machine`s. Only the engine modules use this.
 
-What happens in an event loop iteration, per socket: read a burst of datagrams, hand each to the connection that its
-connection id names, then let every touched connection deliver its events, and transmit once. What the
+What happens in an event loop iteration, per socket: read a burst of datagrams, sort them by the connection that their
+connection id names, then let each connection take its part (felix.transport.intake), deliver its events, and transmit once. What the
 application sends outside of that is gathered per stream and leaves in one transmit at the end of the turn.
 
 Invariants:
 - the handler's calls come in the order `connected`, anything, `closed`, and `closed` once;
 - bytes from the network never raise out of here: a machine that fails ends its own connection;
-- what is kept is bounded: one transmit per connection while the socket is blocked, connections and handshakes
+- what is kept is bounded: by the intake what came, one transmit per connection while the socket is blocked, connections and handshakes
   per listener by `TransportLimits`, streams per connection twice over by the peer and by us.
 """
 
@@ -39,6 +39,7 @@ from felix.errors import (
 from felix.runtime.real import REAL
 from felix.transport import packet
 from felix.transport.certificate import explain_refusal
+from felix.transport.intake import Arrival, Intake
 from felix.transport.port import (
     ALPN,
     CONNECT_TIMEOUT_S,
@@ -1014,6 +1015,9 @@ class DriverListener:
         self._refusals: set[DriverConnection] = set()
         self._established: set[DriverConnection] = set()
         self._touched: dict[DriverConnection, None] = {}
+        """Strangers that something came for: their first bytes are few, and are counted as they come."""
+        self._intake: Intake[DriverConnection] = Intake()
+        self._turn_scheduled = False
         self._tokens = packet.TokenSeal(_random_bytes(16))
         self._closing = False
         self._udp = UdpSocket(sock, loop, self)
@@ -1085,6 +1089,20 @@ class DriverListener:
         now = _clock()
         for connection in touched:
             connection.process(now)
+        if not self._turn_scheduled:
+            self._turn()
+
+    def _turn(self) -> None:
+        """Let each connection handle its part of what came; the rest in the next turn of the loop, which reads before."""
+        self._turn_scheduled = False
+        for connection, arrivals in self._intake.turn(_clock()):
+            now = _clock()
+            for data, segment_bytes, address in arrivals:
+                connection.receive(data, segment_bytes, address, now)
+            connection.process(now)
+        if self._intake:
+            self._turn_scheduled = True
+            self._loop.call_soon(self._turn)
 
     def peer_refused(self) -> None:
         """Not a connected socket: the kernel does not say whom it means."""
@@ -1101,8 +1119,11 @@ class DriverListener:
             connection = self._routes.get(data[1 : 1 + packet.CID_BYTES])
         if connection is None:
             return
-        self._touched[connection] = None
-        connection.receive(data, segment_bytes, address, _clock())
+        if connection.is_stranger:
+            self._touched[connection] = None
+            connection.receive(data, segment_bytes, address, _clock())
+        else:
+            self._intake.put(connection, Arrival(data, segment_bytes, address), _clock())
 
     def _accept(self, header: packet.LongHeader, size: int, address: Address) -> DriverConnection | None:
         """A connection for a first packet; None where it is none, or must not be taken up now."""
@@ -1248,6 +1269,7 @@ class DriverListener:
     def released(self, connection: DriverConnection) -> None:
         self.ended(connection)
         self.admitted(connection)
+        self._intake.forget(connection)
         for cid in self._cids.pop(connection, ()):
             self._routes.pop(cid, None)
 

@@ -1,0 +1,130 @@
+"""Fair turns of what a listener read: order, bounds, and that a quiet connection waits for nobody's backlog."""
+
+from collections import defaultdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from felix.transport.intake import (
+    ALONE_S,
+    ARRIVAL_BYTES,
+    HELD_BYTES_MAX,
+    QUANTUM_BYTES,
+    TURN_BYTES,
+    Arrival,
+    Intake,
+)
+
+PEER = ("127.0.0.1", 4433)
+READ_BYTES = 64 * 1024
+
+
+def read(size: int, mark: int = 0) -> Arrival:
+    return Arrival(mark.to_bytes(8) + bytes(max(0, size - 8)), size, PEER)
+
+
+def test_a_quiet_connection_is_served_before_the_backlog_of_another() -> None:
+    intake: Intake[str] = Intake()
+    for n in range(50):
+        assert intake.put("busy", read(READ_BYTES, n), 0.0)
+    assert intake.put("quiet", read(100), 0.0)
+    turn = list(intake.turn(0.0))
+    assert [key for key, _ in turn] == ["quiet", "busy"]
+    assert sum(len(each.data) for each in turn[1][1]) <= QUANTUM_BYTES
+
+
+def test_busy_connections_take_turns_and_a_turn_ends() -> None:
+    intake: Intake[int] = Intake()
+    for n in range(30):
+        for key in range(10):
+            assert intake.put(key, read(READ_BYTES, n), 0.0)
+    served: list[int] = []
+    for _ in range(5):
+        turn = list(intake.turn(0.0))
+        assert sum(len(each.data) for _, taken in turn for each in taken) <= TURN_BYTES
+        served += [key for key, _ in turn]
+    assert sorted(served) == sorted([*range(10), *range(10)]), "each twice, none thrice"
+
+
+def test_one_that_is_alone_takes_the_whole_turn() -> None:
+    intake: Intake[str] = Intake()
+    intake.put("beside", read(100), 0.0)
+    for _ in range(20):
+        intake.put("busy", read(READ_BYTES), 0.0)
+    list(intake.turn(0.0))
+    ((_, shared),) = intake.turn(ALONE_S / 2)
+    ((_, alone),) = intake.turn(2 * ALONE_S)
+    assert (len(shared), len(alone)) == (1, 4)
+
+
+def test_who_has_more_than_its_share_loses_and_nobody_else() -> None:
+    intake: Intake[str] = Intake(held_bytes_max=1_000_000)
+    for n in range(40):
+        intake.put("hog", read(READ_BYTES, n), 0.0)
+    assert intake.dropped and intake.held_bytes <= 1_000_000
+    before = intake.dropped
+    for n in range(7):
+        assert intake.put("other", read(READ_BYTES, n), 0.0), "half of all is its share"
+    assert intake.dropped > before and intake.held_bytes <= 1_000_000
+    assert not intake.put("hog", read(READ_BYTES), 0.0)
+    found = defaultdict(list)
+    while intake:
+        for key, taken in intake.turn(0.0):
+            found[key] += [int.from_bytes(each.data[:8]) for each in taken]
+    assert found["other"] == list(range(7))
+    assert found["hog"] == list(range(len(found["hog"]))), "the newest were dropped"
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 4), st.integers(1, READ_BYTES)),
+        st.tuples(st.just("turn"), st.just(0), st.just(0)),
+        st.tuples(st.just("forget"), st.integers(0, 4), st.just(0)),
+    ),
+    max_size=200,
+)
+
+
+@given(STEPS, st.integers(200_000, 2_000_000))
+def test_order_and_bounds_hold_whatever_comes(steps: list[tuple[str, int, int]], bound: int) -> None:
+    intake: Intake[int] = Intake(held_bytes_max=bound)
+    waiting: dict[int, set[int]] = defaultdict(set)
+    came = served = refused = 0
+    forgets = False
+
+    def turn() -> None:
+        nonlocal served
+        keys = set()
+        for key, taken in intake.turn(0.0):
+            assert key not in keys and taken, "one part each"
+            keys.add(key)
+            marks = [int.from_bytes(each.data[:8]) for each in taken]
+            assert marks == sorted(marks) and waiting[key].issuperset(marks)
+            waiting[key] = {mark for mark in waiting[key] if mark > marks[-1]}
+            served += len(marks)
+
+    for what, key, size in steps:
+        if what == "put":
+            came += 1
+            if intake.put(key, read(size, came), 0.0):
+                waiting[key].add(came)
+            else:
+                refused += 1
+        elif what == "forget":
+            forgets = True
+            intake.forget(key)
+            waiting.pop(key, None)
+        else:
+            turn()
+        assert 0 <= intake.held_bytes <= bound
+    for _ in range(1_000):
+        if not intake:
+            break
+        turn()
+    assert not intake and intake.held_bytes == 0
+    assert intake.dropped >= refused
+    assert served + intake.dropped == came or forgets
+
+
+def test_the_bound_holds_a_window_of_the_smallest_datagrams() -> None:
+    assert HELD_BYTES_MAX // (ARRIVAL_BYTES + 40) > 100_000
