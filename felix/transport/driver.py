@@ -1014,8 +1014,6 @@ class DriverListener:
         self._evicted = 0
         self._refusals: set[DriverConnection] = set()
         self._established: set[DriverConnection] = set()
-        self._touched: dict[DriverConnection, None] = {}
-        """Strangers that something came for: their first bytes are few, and are counted as they come."""
         self._intake: Intake[DriverConnection] = Intake()
         self._turn_scheduled = False
         self._tokens = packet.TokenSeal(_random_bytes(16))
@@ -1085,24 +1083,25 @@ class DriverListener:
             self._route(data[at : at + segment_bytes], segment_bytes, address)
 
     def pass_ended(self) -> None:
-        touched, self._touched = self._touched, {}
         now = _clock()
-        for connection in touched:
+        for connection in self._intake.burst_ended():
             connection.process(now)
-        if not self._turn_scheduled:
-            self._turn()
+        self._schedule_turn()
+
+    def _schedule_turn(self) -> None:
+        if self._intake and not self._turn_scheduled:
+            self._turn_scheduled = True
+            self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
         """Let each connection handle its part of what came; the rest in the next turn of the loop, which reads before."""
         self._turn_scheduled = False
-        for connection, arrivals in self._intake.turn(_clock()):
+        for connection, arrivals in self._intake.turn():
             now = _clock()
             for data, segment_bytes, address in arrivals:
                 connection.receive(data, segment_bytes, address, now)
             connection.process(now)
-        if self._intake:
-            self._turn_scheduled = True
-            self._loop.call_soon(self._turn)
+        self._schedule_turn()
 
     def peer_refused(self) -> None:
         """Not a connected socket: the kernel does not say whom it means."""
@@ -1119,11 +1118,12 @@ class DriverListener:
             connection = self._routes.get(data[1 : 1 + packet.CID_BYTES])
         if connection is None:
             return
-        if connection.is_stranger:
-            self._touched[connection] = None
-            connection.receive(data, segment_bytes, address, _clock())
+        now = _clock()
+        # A stranger's bytes are few, and counted as they come: they never wait.
+        if self._intake.takes(connection, len(data), now) or connection.is_stranger:
+            connection.receive(data, segment_bytes, address, now)
         else:
-            self._intake.put(connection, Arrival(data, segment_bytes, address), _clock())
+            self._intake.put(connection, Arrival(data, segment_bytes, address))
 
     def _accept(self, header: packet.LongHeader, size: int, address: Address) -> DriverConnection | None:
         """A connection for a first packet; None where it is none, or must not be taken up now."""

@@ -1,14 +1,14 @@
 """What a listener read and its connections have not taken yet: fair turns, so that no peer waits behind all that another sent.
 
 One socket is one queue, in which a lone datagram stands behind megabytes of a busy peer. Reading is cheap (a system call for 64 KiB),
-decrypting and handling what was read is not; so the listener reads all there is, keeps it here by connection, and lets each connection
-take a bounded part per turn of the event loop. Pure: no sockets, no clock of its own.
+decrypting and handling what was read is not. So of each burst that the listener reads a connection takes a bounded part at once, while it is
+warm in the processor's caches; the rest is kept here by connection, and goes on in turns of the event loop. Pure: no sockets, no clock of its own.
 
 Invariants:
 - a connection takes its datagrams in the order in which they came;
 - in each turn every connection that waits with no more than `QUANTUM_BYTES` takes all of it, before those that wait with more;
-- those take `QUANTUM_BYTES` each, in rotation, until the turn has come to `TURN_BYTES`; where nobody else sent anything for
-  `ALONE_S`, the only one takes the whole of the turn;
+- those take `QUANTUM_BYTES` each, in rotation, until the turn has come to `TURN_BYTES`;
+- a connection is alone where nobody else sent anything for `ALONE_S`: it takes all that comes at once, and nothing waits;
 - `held_bytes` never passes `HELD_BYTES_MAX`: beyond it a datagram is dropped, as a full socket would, but of whoever has more than its
   share, and never of a connection that keeps within it while another does not.
 
@@ -18,7 +18,7 @@ Decision 0074 has the measurements.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from felix.transport.udp import Address
@@ -91,15 +91,32 @@ class Intake(Generic[K]):
         """Who sent last."""
         self._shared_at = float("-inf")
         """When somebody else had sent before it."""
+        self._taken: dict[K, int] = {}
+        """Bytes of this burst that were taken at once, by connection."""
         self.held_bytes = 0
         self.dropped = 0
         """Reads that were dropped for want of room."""
 
-    def put(self, key: K, arrival: Arrival, now: float) -> bool:
-        """Keep it until the connection's turn; False where it was dropped. `now`: seconds of a monotonic clock."""
+    def takes(self, key: K, size: int, now: float) -> bool:
+        """Whether the connection takes so many bytes that came just now at once; else `put` them. `now`: seconds of a monotonic clock."""
         if key is not self._last:
             self._last = key
             self._shared_at = now
+        if key in self._waiting:
+            return False
+        taken = self._taken.get(key, 0)
+        if taken and taken + size > QUANTUM_BYTES and (self._waiting or now - self._shared_at <= ALONE_S):
+            return False
+        self._taken[key] = taken + size
+        return True
+
+    def burst_ended(self) -> Iterable[K]:
+        """All that there was to read is read. Returns the connections that took something at once."""
+        taken, self._taken = self._taken, {}
+        return taken
+
+    def put(self, key: K, arrival: Arrival) -> bool:
+        """Keep it until the connection's turn; False where it was dropped."""
         waiting = self._waiting.get(key)
         size = _cost(arrival)
         if self.held_bytes + size > self._held_bytes_max:
@@ -128,26 +145,24 @@ class Intake(Generic[K]):
         """Whether anything waits."""
         return bool(self._waiting)
 
-    def turn(self, now: float) -> Iterator[tuple[K, list[Arrival]]]:
+    def turn(self) -> Iterator[tuple[K, list[Arrival]]]:
         """What is to be handled in this turn. The caller may `forget` any connection meanwhile."""
-        alone = len(self._waiting) == 1 and now - self._shared_at > ALONE_S
-        quantum = TURN_BYTES if alone else QUANTUM_BYTES
         busy: list[K] = []
         for key, waiting in list(self._waiting.items()):
-            if waiting.held_bytes > quantum:
+            if waiting.held_bytes > QUANTUM_BYTES:
                 busy.append(key)
             elif self._waiting.pop(key, None) is not None:
                 self.held_bytes -= waiting.held_bytes
-                yield key, waiting.take(quantum)
+                yield key, waiting.take(QUANTUM_BYTES)
         left_bytes = TURN_BYTES
         for key in busy:
-            if left_bytes < quantum:
+            if left_bytes < QUANTUM_BYTES:
                 return
             found = self._waiting.pop(key, None)
             if found is None:
                 continue
             before = found.held_bytes
-            taken = found.take(quantum)
+            taken = found.take(QUANTUM_BYTES)
             self.held_bytes -= before - found.held_bytes
             left_bytes -= before - found.held_bytes
             if found.arrivals:
@@ -159,5 +174,6 @@ class Intake(Generic[K]):
         waiting = self._waiting.pop(key, None)
         if waiting is not None:
             self.held_bytes -= waiting.held_bytes
+        self._taken.pop(key, None)
         if key is self._last:
             self._last = None

@@ -26,9 +26,9 @@ def read(size: int, mark: int = 0) -> Arrival:
 def test_a_quiet_connection_is_served_before_the_backlog_of_another() -> None:
     intake: Intake[str] = Intake()
     for n in range(50):
-        assert intake.put("busy", read(READ_BYTES, n), 0.0)
-    assert intake.put("quiet", read(100), 0.0)
-    turn = list(intake.turn(0.0))
+        assert intake.put("busy", read(READ_BYTES, n))
+    assert intake.put("quiet", read(100))
+    turn = list(intake.turn())
     assert [key for key, _ in turn] == ["quiet", "busy"]
     assert sum(len(each.data) for each in turn[1][1]) <= QUANTUM_BYTES
 
@@ -37,39 +37,45 @@ def test_busy_connections_take_turns_and_a_turn_ends() -> None:
     intake: Intake[int] = Intake()
     for n in range(30):
         for key in range(10):
-            assert intake.put(key, read(READ_BYTES, n), 0.0)
+            assert intake.put(key, read(READ_BYTES, n))
     served: list[int] = []
     for _ in range(5):
-        turn = list(intake.turn(0.0))
+        turn = list(intake.turn())
         assert sum(len(each.data) for _, taken in turn for each in taken) <= TURN_BYTES
         served += [key for key, _ in turn]
     assert sorted(served) == sorted([*range(10), *range(10)]), "each twice, none thrice"
 
 
-def test_one_that_is_alone_takes_the_whole_turn() -> None:
+def test_of_a_burst_each_takes_its_part_at_once_and_one_that_is_alone_takes_all() -> None:
     intake: Intake[str] = Intake()
-    intake.put("beside", read(100), 0.0)
-    for _ in range(20):
-        intake.put("busy", read(READ_BYTES), 0.0)
-    list(intake.turn(0.0))
-    ((_, shared),) = intake.turn(ALONE_S / 2)
-    ((_, alone),) = intake.turn(2 * ALONE_S)
-    assert (len(shared), len(alone)) == (1, 4)
+    assert intake.takes("beside", 100, 0.0)
+    taken = [intake.takes("busy", READ_BYTES, 0.0) for _ in range(20)]
+    assert taken == [True] + [False] * 19
+    assert intake.takes("beside", 100, 0.0)
+    assert list(intake.burst_ended()) == ["beside", "busy"]
+    assert intake.takes("busy", READ_BYTES, ALONE_S / 2), "a part of each burst"
+    intake.put("busy", read(READ_BYTES))
+    intake.burst_ended()
+    assert not intake.takes("busy", 100, 2 * ALONE_S), "what came before it waits"
+    list(intake.turn())
+    assert all(intake.takes("busy", READ_BYTES, 2 * ALONE_S) for _ in range(20))
+    assert intake.takes("beside", 100, 2 * ALONE_S)
+    assert not intake.takes("busy", READ_BYTES, 2 * ALONE_S)
 
 
 def test_who_has_more_than_its_share_loses_and_nobody_else() -> None:
     intake: Intake[str] = Intake(held_bytes_max=1_000_000)
     for n in range(40):
-        intake.put("hog", read(READ_BYTES, n), 0.0)
+        intake.put("hog", read(READ_BYTES, n))
     assert intake.dropped and intake.held_bytes <= 1_000_000
     before = intake.dropped
     for n in range(7):
-        assert intake.put("other", read(READ_BYTES, n), 0.0), "half of all is its share"
+        assert intake.put("other", read(READ_BYTES, n)), "half of all is its share"
     assert intake.dropped > before and intake.held_bytes <= 1_000_000
-    assert not intake.put("hog", read(READ_BYTES), 0.0)
+    assert not intake.put("hog", read(READ_BYTES))
     found = defaultdict(list)
     while intake:
-        for key, taken in intake.turn(0.0):
+        for key, taken in intake.turn():
             found[key] += [int.from_bytes(each.data[:8]) for each in taken]
     assert found["other"] == list(range(7))
     assert found["hog"] == list(range(len(found["hog"]))), "the newest were dropped"
@@ -95,7 +101,7 @@ def test_order_and_bounds_hold_whatever_comes(steps: list[tuple[str, int, int]],
     def turn() -> None:
         nonlocal served
         keys = set()
-        for key, taken in intake.turn(0.0):
+        for key, taken in intake.turn():
             assert key not in keys and taken, "one part each"
             keys.add(key)
             marks = [int.from_bytes(each.data[:8]) for each in taken]
@@ -106,7 +112,7 @@ def test_order_and_bounds_hold_whatever_comes(steps: list[tuple[str, int, int]],
     for what, key, size in steps:
         if what == "put":
             came += 1
-            if intake.put(key, read(size, came), 0.0):
+            if intake.put(key, read(size, came)):
                 waiting[key].add(came)
             else:
                 refused += 1
