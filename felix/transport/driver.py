@@ -3,7 +3,7 @@
 Shared by both engines; each brings a `Machinery` that makes `Machine`s. Only the engine modules use this.
 
 What happens in an event loop iteration, per socket: read a burst of datagrams, sort them by the connection that their
-connection id names, then let each connection take its part (felix.transport.intake), deliver its events, and transmit once. What the
+connection id names, let each connection process its part of them (felix.transport.intake), deliver its events, and transmit once. What the
 application sends outside of that is gathered per stream and leaves in one transmit at the end of the turn.
 
 Invariants:
@@ -1015,7 +1015,7 @@ class DriverListener:
         self._refusals: set[DriverConnection] = set()
         self._established: set[DriverConnection] = set()
         self._intake: Intake[DriverConnection] = Intake()
-        self._turn_scheduled = False
+        self._round_scheduled = False
         self._tokens = packet.TokenSeal(_random_bytes(16))
         self._closing = False
         self._udp = UdpSocket(sock, loop, self)
@@ -1086,22 +1086,22 @@ class DriverListener:
         now = _clock()
         for connection in self._intake.burst_ended():
             connection.process(now)
-        self._schedule_turn()
+        self._schedule_round()
 
-    def _schedule_turn(self) -> None:
-        if self._intake and not self._turn_scheduled:
-            self._turn_scheduled = True
-            self._loop.call_soon(self._turn)
+    def _schedule_round(self) -> None:
+        if self._intake and not self._round_scheduled:
+            self._round_scheduled = True
+            self._loop.call_soon(self._serve_round)
 
-    def _turn(self) -> None:
-        """Let each connection handle its part of what came; the rest in the next turn of the loop, which reads before."""
-        self._turn_scheduled = False
-        for connection, arrivals in self._intake.turn():
+    def _serve_round(self) -> None:
+        """One round of the intake; the next follows in the next iteration of the event loop, after it has read the socket."""
+        self._round_scheduled = False
+        for connection, arrivals in self._intake.round():
             now = _clock()
             for data, segment_bytes, address in arrivals:
                 connection.receive(data, segment_bytes, address, now)
             connection.process(now)
-        self._schedule_turn()
+        self._schedule_round()
 
     def peer_refused(self) -> None:
         """Not a connected socket: the kernel does not say whom it means."""
@@ -1119,7 +1119,7 @@ class DriverListener:
         if connection is None:
             return
         now = _clock()
-        # A stranger's bytes are few, and counted as they come: they never wait.
+        # A stranger's bytes are few and counted as they come, so they are never kept.
         if self._intake.takes(connection, len(data), now) or connection.is_stranger:
             connection.receive(data, segment_bytes, address, now)
         else:

@@ -1,18 +1,21 @@
-"""What a listener read and its connections have not taken yet: fair turns, so that no peer waits behind all that another sent.
+"""The intake: datagrams that a listener has read and its connections have not processed yet, served round-robin.
 
-One socket is one queue, in which a lone datagram stands behind megabytes of a busy peer. Reading is cheap (a system call for 64 KiB),
-decrypting and handling what was read is not. So of each burst that the listener reads a connection takes a bounded part at once, while it is
-warm in the processor's caches; the rest is kept here by connection, and goes on in turns of the event loop. Pure: no sockets, no clock of its own.
+All connections of a listener share one socket, and a socket is a first-in-first-out queue: without this module a single datagram waits
+until the broker has processed the megabytes of a busy peer that came before it. Reading costs little (one system call for 64 KiB);
+decrypting and processing costs much. So the listener reads all that the socket holds. Each connection processes up to a quantum of the burst at
+once, while the bytes are in the processor's caches; the intake keeps the rest by connection, for later iterations of the event loop.
+
+Pure: no sockets, no clock of its own.
 
 Invariants:
-- a connection takes its datagrams in the order in which they came;
-- in each turn every connection that waits with no more than `QUANTUM_BYTES` takes all of it, before those that wait with more;
-- those take `QUANTUM_BYTES` each, in rotation, until the turn has come to `TURN_BYTES`;
-- a connection is alone where nobody else sent anything for `ALONE_S`: it takes all that comes at once, and nothing waits;
-- `held_bytes` never passes `HELD_BYTES_MAX`: beyond it a datagram is dropped, as a full socket would, but of whoever has more than its
-  share, and never of a connection that keeps within it while another does not.
+- a connection gets its datagrams in the order in which they were read;
+- a round first serves every connection that holds at most `QUANTUM_BYTES`, and serves it whole;
+- a round then serves the others in rotation, `QUANTUM_BYTES` each and `ROUND_BYTES` in all;
+- a connection is alone when no other sent anything for `ALONE_S`; it processes a whole burst at once, and nothing of it is kept;
+- `held_bytes` never exceeds `HELD_BYTES_MAX`. At the limit the intake drops datagrams, as a full socket buffer would, but only those of
+  connections that hold more than an equal share.
 
-Decision 0074 has the measurements.
+The measurements are in decision 0074.
 """
 
 from __future__ import annotations
@@ -24,19 +27,19 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from felix.transport.udp import Address
 
 QUANTUM_BYTES: Final = 66 * 1024
-"""What a connection takes per turn while others send too: one read with receive offload and a little, about 0.6 ms of work."""
+"""What one connection processes per round while others send too: one read with receive offload, about 0.6 ms of work."""
 
-TURN_BYTES: Final = 4 * QUANTUM_BYTES
-"""What all busy connections take together per turn: a lone datagram waits no longer than that takes."""
+ROUND_BYTES: Final = 4 * QUANTUM_BYTES
+"""What the busy connections process per round together. A datagram of a quiet connection waits for one round at most."""
 
 HELD_BYTES_MAX: Final = 24 * 1024 * 1024
-"""What waits here in all: one and a half of a connection's window, so that one busy peer that keeps to it loses nothing."""
+"""What the intake keeps in all: one and a half times a connection's flow-control window, so that one busy peer loses nothing."""
 
 ARRIVAL_BYTES: Final = 192
-"""What a datagram costs beside its bytes: objects and references, counted with it, so that many small ones are bounded too."""
+"""What an arrival costs in objects and references; counted with its bytes, so that many small datagrams are bounded too."""
 
 ALONE_S: Final = 0.1
-"""A connection is alone once no other sent anything for so long."""
+"""How long the others must have sent nothing for a connection to count as alone."""
 
 
 class Arrival(NamedTuple):
@@ -52,7 +55,7 @@ def _cost(arrival: Arrival) -> int:
 
 
 class _Waiting:
-    """What one connection has not taken yet."""
+    """The arrivals of one connection, oldest first."""
 
     __slots__ = ("arrivals", "held_bytes")
 
@@ -61,7 +64,7 @@ class _Waiting:
         self.held_bytes = 0
 
     def take(self, bytes_max: int) -> list[Arrival]:
-        """The oldest, up to so many bytes; one at least."""
+        """Remove and return the oldest arrivals, up to `bytes_max` but at least one."""
         if self.held_bytes <= bytes_max:
             taken = list(self.arrivals)
             self.arrivals.clear()
@@ -86,19 +89,19 @@ class Intake(Generic[K]):
     def __init__(self, *, held_bytes_max: int = HELD_BYTES_MAX) -> None:
         self._held_bytes_max = held_bytes_max
         self._waiting: dict[K, _Waiting] = {}
-        """In the order in which they are served: who took its part goes to the end."""
+        """In the order of service: a connection that was served goes to the end."""
         self._last: K | None = None
-        """Who sent last."""
+        """The connection that sent last."""
         self._shared_at = float("-inf")
-        """When somebody else had sent before it."""
+        """When the sender last changed."""
         self._taken: dict[K, int] = {}
-        """Bytes of this burst that were taken at once, by connection."""
+        """Bytes of this burst that were processed at once, by connection."""
         self.held_bytes = 0
         self.dropped = 0
-        """Reads that were dropped for want of room."""
+        """Arrivals that were dropped at the limit."""
 
     def takes(self, key: K, size: int, now: float) -> bool:
-        """Whether the connection takes so many bytes that came just now at once; else `put` them. `now`: seconds of a monotonic clock."""
+        """Whether the connection may process `size` bytes, just read, at once; where it may not, `put` them. `now`: seconds, monotonic."""
         if key is not self._last:
             self._last = key
             self._shared_at = now
@@ -111,12 +114,12 @@ class Intake(Generic[K]):
         return True
 
     def burst_ended(self) -> Iterable[K]:
-        """All that there was to read is read. Returns the connections that took something at once."""
+        """The socket is empty, or the burst has its length. Returns the connections that processed something at once."""
         taken, self._taken = self._taken, {}
         return taken
 
     def put(self, key: K, arrival: Arrival) -> bool:
-        """Keep it until the connection's turn; False where it was dropped."""
+        """Keep an arrival for a later round. Returns False where it was dropped."""
         waiting = self._waiting.get(key)
         size = _cost(arrival)
         if self.held_bytes + size > self._held_bytes_max:
@@ -133,7 +136,7 @@ class Intake(Generic[K]):
         return True
 
     def _make_room(self, size: int) -> None:
-        """Drop the newest of whoever holds most: there is one with more than its share."""
+        """Drop the newest arrivals of the connection that holds most, which holds more than its share."""
         while self.held_bytes + size > self._held_bytes_max:
             most = max(self._waiting.values(), key=lambda each: each.held_bytes)
             gone = _cost(most.arrivals.pop())
@@ -142,11 +145,11 @@ class Intake(Generic[K]):
             self.dropped += 1
 
     def __bool__(self) -> bool:
-        """Whether anything waits."""
+        """Whether it keeps anything."""
         return bool(self._waiting)
 
-    def turn(self) -> Iterator[tuple[K, list[Arrival]]]:
-        """What is to be handled in this turn. The caller may `forget` any connection meanwhile."""
+    def round(self) -> Iterator[tuple[K, list[Arrival]]]:
+        """One round: connections, and the arrivals that each is to process. The caller may `forget` connections meanwhile."""
         busy: list[K] = []
         for key, waiting in list(self._waiting.items()):
             if waiting.held_bytes > QUANTUM_BYTES:
@@ -154,7 +157,7 @@ class Intake(Generic[K]):
             elif self._waiting.pop(key, None) is not None:
                 self.held_bytes -= waiting.held_bytes
                 yield key, waiting.take(QUANTUM_BYTES)
-        left_bytes = TURN_BYTES
+        left_bytes = ROUND_BYTES
         for key in busy:
             if left_bytes < QUANTUM_BYTES:
                 return
@@ -170,7 +173,7 @@ class Intake(Generic[K]):
             yield key, taken
 
     def forget(self, key: K) -> None:
-        """The connection is gone, and what waits for it."""
+        """The connection is gone: drop its arrivals."""
         waiting = self._waiting.pop(key, None)
         if waiting is not None:
             self.held_bytes -= waiting.held_bytes

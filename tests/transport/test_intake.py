@@ -1,4 +1,4 @@
-"""Fair turns of what a listener read: order, bounds, and that a quiet connection waits for nobody's backlog."""
+"""The intake serves connections round-robin: order, bounds, and a quiet connection does not wait for another's backlog."""
 
 from collections import defaultdict
 
@@ -10,7 +10,7 @@ from felix.transport.intake import (
     ARRIVAL_BYTES,
     HELD_BYTES_MAX,
     QUANTUM_BYTES,
-    TURN_BYTES,
+    ROUND_BYTES,
     Arrival,
     Intake,
 )
@@ -28,21 +28,21 @@ def test_a_quiet_connection_is_served_before_the_backlog_of_another() -> None:
     for n in range(50):
         assert intake.put("busy", read(READ_BYTES, n))
     assert intake.put("quiet", read(100))
-    turn = list(intake.turn())
-    assert [key for key, _ in turn] == ["quiet", "busy"]
-    assert sum(len(each.data) for each in turn[1][1]) <= QUANTUM_BYTES
+    served = list(intake.round())
+    assert [key for key, _ in served] == ["quiet", "busy"]
+    assert sum(len(each.data) for each in served[1][1]) <= QUANTUM_BYTES
 
 
-def test_busy_connections_take_turns_and_a_turn_ends() -> None:
+def test_busy_connections_are_served_in_rotation_and_a_round_ends() -> None:
     intake: Intake[int] = Intake()
     for n in range(30):
         for key in range(10):
             assert intake.put(key, read(READ_BYTES, n))
     served: list[int] = []
     for _ in range(5):
-        turn = list(intake.turn())
-        assert sum(len(each.data) for _, taken in turn for each in taken) <= TURN_BYTES
-        served += [key for key, _ in turn]
+        part = list(intake.round())
+        assert sum(len(each.data) for _, taken in part for each in taken) <= ROUND_BYTES
+        served += [key for key, _ in part]
     assert sorted(served) == sorted([*range(10), *range(10)]), "each twice, none thrice"
 
 
@@ -57,7 +57,7 @@ def test_of_a_burst_each_takes_its_part_at_once_and_one_that_is_alone_takes_all(
     intake.put("busy", read(READ_BYTES))
     intake.burst_ended()
     assert not intake.takes("busy", 100, 2 * ALONE_S), "what came before it waits"
-    list(intake.turn())
+    list(intake.round())
     assert all(intake.takes("busy", READ_BYTES, 2 * ALONE_S) for _ in range(20))
     assert intake.takes("beside", 100, 2 * ALONE_S)
     assert not intake.takes("busy", READ_BYTES, 2 * ALONE_S)
@@ -75,7 +75,7 @@ def test_who_has_more_than_its_share_loses_and_nobody_else() -> None:
     assert not intake.put("hog", read(READ_BYTES))
     found = defaultdict(list)
     while intake:
-        for key, taken in intake.turn():
+        for key, taken in intake.round():
             found[key] += [int.from_bytes(each.data[:8]) for each in taken]
     assert found["other"] == list(range(7))
     assert found["hog"] == list(range(len(found["hog"]))), "the newest were dropped"
@@ -84,7 +84,7 @@ def test_who_has_more_than_its_share_loses_and_nobody_else() -> None:
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.integers(0, 4), st.integers(1, READ_BYTES)),
-        st.tuples(st.just("turn"), st.just(0), st.just(0)),
+        st.tuples(st.just("round"), st.just(0), st.just(0)),
         st.tuples(st.just("forget"), st.integers(0, 4), st.just(0)),
     ),
     max_size=200,
@@ -98,10 +98,10 @@ def test_order_and_bounds_hold_whatever_comes(steps: list[tuple[str, int, int]],
     came = served = refused = 0
     forgets = False
 
-    def turn() -> None:
+    def serve() -> None:
         nonlocal served
         keys = set()
-        for key, taken in intake.turn():
+        for key, taken in intake.round():
             assert key not in keys and taken, "one part each"
             keys.add(key)
             marks = [int.from_bytes(each.data[:8]) for each in taken]
@@ -121,12 +121,12 @@ def test_order_and_bounds_hold_whatever_comes(steps: list[tuple[str, int, int]],
             intake.forget(key)
             waiting.pop(key, None)
         else:
-            turn()
+            serve()
         assert 0 <= intake.held_bytes <= bound
     for _ in range(1_000):
         if not intake:
             break
-        turn()
+        serve()
     assert not intake and intake.held_bytes == 0
     assert intake.dropped >= refused
     assert served + intake.dropped == came or forgets
