@@ -241,8 +241,11 @@ class OpenPublisher(Request["PublisherOpened"], frozen=True, tag="open_publisher
 
 
 class PublisherOpened(Message, frozen=True, tag="publisher_opened"):
+    """`in_flight`: how many batches of one shard may wait for their acknowledgement; brokers before 0.2 remember 32, and do not say."""
+
     shards: int
     incarnation: bytes
+    in_flight: Natural = 31
 
 
 class Start(Message, frozen=True, tag="start"):

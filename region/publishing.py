@@ -122,7 +122,7 @@ class PublishStream:
             return
         self.name, self._stream = name, stream
         self._acks = request.acks == "all"
-        session.answer(frame.correlation, PublisherOpened(stream.shard_count, stream.incarnation))
+        session.answer(frame.correlation, PublisherOpened(stream.shard_count, stream.incarnation, BATCHES_IN_FLIGHT_MAX))
 
     def _batch(self, frame: Frame) -> None:
         if self.name is None:

@@ -15,18 +15,20 @@ Invariants:
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Iterator
 from enum import Enum
-from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
 
 from felix.errors import Code, CorruptionError, RequestError
 
-BATCHES_REMEMBERED: Final = 32
-"""A client keeps fewer batches of a shard in flight, so every retry finds its first attempt."""
+BATCHES_REMEMBERED: Final = 128
+"""A client keeps fewer batches of a shard in flight (`BATCHES_IN_FLIGHT_MAX`), so every retry finds its first attempt."""
+BATCHES_IN_FLIGHT_MAX: Final = BATCHES_REMEMBERED - 1
+"""What the broker tells a publisher that it may have in flight for each shard: a single record per batch, 512 callers and 31 in
+flight reached 0.75 of the rate (0074)."""
 PRODUCERS_MAX: Final = 8_192
 """Per shard: bounds memory (about 6 KiB each, where all of them publish) and the size of the snapshot."""
 PRODUCER_AGE_MS: Final = 7 * 24 * 3_600_000
@@ -65,6 +67,53 @@ class Decision(NamedTuple):
 _ACCEPT: Final = Decision(Verdict.ACCEPT)
 
 
+class _History:
+    """The remembered batches of one producer, oldest first. Packed integers: 40 bytes a batch, where tuples take 190."""
+
+    __slots__ = ("_packed", "last")
+
+    def __init__(self, first: Remembered) -> None:
+        self._packed = array("q", first)
+        self.last = first
+        """The newest."""
+
+    def __len__(self) -> int:
+        return len(self._packed) // _FIELDS
+
+    def __iter__(self) -> Iterator[Remembered]:
+        packed = self._packed
+        return (Remembered(*packed[at : at + _FIELDS]) for at in range(0, len(packed), _FIELDS))
+
+    def append(self, batch: Remembered) -> None:
+        self._packed.extend(batch)
+        self.last = batch
+
+    def trim(self, settled: int) -> None:
+        """Drop the oldest, as long as `BATCHES_REMEMBERED` others lie below the settled offset."""
+        packed, at = self._packed, BATCHES_REMEMBERED * _FIELDS + _BASE_OFFSET
+        gone = 0
+        while at + gone < len(packed) and packed[at + gone] < settled:
+            gone += _FIELDS
+        del packed[:gone]
+
+    def cut(self, offset: int) -> bool:
+        """Drop batches at or above `offset`; False where none is left."""
+        packed = self._packed
+        while packed and packed[_BASE_OFFSET - _FIELDS] >= offset:
+            del packed[-_FIELDS:]
+        if packed:
+            self.last = Remembered(*packed[-_FIELDS:])
+        return bool(packed)
+
+    def below(self, offset: int) -> list[Remembered]:
+        """Of the batches below `offset` the newest, `BATCHES_REMEMBERED` at most."""
+        return [batch for batch in self if batch.base_offset < offset][-BATCHES_REMEMBERED:]
+
+
+_FIELDS: Final = len(Remembered._fields)
+_BASE_OFFSET: Final = Remembered._fields.index("base_offset")
+
+
 class _Snapshot(msgspec.Struct, array_like=True):
     offset: int
     producers: list[tuple[int, list[Remembered]]]
@@ -86,7 +135,7 @@ class ProducerTable:
         self.age_ms = age_ms
         self._settled = settled
         # In order of last use, oldest first.
-        self._producers: dict[int, deque[Remembered]] = {}
+        self._producers: dict[int, _History] = {}
 
     def __len__(self) -> int:
         return len(self._producers)
@@ -106,7 +155,7 @@ class ProducerTable:
         batches = self._producers.get(producer_id)
         if batches is None:
             return _ACCEPT if base_sequence == 0 else Decision(Verdict.GAP, None, 0, epoch)
-        last = batches[-1]
+        last = batches.last
         if epoch < last.epoch:
             return Decision(Verdict.FENCED, None, last.next_sequence, last.epoch)
         if epoch > last.epoch:
@@ -128,14 +177,14 @@ class ProducerTable:
             return
         batches = self._producers.pop(producer_id, None)
         if batches is None:
-            batches = deque()
-        self._producers[producer_id] = batches
-        batches.append(batch)
-        while len(batches) > BATCHES_REMEMBERED and batches[BATCHES_REMEMBERED].base_offset < self._settled:
-            batches.popleft()
+            self._producers[producer_id] = _History(batch)
+        else:
+            self._producers[producer_id] = batches
+            batches.append(batch)
+            batches.trim(self._settled)
         while len(self._producers) > self.producers_max:
             oldest, remembered = next(iter(self._producers.items()))
-            if remembered[-1].base_offset >= self._settled:
+            if remembered.last.base_offset >= self._settled:
                 break
             del self._producers[oldest]
 
@@ -147,17 +196,14 @@ class ProducerTable:
         """Forget batches at or above `offset`: they were refused or truncated after all."""
         self._settled = min(self._settled, offset)
         for producer_id in list(self._producers):
-            batches = self._producers[producer_id]
-            while batches and batches[-1].base_offset >= offset:
-                batches.pop()
-            if not batches:
+            if not self._producers[producer_id].cut(offset):
                 del self._producers[producer_id]
 
     def expire(self, now_ms: int) -> int:
         """Forget producers silent for longer than `age_ms`; how many."""
         aged = []
         for producer_id, batches in self._producers.items():
-            if batches[-1].append_time_ms + self.age_ms >= now_ms:
+            if batches.last.append_time_ms + self.age_ms >= now_ms:
                 break
             aged.append(producer_id)
         for producer_id in aged:
@@ -168,9 +214,9 @@ class ProducerTable:
         """A snapshot of what is known of batches below `offset`."""
         producers = []
         for producer_id, batches in self._producers.items():
-            known = [batch for batch in batches if batch.base_offset < offset]
+            known = batches.below(offset)
             if known:
-                producers.append((producer_id, known[-BATCHES_REMEMBERED:]))
+                producers.append((producer_id, known))
         return msgspec.msgpack.encode(_Snapshot(offset, producers))
 
 
@@ -182,7 +228,7 @@ def decode_snapshot(data: bytes) -> tuple[ProducerTable, int]:
         raise CorruptionError(f"The snapshot of producers does not decode: {error}.") from error
     table = ProducerTable(settled=snapshot.offset)
     for producer_id, batches in snapshot.producers:
-        for batch in islice(batches, BATCHES_REMEMBERED):
+        for batch in batches[-BATCHES_REMEMBERED:]:
             table.record(producer_id, batch)
     return table, snapshot.offset
 

@@ -58,7 +58,7 @@ from region.views.journal import JournalKind
 log = logging.getLogger("felix.region.dead_letter")
 
 MOVE_RECORDS_MAX: Final = 24
-"""One batch each, and a log remembers 32 of a producer: every record of a repeated move is recognised."""
+"""One batch each, fewer than a log remembers of a producer: every record of a repeated move is recognised."""
 assert MOVE_RECORDS_MAX < BATCHES_REMEMBERED
 REASON_CHARS_MAX: Final = 1_000
 RETRY_S_MIN: Final = 0.05
