@@ -657,7 +657,15 @@ class Publisher:
         self._watch = link.watch(self._stream_refused)
         if not self._opened.done():
             self._opened.set_result(None)
-        self._step(Opened(opened.incarnation, opened.shards, link.limits.batch_bytes_max, link.window_bytes))
+        self._step(
+            Opened(
+                opened.incarnation,
+                opened.shards,
+                link.limits.batch_bytes_max,
+                link.window_bytes,
+                opened.in_flight,
+            )
+        )
 
     def _reopen(self) -> None:
         """The broker takes nothing more on this publish stream; ask for another, which says what still holds."""

@@ -12,7 +12,7 @@ Invariants (asserted after each step in tests/client/test_publisher_core.py):
 
 - records of one shard are in the log in the order in which they were given, each once, however often the link
   breaks: batches carry producer id, epoch and sequence, are sent again in order, and the broker knows a repeated one;
-- of one shard, at most FLYING_BATCHES_MAX batches are on the way, fewer than the broker remembers;
+- of one shard, at most `in_flight_max` batches are in flight, fewer than the broker remembers;
 - a record is put in while fewer than `buffer_bytes` are held, so what is held exceeds them by one record or batch at most;
 - each batch is dealt with once, delivered or given up, and so each caller is answered once;
 - the oldest batch of a shard that is not dealt with is known: it is the first of `unacknowledged`.
@@ -54,9 +54,9 @@ from felix.names import StreamName, shard_for_key
 from felix.payload import RECORD_OVERHEAD_BYTES, Payload, check_key, message_id_of, payload_bytes
 from felix.runtime.port import Random
 
-FLYING_BATCHES_MAX: Final = 31
-"""Batches of one shard that are sent and not acknowledged: fewer than a broker remembers per producer (32), so that
-every repeated one is recognised; enough that a broker syncs some while others are under way."""
+IN_FLIGHT_MAX: Final = 127
+"""Batches of one shard that are sent and not acknowledged, where the broker allows as many (`PublisherOpened.in_flight`): fewer than it
+remembers per producer, so that it recognises every repeated one; enough that it syncs some while others are under way."""
 FLYING_BATCHES_FILL: Final = 7
 """With so many on the way, an open batch goes on filling instead of closing small: the path is busy, and larger
 batches cost less per record."""
@@ -241,12 +241,14 @@ FULL: Final = Added.FULL
 
 
 class Opened(NamedTuple):
-    """A publish stream stands. `window_bytes`: what the session lets be on its way, so that no frame may be longer."""
+    """A publish stream stands. `window_bytes`: what the session lets be on its way, so that no frame may be longer. `in_flight`: how
+    many batches of one shard the broker allows to be in flight."""
 
     incarnation: bytes
     shards: int
     batch_bytes_max: int
     window_bytes: int
+    in_flight: int
 
 
 class LinkLost(NamedTuple):
@@ -375,7 +377,8 @@ class PublisherCore:
     __slots__ = (
         "_began", "_compress", "_deadline_s", "_incarnation", "_linger_s", "_lost_first", "_next_accumulator", "_offsets",
         "_policy", "_producer_id", "_random", "_undated", "_unkeyed", "accumulators", "acknowledged_records", "acks",
-        "batch_bytes", "batch_records", "buffer_bytes", "error", "failed", "given", "held_bytes", "plain_left", "plain_next",
+        "batch_bytes", "batch_records", "buffer_bytes", "error", "failed", "given", "held_bytes",
+        "in_flight_max", "plain_left", "plain_next",
         "record_bytes_max", "stream", "wake_at",
     )  # fmt: skip
 
@@ -415,6 +418,7 @@ class PublisherCore:
         self.buffer_bytes = buffer_bytes
         self.record_bytes_max = BATCH_BYTES_MAX - HEADER_BYTES
         self.accumulators: list[Accumulator] = []
+        self.in_flight_max = IN_FLIGHT_MAX
         self.held_bytes = 0
         """of records accepted and not yet dealt with"""
         self.given = self.acknowledged_records = 0
@@ -641,7 +645,7 @@ class PublisherCore:
                 flying = len(accumulator.unacknowledged) - len(unsent)
                 if not unsent and accumulator.linger_over and flying < FLYING_BATCHES_FILL:
                     self._close(accumulator)
-                if unsent and flying < FLYING_BATCHES_MAX:
+                if unsent and flying < self.in_flight_max:
                     if self._undated:
                         self._date(now)
                     self._next_accumulator = at
@@ -868,6 +872,7 @@ class PublisherCore:
     def _opened(self, event: Opened) -> Ready:
         self.record_bytes_max = min(BATCH_BYTES_MAX, event.batch_bytes_max) - HEADER_BYTES
         self.batch_bytes = max(1, min(self.batch_bytes, self.record_bytes_max, event.window_bytes // 2))
+        self.in_flight_max = max(1, min(IN_FLIGHT_MAX, event.in_flight))
         ready = NOTHING
         known = (self._incarnation, len(self.accumulators))
         if self.accumulators and known != (event.incarnation, event.shards):

@@ -27,6 +27,7 @@ from felix.names import StreamName
 from felix.settings import NO_VIEWS, QueueSettings, Views
 from policy.access import Verb
 from region.broker import Broker
+from region.log.producers import BATCHES_IN_FLIGHT_MAX
 from region.log.shard import Appended
 from region.ports import Publishing
 from region.quota import Meter
@@ -122,7 +123,9 @@ class PublishStream:
             return
         self.name, self._stream = name, stream
         self._acks = request.acks == "all"
-        session.answer(frame.correlation, PublisherOpened(stream.shard_count, stream.incarnation, BATCHES_IN_FLIGHT_MAX))
+        session.answer(
+            frame.correlation, PublisherOpened(stream.shard_count, stream.incarnation, BATCHES_IN_FLIGHT_MAX)
+        )
 
     def _batch(self, frame: Frame) -> None:
         if self.name is None:

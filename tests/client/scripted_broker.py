@@ -199,6 +199,7 @@ class ScriptedBroker:
         """Called before a batch is appended; True: the script dealt with it."""
         self.on_request: Callable[[BrokerSession, Request, int], bool] | None = None
         self.hold_acks = False
+        self.in_flight = 127
         self.hold_credit = False
         self.breaches: list[str] = []
 
@@ -397,7 +398,10 @@ class BrokerSession:
             self._with(
                 frame.correlation,
                 request.stream,
-                lambda log: self.answer(frame.correlation, PublisherOpened(len(log.shards), log.incarnation)),
+                lambda log: self.answer(
+                    frame.correlation,
+                    PublisherOpened(len(log.shards), log.incarnation, self.broker.in_flight),
+                ),
             )
             return
         assert frame.type is FrameType.BATCH, frame.type

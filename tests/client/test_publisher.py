@@ -18,7 +18,7 @@ from felix import Code, NewRecord, RequestError, UnavailableError
 from felix.batch import FLAG_ZSTD, Batch, decode_records
 from felix.messages import Limits, OpenPublisher, Request
 from felix.names import shard_for_key
-from felix.publisher_core import FLYING_BATCHES_FILL, FLYING_BATCHES_MAX
+from felix.publisher_core import FLYING_BATCHES_FILL, IN_FLIGHT_MAX
 from region.log.producers import BATCHES_REMEMBERED
 
 
@@ -253,18 +253,21 @@ async def test_with_some_batches_on_the_way_the_next_one_fills(
     ]
 
 
-async def test_whole_batches_fly_up_to_what_a_broker_remembers(
-    region: felix.RegionClient, broker: ScriptedBroker
+@pytest.mark.parametrize("in_flight", [31, 127, 1_000])
+async def test_as_many_batches_are_in_flight_as_the_broker_allows_and_no_more_than_it_remembers(
+    region: felix.RegionClient, broker: ScriptedBroker, in_flight: int
 ) -> None:
-    assert FLYING_BATCHES_MAX < BATCHES_REMEMBERED
+    assert IN_FLIGHT_MAX < BATCHES_REMEMBERED
     broker.hold_acks = True
+    broker.in_flight = in_flight
+    count = 2 * IN_FLIGHT_MAX
     async with region.stream(ORDERS).publisher(batch_records=2) as publisher:
-        await publisher.send_many([b"%d" % i for i in range(2 * FLYING_BATCHES_MAX + 20)])
+        await publisher.send_many([b"%d" % i for i in range(2 * count)])
         await asyncio.sleep(0.01)
-        assert len(broker.received) == FLYING_BATCHES_MAX
+        assert len(broker.received) == min(in_flight, IN_FLIGHT_MAX)
         broker.hold_acks = False
         broker.session.release()
-    assert [batch.header.records for batch in broker.received] == [2] * (FLYING_BATCHES_MAX + 10)
+    assert [batch.header.records for batch in broker.received] == [2] * count
 
 
 async def test_a_high_backlog_holds_batches_until_it_has_drained(

@@ -21,7 +21,6 @@ from felix.names import StreamName
 from felix.publisher_core import (
     FLUSHED,
     FLYING_BATCHES_FILL,
-    FLYING_BATCHES_MAX,
     FULL,
     ITERATION_ENDED,
     LINGERS,
@@ -44,6 +43,7 @@ from felix.publisher_core import (
 from region.log.producers import ProducerTable, Remembered, Verdict
 
 STREAM = StreamName.parse("acme/ops/orders")
+IN_FLIGHT = 31
 WINDOW = 1 << 24
 LARGE = 200_000
 """Bytes of a payload, so that a few fill the smallest buffer."""
@@ -52,7 +52,7 @@ DEADLINE_S = 30.0
 
 def core_of(**settings: Any) -> PublisherCore:
     made = PublisherCore(STREAM, BackoffPolicy(), Random(1), producer_id=7, **settings)
-    made.step(Opened(b"i" * 16, 1, BATCH_BYTES_MAX, WINDOW), 0.0)
+    made.step(Opened(b"i" * 16, 1, BATCH_BYTES_MAX, WINDOW, IN_FLIGHT), 0.0)
     return made
 
 
@@ -171,7 +171,7 @@ def test_with_enough_on_the_way_an_open_batch_goes_on_filling() -> None:
 
 def test_a_record_never_joins_a_batch_that_it_would_overfill() -> None:
     core = core_of(batch_bytes=BATCH_BYTES_MAX)
-    core.step(Opened(b"j" * 16, 2, BATCH_BYTES_MAX, WINDOW), 0.0)
+    core.step(Opened(b"j" * 16, 2, BATCH_BYTES_MAX, WINDOW, IN_FLIGHT), 0.0)
     in_first, in_second = b"0", b"1"
     core.add(b"a" * 600_000, None, None, shard=0)
     core.add(b"b" * 600_000, None, None, shard=1)
@@ -309,7 +309,7 @@ class CoreAgainstBroker(RuleBasedStateMachine):
         self.incarnation = incarnation
         self.brokers.setdefault(incarnation, [Shard() for _ in range(shards)])
         self.standing = True
-        self.step(Opened(incarnation, len(self.brokers[incarnation]), BATCH_BYTES_MAX, WINDOW))
+        self.step(Opened(incarnation, len(self.brokers[incarnation]), BATCH_BYTES_MAX, WINDOW, IN_FLIGHT))
 
     def lose_link(self) -> None:
         self.standing = False
@@ -451,7 +451,7 @@ class CoreAgainstBroker(RuleBasedStateMachine):
         for accumulator in self.core.accumulators:
             waiting = list(accumulator.unacknowledged)
             assert not waiting or not waiting[0].done
-            assert accumulator.flying <= FLYING_BATCHES_MAX
+            assert accumulator.flying <= IN_FLIGHT
             left = [each for each in waiting if not each.done]
             assert list(accumulator.unsent) == left[len(left) - len(accumulator.unsent) :]
             assert all(each.sent for each in left[: len(left) - len(accumulator.unsent)])

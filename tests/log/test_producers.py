@@ -25,18 +25,19 @@ def append(
 
 def test_verdicts() -> None:
     table = ProducerTable()
-    for number in range(40):
+    for number in range(BATCHES_REMEMBERED + 8):
         append(table, 7, 1, 10 * number, 100 + 10 * number)
         table.settle(110 + 10 * number)
-    assert table.decide(7, 1, 400, 10).verdict is Verdict.ACCEPT
-    repeated = table.decide(7, 1, 390, 10)
+    end = 10 * (BATCHES_REMEMBERED + 8)
+    assert table.decide(7, 1, end, 10).verdict is Verdict.ACCEPT
+    repeated = table.decide(7, 1, end - 10, 10)
     assert repeated.verdict is Verdict.DUPLICATE and repeated.first is not None
-    assert repeated.first.base_offset == 490
-    assert table.decide(7, 1, 390, 9).verdict is Verdict.FORGOTTEN
+    assert repeated.first.base_offset == end + 90
+    assert table.decide(7, 1, end - 10, 9).verdict is Verdict.FORGOTTEN
     assert table.decide(7, 1, 0, 10).verdict is Verdict.FORGOTTEN
-    assert table.decide(7, 1, 410, 10).verdict is Verdict.GAP
-    assert table.decide(7, 0, 400, 10).verdict is Verdict.FENCED
-    assert table.decide(7, 2, 400, 10).verdict is Verdict.GAP
+    assert table.decide(7, 1, end + 10, 10).verdict is Verdict.GAP
+    assert table.decide(7, 0, end, 10).verdict is Verdict.FENCED
+    assert table.decide(7, 2, end, 10).verdict is Verdict.GAP
     assert table.decide(7, 2, 0, 10).verdict is Verdict.ACCEPT
     assert table.decide(8, 0, 10, 10).verdict is Verdict.GAP
     assert table.decide(0, 0, 999, 10).verdict is Verdict.ACCEPT
@@ -85,7 +86,7 @@ def test_bounds_by_count_and_age() -> None:
     table.settle(110)
     assert table.expire(150) == 2
     assert [producer for producer, _ in table] == [3]
-    for number in range(50):
+    for number in range(2 * BATCHES_REMEMBERED):
         append(table, 3, 0, 20 + 10 * number, 110 + 10 * number)
         table.settle(120 + 10 * number)
     assert all(len(batches) <= BATCHES_REMEMBERED + 1 for _, batches in table)
