@@ -633,7 +633,7 @@ async def test_what_gets_smaller_is_compressed_and_the_rest_soon_not_tried(
 async def test_linger_and_compression_of_a_streams_own_publish(
     region: felix.RegionClient, broker: ScriptedBroker
 ) -> None:
-    orders = region.stream(ORDERS, linger_ms=20, compress=1)
+    orders = region.stream(ORDERS, linger_ms=500, compress=1)
     first = asyncio.ensure_future(orders.publish(b"x" * 500))
     await asyncio.sleep(0.002)
     assert await asyncio.gather(first, orders.publish(b"x" * 500)) == [0, 1]
