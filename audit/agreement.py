@@ -19,7 +19,10 @@ For the register: feed every document leaf of a log to `Agreements.take`, in ord
 `Agreements.agreement(grant_id)`: the terms as signed, who approved and accepted them, policies, countries. Where it gives
 None, or `complete` is false, no pair of signed documents covers the crossing: `crossed-without-terms`, a breach.
 
-Memory is bounded: by grants, and documents of one grant. Callers: audit.verify, audit.proof, audit.spark.
+What is held is bounded, what is counted is not. Of a grant's documents those are held that later ones have not replaced: the newest
+halves, APPROVERS_MAX approvals of each region, of pauses and resumptions what `audit.words` holds; that a region revoked, for ever.
+So no number of documents that one region signs makes a log of another wrong, and only grants of a log (GRANTS_MAX) can be too many.
+What the log's own region forbade, and when (`stops`), is held as long as the log is. Callers: audit.verify, audit.proof, audit.spark.
 """
 
 from __future__ import annotations
@@ -36,13 +39,16 @@ from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, Terms
 from audit.legal_fields import legal_fields
 from audit.origin import Origin
 from audit.trust import Trust
+from audit.words import Denied, Words
 from felix.errors import FelixError
 from felix.names import SpiffeId, StreamName
 from policy.approval import (
+    APPROVERS_MAX,
     Approval,
     ApprovalBody,
     ApprovalRule,
     Document,
+    earliest,
     open_approval,
     parse_document,
     tally,
@@ -57,11 +63,14 @@ from policy.grant import (
     GrantView,
     ImportGrant,
     Refusal,
-    RefusalKind,
     Standing,
     StandingAction,
+    agree,
+    half_rank,
     open_export,
     open_import,
+    paused,
+    standing_rank,
 )
 from policy.residency import Decision, ResidencyPolicy, decide_grant, open_policy
 from policy.signed import Purpose, SignedDocument, decode_body, verify
@@ -72,10 +81,10 @@ STANDING_GRACE_MS: Final = 10_000
 """What was on its way when a pause or a deny entry reached the log may still be written down so long after it."""
 GRANTS_MAX: Final = 1 << 16
 """Grants of one log whose documents are held: some 10 kB each."""
-GRANT_DOCUMENTS_MAX: Final = 1_024
-"""Documents about one grant: far more than approvals, pauses and resumptions in its lifetime."""
+ACCEPTANCES_MAX: Final = 64
+"""Acceptances of one grant that differ in what they accept, held until its export says which one fits; of more, those signed last."""
 POLICIES_MAX: Final = 1_024
-DENY_ENTRIES_MAX: Final = 16_384
+"""Revisions of one region's policy that are held. Of more, half of them go: those that no half names before others, then the older."""
 DECISIONS_MAX: Final = 256
 """Of policies about streams, remembered for one grant: a pattern may fit many streams. More are made anew."""
 
@@ -165,26 +174,37 @@ class Stop(NamedTuple):
     """None: it still holds at the log's end"""
 
 
+class _Paper(NamedTuple):
+    """A document that is held: its leaf, and what it is."""
+
+    leaf: int
+    document: Document
+
+
+_Fit = tuple[str, str, str, str, str, str]
+"""What an acceptance accepts."""
+
+
 @dataclass(slots=True)
 class _Held:
-    """The documents about one grant so far."""
+    """What the documents about one grant say so far."""
 
-    documents: list[tuple[int, int, Document]] = field(default_factory=list)
-    """with the leaf's index and time"""
-    exports: list[ExportGrant] = field(default_factory=list)
-    imports: list[ImportGrant] = field(default_factory=list)
-    approvals: dict[str, ApprovalBody] = field(default_factory=dict)
-    revoked_by: set[str] = field(default_factory=set)
-    """regions that signed a revocation; those at the grant's two ends have a say"""
+    export: tuple[ExportGrant, _Paper] | None = None
+    """the newest; all of one grant have the same terms"""
+    accepted: dict[_Fit, tuple[ImportGrant, _Paper]] = field(default_factory=dict)
+    """the newest of what fits the export; before there is one, of all that may fit"""
+    approved: dict[tuple[str, str], dict[str, tuple[ApprovalBody, _Paper]]] = field(default_factory=dict)
+    """by region and mesh, and by approver"""
+    standings: dict[str, Words[Standing]] = field(default_factory=dict)
+    """pauses and resumptions by region"""
+    revoked_by: dict[str, int] = field(default_factory=dict)
+    """the leaf of the first revocation of each region; those at the grant's two ends have a say"""
+    stops: _Stops | None = None
+    """what the log's own region said"""
     last_ms: int = 0
     """the latest time of a crossing"""
-    seen: set[bytes] = field(default_factory=set)
     book: GrantBook | None = None
-    book_of: int = -1
-    """how many deny entries it was made with"""
-    settled: GrantBook | None = None
-    settled_of: frozenset[int] = frozenset()
-    """the leaves of the documents that it was made of"""
+    """of the halves and approvals"""
     decisions: dict[tuple[str, bytes, bool], Decision] = field(default_factory=dict)
     """of policies about a stream, by the policy's hash and whether it is in force"""
     approved_from: dict[tuple[bytes, ApprovalRule], int] = field(default_factory=dict)
@@ -192,9 +212,81 @@ class _Held:
     agreed: Agreement | None = None
     """the newest that was complete before a half was signed again"""
 
+    @property
+    def exports(self) -> tuple[ExportGrant, ...]:
+        return () if self.export is None else (self.export[0],)
+
+    @property
+    def imports(self) -> tuple[ImportGrant, ...]:
+        return tuple(half for half, _ in self.accepted.values())
+
+    @property
+    def approvals(self) -> list[ApprovalBody]:
+        """Those that hold, by approver."""
+        bodies = (body for held in self.approved.values() for body, _ in held.values())
+        return sorted(bodies, key=lambda body: body.approver)
+
+    @property
+    def papers(self) -> list[_Paper]:
+        """What halves and approvals are read from, in the log's order."""
+        found = [paper for _, paper in self.accepted.values()]
+        found += [paper for held in self.approved.values() for _, paper in held.values()]
+        if self.export is not None:
+            found.append(self.export[1])
+        return sorted(found, key=lambda paper: paper.leaf)
+
     def revoked(self, terms: GrantTerms) -> bool:
         """Whether one of the grant's two regions revoked it; nobody else can."""
-        return not self.revoked_by.isdisjoint((terms.from_region, terms.to_region))
+        return not self.revoked_by.keys().isdisjoint((terms.from_region, terms.to_region))
+
+    def paused(self, terms: GrantTerms, until_ms: int) -> Refusal | None:
+        """Whether one of the two had paused it by then (ms), by the times of the leaves."""
+        for region in (terms.from_region, terms.to_region):
+            words = self.standings.get(region)
+            standing = None if words is None else words.stop(until_ms)
+            if standing is not None:
+                return paused(standing)
+        return None
+
+    def is_newer(self, body: ExportGrant | ImportGrant) -> bool:
+        """Whether this half takes the place of the one that is held, or fills an empty one."""
+        if isinstance(body, ExportGrant):
+            return self.export is None or half_rank(self.export[0]) < half_rank(body)
+        if self.export is not None and not agree(self.export[0], body):
+            return False
+        before = self.accepted.get(_fit(body))
+        return before is None or half_rank(before[0]) < half_rank(body)
+
+    def keep_half(self, body: ExportGrant | ImportGrant, paper: _Paper) -> None:
+        """Hold a half that is newer."""
+        if isinstance(body, ExportGrant):
+            self.export = body, paper
+            self.accepted = {fit: half for fit, half in self.accepted.items() if agree(body, half[0])}
+            return
+        self.accepted[_fit(body)] = body, paper
+        if len(self.accepted) > ACCEPTANCES_MAX:
+            del self.accepted[min(self.accepted, key=lambda fit: half_rank(self.accepted[fit][0]))]
+
+    def keep_approval(self, body: ApprovalBody, paper: _Paper) -> bool:
+        """Hold an approval; False where it changes nothing. As in a grant's book: of two by one person, the one of the earlier time;
+        and of too many people of one region, the earlier ones: at any time as many of them count as are asked for, or all."""
+        approver = SpiffeId.parse(body.approver)
+        held = self.approved.setdefault((approver.region, approver.mesh), {})
+        before = held.get(body.approver)
+        if before is None and len(held) >= APPROVERS_MAX:
+            before = max(held.values(), key=lambda each: earliest(each[0]))
+        if before is not None:
+            if earliest(before[0]) <= earliest(body):
+                return False
+            del held[before[0].approver]
+        held[body.approver] = body, paper
+        return True
+
+    def changed(self) -> None:
+        """Halves or approvals changed."""
+        self.book = None
+        self.decisions.clear()
+        self.approved_from.clear()
 
 
 class Agreements:
@@ -205,8 +297,8 @@ class Agreements:
         self._keys, self._anchors = trust.policy_keys, trust.anchors
         self._grants: dict[str, _Held] = {}
         self._policies: dict[str, dict[bytes, ResidencyPolicy]] = {}
-        self._denies: list[tuple[int, int, Document]] = []
-        self._policies_seen = 0
+        self._denied = Denied()
+        self._own_denies = _Stops()
         self.documents = 0
         """how many were verified"""
         self.crossed = Crossed()
@@ -276,9 +368,12 @@ class Agreements:
         peer = entry.region if entry.peer == EVERYWHERE else entry.peer
         if differing := _differences(header, {"source_region": entry.region, "destination_region": peer}):
             return differing
-        if len(self._denies) >= DENY_ENTRIES_MAX:
-            return [f"more than {DENY_ENTRIES_MAX} deny entries"]
-        self._denies.append((index, header.time_ms, document))
+        self._denied.take(entry, header.time_ms)
+        if entry.region == self._origin.region:
+            towards = "" if entry.peer == EVERYWHERE else entry.peer
+            word = "" if entry.lifted else "denied"
+            stop = Stop(index, word, "", entry.streams, towards, header.time_ms, None)
+            self._own_denies.take(("", entry.streams, towards, False), entry.sequence, stop)
         return []
 
     def _policy(self, header: Header, document: SignedDocument) -> list[str]:
@@ -291,11 +386,26 @@ class Agreements:
         }
         differing = _differences(header, said)
         if not differing:
-            self._policies_seen += 1
-            if self._policies_seen > POLICIES_MAX:
-                return [f"more than {POLICIES_MAX} policies"]
-            self._policies.setdefault(policy.region, {})[policy.hash] = policy
+            held = self._policies.setdefault(policy.region, {})
+            held[policy.hash] = policy
+            if len(held) > POLICIES_MAX:
+                self._policies[policy.region] = self._half_of(held)
         return differing
+
+    def _half_of(self, policies: dict[bytes, ResidencyPolicy]) -> dict[bytes, ResidencyPolicy]:
+        """The newest of these revisions, those that a half was made under before all others."""
+        named = {
+            bytes.fromhex(half.policy_hash)
+            for held in self._grants.values()
+            for half in (*held.exports, *held.imports)
+        }
+        newest = max(policies.values(), key=lambda policy: policy.revision)
+        kept = sorted(
+            policies.values(),
+            key=lambda policy: (policy is newest, policy.hash in named, policy.revision),
+            reverse=True,
+        )
+        return {policy.hash: policy for policy in kept[: POLICIES_MAX // 2]}
 
     def _keep(
         self,
@@ -308,7 +418,10 @@ class Agreements:
     ) -> list[str]:
         held = self._grants.get(grant)
         terms = _terms_of(held, body)
-        if not header.bridge:
+        if isinstance(body, ImportGrant) and not (held and held.export and agree(held.export[0], body)):
+            # An acceptance of something else is believed for nothing, and says nothing about the log: its leaf repeats it.
+            pass
+        elif not header.bridge:
             # Written before the grant was known there: the region that signed stands for both.
             said |= {"source_region": document.region, "destination_region": document.region}
         elif terms is not None:
@@ -327,32 +440,40 @@ class Agreements:
             if len(self._grants) >= GRANTS_MAX:
                 return [f"more than {GRANTS_MAX} grants"]
             held = self._grants[grant] = _Held()
-        if len(held.documents) >= GRANT_DOCUMENTS_MAX:
-            return [f"more than {GRANT_DOCUMENTS_MAX} documents of one grant"]
-        if isinstance(body, ExportGrant | ImportGrant) and held.exports and held.imports:
-            self._remember(held, grant)
-        held.book = None
-        held.documents.append((index, header.time_ms, document))
+        paper = _Paper(index, document)
         match body:
-            case ExportGrant():
-                held.exports.append(body)
-            case ImportGrant():
-                held.imports.append(body)
+            case ExportGrant() | ImportGrant():
+                if held.is_newer(body):
+                    if held.exports and held.imports:
+                        self._remember(held, grant)
+                    held.keep_half(body, paper)
+                    held.changed()
             case ApprovalBody():
-                # As in a grant's book: of two by one person, the one of the earlier time.
-                before = held.approvals.get(body.approver)
-                if before is None or (body.at, body.comment) < (before.at, before.comment):
-                    held.approvals[body.approver] = body
+                if held.keep_approval(body, paper):
+                    held.changed()
             case Standing():
-                if body.action is StandingAction.REVOKE:
-                    held.revoked_by.add(body.region)
-                elif isinstance(body.truncation, Truncation):
-                    is_resend = body.action is StandingAction.RESEND
-                    goes_on = Accepted(body.truncation, body.region, body.at, is_resend)
-                    self.crossed.derive(goes_on.incarnation, goes_on.ended, goes_on.truncated_at)
-        held.decisions.clear()
-        held.approved_from.clear()
+                self._stand(held, index, header.time_ms, body)
         return []
+
+    def _stand(self, held: _Held, index: int, time_ms: int, standing: Standing) -> None:
+        action = standing.action
+        if isinstance(standing.truncation, Truncation):
+            goes_on = Accepted(
+                standing.truncation, standing.region, standing.at, action is StandingAction.RESEND
+            )
+            self.crossed.derive(goes_on.incarnation, goes_on.ended, goes_on.truncated_at)
+            return
+        if action is StandingAction.REVOKE:
+            held.revoked_by.setdefault(standing.region, index)
+        else:
+            words = held.standings.setdefault(standing.region, Words())
+            words.take(standing_rank(standing), time_ms, standing, stops=action is StandingAction.PAUSE)
+        if standing.region == self._origin.region:
+            if held.stops is None:
+                held.stops = _Stops()
+            key = (standing.grant, "", "", action is StandingAction.REVOKE)
+            stop = Stop(index, _FORBIDS.get(action, ""), standing.grant, "", "", time_ms, None)
+            held.stops.take(key, standing.sequence, stop)
 
     def _remember(self, held: _Held, grant: str) -> None:
         """A half is about to be signed again, and may ask for more approvals than there are: under what was complete until now,
@@ -398,9 +519,12 @@ class Agreements:
         path = header.path if header.kind is Kind.INTENT else ()
         attempt = Attempt(stream, header.source_region, header.destination_region, bridge, path)
         result = self._book(held).check(attempt, None, header.time_ms, grant=header.grant_id)
-        if isinstance(result, Refusal) and result.kind in (RefusalKind.PAUSED, RefusalKind.DENIED):
-            settled = self._settled(held, header.time_ms - STANDING_GRACE_MS)
-            result = settled.check(attempt, None, header.time_ms, grant=header.grant_id)
+        if not isinstance(result, Refusal):
+            until_ms = header.time_ms - STANDING_GRACE_MS
+            stopped = self._denied.refusal(attempt, terms.destination_of(stream), until_ms) or held.paused(
+                terms, until_ms
+            )
+            result = stopped or result
         if isinstance(result, Refusal):
             return [f"{what}: {result.sentence}"]
         if result.terms_hash != header.terms_hash:
@@ -413,38 +537,10 @@ class Agreements:
         return [f"{what}: {unmet}"] if unmet else []
 
     def _book(self, held: _Held) -> GrantBook:
+        """The book of the grant's halves and approvals; later words are asked for besides."""
         if held.book is None:
-            documents = [document for _, _, document in (*held.documents, *self._denies)]
-            held.book = GrantBook(documents, self._keys, self._anchors)
-        elif held.book_of != len(self._denies):
-            held.book = held.book.including(document for _, _, document in self._denies[held.book_of :])
-        held.book_of = len(self._denies)
+            held.book = GrantBook((paper.document for paper in held.papers), self._keys, self._anchors)
         return held.book
-
-    def _settled(self, held: _Held, until_ms: int) -> GrantBook:
-        """A book without the pauses and deny entries whose leaves are younger than this. Made from the one before: whoever writes a
-        log may have thousands of them between any two crossings."""
-        documents = {
-            index: document
-            for index, time_ms, document in (*held.documents, *self._denies)
-            if time_ms <= until_ms or not _stops(document)
-        }
-        leaves = frozenset(documents)
-        if held.settled is None:
-            held.settled = GrantBook(documents.values(), self._keys, self._anchors)
-        elif leaves != held.settled_of:
-            went = held.settled_of - leaves
-            # A document may stand in two leaves, of which one stays.
-            stay = set(documents.values()) if went else set()
-            gone = [
-                document
-                for index, _, document in (*held.documents, *self._denies)
-                if index in went and document not in stay
-            ]
-            come = [documents[index] for index in leaves - held.settled_of]
-            held.settled = held.settled.changed(gone, come)
-        held.settled_of = leaves
-        return held.settled
 
     def _policy_unmet(
         self, held: _Held, export: ExportGrant, accepted: ImportGrant, stream: StreamName, header: Header
@@ -490,10 +586,10 @@ class Agreements:
         concerned = {SpiffeId.parse(terms.drawn_up_by).name}
         if region == terms.to_region:
             concerned.add(SpiffeId.parse(accepted.accepted_by).name)
-        bodies = [body for body in held.approvals.values() if body.region == region]
         for rule in decision.approvals:
             if now >= held.approved_from.get((policy.hash, rule), NEVER):
                 continue
+            bodies = (body for body in held.approvals if body.region == region)
             found = tally(rule, region, bodies, export.terms_hash, concerned, now)
             if found.missing:
                 return f"rule {rule.rule} of the policy of {region}, revision {policy.revision}: {found}."
@@ -526,7 +622,7 @@ class Agreements:
         terms = export.terms
         approvals = tuple(
             body
-            for _, body in sorted(held.approvals.items())
+            for body in held.approvals
             if body.terms_hash == export.terms_hash and body.region in (terms.from_region, terms.to_region)
         )
         policies = [
@@ -538,24 +634,20 @@ class Agreements:
         own = self._origin.region
         if self._policies.get(own) is None:
             problems.append(f"No POLICY leaf of {own} stands in the log.")
-        leaves = tuple(index for index, _, _ in held.documents)
+        leaves = tuple(paper.leaf for paper in held.papers)
         return Agreement(
             view.grant, export, accepted, approvals, policies[0], policies[1], tuple(problems), leaves
         )
 
     def revocations(self, grant_id: str) -> tuple[int, ...]:
-        """Indexes of the REVOKE leaves that end this grant, in order: of those that one of its two regions signed. Empty where no
+        """Indexes of the REVOKE leaves that end this grant, in order: of each of its two regions the first. Empty where no
         GRANT leaf says which regions these are."""
         held = self._grants.get(grant_id)
         if held is None or not held.exports:
             return ()
         terms = held.exports[-1].terms
         ends = terms.from_region, terms.to_region
-        return tuple(
-            index
-            for index, _, document in held.documents
-            if document.region in ends and kind_of(document) is Kind.REVOKE
-        )
+        return tuple(sorted(index for region, index in held.revoked_by.items() if region in ends))
 
     def grants(self) -> tuple[str, ...]:
         """The grants that documents in the log are about, sorted."""
@@ -564,30 +656,12 @@ class Agreements:
     def stops(self) -> tuple[Stop, ...]:
         """What the log's own region forbade to leave it: its revocations and pauses of grants out of it, its deny entries. An agent that
         keeps such a document to itself has it neither in its egress log nor at the destination."""
-        region, found = self._origin.region, _Stops()
-        for grant_id, held in sorted(self._grants.items()):
-            if not held.exports or held.exports[-1].terms.from_region != region:
-                continue
-            for index, time_ms, document in held.documents:
-                if isinstance(document, Approval) or (document.purpose, document.region) != (
-                    Purpose.STANDING,
-                    region,
-                ):
-                    continue
-                standing = decode_body(document, Standing, Purpose.STANDING)
-                word = _FORBIDS.get(standing.action, "")
-                if word or standing.action is StandingAction.RESUME:
-                    final = standing.action is StandingAction.REVOKE
-                    key = (grant_id, "", "", final)
-                    found.take(key, standing.sequence, Stop(index, word, grant_id, "", "", time_ms, None))
-        for index, time_ms, document in self._denies:
-            if document.region == region and isinstance(document, SignedDocument):
-                entry = decode_body(document, DenyEntry, Purpose.DENY)
-                peer = "" if entry.peer == EVERYWHERE else entry.peer
-                word = "" if entry.lifted else "denied"
-                stop = Stop(index, word, "", entry.streams, peer, time_ms, None)
-                found.take(("", entry.streams, peer, False), entry.sequence, stop)
-        return found.all()
+        found: list[Stop] = []
+        for _, held in sorted(self._grants.items()):
+            is_own = held.exports and held.exports[-1].terms.from_region == self._origin.region
+            if is_own and held.stops is not None:
+                found += held.stops.all()
+        return (*found, *self._own_denies.all())
 
 
 class _Stops:
@@ -681,16 +755,16 @@ def _terms_of(held: _Held | None, body: object) -> GrantTerms | None:
     return held.exports[-1].terms if held is not None and held.exports else None
 
 
+def _fit(accepted: ImportGrant) -> _Fit:
+    return (
+        accepted.terms_hash,
+        accepted.stream,
+        accepted.destination_stream,
+        accepted.from_region,
+        accepted.to_region,
+        accepted.bridge,
+    )
+
+
 def _differences(header: Header, said: dict[str, Any]) -> list[str]:
     return [name for name, value in said.items() if getattr(header, name) != value]
-
-
-def _stops(document: Document) -> bool:
-    """True of a pause and of a deny entry that was not lifted."""
-    if isinstance(document, Approval):
-        return False
-    if document.purpose is Purpose.DENY:
-        return not decode_body(document, DenyEntry, Purpose.DENY).lifted
-    if document.purpose is not Purpose.STANDING:
-        return False
-    return decode_body(document, Standing, Purpose.STANDING).action is StandingAction.PAUSE

@@ -61,6 +61,9 @@ VERIFIED_MAX: Final = 4_096
 """Approvals whose verification is remembered: some 10 MB."""
 CLOCK_SKEW_MS: Final = 300_000
 """An approver's clock may be so much ahead; what is dated later than that does not count yet."""
+APPROVERS_MAX: Final = 256
+"""People of one region whose approvals of one grant are kept, by brokers, agents and whoever verifies a log: many times what any policy
+asks for (`policy.residency.APPROVALS_MAX`). Of more, those who approved first; the others change nothing."""
 APPROVER: Final = "approver"
 """The kind of identity that approves; it opens no session."""
 
@@ -92,6 +95,11 @@ class ApprovalBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def name_of(identity: str) -> str:
     """The last part of a valid SPIFFE id."""
     return identity.rpartition("/")[2]
+
+
+def earliest(body: ApprovalBody) -> tuple[int, str, str]:
+    """Of two approvals of one grant the lesser is kept: by when, whom, and with what words it was signed."""
+    return body.at, body.approver, body.comment
 
 
 class ApprovalRule(NamedTuple):

@@ -103,6 +103,7 @@ __all__ = [
     "ImportGrant",
     "OutdatedError",
     "Problem",
+    "Rank",
     "Refusal",
     "RefusalKind",
     "Standing",
@@ -110,12 +111,18 @@ __all__ = [
     "advance",
     "agree",
     "check_path",
+    "denial",
+    "deny_key",
+    "deny_rank",
+    "half_rank",
     "open_export",
     "open_import",
+    "paused",
     "sign_deny",
     "sign_export",
     "sign_import",
     "sign_standing",
+    "standing_rank",
 ]
 
 DOCUMENTS_MAX: Final = 100_000
@@ -126,6 +133,9 @@ ANEW_FROM: Final = 8
 """Where more than one of so many grants changes, a new book costs less than a changed one."""
 NEVER: Final = 1 << 63
 """A time (ms) that does not come."""
+
+Rank = tuple[int, bool, bytes]
+"""Of one region's later words about one thing, the one of the highest rank holds, whatever order they came in."""
 
 
 class Problem(NamedTuple):
@@ -176,7 +186,7 @@ class _Entry:
 
     def newest_half(self) -> ImportGrant | None:
         """What is shown where there is no export: the acceptance that was signed last."""
-        return max(self.halves(), key=_signed, default=None)
+        return max(self.halves(), key=half_rank, default=None)
 
 
 class GrantView(NamedTuple):
@@ -366,7 +376,7 @@ class GrantBook:
                 continue
             try:
                 if document.purpose is Purpose.DENY:
-                    key = _deny_key(decode_body(document, DenyEntry, Purpose.DENY))
+                    key = deny_key(decode_body(document, DenyEntry, Purpose.DENY))
                     self._denies.pop(key, None)
                     self._denying.pop(key, None)
                     continue
@@ -422,9 +432,9 @@ class GrantBook:
                 entry_ = decode_body(document, DenyEntry, Purpose.DENY)
                 if entry_.region != document.region:
                     raise SignatureError(f"A deny entry of {entry_.region} is signed by {document.region}.")
-                key = _deny_key(entry_)
+                key = deny_key(entry_)
                 # Of two of one number, the one that denies holds.
-                if key not in self._denies or _deny_rank(self._denies[key]) < _deny_rank(entry_):
+                if key not in self._denies or deny_rank(self._denies[key]) < deny_rank(entry_):
                     self._denies[key] = entry_
             case Purpose.POLICY | Purpose.APPROVAL:
                 raise SignatureError(f"A {document.purpose} is no grant document.")
@@ -599,7 +609,7 @@ class GrantBook:
             if entry.region not in (attempt.from_region, attempt.to_region):
                 continue
             if _is_towards(entry, attempt) and pattern.matches(attempt.stream):
-                return _denial(entry, attempt, attempt.stream)
+                return denial(entry, attempt, attempt.stream)
         return None
 
     def _denied_there(self, attempt: Attempt, arriving: StreamName) -> Refusal | None:
@@ -610,7 +620,7 @@ class GrantBook:
                 and _is_towards(entry, attempt)
                 and pattern.matches(arriving)
             ):
-                return _denial(entry, attempt, arriving)
+                return denial(entry, attempt, arriving)
         return None
 
     def _concerning(self, attempt: Attempt) -> Iterator[_Entry]:
@@ -712,12 +722,7 @@ class GrantBook:
             entry.approved_from = now
         for standing in standings:
             if standing is not None and standing.action is StandingAction.PAUSE:
-                return refuse(
-                    _Step.STANDING,
-                    RefusalKind.PAUSED,
-                    f"{standing.region} paused the grant {name} at {Instant(standing.at)}{_because(standing.reason)}.",
-                    f"Only {standing.region} can resume it, with `felix bridge resume`.",
-                )
+                return _Step.STANDING, paused(standing)
         return export, accepted
 
     def _tallies(
@@ -935,13 +940,14 @@ def _group_of(document: Document) -> str:
             case Purpose.STANDING:
                 return decode_body(document, Standing, Purpose.STANDING).grant
             case Purpose.DENY:
-                return "\0".join(_deny_key(decode_body(document, DenyEntry, Purpose.DENY)))
+                return "\0".join(deny_key(decode_body(document, DenyEntry, Purpose.DENY)))
     except SignatureError:
         pass
     return ""
 
 
-def _deny_key(entry: DenyEntry) -> tuple[str, str, str]:
+def deny_key(entry: DenyEntry) -> tuple[str, str, str]:
+    """What a deny entry or lifting is about: region, pattern, peer. Of one key one word holds."""
     return entry.region, entry.streams, entry.peer
 
 
@@ -970,16 +976,17 @@ def _ends(terms: GrantTerms) -> tuple[str, str]:
 
 def _newer(held: ExportGrant | None, found: ExportGrant) -> ExportGrant:
     """The one that was signed last; of two of one instant always the same one."""
-    return found if held is None else max(held, found, key=_signed)
+    return found if held is None else max(held, found, key=half_rank)
 
 
-def _signed(half: ExportGrant | ImportGrant) -> tuple[int, bytes]:
+def half_rank(half: ExportGrant | ImportGrant) -> tuple[int, bytes]:
+    """Of two halves of one region under one id the higher holds: the one that was signed last."""
     return half.signed_at, canonical(half)
 
 
 def _agreeing(export: ExportGrant, halves: Iterable[ImportGrant]) -> ImportGrant | None:
     """Of the import grants that name the export's terms, the one that was signed last."""
-    return max((half for half in halves if agree(export, half)), key=_signed, default=None)
+    return max((half for half in halves if agree(export, half)), key=half_rank, default=None)
 
 
 def _outranks(found: Standing, held: Standing) -> bool:
@@ -987,15 +994,16 @@ def _outranks(found: Standing, held: Standing) -> bool:
     revokes = StandingAction.REVOKE
     if held.action is revokes or found.action is revokes:
         return found.action is revokes and (held.action is not revokes or _first(found) < _first(held))
-    return _standing_rank(found) > _standing_rank(held)
+    return standing_rank(found) > standing_rank(held)
 
 
-def _standing_rank(standing: Standing) -> tuple[int, bool, bytes]:
-    """Of two of one number, the one that pauses holds."""
+def standing_rank(standing: Standing) -> Rank:
+    """Of one region's pauses and resumptions of one grant the highest holds: of two of one number, the one that pauses."""
     return standing.sequence, standing.action is StandingAction.PAUSE, canonical(standing)
 
 
-def _deny_rank(entry: DenyEntry) -> tuple[int, bool, bytes]:
+def deny_rank(entry: DenyEntry) -> Rank:
+    """Of the deny entries and liftings of one key the highest holds: of two of one number, the one that denies."""
     return entry.sequence, not entry.lifted, canonical(entry)
 
 
@@ -1008,7 +1016,8 @@ def _is_towards(entry: DenyEntry, attempt: Attempt) -> bool:
     return entry.peer in (EVERYWHERE, peer)
 
 
-def _denial(entry: DenyEntry, attempt: Attempt, stream: StreamName) -> Refusal:
+def denial(entry: DenyEntry, attempt: Attempt, stream: StreamName) -> Refusal:
+    """The refusal of an attempt by a deny entry; `stream`: the name that the entry is about, there or at the destination."""
     because = f": {entry.reason.removesuffix('.')}" if entry.reason else ""
     arriving = f" as {stream}" if stream != attempt.stream else ""
     return Refusal(
@@ -1016,6 +1025,16 @@ def _denial(entry: DenyEntry, attempt: Attempt, stream: StreamName) -> Refusal:
         f"{entry.region} denies that {attempt.stream} crosses from {attempt.from_region} to "
         f"{attempt.to_region}{arriving}{because}.",
         f"Deny wins over every grant; only {entry.region} can lift it.",
+    )
+
+
+def paused(standing: Standing) -> Refusal:
+    """The refusal of an attempt under a grant that a region paused."""
+    return Refusal(
+        RefusalKind.PAUSED,
+        f"{standing.region} paused the grant {standing.grant} at {Instant(standing.at)}{_because(standing.reason)}.",
+        f"Only {standing.region} can resume it, with `felix bridge resume`.",
+        standing.grant,
     )
 
 
