@@ -2,7 +2,8 @@
 and before the first INTENT under it. Once each, over restarts too: the ledger says what the log has.
 
 Which documents: those of the bridge's own grants (halves, approvals, standings), deny entries between its regions, and the
-residency policy of its own region; of them, those whose signatures hold. A revocation's leaf comes once no link under
+residency policy of its own region; of them, those whose signatures hold and whose region has a say in the grant, and of acceptances
+those that accept its terms: what another region signs besides has no place in this log. A revocation's leaf comes once no link under
 its grant is in session any more: what is on its way is dealt with first.
 
 Invariants: a leaf is durable, and its document beside the log where it is too long for it, before `log` returns; what is not
@@ -26,8 +27,17 @@ from bridge.link_worker import LinkContext
 from felix.errors import FelixError, UnavailableError
 from felix.identity import TrustBundle
 from felix.pace import Pace
-from policy.approval import Approval, Document
-from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, GrantBook, ImportGrant, Standing, StandingAction
+from policy.approval import APPROVERS_MAX, Approval, Document, earliest
+from policy.grant import (
+    EVERYWHERE,
+    DenyEntry,
+    ExportGrant,
+    GrantBook,
+    ImportGrant,
+    Standing,
+    StandingAction,
+    agree,
+)
 from policy.residency import ResidencyPolicy, open_policy
 from policy.signed import Purpose, SignedDocument, Trusted, decode_body
 from policy.terms import GrantTerms
@@ -96,9 +106,10 @@ class EgressDocuments:
                 elif document in doubted:
                     continue
                 else:
-                    paper = _paper(document, own, regions)
+                    paper = _paper(document, own, regions, book)
                 if paper is not None:
                     papers[paper.digest] = paper
+        papers = _without_more_approvers(papers)
         now = context.clock_ms()
         self._seen_ms = {
             digest: self._seen_ms.get(digest, now) for digest, paper in papers.items() if paper.revokes
@@ -199,7 +210,20 @@ def _order(paper: Paper) -> tuple[bool, int, bytes]:
     return paper.revokes, _ORDER.index(paper.document.purpose), paper.digest
 
 
-def _paper(document: Document, own: Collection[str], regions: Collection[str]) -> Paper | None:
+def _without_more_approvers(papers: dict[bytes, Paper]) -> dict[bytes, Paper]:
+    """Of a grant's approvals by one region as many as whoever verifies the log holds."""
+    approvals: dict[tuple[str, str], list[tuple[tuple[int, str, str], bytes]]] = {}
+    for digest, paper in papers.items():
+        if isinstance(paper.document, Approval):
+            claim = paper.document.claim
+            approvals.setdefault((claim.grant, claim.region), []).append((earliest(claim), digest))
+    more = {digest for found in approvals.values() for _, digest in sorted(found)[APPROVERS_MAX:]}
+    return {digest: paper for digest, paper in papers.items() if digest not in more}
+
+
+def _paper(
+    document: Document, own: Collection[str], regions: Collection[str], book: GrantBook
+) -> Paper | None:
     """A document that concerns the bridge; None for one that does not."""
     file = document.encode_file()
     digest = sha256(file).digest()
@@ -212,8 +236,18 @@ def _paper(document: Document, own: Collection[str], regions: Collection[str]) -
     elif document.purpose is Purpose.EXPORT:
         grant, revokes = decode_body(document, ExportGrant, Purpose.EXPORT).grant, False
     elif document.purpose is Purpose.IMPORT:
-        grant, revokes = decode_body(document, ImportGrant, Purpose.IMPORT).grant, False
+        accepted = decode_body(document, ImportGrant, Purpose.IMPORT)
+        export = book.half(accepted.grant)
+        if not isinstance(export, ExportGrant) or not agree(export, accepted):
+            return None
+        grant, revokes = accepted.grant, False
     else:
         standing = decode_body(document, Standing, Purpose.STANDING)
         grant, revokes = standing.grant, standing.action is StandingAction.REVOKE
-    return Paper(document, file, digest, grant, revokes) if grant in own else None
+    half = book.half(grant) if grant in own else None
+    if not isinstance(half, ExportGrant) or document.region not in (
+        half.terms.from_region,
+        half.terms.to_region,
+    ):
+        return None
+    return Paper(document, file, digest, grant, revokes)

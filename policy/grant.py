@@ -902,6 +902,11 @@ class GrantBook:
         entry = self._entries.get(grant)
         return None if entry is None else entry.approvals.get(approver)
 
+    def approvers(self, grant: str, region: str) -> int:
+        """How many people of a region have approved a grant."""
+        entry = self._entries.get(grant)
+        return 0 if entry is None else sum(who.region == region for who in entry.approvals)
+
     def is_revoked_by(self, grant: str, region: str) -> bool:
         """Whether the region has revoked the grant: its first revocation holds, and no other one is needed."""
         held = self._standings.get((grant, region))

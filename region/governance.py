@@ -33,7 +33,15 @@ from felix.pace import Pace
 from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.keyring import Keyring
 from policy.access import Verb
-from policy.approval import CLOCK_SKEW_MS, Approval, Document, open_approval, parse_document, refuse_ended
+from policy.approval import (
+    APPROVERS_MAX,
+    CLOCK_SKEW_MS,
+    Approval,
+    Document,
+    open_approval,
+    parse_document,
+    refuse_ended,
+)
 from policy.explanation import Explanation, explain_crossing
 from policy.grant import (
     DOCUMENTS_MAX,
@@ -41,6 +49,7 @@ from policy.grant import (
     Allowed,
     Attempt,
     DenyEntry,
+    ExportGrant,
     GrantBook,
     GrantError,
     ImportGrant,
@@ -354,11 +363,16 @@ class Governance:
         return True
 
     def _require_own_word(self, document: SignedDocument) -> None:
-        """Raises GrantError where a region speaks in another's name, or of a grant that is none of its own."""
+        """Raises GrantError where a region speaks in another's name, of a grant that is none of its own, or accepts other terms."""
         if document.purpose is Purpose.STANDING:
             standing = decode_body(document, Standing, Purpose.STANDING)
             require_signer(document, standing.region, str(standing.action))
             self._require_end(standing)
+        elif document.purpose is Purpose.IMPORT:
+            accepted = open_import(document, self._believed_policy_keys())
+            export = self._export_of(accepted.grant)
+            if export is not None and not agree(export, accepted):
+                raise _other_terms(accepted)
         elif document.purpose is Purpose.DENY:
             require_signer(document, decode_body(document, DenyEntry, Purpose.DENY).region, "deny entry")
 
@@ -743,6 +757,11 @@ class Governance:
                 )
         if self._book.approval(body.grant, approver) is not None:
             return f"{body.grant} is approved by {approver.name} of {body.region} already."
+        if self._book.approvers(body.grant, body.region) >= APPROVERS_MAX:
+            raise GrantError(
+                f"{APPROVERS_MAX} people of {body.region} have approved {body.grant}; no more are kept.",
+                hint="More approvals change nothing.",
+            )
         await self._require_room(approval)
         name = f"{body.grant}.{hashlib.sha256(body.approver.encode()).hexdigest()[:24]}"
         await self._log_and_store(actor, "grants", "approval", name, approval)
@@ -760,12 +779,7 @@ class Governance:
         except GrantError:
             return
         if export is not None and not agree(export, accepted):
-            raise GrantError(
-                f"{accepted.to_region} accepted other terms than those of {accepted.grant}: another hash, stream, region or "
-                "bridge.",
-                code=Code.GRANT_MISMATCH,
-                hint="Accept the export grant as it was signed.",
-            )
+            raise _other_terms(accepted)
 
     async def _require_newest(self, kind: str, name: str, document: SignedDocument, signed_at: int) -> None:
         """A half does not take the place of one that was signed later, nor one of another region's again and again.
@@ -816,15 +830,26 @@ class Governance:
                 hint="One of the grant's two regions must sign it.",
             )
 
+    def _export_of(self, grant: str) -> ExportGrant | None:
+        """A grant's genuine export, where the store holds one."""
+        keys = self._believed_policy_keys()
+        for document in self._halves.get(grant, ()):
+            if document.purpose is Purpose.EXPORT:
+                try:
+                    return open_export(document, keys)
+                except FelixError:
+                    continue
+        return None
+
     def _ends_of(self, grant: str) -> tuple[str, ...]:
         """The regions of a grant, by its genuine export; without one, by whatever acceptances there are. Empty where it is not
         known."""
+        export = self._export_of(grant)
+        if export is not None:
+            return export.terms.from_region, export.terms.to_region
         keys, ends = self._believed_policy_keys(), dict[str, None]()
         for document in self._halves.get(grant, ()):
             try:
-                if document.purpose is Purpose.EXPORT:
-                    terms = open_export(document, keys).terms
-                    return terms.from_region, terms.to_region
                 accepted = open_import(document, keys)
             except FelixError:
                 continue
@@ -975,6 +1000,14 @@ class Governance:
     def audit_state(self) -> tuple[str, int]:
         """The audit log's origin and durable size in leaves."""
         return self.trail.key.name, self.trail.status().durable
+
+
+def _other_terms(accepted: ImportGrant) -> GrantError:
+    return GrantError(
+        f"{accepted.to_region} accepted other terms than those of {accepted.grant}: another hash, stream, region or bridge.",
+        code=Code.GRANT_MISMATCH,
+        hint="Accept the export grant as it was signed.",
+    )
 
 
 async def _nothing_to_drain(grant: str) -> None:
