@@ -394,15 +394,14 @@ class Agreements:
 
     def _half_of(self, policies: dict[bytes, ResidencyPolicy]) -> dict[bytes, ResidencyPolicy]:
         """The newest of these revisions, those that a half was made under before all others."""
-        named = {
-            bytes.fromhex(half.policy_hash)
-            for held in self._grants.values()
-            for half in (*held.exports, *held.imports)
-        }
+        named: set[str] = set()
+        for held in self._grants.values():
+            named.update(export.policy_hash for export in held.exports)
+            named.update(accepted.policy_hash for accepted in held.imports)
         newest = max(policies.values(), key=lambda policy: policy.revision)
         kept = sorted(
             policies.values(),
-            key=lambda policy: (policy is newest, policy.hash in named, policy.revision),
+            key=lambda policy: (policy is newest, policy.hash.hex() in named, policy.revision),
             reverse=True,
         )
         return {policy.hash: policy for policy in kept[: POLICIES_MAX // 2]}
