@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 import msgspec
 from region_home import make_region, running
+from warm.commands import warm_script
 
 import felix
 from audit.leaf import Header, Kind, Leaf, decode_leaf
@@ -399,9 +399,7 @@ class Mesh:
     async def child(self, failpoint: str = "") -> asyncio.subprocess.Process:
         """An agent in a process of its own. End it by closing its standard input, or let its failpoint kill it."""
         return await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(Path(__file__).parent / "bridge" / "agent_child.py"),
-            str(self.write_config()),
+            *warm_script(Path(__file__).parent / "bridge" / "agent_child.py", str(self.write_config())),
             env={**os.environ, "FELIX_FAILPOINT": failpoint, "PYTHONPATH": str(Path(__file__).parents[1])},
             stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 from region_home import make_region
+from warm.process import WarmProcess
 
 from cli.process import read_state
 from region.folder import RegionFolder
@@ -41,20 +40,15 @@ def fixed_region(home: Path, region: str = "us-east", extra: str = "") -> Region
 
 
 class BrokerProcess:
-    """`felix region up`, in the foreground of a child process."""
+    """`felix region up`, in the foreground of a process of its own, whose imports are done."""
 
     def __init__(self, folder: RegionFolder, home: Path) -> None:
         self.folder = folder
         self.log = folder.run / "test.log"
         environment = {**os.environ, "FELIX_HOME": str(home), "PYTHONPATH": str(ROOT)}
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "cli.main", "region", "up", folder.root.name],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd=ROOT,
+            self.process = WarmProcess(
+                "felix", "region", "up", folder.root.name, env=environment, cwd=ROOT, log=log
             )
 
     def wait(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A process that counts in a cache and is killed: `python -m soak.cache_worker HOME JOURNAL CACHE`.
+"""A process that counts in a cache and is killed: `cache_worker.py HOME JOURNAL CACHE`.
 
 It writes every acknowledged number into its journal, with the run that was told it.
 """

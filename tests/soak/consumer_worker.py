@@ -1,4 +1,4 @@
-"""A consumer of a durable subscription that is killed: `python -m soak.consumer_worker HOME JOURNAL STREAM SUBSCRIPTION`.
+"""A consumer of a durable subscription that is killed: `consumer_worker.py HOME JOURNAL STREAM SUBSCRIPTION`.
 
 It writes each record that it got, and whether its acknowledgement counted.
 """

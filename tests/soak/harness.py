@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from random import Random
 from typing import NamedTuple, Protocol
 
+from long_runs import count
 from region_peer import client
 from region_process import ROOT, BrokerProcess, fixed_region
+from warm.process import WarmProcess
 
 import felix
 from region.folder import RegionFolder
 
+STEP = range(20, count(60, 200))
+"""How far each part gets between two kills: what is done once more for longer, books and all, is mostly waited for."""
 PROGRESS_S = 120.0
 """What each part has for going on after a kill: many times what a broker takes to start on a busy machine."""
 
@@ -34,7 +36,7 @@ class Books(NamedTuple):
 
 
 class Worker:
-    """A worker process: `python -m soak.<module> HOME JOURNAL WORDS…`, started again after each kill."""
+    """A worker process: `python <module>.py HOME JOURNAL WORDS…`, started again after each kill."""
 
     def __init__(self, home: Path, module: str, name: str, *words: str) -> None:
         self._home = home
@@ -47,28 +49,16 @@ class Worker:
         self._size = 0
         self.process = self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> WarmProcess:
         environment = {
             **os.environ,
             "FELIX_HOME": str(self._home),
             "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
         }
+        script = Path(__file__).with_name(f"{self._module}.py")
+        words = (str(self._home), str(self.journal), *self._words)
         with (self._home / f"{self.name}.log").open("ab") as log:
-            return subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    f"soak.{self._module}",
-                    str(self._home),
-                    str(self.journal),
-                    *self._words,
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                cwd=ROOT,
-            )
+            return WarmProcess(script, *words, env=environment, cwd=ROOT, log=log)
 
     def kill_and_restart(self) -> None:
         """SIGKILL, and a new process that goes on with the same journal."""
@@ -148,7 +138,7 @@ async def soak(home: Path, kills: int, parts: list[Part], *, seed: int = 11) -> 
             for is_broker in victims:
                 # Each part is seen to get on between two kills, so that none is only ever recovering.
                 before = [part.progress() for part in parts]
-                wanted = [reached + chance.randrange(20, 200) for reached in before]
+                wanted = [reached + chance.choice(STEP) for reached in before]
                 await _get_on(parts, wanted, workers)
                 if is_broker:
                     broker.kill()

@@ -1,4 +1,4 @@
-"""A worker that is killed: `python -m soak.pipeline_worker HOME JOURNAL JOBS RESULTS`.
+"""A worker that is killed: `pipeline_worker.py HOME JOURNAL JOBS RESULTS`.
 
 For each job it publishes a result and acknowledges the job, in one transaction.
 """

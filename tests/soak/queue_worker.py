@@ -1,4 +1,4 @@
-"""A worker of a queue that is killed: `python -m soak.queue_worker HOME JOURNAL QUEUE`.
+"""A worker of a queue that is killed: `queue_worker.py HOME JOURNAL QUEUE`.
 
 It writes which job it got, and what became of its acknowledgement: done, lost (another worker has the job), unknown (no answer).
 """

@@ -1,4 +1,4 @@
-"""A producer process that is killed: `python -m soak.stream_worker HOME JOURNAL STREAM`.
+"""A producer process that is killed: `stream_worker.py HOME JOURNAL STREAM`.
 
 It writes place and payload of each acknowledged record into its journal. Each run uses payloads of its own, so that nothing that a
 killed run left behind can look like a repeat.

@@ -1,4 +1,4 @@
-"""A process that makes transactions and is killed: `python -m soak.transaction_worker HOME JOURNAL`.
+"""A process that makes transactions and is killed: `transaction_worker.py HOME JOURNAL`.
 
 It writes the name of each transaction before it begins it, and again with how it ended.
 """

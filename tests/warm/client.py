@@ -1,6 +1,6 @@
-"""Called in place of `python -m cli.main`: hands a command to `warm.server`, and ends as it ended.
+"""Called in place of `python -m cli.main` or `python SCRIPT`: hands a command to `warm.server`, and ends as it ended.
 
-    python -I -S client.py SOCKET [words of the command]
+    python -I -S client.py SOCKET felix|SCRIPT [words of the command]
 
 Standard streams, environment and folder are this process's own; signals that can be caught are handed on.
 """
@@ -31,7 +31,8 @@ def main() -> None:
                 signal.signal(each, lambda number, _: os.kill(pid, number))
         code = int(answers.readline())
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 

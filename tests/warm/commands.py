@@ -20,7 +20,8 @@ _held: list[IO[bytes]] = []
 
 
 @cache
-def _socket() -> str:
+def warm_socket() -> str:
+    """Where the server of this process listens."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FELIX_")}
     server = subprocess.Popen(
         [sys.executable, "-P", str(HERE / "server.py")],
@@ -40,4 +41,9 @@ def _socket() -> str:
 
 def warm_command(*words: str) -> list[str]:
     """The argument list that runs `felix WORDS`."""
-    return [sys.executable, "-I", "-S", str(HERE / "client.py"), _socket(), *words]
+    return warm_script("felix", *words)
+
+
+def warm_script(program: str | os.PathLike[str], *words: str) -> list[str]:
+    """The argument list that runs a Python script with these words."""
+    return [sys.executable, "-I", "-S", str(HERE / "client.py"), warm_socket(), str(program), *words]

@@ -1,12 +1,12 @@
-"""Runs `felix` commands as processes of their own, forked from this one, which has imported what they need.
+"""Runs `felix` commands, and Python scripts of tests, as processes of their own, forked from this one, which has imported what they need.
 
 A command costs a second of processor time before it does anything, nearly all of it imports, and the tests call hundreds.
 Here a command is a process as ever (its own arguments, environment, folder, standard streams, signals, exit code); only its
 imports are shared. What is read before or while Python imports (PYTHONPATH, COLUMNS) is this server's: tests of such things
-run the true command.
+run the true command. For scripts, PYTHONPATH is read anew.
 
 Serves until standard input ends, whose other end `warm.commands` holds; it writes the path of its socket to standard output.
-A request is one JSON object {argv, env, cwd, ignored} and a line feed, with the three standard streams beside it. The answers
+A request is one JSON object {argv, env, cwd, ignored} and a line feed (`argv` begins with `felix`, or with a script's path), with the three standard streams beside it. The answers
 are two lines: the process's id, and its exit code, negative for a signal. Where the caller goes before the end, its command is
 killed.
 """
@@ -17,6 +17,7 @@ import array
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -75,9 +76,13 @@ def become(request: dict[str, Any], streams: list[int]) -> NoReturn:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    sys.argv = ["felix", *request["argv"]]
+    sys.argv = request["argv"]
     for each in request["ignored"]:
         signal.signal(each, signal.SIG_IGN)
+    if sys.argv[0] != "felix":
+        sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
     from cli.main import main
 
     main()
