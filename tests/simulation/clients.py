@@ -43,6 +43,9 @@ class Reachable(Protocol):
 class RegionUser(Client):
     """A client of the world's first region."""
 
+    stream: ClassVar[str]
+    """What it uses."""
+
     @asynccontextmanager
     async def region(self) -> AsyncIterator[RegionClient]:
         world = self.world
@@ -83,6 +86,7 @@ class Orders(RegionUser):
     """Publishes records one after the other, some at once, and reads them. What is acknowledged stays where it is, in order, once."""
 
     name: ClassVar[str] = "orders"
+    stream: ClassVar[str] = STREAM
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -178,6 +182,7 @@ class Invoices(RegionUser):
     two workers are given one lease."""
 
     name: ClassVar[str] = "invoices"
+    stream: ClassVar[str] = QUEUE
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -294,6 +299,7 @@ class Balances(RegionUser):
     what is there."""
 
     name: ClassVar[str] = "balances"
+    stream: ClassVar[str] = CACHE
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -412,6 +418,7 @@ class Billing(RegionUser):
     only moves forward."""
 
     name: ClassVar[str] = "billing"
+    stream: ClassVar[str] = STREAM
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

@@ -190,6 +190,12 @@ class World:
     kinds: ClassVar[tuple[type[Client], ...]] = ()
     """Of clients."""
 
+    @property
+    def joining(self) -> list[type[Client]]:
+        """Who takes part in this run."""
+        names = {step.who for step in self.script if step.what == JOINS}
+        return [kind for kind in self.kinds if kind.name in names]
+
     @classmethod
     def party(cls, random: Random) -> list[type[Client]]:
         """Who takes part in a run: often one or two, which is quick, sometimes all."""
@@ -241,8 +247,7 @@ class World:
             host.boot()
             await host.up()
         await self.begin()
-        joining = {step.who for step in self.script if step.what == JOINS}
-        self.clients = [kind(self) for kind in self.kinds if kind.name in joining]
+        self.clients = [kind(self) for kind in self.joining]
         with self.loop.process("clients"):
             working = [asyncio.create_task(client.run(), name=client.name) for client in self.clients]
         await self._all([*working, asyncio.create_task(self._play_faults())])
