@@ -525,7 +525,7 @@ class SubscriptionService:
             found = loaded.get(definition.name)
             if found is None or found.refusal() is not None:
                 return stream.shard(shard).log_start_offset
-            committed = found.progress(shard).committed
+            committed = found.durable(shard)
             lowest = committed if lowest is None else min(lowest, committed)
         return lowest
 

@@ -54,6 +54,10 @@ class SubscriptionStore:
         self._landed = landed
         self._actor: ViewActor | None = None
         self._held: dict[bytes, Progress] = {}
+        self._writes: dict[bytes, int] = {}
+        """by subscription: so many writes are under way"""
+        self._durable: dict[bytes, int] = {}
+        """by subscription: the committed offset as the last write left it that is durable"""
         self._letters: dict[bytes, DeadLetters] = {}
 
     @property
@@ -76,6 +80,8 @@ class SubscriptionStore:
         for letters in self._letters.values():
             letters.reset()
         self._held.clear()
+        # Anew: a write that is still to be refused belongs to the state before.
+        self._writes, self._durable = {}, {}
         self._letters.clear()
 
     def replay(self, data: bytes) -> None:
@@ -96,6 +102,8 @@ class SubscriptionStore:
             self.progress(entry.subscription).replay(entry)
 
     def replayed(self) -> None:
+        for subscription in self._held:
+            self._settled(subscription)
         for letters in self._letters.values():
             letters.start()
 
@@ -124,6 +132,18 @@ class SubscriptionStore:
             held = self._held[subscription] = Progress(subscription, settings)
         return held
 
+    def durable(self, subscription: bytes) -> int:
+        """The committed offset of this subscription that no crash takes back: what may be told, and what is below it let go."""
+        committed = self.progress(subscription).committed
+        return (
+            min(committed, self._durable.get(subscription, 0)) if subscription in self._writes else committed
+        )
+
+    def _settled(self, subscription: bytes) -> None:
+        """Where nothing of it is under way, all that is applied is durable."""
+        if subscription in self._held and subscription not in self._writes:
+            self._durable[subscription] = self._held[subscription].committed
+
     # -- writing ---------------------------------------------------------------------------------------
 
     def refusal(self) -> FelixError | None:
@@ -137,9 +157,28 @@ class SubscriptionStore:
         return self._actor.refusal()
 
     def write(self, entries: Iterable[Entry], done: Done) -> None:
-        """Write entries that are applied already; `done` once all are durable, or refused. It may be called at once."""
+        """Write entries of one subscription that are applied already; `done` once all are durable, or refused. It may be called at
+        once."""
         assert self._actor is not None
-        self._actor.write([encode(entry) for entry in entries], done)
+        entries = list(entries)
+        if not entries:
+            done(None)
+            return
+        subscription = entries[0].subscription
+        committed = self._held[subscription].committed if subscription in self._held else 0
+        writes, durable = self._writes, self._durable
+        writes[subscription] = writes.get(subscription, 0) + 1
+
+        def written(error: FelixError | None) -> None:
+            writes[subscription] -= 1
+            if not writes[subscription]:
+                del writes[subscription]
+            if error is None and subscription in self._held:
+                durable[subscription] = committed
+                self._settled(subscription)
+            done(error)
+
+        self._actor.write([encode(entry) for entry in entries], written)
 
     # -- dead letters ----------------------------------------------------------------------------------
 
@@ -167,6 +206,7 @@ class SubscriptionStore:
                 if subscription not in self._held:
                     return  # deleted meanwhile
                 self._held[subscription].buried(move.offsets)
+                self._settled(subscription)
                 self._landed(subscription, len(move.offsets))
 
             letters = self._letters[subscription] = DeadLetters(
@@ -202,6 +242,7 @@ class SubscriptionStore:
 
     def _forget(self, subscription: bytes) -> None:
         self._held.pop(subscription, None)
+        self._durable.pop(subscription, None)
         letters = self._letters.pop(subscription, None)
         if letters is not None:
             letters.stop()

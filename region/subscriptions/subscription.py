@@ -124,6 +124,10 @@ class DurableSubscription:
     def progress(self, shard: int) -> Progress:
         return self._stores[shard].progress(self.id)
 
+    def durable(self, shard: int) -> int:
+        """The committed offset that no crash takes back."""
+        return self._stores[shard].durable(self.id)
+
     def refusal(self) -> FelixError | None:
         """Why nothing can be decided now."""
         if self._over:
@@ -437,7 +441,7 @@ class DurableSubscription:
         owner = self._group.owners.get(number)
         return SubscriptionShard(
             number,
-            progress.committed,
+            self.durable(number),
             shard.high_watermark,
             self._members[owner].name if owner is not None else "",
             progress.settled.count,

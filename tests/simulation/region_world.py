@@ -14,7 +14,18 @@ from typing import Any, Final
 
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from simulation.clients import CACHE, CLIENT, QUEUE, STREAM, VISIBILITY_S, Balances, Billing, Invoices, Orders, RegionUser
+from simulation.clients import (
+    CACHE,
+    CLIENT,
+    QUEUE,
+    STREAM,
+    VISIBILITY_S,
+    Balances,
+    Billing,
+    Invoices,
+    Orders,
+    RegionUser,
+)
 from simulation.script import Script
 from simulation.world import START_MS, Client, Host, World
 

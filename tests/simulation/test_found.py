@@ -34,3 +34,20 @@ def test_a_queue_whose_journal_ended_with_its_first_entry_does_not_keep_its_brok
             Step("invoices", "put", 0.0, number=1),
         ),
     )
+
+
+def test_a_position_that_was_told_is_not_taken_back_by_a_crash() -> None:
+    """It was told, and retention went by it, before its acknowledgement was durable."""
+    simulate(
+        2554,
+        RegionWorld,
+        (
+            Step("fault", "slow", 0.006516139600583996, HOST, 0.004423222284007338, 232),
+            Step("fault", "slow", 0.0018664816324798835, HOST, 0.009214443439285566, 36),
+            Step("fault", "kill", 0.2196987302507501, HOST, 0.0023131183108401434, 58),
+            Step("billing", JOINS, 0.0),
+            Step("orders", JOINS, 0.0),
+            Step("orders", "publish", 0.0, number=1),
+            Step("orders", "publish", 0.001, number=5),
+        ),
+    )
