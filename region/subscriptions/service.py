@@ -355,8 +355,12 @@ class SubscriptionService:
         return made.describe(await self._lag_ms(made))
 
     async def describe(self, identity: SpiffeId, request: DescribeSubscription) -> SubscriptionState:
+        """Raises RequestError: NOT_FOUND; UnavailableError while a journal is read again."""
         found = await self._find(identity, request.stream, request.name)
-        return found.describe(await self._lag_ms(found))
+        ages = await self._lag_ms(found)
+        if (unread := found.unread()) is not None:
+            raise unread
+        return found.describe(ages)
 
     async def page(self, identity: SpiffeId, request: ListSubscriptions) -> SubscriptionPage:
         """Those of streams that the asker may subscribe to, in order of `stream name`."""

@@ -141,6 +141,10 @@ class DurableSubscription:
                 return refused
         return None
 
+    def unread(self) -> FelixError | None:
+        """Why its positions are not known now."""
+        return next((why for store in self._stores if (why := store.unread()) is not None), None)
+
     # -- consumers -------------------------------------------------------------------------------------
 
     @property

@@ -51,3 +51,20 @@ def test_a_position_that_was_told_is_not_taken_back_by_a_crash() -> None:
             Step("orders", "publish", 0.001, number=5),
         ),
     )
+
+
+def test_no_position_is_told_while_a_journal_is_read_again() -> None:
+    """Its broker waited for a disk while it described the subscription, and by then had let go of what it knew."""
+    simulate(
+        3634,
+        RegionWorld,
+        (
+            Step("fault", "slow", 0.0342969717867036, HOST, 0.7076371145666346, 138),
+            Step("fault", "sync", 0.3150072102118364, HOST, 0.5493666631099399, 147),
+            Step("orders", JOINS, 0.0),
+            Step("orders", "publish", 0.001, number=4),
+            Step("orders", "publish", 0.0, number=2),
+            Step("orders", "publish", 0.001, number=3),
+            Step("billing", JOINS, 0.0),
+        ),
+    )
