@@ -625,6 +625,8 @@ def report(
     missing = result.report.missing
     for sentence in (*missing.counterparts, *missing.region_logs):
         note(sentence)
+    for name, rows in result.report.left_off.items():
+        note(f"The table {name} has {rows:,} rows more than a report lists; the totals count them.")
     if result.exit_code == EXIT_DIFFERENCES:
         note(
             "The logs differ, or something crossed outside its terms: see the reconciliation and the exceptions."

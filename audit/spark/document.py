@@ -6,6 +6,7 @@ when or where it was made; that stands in `made.json` alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -99,8 +100,8 @@ class Report:
     time_line: tuple[tuple[int, str, int, int, int], ...]
     """(start, stream, records, payload bytes, withheld), ascending"""
     missing: Missing
-    left_out: int
-    """findings beyond the limit that are counted and not listed"""
+    left_off: Mapping[str, int]
+    """by table: rows beyond the limit, which the totals count and no file lists"""
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -146,6 +147,6 @@ def as_json(report: Report) -> dict[str, Any]:
             "counterparts": list(report.missing.counterparts),
             "region_logs": list(report.missing.region_logs),
         },
-        "findings_left_out": report.left_out,
+        "rows_left_off": dict(report.left_off),
         "tables": {table.name: json_rows(table) for table in report.tables},
     }

@@ -135,6 +135,8 @@ def _verdict(report: Report) -> tuple[str, str]:
     statuses = {row["status"] for row in report.reconciliation.records()}
     if reconciliation.DIFFERS in statuses or report.totals.differences:
         return "bad", f"{count(report.totals.differences)} differences between the logs"
+    if report.left_off:
+        return "warn", "Not whole: more rows than a report lists"
     if reconciliation.OPEN in statuses:
         return "warn", f"{count(report.totals.open)} batches open, the rest reconciled"
     if reconciliation.ONE_SIDE in statuses:

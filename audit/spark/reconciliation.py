@@ -46,6 +46,9 @@ DIFFERS: Final = "differs"
 ONE_SIDE: Final = "one side only"
 """The counterpart's log was not among those given: nothing to hold this one against."""
 
+WORTH: Final = (f"status <> '{DIFFERS}'", "acknowledged = 0", *SHARD_KEY)
+"""The order of what a report lists of a reconciliation that is too long: what differs first, then where the destination signed receipts."""
+
 PASSED_BY: Final = f"kind = 'WITHHELD' AND reason <=> '{CROSSED_BEFORE}'"
 """Leaves about records that a resend leaves out, since they crossed before it: nothing that was withheld from anybody."""
 TAKEN_ON_TRUST: Final = (

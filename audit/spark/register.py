@@ -103,6 +103,18 @@ COLUMNS: Final = (
 )
 
 
+WORTH: Final = (
+    "NOT terms_found",
+    "source_region",
+    "destination_region",
+    "stream",
+    "first_seen",
+    "bridge",
+    "terms_hash",
+)
+"""The order of what a report lists of a register that is too long: transfers under signed terms first."""
+
+
 def prepare(leaves: DataFrame) -> DataFrame:
     """The leaves as the reports read them: where a leaf names a grant and no terms, the terms hash of that
     grant; signed documents and receipts left out, which no table shows and every cache would hold.

@@ -60,11 +60,16 @@ EXIT_DIFFERENCES: Final = 10
 EXIT_ONE_SIDE: Final = 11
 """The report was made, and nothing in it differs; but of some link one side's log alone was given, and one side's word is
 no reconciliation."""
+EXIT_NOT_WHOLE: Final = 12
+"""The report was made, and nothing in it differs; but a table has more rows than a report lists. Totals count all of them."""
 EXIT_REFUSED: Final = 20
 """No report: a log does not verify."""
 
 ROWS_MAX: Final = 100_000
-"""Rows of one table that come to the driver; beyond it something is broken at scale, and the count says so."""
+"""Rows of one table that a report lists. Totals and the exit code are of all rows; how many a table lacks stands in the report, which then
+ends with `EXIT_NOT_WHOLE` at best."""
+LINKS_MAX: Final = 1_000
+"""Links of which a report says that one side's log was not given."""
 PROBLEMS_MAX: Final = 1_000
 """Leaves named in a refusal; who has more has a destroyed log."""
 SMALL_LEAVES_MAX: Final = 50_000
@@ -113,13 +118,15 @@ class ReportResult:
 
     @property
     def exit_code(self) -> int:
-        """EXIT_DIFFERENCES where the logs differ or something crossed outside its terms; else EXIT_ONE_SIDE where a link's
-        counterpart was not given; else EXIT_CLEAN."""
+        """EXIT_DIFFERENCES where the logs differ or something crossed outside its terms; else EXIT_NOT_WHOLE where a table lacks
+        rows; else EXIT_ONE_SIDE where a link's counterpart was not given; else EXIT_CLEAN."""
         totals = self.report.totals
         statuses = {row["status"] for row in self.report.reconciliation.records()}
         differs = totals.differences or totals.breaches or reconciliation.DIFFERS in statuses
         if differs:
             return EXIT_DIFFERENCES
+        if self.report.left_off:
+            return EXIT_NOT_WHOLE
         return EXIT_ONE_SIDE if self.report.missing.counterparts else EXIT_CLEAN
 
 
@@ -323,12 +330,59 @@ def _short(
     ]
 
 
-def _collect(frame: DataFrame) -> tuple[list[Any], int]:
-    """At most ROWS_MAX rows in order, and how many more there are."""
-    rows = frame.limit(ROWS_MAX + 1).collect()
-    if len(rows) <= ROWS_MAX:
-        return rows, 0
-    return rows[:ROWS_MAX], frame.count() - ROWS_MAX
+class _Listed:
+    """The rows of a report's tables as they come to the driver, and how many more each has."""
+
+    def __init__(self) -> None:
+        self.left_off: dict[str, int] = {}
+
+    def rows(self, table: str, frame: DataFrame, worth: Sequence[str] = ()) -> list[Any]:
+        """At most ROWS_MAX rows, in the frame's order. Where there are more, the first by `worth`, SQL expressions: so rows that somebody
+        makes up by the thousand, under terms that nobody signed, leave off none that the regions agreed on."""
+        rows = frame.limit(ROWS_MAX + 1).collect()
+        if len(rows) <= ROWS_MAX:
+            return rows
+        self.left_off[table] = frame.count() - ROWS_MAX
+        if not worth:
+            return rows[:ROWS_MAX]
+        return frame.sparkSession.sql(
+            f"SELECT * FROM {{frame}} ORDER BY {', '.join(worth)} LIMIT {ROWS_MAX}",  # noqa: S608  # of this module
+            frame=frame,
+        ).collect()
+
+
+def _totals(transfers: DataFrame, daily: DataFrame, findings: DataFrame, unusual: DataFrame) -> Totals:
+    """The sums over all rows, listed or not."""
+
+    def sums(frame: DataFrame, **what: str) -> list[int]:
+        row = frame.selectExpr(*(f"coalesce({each}, 0) AS {name}" for name, each in what.items())).first()
+        assert row is not None
+        return list(row)
+
+    names = ("records", "record_bytes", "withheld", "acknowledged", "delivered")
+    moved = sums(
+        transfers, **{name: f"sum({name})" for name in names}, transfers="count_if(terms_hash IS NOT NULL)"
+    )
+    (denied,) = sums(daily, denied="sum(denied)")
+    differences, is_open = sums(
+        findings,
+        differences=f"count_if(status = '{reconciliation.DIFFERS}')",
+        open=f"count_if(status = '{reconciliation.OPEN}')",
+    )
+    (breaches,) = sums(unusual, breaches=f"sum(events) FILTER (WHERE severity = '{exceptions.BREACH}')")
+    records, record_bytes, withheld, acknowledged, delivered, count = moved
+    return Totals(
+        records=records,
+        record_bytes=record_bytes,
+        withheld=withheld,
+        denied=denied,
+        acknowledged=acknowledged,
+        delivered=delivered,
+        transfers=count,
+        differences=differences,
+        open=is_open,
+        breaches=breaches,
+    )
 
 
 def _compute(
@@ -347,10 +401,13 @@ def _compute(
     terms = signed.terms
     tell("Transfer register, volumes, lineage, exceptions")
     transfers = register.transfers(window, terms).localCheckpoint()
-    moved, _ = _collect(transfers)
-    daily, _ = _collect(volumes.by_day(window, terms))
-    fields, _ = _collect(lineage.fields(transfers))
-    unusual, more_exceptions = _collect(exceptions.listed(window, leaves, signed, story_of(spark, verified)))
+    listed = _Listed()
+    moved = listed.rows("register", transfers, register.WORTH)
+    by_day = volumes.by_day(window, terms)
+    daily = listed.rows("volumes", by_day, volumes.WORTH)
+    fields = listed.rows("lineage", lineage.fields(transfers))
+    noticed = exceptions.listed(window, leaves, signed, story_of(spark, verified))
+    unusual = listed.rows("exceptions", noticed)
 
     tell("Reconciling egress with ingress")
     given = reconciliation.Given(log.checkpoint.origin for log in opened)
@@ -366,8 +423,9 @@ def _compute(
         tell("Comparing records where the digests differ")
         found = found.unionByName(compare_records(reconciliation.places(leaves, unlike), places))
     found = found.localCheckpoint()
-    differing, more_findings = _collect(reconciliation.in_order(found))
-    by_shard, _ = _collect(reconciliation.shards(leaves, found, given))
+    differing = listed.rows("findings", reconciliation.in_order(found))
+    shards = reconciliation.shards(leaves, found, given)
+    by_shard = listed.rows("reconciliation", shards, reconciliation.WORTH)
 
     times = [row for row in moved if row["records"] or row["delivered"] or row["withheld"]]
     first = min((row["first_seen"] for row in times), default=None)
@@ -387,20 +445,25 @@ def _compute(
     reconciled = from_rows("reconciliation", "Reconciliation", reconciliation.COLUMNS, by_shard)
     filled = _fill(moved, {log.origin: log for log in logs}, reconciled)
     table = from_rows("register", "Transfer register", register.COLUMNS, filled)
-    differences = [row["status"] for row in differing]
     unusual_table = from_rows("exceptions", "Exceptions", exceptions.COLUMNS, unusual)
-    totals = Totals(
-        records=table.total("records"),
-        record_bytes=table.total("record_bytes"),
-        withheld=table.total("withheld"),
-        denied=sum(row["denied"] for row in daily),
-        acknowledged=table.total("acknowledged"),
-        delivered=table.total("delivered"),
-        transfers=sum(1 for row in filled if row["terms_hash"]),
-        differences=differences.count(reconciliation.DIFFERS) + more_findings,
-        open=differences.count(reconciliation.OPEN),
-        breaches=sum(row["events"] for row in unusual if row["severity"] == exceptions.BREACH),
-    )
+    if listed.left_off:
+        totals = _totals(transfers, by_day, found, noticed)
+        links = _links(shards)
+    else:
+        differences = [row["status"] for row in differing]
+        totals = Totals(
+            records=table.total("records"),
+            record_bytes=table.total("record_bytes"),
+            withheld=table.total("withheld"),
+            denied=sum(row["denied"] for row in daily),
+            acknowledged=table.total("acknowledged"),
+            delivered=table.total("delivered"),
+            transfers=sum(1 for row in filled if row["terms_hash"]),
+            differences=differences.count(reconciliation.DIFFERS),
+            open=differences.count(reconciliation.OPEN),
+            breaches=sum(row["events"] for row in unusual if row["severity"] == exceptions.BREACH),
+        )
+        links = by_shard
     return Report(
         since, until, first, last, logs, table, reconciled,
         from_rows("findings", "Reconciliation findings", reconciliation.FINDING_COLUMNS, differing),
@@ -411,8 +474,8 @@ def _compute(
         tuple(
             (row["start_ms"], row["stream"], row["records"], row["record_bytes"], row["withheld"]) for row in line
         ),
-        _missing(logs, table, reconciled),
-        more_findings + more_exceptions,
+        _missing(logs, table, links),
+        listed.left_off,
     )  # fmt: skip
 
 
@@ -435,11 +498,22 @@ def _verified(log: OpenedLog, found: VerificationReport, said: Mapping[str, Any]
     )
 
 
-def _missing(logs: Sequence[VerifiedLog], transfers: Table, reconciled: Table) -> Missing:
+def _links(shards: DataFrame) -> list[Any]:
+    """The links of a reconciliation that is too long to list, those of which one side's log is missing first."""
+    return shards.sparkSession.sql(
+        f"""
+        SELECT DISTINCT status <> '{reconciliation.ONE_SIDE}' AS both, source_region, destination_region, bridge, status FROM {{shards}}
+        ORDER BY both, source_region, destination_region, bridge, status LIMIT {LINKS_MAX}
+        """,  # noqa: S608  # of this module
+        shards=shards,
+    ).collect()
+
+
+def _missing(logs: Sequence[VerifiedLog], transfers: Table, reconciled: Sequence[Any]) -> Missing:
     """What was not given, by the links that the logs are about."""
     given = reconciliation.Given(log.origin for log in logs)
     links: dict[tuple[str, str], set[str]] = {}
-    for row in reconciled.records():
+    for row in reconciled:
         source, destination, bridge = row["source_region"], row["destination_region"], row["bridge"]
         absent = links.setdefault((source, destination), set())
         if row["status"] == reconciliation.ONE_SIDE:

@@ -32,6 +32,9 @@ COLUMNS: Final = (
     Column("denied", Type.COUNT, "Attempts denied"),
 )
 
+WORTH: Final = ("purpose IS NULL", "day", "source_region", "destination_region", "stream", "purpose", "basis")
+"""The order of what a report lists of volumes that are too many: those under signed terms first."""
+
 
 def by_day(leaves: DataFrame, terms: DataFrame) -> DataFrame:
     """One row per UTC day, link, stream, purpose and basis. `leaves` are those of the window."""

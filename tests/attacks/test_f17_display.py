@@ -258,7 +258,7 @@ def hostile_report() -> Report:
         missing=Missing(HOSTILE, HOSTILE),
         bucket_ms=3_600_000,
         time_line=tuple((1_760_000_000_000, text, 1, 1, 1) for text in HOSTILE),
-        left_out=0,
+        left_off={},
     )  # fmt: skip
 
 
