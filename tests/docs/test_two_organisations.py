@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 import pytest
 from e2e.command_mesh import free_port
+from warm.commands import warm_command
 
 from cli.process import read_state
 from policy.signed import SignedDocument
@@ -94,29 +95,30 @@ class Two:
     def __init__(self, path: Path, networks: dict[str, str]) -> None:
         self.path, self.networks = path, networks
         self.ports = {side: free_port() for side in HOSTS}
-        (path / "bin").mkdir()
-        felix = path / "bin" / "felix"
-        felix.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m cli.main "$@"\n')
-        felix.chmod(0o755)
         for side in HOSTS:
-            (path / side).mkdir()
+            (path / side / "bin").mkdir(parents=True)
+            felix = path / side / "bin" / "felix"
+            felix.write_text(f'#!/bin/sh\nexec {shlex.join(warm_command(within=self._within(side)))} "$@"\n')
+            felix.chmod(0o755)
+
+    def _within(self, side: str) -> list[str]:
+        return ["ip", "netns", "exec", self.networks[side]] if self.networks else []
 
     def run(self, side: str, commands: str, **environment: str) -> str:
         """Commands at one side, as the page has them; what they printed. Fails at the first that ends otherwise than with 0."""
         if not self.networks:
             for each, host in HOSTS.items():
                 commands = commands.replace(f"{host}:7443", f"127.0.0.1:{self.ports[each]}")
-        within = ["ip", "netns", "exec", self.networks[side]] if self.networks else []
         env = {
             **os.environ,
-            "PATH": f"{self.path / 'bin'}:{os.environ['PATH']}",
+            "PATH": f"{self.path / side / 'bin'}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "FELIX_HOME": str(self.path / side / "home"),
             **environment,
         }
         env.pop("FELIX_REGION", None)
         done = subprocess.run(
-            [*within, "bash", "-eu", "-o", "pipefail", "-c", commands],
+            [*self._within(side), "bash", "-eu", "-o", "pipefail", "-c", commands],
             cwd=self.path / side,
             env=env,
             capture_output=True,

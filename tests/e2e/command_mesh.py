@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from e2e.relay import Relay
 from warm.commands import warm_command
+from warm.process import WarmProcess
 
 import felix
 from audit.leaf import Kind, Leaf, decode_leaf
@@ -178,7 +179,7 @@ class CommandMesh:
         self.us = RegionFolder.of(SOURCE, home)
         self.eu = RegionFolder.of(DESTINATION, home)
         self.relay: Relay
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[WarmProcess] = []
 
     def felix(self, *words: str, **how: Any) -> Said:
         """See `felix_command`."""
@@ -271,17 +272,10 @@ class CommandMesh:
     def agent_log(self) -> Path:
         return self.us.bridge(BRIDGE) / "agent.log"
 
-    def spawn(self, *words: str, log: Path, **more: str) -> subprocess.Popen[bytes]:
+    def spawn(self, *words: str, log: Path, **more: str) -> WarmProcess:
         """`felix WORDS` in the foreground of a child process, its output in `log`."""
         with log.open("ab") as file:
-            process = subprocess.Popen(
-                command(*words),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=environment(self.home, **more),
-                cwd=ROOT,
-            )
+            process = WarmProcess("felix", *words, env=environment(self.home, **more), cwd=ROOT, log=file)
         self._processes.append(process)
         return process
 

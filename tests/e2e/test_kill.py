@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from e2e.command_mesh import BRIDGE, DESTINATION, SOURCE, CommandMesh, until
 from long_runs import count
+from warm.process import WarmProcess
 
 from audit.leaf import Kind, iter_entries
 from bridge.failpoint import STEPS
@@ -51,7 +51,7 @@ def publish(mesh: CommandMesh, first: int, count: int) -> None:
         mesh.send(STREAM, flights(at, BATCH))
 
 
-def agent(mesh: CommandMesh, failpoint: str = "") -> subprocess.Popen[bytes]:
+def agent(mesh: CommandMesh, failpoint: str = "") -> WarmProcess:
     more = {"FELIX_FAILPOINT": failpoint} if failpoint else {}
     return mesh.spawn(
         "--log-level", "info", "bridge", "up", BRIDGE, "--region", SOURCE, log=mesh.agent_log, **more

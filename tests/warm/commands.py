@@ -1,6 +1,7 @@
 """`felix` commands whose imports are done: what to call in place of `python -m cli.main` where starting up is not the point.
 
-One server (warm.server) for each test process, started at first use; it ends with the process.
+One server (warm.server) for each test process, and for each network namespace that it asks for, started at first use; it ends with the
+process.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -20,11 +22,11 @@ _held: list[IO[bytes]] = []
 
 
 @cache
-def warm_socket() -> str:
-    """Where the server of this process listens."""
+def warm_socket(*within: str) -> str:
+    """Where the server of this process listens; that of a place of its own where `within` is what to run it by (`ip netns exec …`)."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FELIX_")}
     server = subprocess.Popen(
-        [sys.executable, "-P", str(HERE / "server.py")],
+        [*within, sys.executable, "-P", str(HERE / "server.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**environment, "PYTHONPATH": str(ROOT)},
@@ -39,11 +41,12 @@ def warm_socket() -> str:
     return path
 
 
-def warm_command(*words: str) -> list[str]:
-    """The argument list that runs `felix WORDS`."""
-    return warm_script("felix", *words)
+def warm_command(*words: str, within: Sequence[str] = ()) -> list[str]:
+    """The argument list that runs `felix WORDS`. `within`: as of `warm_socket`."""
+    return warm_script("felix", *words, within=within)
 
 
-def warm_script(program: str | os.PathLike[str], *words: str) -> list[str]:
+def warm_script(program: str | os.PathLike[str], *words: str, within: Sequence[str] = ()) -> list[str]:
     """The argument list that runs a Python script with these words."""
-    return [sys.executable, "-I", "-S", str(HERE / "client.py"), warm_socket(), str(program), *words]
+    socket = warm_socket(*within)
+    return [sys.executable, "-I", "-S", str(HERE / "client.py"), socket, str(program), *words]
