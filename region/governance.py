@@ -37,6 +37,7 @@ from policy.approval import (
     APPROVERS_MAX,
     CLOCK_SKEW_MS,
     Approval,
+    ApprovalBody,
     Document,
     open_approval,
     parse_document,
@@ -325,7 +326,7 @@ class Governance:
             elif held.digest in self.logged or not self._is_genuine(held.document):
                 # Of what is not genuine the book says why it does not believe it.
                 documents.append(held.document)
-            else:
+            elif self._has_place(held.document):
                 waiting.append(held.document)
         return documents, waiting
 
@@ -363,18 +364,65 @@ class Governance:
         return True
 
     def _require_own_word(self, document: SignedDocument) -> None:
-        """Raises GrantError where a region speaks in another's name, of a grant that is none of its own, or accepts other terms."""
+        """Raises GrantError where a region speaks in another's name, of a grant that is none of its own, and RequestError
+        where what it denies is not between it and this region."""
         if document.purpose is Purpose.STANDING:
             standing = decode_body(document, Standing, Purpose.STANDING)
             require_signer(document, standing.region, str(standing.action))
             self._require_end(standing)
-        elif document.purpose is Purpose.IMPORT:
-            accepted = open_import(document, self._believed_policy_keys())
-            export = self._export_of(accepted.grant)
-            if export is not None and not agree(export, accepted):
-                raise _other_terms(accepted)
         elif document.purpose is Purpose.DENY:
-            require_signer(document, decode_body(document, DenyEntry, Purpose.DENY).region, "deny entry")
+            entry = decode_body(document, DenyEntry, Purpose.DENY)
+            require_signer(document, entry.region, "deny entry")
+            self._require_concerned(entry)
+
+    def _has_place(self, document: Document) -> bool:
+        """Whether a genuine half or approval is one that `put` would have taken, too. What others signed about each other has no leaf
+        here and is not held, whoever put it into the store."""
+        try:
+            if isinstance(document, Approval):
+                self._require_say(document.claim, self._export_of(document.claim.grant))
+            elif document.purpose is Purpose.EXPORT:
+                terms = open_export(document, self._believed_policy_keys()).terms
+                self._require_ends(terms.from_region, terms.to_region)
+            elif document.purpose is Purpose.IMPORT:
+                accepted = open_import(document, self._believed_policy_keys())
+                self._require_ends(accepted.from_region, accepted.to_region)
+                export = self._export_of(accepted.grant)
+                if export is not None and not agree(export, accepted):
+                    raise _other_terms(accepted)
+        except FelixError as error:
+            log.error(
+                "a %s of %s in the store has no place here: %s", document.purpose, document.region, error
+            )
+            return False
+        return True
+
+    def _require_concerned(self, entry: DenyEntry) -> None:
+        """A deny entry concerns this region. Raises RequestError(WRONG_REGION)."""
+        if entry.region != self._own.region and entry.peer not in (EVERYWHERE, self._own.region):
+            raise RequestError(
+                f"The entry is between {entry.region} and {entry.peer}; this is {self._own.region}.",
+                code=Code.WRONG_REGION,
+            )
+
+    def _require_say(self, body: ApprovalBody, export: ExportGrant | None) -> None:
+        """An approval is of terms that are held here, and by somebody of this mesh and of one of their two regions. Raises GrantError,
+        RequestError(WRONG_REGION)."""
+        if export is None or export.terms_hash != body.terms_hash:
+            raise GrantError(
+                f"{self._own.region} does not have the terms that {body.approver} approved as {body.grant}.",
+                code=Code.GRANT_MISSING,
+                hint="Put the export grant first.",
+            )
+        terms = export.terms
+        self._require_ends(terms.from_region, terms.to_region)
+        in_mesh = SpiffeId.parse(body.approver).mesh == self._own.mesh
+        if body.region not in (terms.from_region, terms.to_region) or not in_mesh:
+            raise GrantError(
+                f"The grant {body.grant} is between {terms.from_region} and {terms.to_region}; {body.approver} has no say "
+                "in it.",
+                hint="An approver of one of the grant's two regions must sign it.",
+            )
 
     def _remember(self, remembered: Remembered) -> None:
         """What this broker knew before it was started again. Each document is verified as those of the store are."""
@@ -593,11 +641,7 @@ class Governance:
         if kind == "deny":
             entry = decode_body(document, DenyEntry, Purpose.DENY)
             require_signer(document, entry.region, "deny entry")
-            if entry.region != self._own.region and entry.peer not in (EVERYWHERE, self._own.region):
-                raise RequestError(
-                    f"The entry is between {entry.region} and {entry.peer}; this is {self._own.region}.",
-                    code=Code.WRONG_REGION,
-                )
+            self._require_concerned(entry)
             if await self._is_outranked(actor, document):
                 return f"{entry.region} has a later word on {entry.streams} to or from {entry.peer}."
             await self._log_and_store(actor, "denies", "state", document_id(document), document)
@@ -734,20 +778,9 @@ class Governance:
         body = open_approval(approval, trust)
         approver = SpiffeId.parse(body.approver)
         export = self._book.get(body.grant, now).export
-        if export is None or export.terms_hash != body.terms_hash:
-            raise GrantError(
-                f"{self._own.region} does not have the terms that {body.approver} approved as {body.grant}.",
-                code=Code.GRANT_MISSING,
-                hint="Put the export grant first.",
-            )
-        terms = export.terms
-        self._require_party(actor, terms.bridge, terms.from_region, terms.to_region)
-        if body.region not in (terms.from_region, terms.to_region) or approver.mesh != self._own.mesh:
-            raise GrantError(
-                f"The grant {body.grant} is between {terms.from_region} and {terms.to_region}; {body.approver} has no say "
-                "in it.",
-                hint="An approver of one of the grant's two regions must sign it.",
-            )
+        self._require_say(body, export)
+        assert export is not None
+        self._require_party(actor, export.terms.bridge, *_ends(export.terms))
         if body.region == self._own.region:
             refuse_ended(approval, trust, now)
             if body.at > now + CLOCK_SKEW_MS:
@@ -812,18 +845,27 @@ class Governance:
 
     def _require_party(self, actor: SpiffeId, bridge: str, from_region: str, to_region: str) -> None:
         """A grant concerns this region; a bridge may bring only documents of its own grants."""
+        self._require_ends(from_region, to_region)
+        if actor.kind == "bridge" and str(actor) != bridge:
+            raise RequestError(f"{actor} cannot bring a grant of {bridge}.", code=Code.FORBIDDEN)
+
+    def _require_ends(self, from_region: str, to_region: str) -> None:
+        """A grant concerns this region. Raises RequestError(WRONG_REGION)."""
         if self._own.region not in (from_region, to_region):
             raise RequestError(
                 f"The grant is between {from_region} and {to_region}; this is {self._own.region}.",
                 code=Code.WRONG_REGION,
             )
-        if actor.kind == "bridge" and str(actor) != bridge:
-            raise RequestError(f"{actor} cannot bring a grant of {bridge}.", code=Code.FORBIDDEN)
 
     def _require_end(self, standing: Standing) -> None:
         """Only the two regions of a grant have a say in it. Raises GrantError(GRANT_INVALID). Of a grant that is not known here
         anybody may speak: where it comes later, its book asks who did."""
         ends = self._ends_of(standing.grant)
+        if ends and self._own.region not in ends:
+            raise RequestError(
+                f"The grant {standing.grant} is between {' and '.join(ends)}; this is {self._own.region}.",
+                code=Code.WRONG_REGION,
+            )
         if ends and standing.region not in ends:
             raise GrantError(
                 f"The grant {standing.grant} is between {' and '.join(ends)}; {standing.region} has no say in it.",
@@ -846,7 +888,7 @@ class Governance:
         known."""
         export = self._export_of(grant)
         if export is not None:
-            return export.terms.from_region, export.terms.to_region
+            return _ends(export.terms)
         keys, ends = self._believed_policy_keys(), dict[str, None]()
         for document in self._halves.get(grant, ()):
             try:
@@ -1000,6 +1042,10 @@ class Governance:
     def audit_state(self) -> tuple[str, int]:
         """The audit log's origin and durable size in leaves."""
         return self.trail.key.name, self.trail.status().durable
+
+
+def _ends(terms: GrantTerms) -> tuple[str, str]:
+    return terms.from_region, terms.to_region
 
 
 def _other_terms(accepted: ImportGrant) -> GrantError:
