@@ -1,4 +1,4 @@
-"""Addresses: a host and a port, as configurations write them. Pure; for whoever listens or connects."""
+"""Addresses: a host and a port, as configurations write them. Pure; used by all code that listens or connects."""
 
 from __future__ import annotations
 

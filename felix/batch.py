@@ -26,7 +26,7 @@ One record's headers: ``u16 count``, then per header ``u16 name length, name, u3
 
 Invariants: `decode_header` accepts a header only if its checksum, magic, version and lengths hold;
 `decode_records` accepts a body only if every column is monotonic and ends where its blob ends. Bytes that do
-not hold raise RequestError(BATCH_MALFORMED); whoever reads a disk turns that into CorruptionError.
+not hold raise RequestError(BATCH_MALFORMED); code that reads from a disk turns that into CorruptionError.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HEADERS_MAX: Final = 64
 MESSAGE_ID_HEADER: Final = "felix.message-id"
 """The record header that a stream with deduplication knows a repeated record by."""
 PRODUCER_ID_MAX: Final = (1 << 63) - 1
-"""Of a client's producer. Those above are the broker's own, so that nobody's batch is taken for a dead letter that has arrived."""
+"""Of a client's producer. Higher ids are reserved for the broker, so that no client's batch is mistaken for a dead letter."""
 MESSAGE_ID_BYTES_MAX: Final = 64
 """A UUID as text has 36, a SHA-256 in hex 64."""
 
@@ -116,7 +116,7 @@ class BatchHeader(NamedTuple):
         return HEADER_BYTES + self.body_length
 
     def encode(self) -> bytes:
-        """The 96 bytes of the header, its checksum made anew."""
+        """The 96 bytes of the header, with a new checksum."""
         head = _HEADER.pack(
             _MAGIC, _VERSION, self.flags, self.shard, self.base_offset, self.append_time_ms,
             self.leader_epoch, self.records, self.producer_id, self.producer_epoch, self.plain_length,
@@ -426,7 +426,7 @@ def plain_body(batch: Batch) -> bytes | memoryview:
             # A frame that states its own size is allocated at that size, so the statement is checked first.
             if zstandard.frame_content_size(batch.body) != header.plain_length:
                 raise _malformed("its zstd frame is not of the length that the header states")
-            # One frame and nothing behind it: bytes that nobody decodes would travel unseen.
+            # One frame and nothing after it: bytes that no reader decodes would cross unseen.
             body = zstandard.ZstdDecompressor().decompress(batch.body, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise _malformed(f"zstd: {error}") from error

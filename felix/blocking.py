@@ -318,7 +318,7 @@ class GatheringPublisher(Blocking[Publisher]):
         task.add_done_callback(self._lingered)
 
     def _lingered(self, task: asyncio.Task[None]) -> None:
-        """What could not be sent is said by the next call."""
+        """The next call raises the error of a record that could not be sent."""
         if not task.cancelled() and task.exception() is not None:
             self._failed = task.exception()
 

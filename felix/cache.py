@@ -75,7 +75,7 @@ class Entry(NamedTuple):
 
 
 class Position(NamedTuple):
-    """How far a watch has come: to be kept by whoever wants to resume there. `str()` and `parse` for storing it."""
+    """The position of a watch, for programs that want to resume from it. `str()` and `parse` for storing it."""
 
     incarnation: bytes
     offsets: Mapping[int, int]
@@ -96,8 +96,9 @@ class Position(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a watch tells. `kind`: put, deleted, expired, evicted; `reset`: forget what was told before, the whole state follows;
-    `ready`: all that was there when the watch began has been told. `value` is of a put."""
+    """One event of a watch. `kind`: put, deleted, expired, evicted; `reset`: discard all earlier events, the whole state
+    follows; `ready`: all keys that existed when the watch began have been delivered. `value` is set for a put.
+    """
 
     kind: Kind
     key: bytes = b""
@@ -106,7 +107,7 @@ class Change(NamedTuple):
     expires_at_ms: int = 0
     """By the broker's clock; 0 for never."""
     position: Position | None = None
-    """Where to resume after this change; None while the state is being told."""
+    """Where to resume after this change; None while the initial state is being delivered."""
 
 
 class Cache:
@@ -286,8 +287,8 @@ class Cache:
     ) -> Watch:
         """An iterator of changes: first the state (puts, then `ready`), then every change as it comes.
 
-        `resume`: the position of an earlier change: only what came after it is told, or a `reset` and the whole state where the
-        broker no longer knows. `coalesce`: while behind, only the last change of a key. `credit_bytes` bounds what is held
+        `resume`: the position of an earlier change: only later changes are delivered, or a `reset` and the whole state if the
+        broker no longer has them. `coalesce`: while behind, only the last change of a key. `credit_bytes` bounds what is held
         here unread. Raises RequestError(CONFIG_INVALID) here; the iterator what the broker refuses it with.
         """
         if key is not None and prefix:
@@ -467,7 +468,7 @@ class Watch:
 
     @property
     def position(self) -> Position | None:
-        """Where to resume after the last change given out; None while the state is being told."""
+        """Where to resume after the last change given out; None while the initial state is being delivered."""
         return Position(self._at_incarnation, dict(self._at)) if self._at_resumable else None
 
     async def _next_event(self) -> list[Change]:
@@ -551,7 +552,7 @@ class Watch:
     def opened(self, answer: Answer) -> None:
         if isinstance(answer, CacheOpened):
             self._incarnation = answer.incarnation
-            # What is still unread is of the link before, whose credit is void.
+            # Unread events belong to the previous link, whose credit is void.
             self._events = deque((event, 0) for event, _ in self._events)
             self._given_bytes, self._granted_bytes = 0, self._window_bytes
             self._push(_Opened(answer.incarnation, answer.now_ms - self._clock.now_ms()), 0)
@@ -587,9 +588,9 @@ class _Held(NamedTuple):
 
 
 class Mirror(Mapping[bytes, bytes]):
-    """Keys and values of a cache in this process. Reads cost nothing and never wait; they are as new as what has arrived, and
-    each key only moves forward. While disconnected it stands still (`is_current` is False) and then catches up; where the broker
-    tells the whole state anew, the old one stays until the new one is whole.
+    """Keys and values of a cache in this process. Reads cost nothing and never wait; they are as new as the newest event
+    received, and each key only moves forward. While disconnected the mirror does not change (`is_current` is False); then it
+    catches up. If the broker sends the whole state again, the old state stays until the new one is complete.
     """
 
     def __init__(self, watch: Watch, clock: Clock) -> None:

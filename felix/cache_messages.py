@@ -20,7 +20,7 @@ from felix.settings import DURATION_MS_MAX
 VALUE_BYTES_MAX: Final = BATCH_BYTES_MAX - (16 << 10)
 """One value with its key, headers and seal fits a batch."""
 KEYS_MAX: Final = 4_096
-"""Keys of one call: what it does is done in one turn of the broker's loop."""
+"""Keys of one call: the broker carries a call out in one event loop iteration."""
 DEFAULT_TTL: Final = -1
 OPERATION_BYTES: Final = 16
 
@@ -42,7 +42,7 @@ class Positional(Message, frozen=True, array_like=True):
 
 
 class Get(Positional, frozen=True, tag=1):
-    """Answered with Found. Without `value` only version and ttl are told."""
+    """Answered with Found. Without `value`, the answer has only version and ttl."""
 
     key: Key
     value: bool = True
@@ -201,7 +201,7 @@ class Initial(Positional, frozen=True, tag=65):
 
 
 class Changes(Positional, frozen=True, tag=66):
-    """(kind, key, version, value, expires_at_ms) in the log's order; the shard is told up to `next_offset` by it."""
+    """(kind, key, version, value, expires_at_ms) in the log's order; it delivers the shard's changes up to `next_offset`."""
 
     shard: int
     next_offset: int
@@ -209,7 +209,7 @@ class Changes(Positional, frozen=True, tag=66):
 
 
 class Ready(Positional, frozen=True, tag=67):
-    """What was there when the watch began, or was reset, has all been told."""
+    """All keys that existed when the watch began, or was reset, have been delivered."""
 
 
 CacheCall = Get | Put | Delete | CompareAndSet | Increment | GetMany | PutMany | DeleteMany | Scan | Stats

@@ -8,7 +8,7 @@
         async for record in orders.subscribe(start="earliest"):
             ...
 
-A `RegionClient` keeps one session, makes it anew when it is lost, and carries publishers and subscriptions over. It
+A `RegionClient` keeps one session, reconnects when it is lost, and moves publishers and subscriptions to the new one. It
 reaches the one region of its profile and no other. Everything here belongs to one event loop; `felix.sync` is for threads.
 
 Errors, by who must act (felix.errors): `RequestError` change the request; `UnavailableError` try again;
@@ -124,9 +124,10 @@ def connect(
 ) -> RegionClient:
     """A client of a region, by name (its profile is under `FELIX_HOME`) or by `profile`. Use it as `async with`.
 
-    `identity`: who to come as: a name in the region's folder, a path, or an `Identity`; None: the profile's own.
-    Timeouts in seconds; `wait_for_broker`: False does not wait where the kernel says that nobody listens. `tracing`: see felix.tracing; None: what `FELIX_TRACING` says. `engine`, `runtime`: for tests.
-    Entering raises what `RegionConnection.open` and `load_profile` raise.
+    `identity`: who to come as: a name in the region's folder, a path, or an `Identity`; None: the profile's own. Timeouts in
+    seconds; `wait_for_broker`: False does not wait if the kernel says that no process listens. `tracing`: see felix.tracing;
+    None: what `FELIX_TRACING` says. `engine`, `runtime`: for tests. Entering raises what `RegionConnection.open` and
+    `load_profile` raise.
     """
     if (region is None) == (profile is None):
         raise RequestError("Connect either to a region by name or by a profile.", code=Code.CONFIG_INVALID)
@@ -240,7 +241,7 @@ class RegionClient:
                 await queue.flush()
             queue.close()
         for publisher in publishers.values():
-            # Whoever published awaits the outcome there; here it is only given the time to arrive.
+            # The publishing call awaits the outcome; here it is only given time to arrive.
             with suppress(FelixError):
                 await publisher.close()
         if self._transactions is not None:
@@ -279,7 +280,7 @@ class RegionClient:
 
     @property
     def reconnects(self) -> int:
-        """How often the session was made anew."""
+        """How often the client reconnected."""
         return self.connection.reconnects
 
     # -- streams --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Python's collector of cycles, told when there is nothing for it to find."""
+"""Control of Python's cyclic garbage collector: paused where it has nothing to find."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Connection: one region, reached and reached again; below client, publisher and subscription, above the transport.
 
-A `Link` is one QUIC connection and the session on it: it gives bytes to the sans-IO `ClientSession`, hands answers to
-whoever asked, and keeps the session's publish credit. A `RegionConnection` is the actor: it makes links, one after the
-other, with backoff, and tells its attachments (publishers and feeds) when one stands and when it is gone.
+A `Link` is one QUIC connection and the session on it: it gives bytes to the sans-IO `ClientSession`, returns answers to their
+callers, and keeps the session's publish credit. A `RegionConnection` is the actor: it makes links, one after the other, with
+backoff, and tells its attachments (publishers and feeds) when one stands and when it is gone.
 
 Invariants:
 
-- a correlation id is in use at most once in a session; an answer to one nobody waits for is ignored;
+- a correlation id is in use at most once in a session; an answer that no caller waits for is ignored;
 - no batch leaves beyond publish credit, nor while the transport's backlog is above its high-water mark;
 - an event stream's bytes are bounded by the credit that its subscription gave, also before it is claimed;
 - `link_up` and `link_down` alternate, `link_dead` comes last and once; all on the event loop.
@@ -77,7 +77,7 @@ THROTTLED_GRACE_S: Final = 2.0
 CONNECT_TIMEOUT_S: Final = 10.0
 """Until the first session stands: covers a broker that is just starting, short enough for a person to wait."""
 ATTEMPT_TIMEOUT_S: Final = 5.0
-"""One address, transport and session handshake together; then the next address has its turn."""
+"""For one address, transport and session handshake together; then the next address is tried."""
 REQUEST_TIMEOUT_S: Final = 30.0
 """A request with its answer, reconnects included."""
 GOODBYE_DRAIN_S: Final = 5.0
@@ -107,7 +107,7 @@ class SessionInfo:
 
 
 class Pending(Protocol):
-    """Whoever waits for what comes back under a correlation id."""
+    """A caller that waits for the frames of one correlation id."""
 
     def answered(self, answer: Answer) -> None: ...
 
@@ -185,7 +185,7 @@ class _Ask:
 
 
 class _EventStream:
-    """One event stream: its decoder, and its frames for as long as nobody has claimed it."""
+    """One event stream: its decoder, and its frames until a subscription claims them."""
 
     __slots__ = ("decoder", "dropped", "ended", "held", "sink", "subscription")
 
@@ -289,7 +289,9 @@ class Link:
         self._finish(self._error or self._closing_error(code, reason))
 
     def _closing_error(self, code: int, reason: str) -> FelixError:
-        """What the end of the connection stands for. The broker's ERROR frame may be lost; its close says the same."""
+        """The error that the end of the connection stands for. The broker's ERROR frame may be lost; its close has the same
+        code.
+        """
         said = f": {reason}" if reason else ""
         sentence = f"The connection to region {self._region} ended{said}."
         if 100 <= code < 500 and code not in (Code.PROTOCOL, Code.HANDSHAKE_TIMEOUT, Code.DISCONNECTED):
@@ -398,7 +400,7 @@ class Link:
         self._asks = asyncio.Semaphore(max(1, welcome.limits.requests_max))
 
     def fail(self, error: FelixError) -> None:
-        """End the connection because of what came; whoever waits is told this error."""
+        """End the connection because of received data; every waiting caller gets this error."""
         if self.over.done():
             return
         self._error = error
@@ -413,7 +415,7 @@ class Link:
         self.leave_asked.set()
         if not self.established.done():
             self.established.set_exception(error)
-            # Whoever made the link may have given up on it already.
+            # The caller that opened the link may have given it up already.
             self.established.exception()
         pending, self._pending = self._pending, {}
         exchanges, self._exchanges = self._exchanges, {}
@@ -459,7 +461,7 @@ class Link:
         self._watchers.pop(correlation, None)
 
     def forget(self, correlation: int) -> None:
-        """Nobody waits for this one any more; what still comes for it is ignored."""
+        """The caller no longer waits for this one; later frames for it are ignored."""
         self._pending.pop(correlation, None)
 
     def release_ask(self) -> None:
@@ -538,7 +540,7 @@ class Link:
         )
 
     def send_batch(self, stream_id: int, frame: bytes) -> None:
-        """Send a BATCH frame; the caller asked `may_send` in the same turn."""
+        """Send a BATCH frame; the caller asked `may_send` in the same event loop iteration."""
         self.credit.use(len(frame))
         self.connection.send(stream_id, frame)
 
@@ -562,7 +564,7 @@ class Link:
     # -- event streams --------------------------------------------------------------------------------
 
     def claim(self, subscription: int, sink: EventSink) -> None:
-        """What comes for this subscription goes to `sink`, what came already now."""
+        """Send this subscription's frames to `sink`: those already received at once, later ones as they arrive."""
         self._sinks[subscription] = sink
         for stream in list(self._streams.values()):
             if stream.subscription == subscription and stream.sink is None and not stream.dropped:
@@ -594,7 +596,7 @@ class Link:
         self.send_control(grant_frame(subscription, limit_bytes))
 
     def _drop(self, stream: _EventStream) -> None:
-        # It stays known until its end, so that stragglers on it are told from a new stream.
+        # It stays known until its end, so that late frames on it can be told from those of a new stream.
         stream.dropped = True
         stream.sink = None
         stream.held.clear()
@@ -674,7 +676,7 @@ class RegionConnection:
         wait_for_broker: bool = True,
         runtime: Runtime = REAL,
     ) -> None:
-        """`wait_for_broker`: False raises at once, in `open`, where nobody listens at any address of the profile."""
+        """`wait_for_broker`: False raises at once, in `open`, if no process listens at any address of the profile."""
         self.profile = profile
         self._wait_for_broker = wait_for_broker
         self.request_timeout_s = request_timeout_s
@@ -710,7 +712,7 @@ class RegionConnection:
         self._task = loop.create_task(self._run(link), name=f"felix-{self.profile.region}")
 
     async def close(self) -> None:
-        """End the connection; whoever still waits is told so. Idempotent."""
+        """End the connection; every waiting caller gets an error. Idempotent."""
         self._die(
             UnavailableError(
                 f"The connection to region {self.profile.region} was closed by this client.",
@@ -757,8 +759,8 @@ class RegionConnection:
     async def request(self, request: Request[AnswerT], *, timeout_s: float | None = None) -> AnswerT:
         """One request and its answer, within `timeout_s` (None: the connection's own).
 
-        A request that was not yet sent waits for a link. One whose answer was lost is asked again where that is safe,
-        else UnavailableError(DISCONNECTED) says that nobody knows. Raises what the broker refuses it with.
+        A request that was not yet sent waits for a link. If its answer was lost, it is retried if it is idempotent, else it
+        raises UnavailableError(DISCONNECTED): the outcome is unknown. Raises the broker's refusal.
         """
         limit_s = self.request_timeout_s if timeout_s is None else timeout_s
         backoff = Backoff(self.policy, self.runtime.random)
@@ -828,7 +830,7 @@ class RegionConnection:
             self.reconnects += 1
 
     def begin_anew(self, why: str) -> None:
-        """Make the session anew, as when a broker leaves: what was asked for is still awaited, and everything open resumes."""
+        """Reconnect, as when a broker leaves: pending answers are still awaited, and everything open resumes."""
         link = self.link
         if link is not None:
             link.leave(Goodbye(f"{why}: the session begins anew", 0))
@@ -882,7 +884,7 @@ class RegionConnection:
 
     async def _attempt(self, address: Address, timeout_s: float) -> Link:
         assert self._engine is not None
-        # Read anew each time, off the loop: a renewed certificate is taken without a restart.
+        # Read at each connect, off the loop, so that a renewed certificate is used without a restart.
         credentials = await asyncio.to_thread(load_credentials, self.profile)
         link = Link(
             region=self.profile.region,

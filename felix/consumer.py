@@ -65,7 +65,7 @@ from felix.subscription import (
 )
 
 RENEWALS: Final = 4
-"""Parts of the ack timeout after which the clock of what waits here begins anew, while records are handed out."""
+"""While records are handed out, the ack timeout of waiting ones is renewed after 1/RENEWALS of it."""
 LEAVE_S: Final = 5.0
 """How long `close` waits until what was acknowledged is durable."""
 
@@ -150,7 +150,7 @@ def _malformed(error: RequestError) -> ProtocolError:
 
 
 class _Item(NamedTuple):
-    """What waits to be handed out: a batch as it came."""
+    """A received batch that waits to be handed out."""
 
     frame_bytes: int
     body: memoryview
@@ -408,7 +408,7 @@ class Consumer:
         return share is not None and share.generation == generation and not share.revoked
 
     def _meant(self, item: _Item) -> list[ConsumerBatch]:
-        """What of a batch is this consumer's to work on, apart by attempts."""
+        """The records of a batch that this consumer is to process, grouped by attempts."""
         if item.opening != self._opening or not self._is_current(item.shard, item.generation):
             return []
         share = self._shares[item.shard]
@@ -446,10 +446,11 @@ class Consumer:
     # -- acknowledging --------------------------------------------------------------------------------
 
     async def ack(self, record: ConsumerRecord | ConsumerBatch) -> bool:
-        """The record, or all of the batch, is done. True once that is durable. False where it does not count (the shard is
-        another's by now, or the consumer was closed): then it is redelivered. False too where the connection was lost before the
-        answer: then it is redelivered unless the broker had carried it out. What is acknowledged in one turn of the loop goes
-        together. Raises RequestError where the broker refuses it for another reason."""
+        """Acknowledge the record, or all of the batch. True once that is durable. False if it does not count (the shard was
+        reassigned, or the consumer was closed): then the records are redelivered. Also False if the connection was lost before
+        the answer: then they are redelivered unless the broker had carried it out. Acknowledgements of one event loop iteration
+        are sent together. Raises RequestError if the broker refuses it for another reason.
+        """
         return await self._acked(record.shard, record.generation, _ranges_of(record))
 
     def ack_nowait(self, record: ConsumerRecord | ConsumerBatch) -> asyncio.Future[bool]:
@@ -501,7 +502,7 @@ class Consumer:
         return True
 
     def _gather(self, shard: int, generation: int, ranges: list[tuple[int, int]]) -> _Flush | None:
-        """Put these into the turn's acknowledgements; None where they do not count any more."""
+        """Add these to the acknowledgements of this event loop iteration; None if they no longer count."""
         share = self._shares.get(shard)
         if share is None or share.generation != generation or not self._exchange.is_open:
             self._lost_ack(len(ranges))
@@ -743,7 +744,7 @@ def _own(record: ConsumerRecord) -> ConsumerRecord:
 
 
 def _is_lost(error: FelixError) -> bool:
-    """Whether a call came too late, or nobody knows whether it was carried out: its records are redelivered if it was not."""
+    """Whether a call came too late, or its outcome is unknown: its records are redelivered if it was not carried out."""
     return isinstance(error, UnavailableError) or error.code is Code.CONSUMER_FENCED
 
 

@@ -1,4 +1,4 @@
-"""What is said on a consumer's exchange: calls of the consumer, replies and events of the broker.
+"""Messages of a consumer's exchange: calls of the consumer, replies and events of the broker.
 
 Ranges are flat lists of offsets: first, next, first, next (felix.ranges). `generation` says which assignment of the shard is
 meant: a new one with every assignment, greater than all before it, also over restarts of the broker. docs/wire.md has the rules.
@@ -52,7 +52,7 @@ class Nack(Message, frozen=True, tag="nack"):
 
 
 class Renew(Message, frozen=True, tag="renew"):
-    """The ack timeout of what is out of the shard from `offset` on begins anew."""
+    """Restart the ack timeout of the shard's delivered records from `offset` on."""
 
     shard: ShardNumber
     generation: Natural

@@ -4,7 +4,7 @@ Every error carries a stable `Code` (it crosses the wire as a number, see docs/e
 says what happened and why, and where there is one, what to do next. Four families, by who must act:
 
 - `RequestError`      the caller: a wrong name, no right, too large;
-- `UnavailableError`  nobody yet: try again, `retry_after_ms` says how soon;
+- `UnavailableError` no one is at fault: retry, `retry_after_ms` says how soon;
 - `ProtocolError`     the peer is broken: the session ends;
 - `CorruptionError`   the operator: stop, and look where it says.
 

@@ -1,9 +1,9 @@
 """Exchange: the client's end of a bidirectional stream to one view (queue, cache, consumer, transaction) of a region.
 
-Calls are pipelined: many may be under way, and their replies come in any order. When the link is lost the exchange is opened
-again on the next one, by itself; what was under way fails with UnavailableError(DISCONNECTED), which says that nobody knows
-whether it was carried out, unless the caller said that asking twice does no harm: then it is asked again. Where the exchange ends
-for good, what was under way fails with what ended it, as every later call does.
+Calls are pipelined: many may be under way, and their replies come in any order. When the link is lost, the exchange reopens on
+the next link by itself. Pending calls then fail with UnavailableError(DISCONNECTED), because their outcome is unknown, unless
+the caller declared the call idempotent: then it is sent again. When the exchange ends for good, pending and later calls fail
+with the error that ended it.
 
 Invariants: at most `calls_max` calls are under way; an event is given to the listener in the order it came, between `opened` and
 `lost`; after `close` nothing is called any more. On the event loop. Only felix/ itself may use this module.
@@ -31,7 +31,7 @@ _INBOUND: Final = frozenset(
 
 
 class Listener(Protocol):
-    """Who hears of what was not called for."""
+    """Receives the events that are not replies to calls."""
 
     def opened(self, answer: Answer) -> None:
         """The exchange stands, or stands again."""
@@ -61,7 +61,7 @@ class Exchange:
         *,
         calls_max: int = CALLS_MAX,
     ) -> None:
-        """`request` gives what opens the exchange, anew for every link."""
+        """`request` makes the request that opens the exchange, for every link again."""
         self._connection = connection
         self._request = request
         self._decode_reply = decode_reply
@@ -178,7 +178,7 @@ class Exchange:
         return number, future
 
     def tell(self, message: Message) -> None:
-        """A call whose reply nobody waits for. Dropped where the exchange is not open."""
+        """A call without waiting for its reply. Dropped if the exchange is not open."""
         if self._is_open and self._link is not None:
             self._last_correlation = self._last_correlation % CORRELATION_MAX + 1
             if self._last_correlation not in self._calls:
@@ -246,7 +246,7 @@ class Exchange:
 
     def exchange_end(self, error: FelixError | None) -> None:
         if error is None:
-            # The stream alone was reset; a lost link is told with `link_down`.
+            # Only the stream was reset; a lost link is reported with `link_down`.
             self._lose(UnavailableError("The broker reset the exchange.", code=Code.DISCONNECTED))
             self._again(None)
 

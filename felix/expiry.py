@@ -1,7 +1,7 @@
 """When certificates end, and how early that is said. Pure.
 
 A life has four stages: nothing to say, DUE in its last third (renewal should have happened, or must be asked for), URGENT in its last tenth, EXPIRED.
-Each stage of a certificate is told once by whoever keeps an `ExpiryWatch`; the figures are there at any time.
+The owner of an `ExpiryWatch` reports each stage of a certificate once; the figures are available at any time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from felix.bounded import BoundedMap
 WATCHED_MAX: Final = 10_000
 """Names that a watch remembers; the one that was seen longest ago is forgotten first."""
 FORGET_MS: Final = 86_400_000
-"""A name that nobody came with is forgotten so long after its end: by then it was said, and it is not in use."""
+"""A name that no session used is forgotten this long after its expiry: by then it was reported, and it is not in use."""
 
 
 class Stage(IntEnum):

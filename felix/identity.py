@@ -49,8 +49,9 @@ SIGNATURE_BYTES_MAX: Final = 80
 """A DER-encoded P-256 signature has at most 72 bytes."""
 
 RENEWAL_OID: Final = x509.ObjectIdentifier("2.25.286865336453683587528284009743863835777")
-"""Of the extension in which an issuer says how an identity may renew itself. Under the arc of UUIDs (ITU-T X.667), which nobody
-has to ask for; not critical: whoever does not know it verifies the certificate all the same."""
+"""Of the extension in which an issuer says how an identity may renew itself. Under the arc of UUIDs (ITU-T X.667), which needs
+no registration; not critical: verifiers that do not know it accept the certificate all the same.
+"""
 _RENEWAL: Final = re.compile(rb"([1-9][0-9]{0,11}) ([1-9][0-9]{0,9})")
 
 _ECDSA: Final = ec.ECDSA(SHA256())
@@ -122,7 +123,7 @@ class TrustAnchor:
 
 
 class TrustBundle:
-    """The roots that somebody trusts, one per trust domain. An empty one trusts nobody."""
+    """Trusted root certificates, one per trust domain. An empty set trusts no one."""
 
     __slots__ = ("_anchors",)
 

@@ -1,9 +1,8 @@
 """Messages: the MessagePack bodies of control frames, as typed structs.
 
-One union per frame type; `decode_*` validates types, lengths are bounded by the frame's limit (felix.frames)
-and by the field limits named here. Unknown fields are ignored, so that a newer peer may say more; an unknown
-kind of message is a protocol error. Bodies of signed documents are opaque bytes here: whoever acts on them
-verifies them (policy/, keys/, audit/).
+One union per frame type; `decode_*` validates types, lengths are bounded by the frame's limit (felix.frames) and by the field
+limits named here. Unknown fields are ignored, so that a newer peer may say more; an unknown kind of message is a protocol error.
+Bodies of signed documents are opaque bytes here: the code that acts on them verifies them (policy/, keys/, audit/).
 """
 
 from collections.abc import Mapping
@@ -442,8 +441,10 @@ class ExpiryState(Message, frozen=True, tag="expiry"):
 
 
 class RegionState(Message, frozen=True, tag="region"):
-    """Gauges of one broker, by name; limits stand beside what they limit (docs/operations.md). `expiring`: the certificates that end
-    first, of those that are near their end. `bridges`: the region's own that have a session with this broker."""
+    """Gauges of one broker, by name; each limit follows the gauge that it limits (docs/operations.md). `expiring`: the
+    certificates that end first, of those that are near their end. `bridges`: the region's own that have a session with this
+    broker.
+    """
 
     region: Name
     mesh: Name
@@ -457,8 +458,9 @@ class RegionState(Message, frozen=True, tag="region"):
 
 
 class DescribeTraffic(Repeatable["TrafficPage"], frozen=True, tag="describe_traffic"):
-    """What goes through this broker: of `what` (streams, readers or caches), those whose stream begins with `prefix`. Counters count since
-    the broker's start; who asks twice has rates."""
+    """What goes through this broker: of `what` (streams, readers or caches), those whose stream begins with `prefix`. Counters
+    count since the broker's start; two requests give rates.
+    """
 
     what: Name
     prefix: Name = ""
@@ -484,9 +486,9 @@ class StreamTraffic(Message, frozen=True, tag="stream_traffic"):
 
 
 class ReaderTraffic(Message, frozen=True, tag="reader_traffic"):
-    """Of whoever reads a stream: a subscription, or a view's consumers. `name` is its own among those of a `kind`; `lag_records`:
+    """One reader of a stream: a subscription, or a view's consumers. `name` is its own among those of a `kind`; `lag_records`:
     readable and not yet sent, or of a view, not done; `waits`: for credit, quota, connection, memory or a consumer, empty where it does not
-    wait. Of a view, `identity` says how many work on it."""
+    wait. For a view, `identity` says how many consumers it has."""
 
     kind: Name
     name: Name
@@ -574,8 +576,9 @@ class KnownRegion(Message, frozen=True, tag="known_region"):
 
 
 class GrantSummary(Message, frozen=True, tag="grant_summary"):
-    """One grant in this region's book. `state` is offered, active, paused, revoked or expired; `reason` says what an offered one
-    waits for, and who paused a paused one."""
+    """One grant in this region's grant book. `state` is offered, active, paused, revoked or expired; `reason` says what an
+    offered one waits for, and who paused a paused one.
+    """
 
     grant: Name
     stream: Name
@@ -755,10 +758,11 @@ class IngestOpened(Message, frozen=True, tag="ingest_opened"):
     """source offsets below stand in the ingress log; where that is more than `position`, records are gone here"""
     crossed_from: int = 0
     crossed: bytes = b""
-    """after a resend: a bit for each source offset from `crossed_from` on, lowest first, set where the record crossed before
-    and must not be redelivered"""
+    """after a resend: a bit for each source offset from `crossed_from` on, lowest first, set where the record crossed before and
+    must not cross again
+    """
     crossed_more: bool = False
-    """further on others crossed, too: open anew there"""
+    """beyond these bits other records crossed, too: open again there"""
 
 
 class OpenQueue(Request["QueueOpened"], frozen=True, tag="open_queue"):
@@ -890,8 +894,9 @@ class DeleteSubscription(Request["Done"], frozen=True, tag="delete_subscription"
 
 
 class SubscriptionShard(Message, frozen=True, tag="subscription_shard"):
-    """One shard of a durable subscription. `consumer` is who has it, empty for nobody. `acknowledged` counts what is so
-    above `committed`; `lag_bytes` is an estimate; -1 where unknown."""
+    """One shard of a durable subscription. `consumer` is its consumer, empty for none. `acknowledged` is the number of
+    acknowledged records above `committed`; `lag_bytes` is an estimate; -1 if unknown.
+    """
 
     shard: int
     committed: int

@@ -16,7 +16,7 @@ from felix.messages import AnswerT, Request
 
 
 class Asked(Protocol):
-    """Who answers requests: a connection, or a client."""
+    """Sends requests and returns their answers: a connection, or a client."""
 
     async def request(self, request: Request[AnswerT]) -> AnswerT: ...
 

@@ -1,4 +1,4 @@
-"""What an application hands in as a record: payload, key and message id, checked. Pure.
+"""An application's input for a record: payload, key and message id, checked. Pure.
 
 Errors say what to hand in instead.
 """
@@ -12,7 +12,7 @@ from felix.batch import KEY_BYTES_MAX, MESSAGE_ID_BYTES_MAX, MESSAGE_ID_HEADER, 
 from felix.errors import Code, RequestError
 
 RECORD_OVERHEAD_BYTES: Final = 12
-"""What a record takes in a batch beside its own bytes: one entry in each of the three columns."""
+"""Overhead of a record in a batch, in bytes: one entry in each of the three columns."""
 
 Payload = bytes | bytearray | memoryview
 MessageId = bytes | str
@@ -48,7 +48,7 @@ def paired(
 
 
 def payload_bytes(payload: object) -> bytes:
-    """Bytes that nobody else changes. Raises RequestError where the payload is something else."""
+    """The payload as immutable bytes. Raises RequestError if it is not bytes-like."""
     if type(payload) is bytes:
         return payload
     if isinstance(payload, bytes | bytearray | memoryview):

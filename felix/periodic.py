@@ -1,4 +1,4 @@
-"""What is done again and again while a process runs."""
+"""Periodic work while a process runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable
 async def every(
     period_s: float, turn: Callable[[], Awaitable[object]], failure: str, log: logging.Logger
 ) -> None:
-    """Wait `period_s`, take a turn, for ever; turns do not overlap. One that fails is logged as `failure` with its cause, and the
-    next one comes all the same: a mistake of ours must not end what nothing begins again."""
+    """Wait `period_s`, then run once, for ever; runs do not overlap. A run that fails is logged as `failure` with its cause, and
+    the next one follows: a bug must not end periodic work that nothing would restart.
+    """
     while True:
         await asyncio.sleep(period_s)
         try:

@@ -7,7 +7,7 @@ Home is `FELIX_HOME`, else `~/.felix`. Relative paths in the file are relative t
      "authority": "bundle.json", "identity": "identities/operator"}
 
 `authority` is the region's bundle or a PEM file with the root certificate; `identity` is a path with or without its
-ending (`.pem`, and beside it `.key` where the key stands apart).
+ending (`.pem`, and next to it `.key` if the key is in a separate file).
 
 Invariants: a `Profile` holds at least one address that parses, and a bundle that is of its own region and mesh.
 `load_profile` and `load_credentials` block on the disk; all else is pure.

@@ -71,13 +71,13 @@ PREFETCH_BYTES_MIN: Final = 2 << 20
 SETTLE_JOBS: Final = 512
 """So many acknowledgements leave before the event loop iteration is over: the broker works on them meanwhile."""
 YIELD_JOBS: Final = 64
-"""After so many jobs that were there already the loop gets a turn: acknowledgements leave, new jobs come."""
+"""After so many jobs that had already arrived, yield to the event loop, so that acknowledgements leave and new jobs come."""
 WAIT_S_MAX: Final = 20.0
 """A lease that waits longer asks again: well below the time that a request may take."""
 HEARTBEAT: Final = 3
 """Leases are extended three times per visibility."""
 JOB_OVERHEAD_BYTES: Final = 64
-"""What the broker counts for a job beside payload, key and headers."""
+"""Bytes that the broker counts for a job in addition to payload, key and headers."""
 
 PRIORITY_HEADER: Final = "felix.priority"
 DELAY_HEADER: Final = "felix.delay"
@@ -198,7 +198,7 @@ class Job:
 
 
 _Settlement = tuple[str, int, str]
-"""What is asked of jobs: the verb, its milliseconds, its reason."""
+"""One operation on jobs: the verb, its milliseconds, its reason."""
 
 
 class _Settler:
@@ -272,7 +272,7 @@ class _Settler:
                 future.set_result(None)
                 continue
             future.set_exception(refusal)
-            # Whoever does not await it is told by the log and by `lost`, not by a warning about the future.
+            # A program that does not await it sees the loss in the log and in `lost`, not in a warning about the future.
             future.exception()
         if failed is not None:
             _log.warning("%d jobs of %s could not be settled: %s", len(some), self._name, failed)
@@ -464,7 +464,7 @@ class QueueConsumer:
     def _opened(self, answer: Answer) -> None:
         if isinstance(answer, QueueOpened):
             self._take_visibility(answer.visibility_ms)
-        # A new exchange counts anew; what is held here keeps its lease, and its room.
+        # A new exchange starts its count at zero; jobs held here keep their leases and count against the limit.
         self._received_records = self._received_bytes = 0
         self._granted_records = self._granted_bytes = 0
         self._grant()
@@ -736,7 +736,9 @@ class Queue:
         return found.jobs
 
     async def redrive(self, records: int = 0) -> int:
-        """Bring dead letters back into the queue, oldest first, up to `records` (0: all there are); attempts begin anew. How many."""
+        """Bring dead letters back into the queue, oldest first, up to `records` (0: all there are); attempts start at zero.
+        Returns how many.
+        """
         found: Counted = await self._call(Redrive(records), again=False)
         return found.records
 
@@ -793,8 +795,7 @@ def job_headers(
     deliver_at: datetime | None = None,
     priority: int | None = None,
 ) -> dict[str, bytes] | None:
-    """The headers by which a record asks for delay and priority, beside its own; None where there are none. Raises
-    RequestError(INVALID)."""
+    """The record's headers with those that set delay and priority; None if there are none. Raises RequestError(INVALID)."""
     asked = dict(headers) if headers else {}
     if delay < 0 or (priority is not None and not 0 <= priority <= 9):
         raise RequestError(

@@ -156,13 +156,13 @@ class Jobs(Message, frozen=True, tag="jobs"):
 
 
 class Settled(Message, frozen=True, tag="settled"):
-    """What was asked is done and durable, but for the jobs in `lost`: their leases are lost (shard and offset)."""
+    """The operation is done and durable, except for the jobs in `lost`: their leases are lost (shard and offset)."""
 
     lost: list[tuple[int, int]] = msgspec.field(default_factory=list)
 
 
 class Worker(Message, frozen=True, tag="worker"):
-    """Who works here: the identity, and how many jobs it holds."""
+    """A worker: its identity, and how many jobs it holds."""
 
     identity: Name
     leased: int

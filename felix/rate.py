@@ -1,7 +1,7 @@
 """A rate: so much a second, after a burst. Pure; time comes in, in seconds of any clock that does not go back.
 
-What is charged may go beyond what there is: then there is a debt, and whoever asks waits until time has paid it. Whoever must not
-go beyond asks for `lack_s` first.
+A charge may exceed the balance: then there is a debt, and callers wait until time has paid it. A caller that must not go into
+debt asks for `lack_s` first.
 """
 
 from __future__ import annotations

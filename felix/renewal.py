@@ -3,7 +3,8 @@
 Invariants: a file holds the old identity or the new one, whole, at any time (mode 0600, synced, renamed into place); what another process
 wrote there meanwhile is taken, not overwritten; where the key lies in a file of its own, it stays, and only the chain is new.
 
-`request_renewal` and `store_renewed` are for whoever keeps an identity (the bridge agent); `IdentityKeeper` keeps that of a client.
+`request_renewal` and `store_renewed` are for the owner of an identity (the bridge agent); `IdentityKeeper` keeps that of a
+client.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def store_renewed(
 class IdentityKeeper:
     """Renews the identity of a client's connection while the client is open, and says early where that is not possible.
 
-    A client that is used for a moment renews when it is used: once two thirds of the life are over. One that stays open renews at
-    that time, and has its session made anew before the old certificate ends.
+    A short-lived client renews when it is used, once two thirds of the life are over. One that stays open renews at that time,
+    and its session is replaced before the old certificate expires.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class IdentityKeeper:
             self._connection.begin_anew("its certificate was renewed")
 
     def _tell(self, identity: Identity, error: FelixError | OSError) -> None:
-        """In the log, once when it is due and once near the end; each failure besides for whoever looks closely."""
+        """Logs a warning once when renewal is due and once near the end; every other failure at a lower level."""
         now_ms = self._clock_ms()
         stage = stage_of(Life(identity.not_before_ms, identity.not_after_ms), now_ms)
         if self._told == (identity.not_after_ms, stage):

@@ -65,7 +65,7 @@ TRANSITIONS: Final[dict[tuple[State, type[Handshake]], State]] = {
     (State.HELLO_SENT, Challenge): State.PROOF_SENT,
     (State.PROOF_SENT, Welcome): State.ESTABLISHED,
 }
-"""What a handshake message received in a state leads to; any other pair is a protocol error."""
+"""The next state for a handshake message received in a state; any other pair is a protocol error."""
 
 _TO_BROKER: Final = frozenset(
     {FrameType.HANDSHAKE, FrameType.REQUEST, FrameType.CREDIT, FrameType.PING, FrameType.PONG}
@@ -201,7 +201,7 @@ class CreditWindow:
 
 
 class _Control:
-    """What both ends share: decoding, the byte limit before authentication, the outgoing bytes."""
+    """The part that both ends share: decoding, the byte limit before authentication, the outgoing bytes."""
 
     __slots__ = ("_decoder", "_out", "_unproved_bytes", "state")
 
@@ -233,7 +233,7 @@ class _Control:
 
     @property
     def held_bytes(self) -> int:
-        """What has come of a frame that is not whole yet."""
+        """The received bytes of an incomplete frame."""
         return self._decoder.held_bytes
 
     def _step(self, message: Handshake) -> None:

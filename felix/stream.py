@@ -164,7 +164,7 @@ class Stream:
         """A subscription: an async iterator of records; `batches()` of it is the fast way.
 
         `start`: "earliest", "latest", an offset, or a time (with a time zone). `offsets` overrides it per shard, as in
-        `Subscription.positions` of an earlier one; with that one's `incarnation`, a stream made anew is noticed.
+        `Subscription.positions` of an earlier one; with its `incarnation`, a re-created stream is detected.
         `shards`: only these; None: all. `credit_bytes` bounds what is held here unread. `on_gap`: see felix.subscription.
         `grant`: sealed batches under an export grant, for bridges. Raises RequestError(INVALID, CONFIG_INVALID) here, and
         what the broker refuses it with at the first record.
@@ -237,9 +237,9 @@ class Stream:
         unacked_max: int | None = None,
         inactive_ttl: float | None = None,
     ) -> SubscriptionState:
-        """Change its settings while its consumers go on; what is None stays, positions do, too. Durations in seconds (`inactive_ttl`
-        0: never). What is out keeps the time that it was given. Raises RequestError: NOT_FOUND, CONFIG_INVALID; FORBIDDEN for
-        whoever neither made it nor has the right `admin`.
+        """Change its settings while its consumers go on; a setting that is None stays, and so do positions. Durations in seconds
+        (`inactive_ttl` 0: never). Delivered records keep their ack timeout. Raises RequestError: NOT_FOUND, CONFIG_INVALID;
+        FORBIDDEN for an identity that neither created it nor has the right `admin`.
         """
         change = SubscriptionChange(
             None if ack_timeout is None else round(ack_timeout * 1000),

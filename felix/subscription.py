@@ -12,7 +12,7 @@ Invariants:
 - after a resume in another incarnation of the stream there is a gap of kind RECREATED, and its records from the first.
 
 What a gap does is the caller's choice, `on_gap`: "log" (the default) logs it and counts it in `Subscription.gaps`;
-"raise" raises `GapError` in its place among the records, and iterating again goes on behind it; a function is called with it.
+"raise" raises `GapError` at the gap, and iterating again continues after it; a function is called with it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CREDIT_BYTES_MIN: Final = BATCH_FRAME_BYTES_MAX
 """With less, the largest batch could never be delivered."""
 CREDIT_BYTES_MAX: Final = 1 << 32
 CREDIT_BYTES_DEFAULT: Final = 4 * 1024 * 1024
-"""What one subscription may hold here: several of the largest batches, so that the broker is never waited for."""
+"""Bytes that one subscription may hold here: several of the largest batches, so that it need not wait for the broker."""
 GAPS_KEPT: Final = 64
 """The newest gaps that a subscription remembers; their number is counted without bound."""
 
@@ -180,7 +180,7 @@ def _malformed(error: RequestError) -> ProtocolError:
 
 
 class _Item(NamedTuple):
-    """What waits for the consumer: a batch with its frame's bytes, or a gap."""
+    """An item that waits for the consumer: a batch with its frame's bytes, or a gap."""
 
     frame_bytes: int
     body: memoryview | None
@@ -220,7 +220,7 @@ class Feed:
         self._ended: FelixError | None = None
         self.opened: asyncio.Future[None] = self._loop.create_future()
         self.refusal: UnavailableError | None = None
-        """What the broker last put this subscription off with."""
+        """The broker's last temporary refusal of this subscription."""
         # Where the consumer stands, per shard; with the incarnation that these offsets count in.
         self.positions: dict[int, int] = dict(start.offsets)
         self.incarnation = incarnation
@@ -257,7 +257,7 @@ class Feed:
         return self._queue.popleft()
 
     def consumed(self, item: _Item) -> None:
-        """The consumer is done with the item: its bytes may be sent anew."""
+        """The consumer is done with the item: its bytes are returned as credit."""
         if item.generation == self._window_generation and item.frame_bytes:
             self._window.finish(item.frame_bytes)
             self._renew(waiting=False)
@@ -405,7 +405,7 @@ class Feed:
         if self.positions and not self.incarnation:
             # Offsets mean nothing without the incarnation that they count in; the caller meant the present one.
             self.incarnation = (await self._describe(link)).incarnation
-        # What waits here was not seen by the consumer, so it is asked for again rather than kept twice.
+        # The consumer has not seen the waiting items, so they are requested again instead of being held twice.
         self._queue.clear()
         answer = await self._ask(link, dict(self.positions))
         if self.incarnation and answer.incarnation != self.incarnation:
@@ -433,8 +433,9 @@ class Feed:
         return await link.ask(DescribeStream(str(self.stream)))
 
     async def _step_back(self, link: Link) -> None:
-        """The log ends before where the consumer stands: it lost its end in a crash. Go on from where it ends now; an
-        ephemeral log begins anew, and is read from its beginning."""
+        """The log ends before the consumer's position: it lost its end in a crash. Continue from its present end; an ephemeral
+        log starts again, and is read from its beginning.
+        """
         state = await self._describe(link)
         self._queue.clear()
         for shard in state.state:

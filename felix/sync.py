@@ -164,7 +164,7 @@ class SyncRegion(BlockingRegion):
 
     @property
     def reconnects(self) -> int:
-        """How often the session was made anew."""
+        """How often the client reconnected."""
         return self._inner.reconnects
 
     def stream(self, name: str | StreamName, *, linger_ms: float = 0, compress: int = 0) -> SyncStream:
@@ -559,7 +559,7 @@ class SyncStream(Blocking[Stream]):
         """A subscription: an async iterator of records; `batches()` of it is the fast way.
 
         `start`: "earliest", "latest", an offset, or a time (with a time zone). `offsets` overrides it per shard, as in
-        `Subscription.positions` of an earlier one; with that one's `incarnation`, a stream made anew is noticed.
+        `Subscription.positions` of an earlier one; with its `incarnation`, a re-created stream is detected.
         `shards`: only these; None: all. `credit_bytes` bounds what is held here unread. `on_gap`: see felix.subscription.
         `grant`: sealed batches under an export grant, for bridges. Raises RequestError(INVALID, CONFIG_INVALID) here, and
         what the broker refuses it with at the first record.
@@ -640,9 +640,9 @@ class SyncStream(Blocking[Stream]):
         unacked_max: int | None = None,
         inactive_ttl: float | None = None,
     ) -> SubscriptionState:
-        """Change its settings while its consumers go on; what is None stays, positions do, too. Durations in seconds (`inactive_ttl`
-        0: never). What is out keeps the time that it was given. Raises RequestError: NOT_FOUND, CONFIG_INVALID; FORBIDDEN for
-        whoever neither made it nor has the right `admin`.
+        """Change its settings while its consumers go on; a setting that is None stays, and so do positions. Durations in seconds
+        (`inactive_ttl` 0: never). Delivered records keep their ack timeout. Raises RequestError: NOT_FOUND, CONFIG_INVALID;
+        FORBIDDEN for an identity that neither created it nor has the right `admin`.
         """
         return self._background.call(
             self._inner.alter_subscription(
@@ -823,10 +823,11 @@ class SyncConsumer(BlockingConsumer):
         return self._inner.held_bytes
 
     def ack(self, record: ConsumerRecord | ConsumerBatch) -> bool:
-        """The record, or all of the batch, is done. True once that is durable. False where it does not count (the shard is
-        another's by now, or the consumer was closed): then it is redelivered. False too where the connection was lost before the
-        answer: then it is redelivered unless the broker had carried it out. What is acknowledged in one turn of the loop goes
-        together. Raises RequestError where the broker refuses it for another reason."""
+        """Acknowledge the record, or all of the batch. True once that is durable. False if it does not count (the shard was
+        reassigned, or the consumer was closed): then the records are redelivered. Also False if the connection was lost before
+        the answer: then they are redelivered unless the broker had carried it out. Acknowledgements of one event loop iteration
+        are sent together. Raises RequestError if the broker refuses it for another reason.
+        """
         return self._background.call(self._inner.ack(record))
 
     def ack_through(self, record: ConsumerRecord | ConsumerBatch) -> bool:
@@ -931,8 +932,8 @@ class SyncCache(Blocking[Cache]):
     ) -> SyncWatch:
         """An iterator of changes: first the state (puts, then `ready`), then every change as it comes.
 
-        `resume`: the position of an earlier change: only what came after it is told, or a `reset` and the whole state where the
-        broker no longer knows. `coalesce`: while behind, only the last change of a key. `credit_bytes` bounds what is held
+        `resume`: the position of an earlier change: only later changes are delivered, or a `reset` and the whole state if the
+        broker no longer has them. `coalesce`: while behind, only the last change of a key. `credit_bytes` bounds what is held
         here unread. Raises RequestError(CONFIG_INVALID) here; the iterator what the broker refuses it with.
         """
         return SyncWatch(
@@ -964,7 +965,7 @@ class SyncWatch(ChangeIterator):
 
     @property
     def position(self) -> Position | None:
-        """Where to resume after the last change given out; None while the state is being told."""
+        """Where to resume after the last change given out; None while the initial state is being delivered."""
         return self._inner.position
 
 
@@ -1103,7 +1104,9 @@ class SyncQueue(Blocking[Queue]):
         return self._background.call(self._inner.peek(records))
 
     def redrive(self, records: int = 0) -> int:
-        """Bring dead letters back into the queue, oldest first, up to `records` (0: all there are); attempts begin anew. How many."""
+        """Bring dead letters back into the queue, oldest first, up to `records` (0: all there are); attempts start at zero.
+        Returns how many.
+        """
         return self._background.call(self._inner.redrive(records))
 
     def purge(self) -> int:

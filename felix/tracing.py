@@ -28,7 +28,7 @@ TRACESTATE: Final = "tracestate"
 
 
 def tracing_wanted() -> bool:
-    """What the environment says where the caller says nothing."""
+    """The environment's setting, used if the caller gives none."""
     return os.environ.get(TRACING_VARIABLE, "").strip().lower() in ("1", "true", "yes", "on")
 
 

@@ -6,13 +6,14 @@
         await tx.publish("acme/payments/orders", b"...", key=b"7")
         await tx.publish("acme/payments/audit", b"...")
 
-Leaving the block commits; leaving it with an exception aborts. Records are gathered here, sent to the broker in batches and kept
-there, in no log, until the commit. So nobody ever reads a part of it, and nobody waits for it.
+Leaving the block commits; leaving it with an exception aborts. Records are collected here, sent to the broker in batches and
+held there, in no log, until the commit. So no reader ever sees a part of it, and no reader waits for it.
 
 Invariants:
 - a commit whose answer was lost is asked again under the same id, and is carried out once;
-- after `commit` returned everything can be read; after it raised TRANSACTION_ABORTED or TRANSACTION_FENCED nothing of it is in any
-  stream; with TRANSACTION_UNKNOWN, TIMEOUT or DISCONNECTED nobody knows, and asking again (`commit`) tells where it is still remembered.
+- after `commit` returned everything can be read; after it raised TRANSACTION_ABORTED or TRANSACTION_FENCED nothing of it is in
+  any stream; with TRANSACTION_UNKNOWN, TIMEOUT or DISCONNECTED the outcome is unknown, and another `commit` returns it if the
+  broker still remembers it.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class TransactionRecord:
 
 
 class _Accumulator:
-    """What is gathered for one shard."""
+    """The records collected for one shard."""
 
     __slots__ = ("bytes", "handles", "records")
 

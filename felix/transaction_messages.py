@@ -1,4 +1,4 @@
-"""What is said on a transactions' exchange: calls of the client, replies of the broker. docs/wire.md has the rules.
+"""Messages of a transactions' exchange: calls of the client, replies of the broker. docs/wire.md has the rules.
 
 A transaction is named by 16 bytes that its client draws at random. Every call may be asked again after a lost answer.
 """

@@ -4,7 +4,7 @@ A name, a sentence or a key that somebody else chose may hold characters that a 
 start a line of their own in a log, or that turn the reading direction of what follows. `visible` writes each of them as
 a backslash escape, so that it is seen and does nothing. All other text stays as it is, backslashes included.
 
-Who may call: whatever shows text. Not for data that a program reads: that keeps its bytes.
+Who may call: any code that shows text. Not for data that a program reads: that keeps its bytes.
 """
 
 from __future__ import annotations

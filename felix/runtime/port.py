@@ -1,8 +1,8 @@
-"""The port of the runtime: where time and chance come from. Whoever needs them is handed them when it is made.
+"""The port of the runtime: where time and randomness come from. Every object that needs them gets them when it is made.
 
-Invariants: nothing outside `felix.runtime` reads a clock or draws chance by itself (ruff's banned-api says so), so that one
-object decides both for a whole region, a bridge agent or a client. Timers are the event loop's own (`call_later`): who hands
-in another runtime runs on a loop that agrees with its clock.
+Invariants: no code outside `felix.runtime` reads a clock or draws random numbers by itself (ruff's banned-api forbids it), so
+that one object provides both for a whole region, a bridge agent or a client. Timers are the event loop's own (`call_later`): a
+caller that passes another runtime must use a loop that agrees with its clock.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Clock(Protocol):
 
 
 class Worker(Protocol):
-    """Work that goes on by itself, beside whoever asks for it: one step after the other, never two at once."""
+    """Work that runs in the background: one step after the other, never two at once."""
 
     def start(self) -> None:
         """Do the first step soon."""
@@ -59,8 +59,9 @@ class Runtime:
     random: Random
     """For keys and nonces as well as for the spread of retries: on a real machine its source is the kernel's."""
     pool: Callable[[int, str], Executor]
-    """Makes so many threads, under this name, for work that blocks; whoever made it shuts it down. Work that needs no
-    threads of its own goes to those of the loop (`asyncio.to_thread`)."""
+    """Makes a pool of so many threads, under this name, for blocking work; the caller shuts it down. Work that needs no threads
+    of its own uses those of the loop (`asyncio.to_thread`).
+    """
     worker: Callable[[Step, str], Worker]
     """Makes a worker of these steps, under this name. It needs no event loop."""
     ask: Callable[[Coroutine[Any, Any, Any], Any, float], Any]

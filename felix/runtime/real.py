@@ -67,7 +67,7 @@ class ThreadWorker:
             while (pause_s := self._step()) is not None:
                 self._tell()
                 self._wanted.wait(None if pause_s == math.inf else max(0.0, pause_s))
-                # Before the step: whoever asks for more while it is done is not forgotten.
+                # Before the step, so that a request that comes during the step is not lost.
                 self._wanted.clear()
         finally:
             self._ended = True

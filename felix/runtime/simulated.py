@@ -1,7 +1,7 @@
 """A loop on which time costs nothing and chance is a seed: whole processes run in one, and a run replays exactly.
 
 - Time stands still while anything is ready, then jumps to the next timer. Where nothing is ready and no timer is set, or where
-  something is always ready, the run has stalled, which is an error of whoever is simulated.
+  something is always ready, the run has stalled, which is an error of the simulated program.
 - Callbacks run in asyncio's order, which code may rely on. What no order is promised for is drawn: when blocking work is done,
   what the network does (felix.transport.memory), what a loss of power leaves (felix.storage.memory).
 - Blocking work, of `SimulatedPool`s and of `asyncio.to_thread`, runs in the loop, after a wait.
@@ -25,9 +25,9 @@ from typing import Any, Final, ParamSpec, TypeVar
 from felix.runtime.port import Random, Runtime, Step
 
 WORK_S_MAX: Final = 0.002
-"""The longest that blocking work waits for its turn, unless the loop is told otherwise: about a sync on a quick disk."""
+"""The longest that blocking work waits for a thread, unless the loop is configured otherwise: about a sync on a quick disk."""
 ITERATIONS_MAX: Final = 20_000
-"""Iterations of the loop at one moment: whoever needs more goes round in circles."""
+"""Loop iterations at one moment of simulated time: a program that needs more is in an endless loop."""
 STEPS_MAX: Final = 10
 """Steps of a worker that are done at once for somebody who waits: nothing else happens meanwhile, so more would change nothing."""
 TO_THREAD_MAX: Final = 8
@@ -40,7 +40,7 @@ _process: Final = contextvars.ContextVar[str]("simulated process", default="")
 
 
 class StalledError(AssertionError):
-    """Everybody waits, and nothing is left that could wake anybody; or nobody ever waits."""
+    """All tasks wait and no event is left that could wake one; or some task never waits."""
 
 
 class _Handle(asyncio.TimerHandle):
@@ -150,7 +150,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     @contextmanager
     def process(self, name: str) -> Iterator[None]:
-        """What is started in here is of this process."""
+        """Tasks started inside this block belong to this process."""
         assert name not in self._ended, (
             "a process that ended does not come back; give the next one another name"
         )
@@ -188,7 +188,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         super().close()
 
     def _check_closed(self) -> None:
-        """What is collected after the end may still ask for a callback; it never comes."""
+        """An object collected after the end may still schedule a callback; it never runs."""
 
     # -- blocking work ---------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class SimulatedPool(Executor):
         self._begin()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """What is queued is done at once, or cancelled."""
+        """Queued work is done at once, or cancelled."""
         while self._queue:
             future, work = self._queue.popleft()
             if cancel_futures:
@@ -261,7 +261,7 @@ def _do(future: Future[Any] | asyncio.Future[Any], work: Callable[[], object]) -
 
 
 class SimulatedWorker:
-    """Does its steps in the loop, each after a wait by chance; whoever waits for them has them done at once."""
+    """Runs its steps in the loop, each after a random wait; a caller that waits for them has them run at once."""
 
     def __init__(self, loop: SimulatedLoop, step: Step) -> None:
         self._loop = loop

@@ -28,7 +28,7 @@ from felix.errors import Code, UnavailableError
 from felix.runtime.port import Random
 
 SECTOR_BYTES: Final = 512
-"""What a disk writes whole or not at all."""
+"""The unit that a disk writes completely or not at all, in bytes."""
 ROOM_BYTES: Final = 1 << 40
 """Of a disk that nobody means to fill."""
 
@@ -336,7 +336,7 @@ class MemoryFiles:
                 for position, written in opened.file.pending:
                     _change(opened.file.synced, position, written)
         finally:
-            # After a failure too: the kernel calls its pages clean and tells nobody again.
+            # After a failure too: the kernel marks the pages clean and never reports the failure again.
             opened.file.pending.clear()
 
     def sync_folder(self, folder: Path) -> None:

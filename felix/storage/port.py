@@ -28,8 +28,9 @@ class FolderLock(Protocol):
 
     @property
     def identity(self) -> str:
-        """As long as this machine is not started again, whoever holds the lock of this identity is the only process that
-        does. Empty where the system does not say when it was started."""
+        """Until this machine restarts, only one process can hold the lock of this identity. Empty if the system does not report
+        its boot.
+        """
 
     def release(self) -> None:
         """Let go; the end of the process does the same."""
