@@ -842,7 +842,7 @@ class PublisherCore:
                     forget.append(pending.ticket)
                 given_up.append(self._give_up(pending, self._too_late(pending, throttled)))
                 expired = True
-            if accumulator.stalled_until is not None and (expired or accumulator.stalled_until <= now):
+            if accumulator.stalled_until is not None and accumulator.stalled_until <= now:
                 accumulator.stalled_until = None
                 forget += accumulator.rewind()
             if expired:
