@@ -40,7 +40,6 @@ from felix.publisher_core import (
     LINK_LOST,
     NOTHING,
     ROOM_WANTED,
-    Acknowledged,
     Acks,
     Added,
     Event,
@@ -116,7 +115,11 @@ class _Flight:
     def acknowledged(self, appended: AppendedBody) -> None:
         if appended.offsets and len(appended.offsets) != self._batch.header.records:
             raise protocol_breach("An acknowledgement names another number of records than the batch has.")
-        self._publisher._step(Acknowledged(self._batch, self, appended))
+        publisher = self._publisher
+        ready = publisher._core.acknowledged(self._batch, self, appended)
+        if ready is not NOTHING:
+            publisher._carry_out(ready)
+            publisher.pump()
 
     def refused(self, error: FelixError) -> None:
         self._publisher._step(Refused(self._batch, self, error))
@@ -304,7 +307,9 @@ class Publisher:
             record = self._own_record(payload, key, headers)
             return (await self.publish_batch([record], shard, expected_offset=expected_offset)).base_offset
         self._require_acks()
-        await self._ready_for_more()
+        core = self._core
+        if core.failed is not None or not core.accumulators or core.held_bytes >= core.buffer_bytes:
+            await self._ready_for_more()
         future: asyncio.Future[int] = self._loop.create_future()
         self._add(payload, key, headers, future, shard)
         return await future
@@ -408,13 +413,16 @@ class Publisher:
         Raises RequestError(BATCH_TOO_LARGE, INVALID) where they do not make one batch, OffsetMismatchError.
         """
         self._require_acks()
-        await self._ready_for_more()
+        core = self._core
+        if core.failed is not None or not core.accumulators or core.held_bytes >= core.buffer_bytes:
+            await self._ready_for_more()
         future: asyncio.Future[Receipt] = self._loop.create_future()
+        now = self._loop.time()
         try:
-            self._core.add_batch(records, shard, future, expected_offset)
+            core.add_batch(records, shard, future, now, expected_offset)
         finally:
             # Also where they make no batch: what was open in their shard was closed.
-            self.pump()
+            self._pump(now)
         return await future
 
     async def flush(self) -> None:
@@ -506,7 +514,7 @@ class Publisher:
         if added is FULL:
             self._yield_due = True
             self.pump()
-        elif self._lingers:
+        elif self._core.wake_at < self._timer_at:
             self._arm()
 
     async def _yield(self) -> None:
@@ -522,19 +530,21 @@ class Publisher:
         self._step(ITERATION_ENDED)
 
     def _step(self, event: Event) -> None:
-        ready = self._core.step(event, self._loop.time())
+        now = self._loop.time()
+        ready = self._core.step(event, now)
         if ready is not NOTHING:
             self._carry_out(ready)
-        self.pump()
+        self._pump(now)
 
     def _carry_out(self, ready: Ready) -> None:
         forget, delivered, given_up, reopen = ready
         for flight in forget:
             flight.link.forget(flight.correlation)
         if delivered is not None:
-            for waiting, offset in zip(delivered.callers, delivered.offsets, strict=False):
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(offset)
+            if delivered.callers is not None:
+                for waiting, offset in zip(delivered.callers, delivered.offsets, strict=False):
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(offset)
             if delivered.caller is not None and not delivered.caller.done():
                 delivered.caller.set_result(delivered.receipt)
         for callers, caller, refusal in given_up:
@@ -547,10 +557,13 @@ class Publisher:
             self._reopen()
 
     def pump(self) -> None:
-        """Send what may be sent now, as far as credit and backlog allow; then wake whoever waits for that, and see to the timer."""
+        """Send what may be sent now, as far as credit and backlog allow."""
+        self._pump(self._loop.time())
+
+    def _pump(self, now: float) -> None:
+        """Send; then wake whoever waits for that, and see to the timer."""
         core, link = self._core, self._link
         if link is not None and self._stream_id >= 0:
-            now = self._loop.time()
             while (batch := core.next_batch(now)) is not None:
                 size = batch.frame_bytes
                 if size > link.window_bytes:
@@ -564,7 +577,8 @@ class Publisher:
             self._wake_for_room()
         if self._idle and not core.held_bytes:
             self._wake_idle()
-        self._arm()
+        if core.wake_at < self._timer_at:
+            self._arm()
 
     def _send(self, link: Link, batch: PendingBatch) -> None:
         if batch.sent_ever:
@@ -586,13 +600,11 @@ class Publisher:
                 waiter.set_result(None)
 
     def _arm(self) -> None:
-        """The timer fires no later than the core asks for. One that fires before finds nothing due and is set again."""
-        at = self._core.wake_at
-        if at < self._timer_at:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer_at = at
-            self._timer = self._loop.call_at(at, self._time_came)
+        """Set the timer for an earlier time. One that fires before the core asks for it finds nothing due, and is set again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = self._core.wake_at
+        self._timer = self._loop.call_at(self._timer_at, self._time_came)
 
     def _time_came(self) -> None:
         # A loop may call a timer a little before its time.
@@ -600,7 +612,7 @@ class Publisher:
         self._timer, self._timer_at = None, inf
         throttled = self._link.throttled if self._link is not None else None
         self._carry_out(self._core.step(TimeCame(throttled), now))
-        self.pump()
+        self._pump(now)
 
     # -- links (connection.Attachment) ----------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What a publisher decides: which batch a record joins, what is sent next, who is told what came of it. Pure: no loop, clock or socket.
 
-The shell (felix.publisher) puts records in with `add`, brings what happened to `step`, which gives a `Ready`, and takes batches
-from `next_batch` for as long as the session has credit. It carries out a `Ready` in the order of its fields, and comes back with `TimeCame` at `wake_at`.
+The shell (felix.publisher) puts records in with `add`, brings what happened to `step` (acknowledgements to `acknowledged`), which gives a `Ready`, and
+takes batches from `next_batch` for as long as the session has credit. It carries out a `Ready` in the order of its fields, and comes back with `TimeCame` at `wake_at`.
 
 A record joins the open batch of its shard. The batch closes when it is full (bytes or records), or when its linger
 ends; linger 0 is the end of the event loop iteration, so a lone record never waits and a burst batches itself. While a shard has
@@ -129,8 +129,8 @@ class PendingBatch:
     """A closed batch that is not dealt with yet. `ticket`: of its last sending, while an answer to that is awaited."""
 
     __slots__ = (
-        "accumulator", "backoff", "body", "caller", "callers", "condition", "deadline", "done", "first", "header", "held_bytes",
-        "renumbered", "sent", "sent_ever", "ticket",
+        "accumulator", "appended", "backoff", "body", "caller", "callers", "condition", "deadline", "done", "first", "frame_bytes", "header",
+        "held_bytes", "renumbered", "sent", "sent_ever", "ticket",
     )  # fmt: skip
 
     def __init__(
@@ -140,28 +140,42 @@ class PendingBatch:
         self.header: BatchHeader = batch.header
         self.body = batch.body
         self.condition = condition
+        self.frame_bytes = FRAME_HEADER_BYTES + len(condition) + HEADER_BYTES + len(batch.body)
+        """of its frame on the wire, which credit is asked for"""
         self.held_bytes = held_bytes
         self.first = first
         self.deadline = inf
         self.callers: list[Caller | None] | None = None
         self.caller: Caller | None = None
         self.ticket: Ticket | None = None
+        self.appended: AppendedBody | None = None
         self.sent = False
         self.sent_ever = False
         self.done = False
         self.renumbered = False
         self.backoff: Backoff | None = None
 
-    @property
-    def frame_bytes(self) -> int:
-        """Of its frame on the wire, which credit is asked for."""
-        return FRAME_HEADER_BYTES + len(self.condition) + HEADER_BYTES + len(self.body)
-
     def frame(self, correlation: int) -> bytes:
         """Its frame on the wire."""
         kind = FrameType.CONDITIONAL if self.condition else FrameType.BATCH
         head = frame_header(kind, self.frame_bytes - FRAME_HEADER_BYTES, correlation)
         return b"".join((head, self.condition, self.header.encode(), self.body))
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """Of its records, once it is appended."""
+        assert self.appended is not None
+        base = self.appended.base_offset
+        return self.appended.offsets or range(base, base + self.header.records)
+
+    @property
+    def receipt(self) -> Receipt:
+        """Where it stands, once it is appended."""
+        header, appended = self.header, self.appended
+        assert appended is not None
+        return Receipt(
+            header.shard, appended.base_offset, header.records, appended.append_time_ms, appended.offsets
+        )
 
     @property
     def every_record_has_a_caller(self) -> bool:
@@ -255,14 +269,6 @@ class LinkLost(NamedTuple):
     """The publish stream is gone; another may come."""
 
 
-class Acknowledged(NamedTuple):
-    """The broker appended a batch."""
-
-    batch: PendingBatch
-    ticket: Ticket
-    appended: AppendedBody
-
-
 class Refused(NamedTuple):
     """The broker refused a batch."""
 
@@ -315,7 +321,6 @@ class Failed(NamedTuple):
 Event = (
     Opened
     | LinkLost
-    | Acknowledged
     | Refused
     | StreamRefused
     | NeverFits
@@ -337,15 +342,6 @@ FLUSHED: Final = Flushed()
 # -- what is to be done --------------------------------------------------------------------------------
 
 
-class Delivered(NamedTuple):
-    """A batch is in the log. `callers`: of its records from the first on, each to be told its offset; `caller`: of the batch."""
-
-    callers: Sequence[Caller | None]
-    offsets: Sequence[int]
-    caller: Caller | None
-    receipt: Receipt
-
-
 class GivenUp(NamedTuple):
     """A batch is refused for good; `callers` and `caller` are to be told."""
 
@@ -359,7 +355,8 @@ class Ready(NamedTuple):
 
     forget: Sequence[Ticket] = ()
     """sendings whose answers do not count any more"""
-    delivered: Delivered | None = None
+    delivered: PendingBatch | None = None
+    """is in the log: its `callers` are to be told their `offsets`, its `caller` the `receipt`"""
     given_up: Sequence[GivenUp] = ()
     reopen: bool = False
     """the broker takes nothing more on this publish stream: end it and ask for another, which says what still holds"""
@@ -525,6 +522,7 @@ class PublisherCore:
         records: Sequence[NewRecord],
         shard: int | None,
         caller: Caller,
+        now: float,
         expected_offset: int | None = None,
     ) -> None:
         """Put these records in as one batch of one shard; only once it is open. Take it with `next_batch`.
@@ -540,6 +538,7 @@ class PublisherCore:
         pending.caller = caller
         self.given += len(records)
         self.held_bytes += pending.held_bytes
+        self._date(now)
 
     def _shard_of(self, records: Sequence[NewRecord], shard: int | None) -> int:
         shards = len(self.accumulators)
@@ -668,13 +667,28 @@ class PublisherCore:
 
     # -- what happened --------------------------------------------------------------------------------
 
+    def acknowledged(self, pending: PendingBatch, ticket: Ticket, appended: AppendedBody) -> Ready:
+        """The broker appended a batch. Not an event, since that would cost a batch of one record a thirtieth of all."""
+        if pending.ticket is not ticket:
+            return NOTHING
+        pending.ticket, pending.appended = None, appended
+        accumulator = pending.accumulator
+        self.acknowledged_records += pending.header.records
+        # Where a record was there already (message ids), offsets do not grow.
+        last = (
+            max(appended.offsets) if appended.offsets else appended.base_offset + pending.header.records - 1
+        )
+        shard = accumulator.shard
+        if last > self._offsets.get(shard, -1):
+            self._offsets[shard] = last
+        self._settle(pending)
+        return Ready(self._after_hole(accumulator), pending)
+
     def step(self, event: Event, now: float) -> Ready:
-        """Take in what happened."""
+        """Take in what else happened."""
         if self._undated:
             self._date(now)
-        # The two of every batch, by their exact type and before all others: a match costs more.
-        if type(event) is Acknowledged:
-            return self._acknowledged(event)
+        # That of every batch, by its exact type and before all others: a match costs more.
         if type(event) is IterationEnded:
             for accumulator in self._began:
                 accumulator.linger_over = bool(accumulator.records)
@@ -720,23 +734,6 @@ class PublisherCore:
 
     def _rewind_all(self) -> list[Ticket]:
         return [ticket for accumulator in self.accumulators for ticket in accumulator.rewind()]
-
-    def _acknowledged(self, event: Acknowledged) -> Ready:
-        pending, ticket, appended = event
-        if pending.ticket is not ticket:
-            return NOTHING
-        pending.ticket = None
-        accumulator, count, base = pending.accumulator, pending.header.records, appended.base_offset
-        offsets: Sequence[int] = appended.offsets or range(base, base + count)
-        self.acknowledged_records += count
-        # Where a record was there already (message ids), offsets do not grow.
-        last = max(appended.offsets) if appended.offsets else base + count - 1
-        self._offsets[accumulator.shard] = max(last, self._offsets.get(accumulator.shard, -1))
-        receipt = Receipt(accumulator.shard, base, count, appended.append_time_ms, appended.offsets)
-        self._settle(pending)
-        return Ready(
-            self._after_hole(accumulator), Delivered(pending.callers or (), offsets, pending.caller, receipt)
-        )
 
     def _refused(self, event: Refused, now: float) -> Ready:
         pending, ticket, error = event

@@ -30,7 +30,6 @@ from felix.publisher_core import (
     NOTHING,
     OPENED,
     ROOM_WANTED,
-    Acknowledged,
     Event,
     Failed,
     NeverFits,
@@ -84,9 +83,9 @@ def test_a_record_leaves_at_the_end_of_the_iteration_and_its_caller_learns_the_o
     assert core.next_batch(0.0) is None
     core.step(ITERATION_ENDED, 0.0)
     batch = send(core, "sending")
-    ready = core.step(Acknowledged(batch, "sending", appended(40)), 0.0)
+    ready = core.acknowledged(batch, "sending", appended(40))
     assert ready.delivered is not None
-    assert list(zip(ready.delivered.callers, ready.delivered.offsets, strict=True)) == [
+    assert list(zip(ready.delivered.callers or (), ready.delivered.offsets, strict=True)) == [
         (None, 40),
         ("caller", 41),
     ]
@@ -95,7 +94,7 @@ def test_a_record_leaves_at_the_end_of_the_iteration_and_its_caller_learns_the_o
 
 def test_the_frame_is_what_a_broker_reads() -> None:
     core = core_of()
-    core.add_batch([NewRecord(b"a", b"k"), NewRecord(b"b", b"k")], None, "caller", expected_offset=9)
+    core.add_batch([NewRecord(b"a", b"k"), NewRecord(b"b", b"k")], None, "caller", 0.0, expected_offset=9)
     batch = send(core, "sending")
     (frame,) = FrameDecoder(frozenset(FrameType)).feed(batch.frame(5))
     assert (frame.type, frame.correlation) == (FrameType.CONDITIONAL, 5)
@@ -126,9 +125,9 @@ def test_an_answer_to_a_sending_that_was_forgotten_does_not_count() -> None:
     send(core, "second")
     gone = RequestError("Gone.")
     assert core.step(Refused(batch, "first", gone), 0.0) is NOTHING
-    assert core.step(Acknowledged(batch, "first", appended(0)), 0.0) is NOTHING
-    assert core.step(Acknowledged(batch, "second", appended(0)), 0.0).delivered is not None
-    assert core.step(Acknowledged(batch, "second", appended(0)), 0.0) is NOTHING, "and none counts twice"
+    assert core.acknowledged(batch, "first", appended(0)) is NOTHING
+    assert core.acknowledged(batch, "second", appended(0)).delivered is not None
+    assert core.acknowledged(batch, "second", appended(0)) is NOTHING, "and none counts twice"
 
 
 def test_behind_a_hole_the_rest_is_numbered_anew() -> None:
@@ -146,6 +145,26 @@ def test_behind_a_hole_the_rest_is_numbered_anew() -> None:
         (1, 0),
         (1, 1),
     ]
+
+
+def test_the_rest_goes_on_when_the_head_was_not_answered_in_time() -> None:
+    core = core_of(batch_records=1, deadline_ms=1_000)
+    core.add(b"a", None, None)
+    send(core, "1")
+    core.add(b"b", None, None)
+    second = send(core, "2", now=0.5)
+    assert core.step(Refused(second, "2", RequestError("A gap.", code=Code.SEQUENCE_GAP)), 0.6) is NOTHING
+    assert core.step(TimeCame(None), 1.0).forget == ["1"]
+    assert send(core, "3", now=1.0) is second
+    assert (second.header.producer_epoch, second.header.base_sequence) == (1, 0)
+
+
+def test_shards_have_their_turns() -> None:
+    core = core_of(batch_records=1)
+    core.step(Opened(b"j" * 16, 3, BATCH_BYTES_MAX, WINDOW), 0.0)
+    for number in range(9):
+        core.add(b"%d" % number, None, None, shard=number // 3)
+    assert [send(core, ticket).header.shard for ticket in range(9)] == [0, 1, 2] * 3
 
 
 def test_what_no_session_has_room_for_is_given_up() -> None:
@@ -291,7 +310,7 @@ class World:
         for ticket in ready.forget:
             assert self.awaited.pop(ticket, None), "what is forgotten was awaited, and is forgotten once"
         if ready.delivered is not None:
-            self.callers.update(each for each in ready.delivered.callers if each is not None)
+            self.callers.update(each for each in ready.delivered.callers or () if each is not None)
             if ready.delivered.caller is not None:
                 self.callers[ready.delivered.caller] += 1
         for given_up in ready.given_up:
@@ -315,6 +334,7 @@ class World:
 
     def pump(self, batches: int) -> None:
         while self.standing and batches and (batch := self.core.next_batch(self.now)) is not None:
+            assert batch.accumulator.stalled_until is None
             ticket = object()
             payloads = [payload[:8] for payload in records_of(batch)]
             sending = Sending(batch, batch.header, payloads, self.incarnation)
@@ -351,7 +371,9 @@ class World:
         if self.core.held_bytes < self.core.buffer_bytes:
             first = self.number(with_caller=True)
             others = [self.number(with_caller=False) for _ in range(self.random.randrange(3))]
-            self.core.add_batch([NewRecord(b"%08d" % number) for number in (first, *others)], None, first)
+            self.core.add_batch(
+                [NewRecord(b"%08d" % number) for number in (first, *others)], None, first, self.now
+            )
 
     def what_is_open_closes(self) -> None:
         if self.began:
@@ -382,7 +404,7 @@ class World:
             ticket, sending, answer = self.next_answer()
             was_awaited = self.awaited.pop(ticket, None) is not None
             if isinstance(answer, AppendedBody):
-                ready = self.core.step(Acknowledged(sending.batch, ticket, answer), self.now)
+                ready = self.core.acknowledged(sending.batch, ticket, answer)
             else:
                 ready = self.core.step(Refused(sending.batch, ticket, answer), self.now)
             assert was_awaited or ready is NOTHING
@@ -507,7 +529,7 @@ def test_whoever_waits_is_told_when_the_publisher_fails() -> None:
     told = [caller for given_up in ready.given_up for caller in given_up.callers]
     assert told == [0, 1, 2, 3, 4]
     assert core.step(Failed(UnavailableError("Again.")), 0.0) is NOTHING
-    assert core.step(Acknowledged(sending, "sending", appended(0)), 0.0) is NOTHING
+    assert core.acknowledged(sending, "sending", appended(0)) is NOTHING
     assert (core.held_bytes, core.next_batch(0.0), core.wake_at) == (0, None, float("inf"))
 
 
