@@ -20,10 +20,10 @@ from pathlib import Path
 
 from felix.batch import Batch, NewRecord, encode_batch
 from felix.names import StreamName
+from felix.settings import EPHEMERAL, FSYNC, Durability
 from keys.envelope import BatchSealer, DataKey
 from keys.key_id import KeyKind, new_key_id
 from region.log.disk import DiskLog
-from region.log.durability import EPHEMERAL, FSYNC, Durability
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
@@ -142,9 +142,7 @@ def main(folder: Path) -> None:
     )
     elapsed, shard = asyncio.run(append_all(folder / "sealed", FSYNC, batch, APPENDS, sealed()))
     line("fsync, sealed", APPENDS, elapsed, f"{shard.counters.syncs} syncs")
-    elapsed, shard = asyncio.run(
-        append_all(folder / "interval", Durability.parse("interval:50ms"), batch, APPENDS)
-    )
+    elapsed, shard = asyncio.run(append_all(folder / "interval", Durability("interval", 50), batch, APPENDS))
     line("interval:50ms", APPENDS, elapsed, f"{shard.counters.syncs} syncs")
     elapsed, _ = asyncio.run(append_all(None, EPHEMERAL, batch, APPENDS))
     line("ephemeral", APPENDS, elapsed)
@@ -152,7 +150,7 @@ def main(folder: Path) -> None:
     print(f"fsync / raw group        {rates['fsync, group commit'] / rates['raw group']:.2f}")
 
     count = RECOVERY_BYTES // size
-    asyncio.run(append_all(folder / "large", Durability.parse("interval:1000ms"), batch, count))
+    asyncio.run(append_all(folder / "large", Durability("interval", 1_000), batch, count))
     for name, full in (("clean stop", False), ("every byte verified", True)):
         elapsed = timed(partial(reopen, folder / "large", full))
         print(f"recovery of 1 GiB, {name:20} {elapsed:6.2f} s")

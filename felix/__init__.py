@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from felix.frames import GapReason
     from felix.identity import Identity
     from felix.identity_file import load_identity
-    from felix.messages import Durability, Retention, ShardState, StreamState
+    from felix.messages import ShardState, StreamState
     from felix.names import SpiffeId, StreamName
     from felix.profile import Profile, felix_home, load_profile
     from felix.publisher import Publisher
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from felix.queue import Job, Queue, QueueConsumer
     from felix.settings import (
         Deduplication,
+        Durability,
         NamespaceSettings,
+        Retention,
         Retries,
         RetriesChange,
         SubscriptionSettings,
@@ -59,13 +61,13 @@ _NAMES: Final = {
     "felix.frames": "GapReason",
     "felix.identity": "Identity",
     "felix.identity_file": "load_identity",
-    "felix.messages": "Durability Retention ShardState StreamState",
+    "felix.messages": "ShardState StreamState",
     "felix.names": "SpiffeId StreamName",
     "felix.profile": "Profile felix_home load_profile",
     "felix.publisher": "Publisher",
     "felix.publisher_core": "PublishProgress Receipt Refusal",
     "felix.queue": "Job Queue QueueConsumer",
-    "felix.settings": "Deduplication NamespaceSettings Retries RetriesChange SubscriptionSettings Views",
+    "felix.settings": "Deduplication Durability NamespaceSettings Retention Retries RetriesChange SubscriptionSettings Views",
     "felix.stream": "Stream",
     "felix.subscription": "Gap GapError ReceivedBatch Subscription",
     "felix.transaction": "Transaction TransactionRecord",

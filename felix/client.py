@@ -44,7 +44,6 @@ from felix.messages import (
     DescribeRegion,
     DescribeStream,
     DescribeTraffic,
-    Durability,
     ExplainCrossing,
     KeyState,
     LinkState,
@@ -63,7 +62,6 @@ from felix.messages import (
     ReaderTraffic,
     RegionState,
     Request,
-    Retention,
     RotateKeys,
     StreamState,
     StreamTraffic,
@@ -86,9 +84,11 @@ from felix.settings import (
     CacheSettings,
     Compaction,
     Deduplication,
+    Durability,
     NamespaceSettings,
     Offload,
     QueueChange,
+    Retention,
     Views,
 )
 from felix.tracing import Tracing, tracing, tracing_wanted

@@ -18,9 +18,11 @@ from felix.settings import (
     CacheChange,
     Compaction,
     Deduplication,
+    Durability,
     NamespaceSettings,
     Offload,
     QueueChange,
+    Retention,
     SubscriptionChange,
     SubscriptionSettings,
     Views,
@@ -140,22 +142,6 @@ class Goodbye(Message, frozen=True, tag="goodbye"):
 
 
 # -- requests and answers, correlated ------------------------------------------------------------------
-
-
-class Durability(Message, frozen=True, tag="durability"):
-    """`kind` is fsync, interval (with `interval_ms`) or ephemeral."""
-
-    kind: Name = "fsync"
-    interval_ms: int = 0
-
-
-class Retention(Message, frozen=True, tag="retention"):
-    """By age and by bytes per shard; 0 means without bound. `acked`: only what every durable subscription has
-    acknowledged goes, once it is over one of the two."""
-
-    age_ms: int = 0
-    size_bytes: int = 0
-    acked: bool = False
 
 
 class CreateStream(Request["StreamState"], frozen=True, tag="create_stream"):

@@ -1,6 +1,6 @@
-"""Settings of a stream beyond its shards and durability: what it keeps, and which view it has.
+"""Settings of a stream beyond its shards: what an acknowledgement means, what it keeps, and which view it has.
 
-Each struct is one capability that a stream may have or not; a stream without it carries nothing. They stand in
+Each struct below the first two is one capability that a stream may have or not; a stream without it carries nothing. They stand in
 requests (felix.messages) and in the catalog (region.metadata.records) alike, so that a client, the wire and the store
 use the same words. Durations in ms, sizes in bytes. Pure; `check` raises RequestError(CONFIG_INVALID) that names the
 setting, what it was and what is allowed.
@@ -32,6 +32,27 @@ EXCHANGES_DEFAULT: Final = 2
 TRANSACTION_TIMEOUT_S: Final = 30.0
 """A transaction that is open for longer is aborted by the broker; it names its own limit."""
 _Settings = TypeVar("_Settings", bound=msgspec.Struct)
+
+
+class Durability(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an acknowledgement of a stream means. `kind` is fsync (it is on the disk), interval (in the file, and on the disk within
+    `interval_ms`) or ephemeral (in memory)."""
+
+    kind: str = "fsync"
+    interval_ms: int = 0
+
+
+FSYNC: Final = Durability()
+EPHEMERAL: Final = Durability("ephemeral")
+
+
+class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a stream keeps: records go when they are older than `age_ms`, or when a shard is larger than `size_bytes`; 0 means without
+    bound. `acked`: only what every durable subscription has acknowledged goes, once it is over one of the two."""
+
+    age_ms: int = 0
+    size_bytes: int = 0
+    acked: bool = False
 
 
 class Compaction(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -16,8 +16,6 @@ from felix.messages import (
     CreateSubscription,
     DeleteSubscription,
     DescribeSubscription,
-    Durability,
-    Retention,
     SeekSubscription,
     StreamState,
     SubscriptionState,
@@ -36,6 +34,8 @@ from felix.publisher_core import (
 )
 from felix.settings import (
     NO_VIEWS,
+    Durability,
+    Retention,
     Retries,
     RetriesChange,
     SubscriptionChange,

@@ -22,14 +22,14 @@ from felix.names import RESERVED_TENANT, NamePattern, SpiffeId, StreamName
 from felix.quota import QuotaLimits, Scope
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
-from felix.settings import NO_VIEWS, NamespaceSettings, Offload, Views
+from felix.settings import NO_VIEWS, Durability, NamespaceSettings, Offload, Retention, Views
 from felix.transport.port import TransportLimits
 from policy.access import Rights, Verb, not_found_or_forbidden
 from policy.pattern import covers
 from region.budget import Budgets
 from region.config import RegionConfig
 from region.metadata.catalog import Catalog
-from region.metadata.records import Durability, Retention, StreamConfig, check_stream_config
+from region.metadata.records import StreamConfig, check_stream_config
 from region.metrics import BrokerMetrics
 from region.offload import check_offload
 from region.places import places_of, refusal
@@ -61,7 +61,7 @@ def auto_config(settings: NamespaceSettings, views: Views) -> StreamConfig:
     """What a stream that is made by its first use is like."""
     return StreamConfig(
         shards=settings.shards,
-        durability=Durability(settings.durability, settings.interval_ms),  # type: ignore[arg-type]
+        durability=Durability(settings.durability, settings.interval_ms),
         retention=Retention(settings.retention_ms, settings.retention_bytes),
         views=views,
     )

@@ -66,7 +66,6 @@ from felix.messages import (
     RegionState,
     ReportLinks,
     Request,
-    Retention,
     RightsPage,
     RotateKeys,
     SeekSubscription,
@@ -137,13 +136,10 @@ class Requests:
         name = StreamName.parse(request.stream)
         self._broker.refuse_reserved(name.tenant)
         self._broker.require(identity, Verb.ADMIN, name)
-        durability, retention = request.durability, request.retention
-        if durability.kind not in ("fsync", "interval", "ephemeral"):
-            raise RequestError(f"Durability {durability.kind!r} is none of fsync, interval, ephemeral.")
         config = records.StreamConfig(
             shards=request.shards,
-            durability=records.Durability(durability.kind, durability.interval_ms),  # type: ignore[arg-type]
-            retention=_retention(retention),
+            durability=request.durability,
+            retention=request.retention,
             ring_bytes=request.ring_bytes or records.RING_BYTES_DEFAULT,
             views=request.views,
         )
@@ -174,7 +170,7 @@ class Requests:
         await self._broker.check_offload(request.offload)
 
         def change(config: records.StreamConfig) -> records.StreamConfig:
-            retention = config.retention if request.retention is None else _retention(request.retention)
+            retention = config.retention if request.retention is None else request.retention
             views = msgspec.structs.replace(
                 config.views, **changes, **_altered_view(name, config.views, request)
             )
@@ -639,10 +635,6 @@ def _altered_view(name: StreamName, views: Views, request: AlterStream) -> dict[
             )
         found[part] = altered(old, change)
     return found
-
-
-def _retention(asked: Retention) -> records.Retention:
-    return records.Retention(asked.age_ms, asked.size_bytes, asked.acked)
 
 
 _HANDLERS: Final[Mapping[type, Handler]] = {

@@ -23,7 +23,7 @@ import msgspec
 from felix.batch import Batch, BatchHeader
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
-from felix.messages import Durability, Retention, ShardState, StreamState, StreamTraffic
+from felix.messages import ShardState, StreamState, StreamTraffic
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
@@ -32,11 +32,8 @@ from region.at_once import at_once
 from region.budget import Budget
 from region.log.directory import LogDirectory
 from region.log.disk import SegmentLimits
-from region.log.durability import Durability as LogDurability
-from region.log.durability import Kind
 from region.log.epochs import next_epoch
 from region.log.open_logs import OpenLogs, logs_max_of
-from region.log.retention import Retention as LogRetention
 from region.log.ring_pool import RingPool
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.log.shard_settings import always_allowed
@@ -90,7 +87,7 @@ def delivery_frame(header: BatchHeader) -> bytes:
 
 def shard_settings(config: StreamConfig, ring_bytes: int) -> ShardSettings:
     """What the catalog's settings mean for a shard."""
-    retention, compaction = config.retention, config.views.compacted
+    compaction = config.views.compacted
     deduplication = config.views.deduplication
     if compaction is not None and deduplication is not None:
         # Which ids were seen is read from the records: they stay as long as their ids are asked for.
@@ -98,8 +95,8 @@ def shard_settings(config: StreamConfig, ring_bytes: int) -> ShardSettings:
             compaction, lag_ms=max(compaction.lag_ms, deduplication.window_ms)
         )
     return ShardSettings(
-        LogDurability(Kind(config.durability.kind), config.durability.interval_ms),
-        LogRetention(retention.age_ms or None, retention.bytes or None, retention.acked),
+        config.durability,
+        config.retention,
         COMPACTED_SEGMENTS if compaction else OFFLOADED_SEGMENTS if config.views.offload else SegmentLimits(),
         compaction=compaction,
         offload=config.views.offload,
@@ -262,8 +259,8 @@ class HostedStream:
             str(self.name),
             self.incarnation,
             self.shard_count,
-            Durability(config.durability.kind, config.durability.interval_ms),
-            Retention(config.retention.age_ms, config.retention.bytes, config.retention.acked),
+            config.durability,
+            config.retention,
             config.ring_bytes,
             self.record.created_ms,
             [_shard_state(number, self.find(number)) for number in range(self.shard_count)] if detail else [],
@@ -477,7 +474,7 @@ class StreamTable:
             rings=self._rings,
             open_logs=self._open_logs,
         )
-        if settings.durability.kind is not Kind.EPHEMERAL:
+        if settings.durability.kind != "ephemeral":
             seal = self._make_seal(name, incarnation, number)
             hooks = replace(hooks, seal=seal.seal, open_batch=seal.open_batch, commitment=seal.commitment)
         try:
@@ -486,7 +483,7 @@ class StreamTable:
             log.error("%s shard %d does not serve: %s", name, number, error)
             return error
         # Of every opening its own, so that who reads the log later sees where a restored one parts from what it was.
-        if settings.durability.kind is not Kind.EPHEMERAL:
+        if settings.durability.kind != "ephemeral":
             shard.begin_epoch_later()
         elif not shard.epochs.current:
             await shard.begin_epoch(next_epoch(0, hooks.clock_ms()))
@@ -565,7 +562,7 @@ class StreamTable:
         some = set(turn)
         for stream in self:
             retention = stream.record.config.retention
-            if not (retention.age_ms or retention.bytes or retention.acked or stream in some):
+            if not (retention.age_ms or retention.size_bytes or retention.acked or stream in some):
                 continue
             for shard in stream.serving:
                 try:

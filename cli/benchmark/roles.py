@@ -25,11 +25,11 @@ from cli.benchmark.processes import HOST, next_message, until_parent_is_done
 from cli.benchmark.raw_quic import WINDOW_BYTES
 from felix.address import Address
 from felix.batch import NewRecord
-from felix.messages import Durability, Retention
 from felix.profile import load_profile
 from felix.publisher import Publisher
 from felix.publisher_core import Receipt
 from felix.runtime.real import now_ms
+from felix.settings import Durability, Retention
 from felix.subscription import CREDIT_BYTES_DEFAULT, ReceivedBatch, Subscription
 from felix.transport.port import engine_named
 from region.bootstrap import found_region, write_profile

@@ -34,7 +34,6 @@ from region.log.admission import Admission, Admitted, Appended, Repeated, misfit
 from region.log.ahead import Note
 from region.log.counters import ShardCounters
 from region.log.disk import ANNOTATION_SLOTS_MAX, FULL_RETRY_MS, disk_full
-from region.log.durability import Kind
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
 from region.log.recovery import annotate
@@ -306,7 +305,7 @@ class LogCore:
             settings,
             Admission(identity, producers or ProducerTable(settled=point.offset), settings.deduplication),
             commit or Alone(),
-            settings.durability.kind is Kind.EPHEMERAL,
+            settings.durability.kind == "ephemeral",
             entry_of,
             log_end=point,
             durable=point,
@@ -575,12 +574,12 @@ class LogCore:
         if self.state is State.FULL:
             self.turn(Turn.ROOM)
         ready = self._keep(group)
-        if self._mark_armed and (self._sync_armed or self.settings.durability.kind is not Kind.INTERVAL):
+        if self._mark_armed and (self._sync_armed or self.settings.durability.kind != "interval"):
             return ready
         sync_in_s = mark_in_s = None
         if not self._mark_armed:
             self._mark_armed, mark_in_s = True, MARK_SYNC_IDLE_S
-        if self.settings.durability.kind is Kind.INTERVAL and not self._sync_armed:
+        if self.settings.durability.kind == "interval" and not self._sync_armed:
             self._sync_armed, sync_in_s = True, self.settings.durability.interval_ms / 1000
         return ready._replace(sync_in_s=sync_in_s, mark_in_s=mark_in_s)
 

@@ -26,7 +26,6 @@ from felix.storage.small_file import load_checked
 from region.log.clean_stop import save_clean_stop, take_clean_stop
 from region.log.compaction import CompactionReport
 from region.log.disk import storage_error
-from region.log.durability import Kind
 from region.log.durable_mark import MARK_NAME
 from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, OffloadReport, delete_object
@@ -188,7 +187,7 @@ class LogDirectory:
     ) -> ShardLog:
         folder = None
         synced = False
-        if settings.durability.kind is not Kind.EPHEMERAL:
+        if settings.durability.kind != "ephemeral":
             folder = self.shard_folder(name, incarnation, shard)
             clean_name = _clean_name(name, incarnation, shard)
             synced = clean_name in self._clean
@@ -246,7 +245,7 @@ class LogDirectory:
 
     async def _close(self, name: StreamName, log: ShardLog) -> None:
         await log.close()
-        if log.failure is None and log.settings.durability.kind is not Kind.EPHEMERAL:
+        if log.failure is None and log.settings.durability.kind != "ephemeral":
             self._clean.add(_clean_name(name, log.identity.incarnation, log.identity.shard))
 
     async def delete_stream(self, name: StreamName, incarnation: bytes) -> None:

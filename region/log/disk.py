@@ -31,6 +31,7 @@ from felix.batch import HEADER_BYTES, Batch, BatchHeader, body_checksum
 from felix.errors import Code, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.settings import Retention
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files, is_full, write_all
 from felix.storage.small_file import create_durably, read_file, save_checked
@@ -58,7 +59,7 @@ from region.log.recovery import (
     told_from,
     write_index,
 )
-from region.log.retention import Retention, SegmentSpan, plan_deletion
+from region.log.retention import SegmentSpan, plan_deletion, segment_age_ms
 from region.log.segment import (
     ANNOTATION_BYTES_MAX,
     ENTRY_BYTES_MAX,
@@ -943,8 +944,9 @@ class DiskLog:
     def _outlived(self, retention: Retention, now_ms: int) -> bool:
         """Whether the active segment is to be closed by its age, so that what is in it can go, or be compacted."""
         age_ms = self._limits.segment_age_ms
-        if retention.segment_age_ms is not None:
-            age_ms = min(age_ms, retention.segment_age_ms)
+        by_age = segment_age_ms(retention)
+        if by_age is not None:
+            age_ms = min(age_ms, by_age)
         return self._aged(self._segments[-1], now_ms, age_ms)
 
     def _plan(self, retention: Retention, now_ms: int, below: int, hold: int | None) -> int:

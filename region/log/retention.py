@@ -4,35 +4,26 @@ With `acked`, time or size is not enough: nothing goes that a durable subscripti
 committed offset of all of them). As long as nobody has said where that is, nothing goes.
 
 A limit is a promise in two directions: nothing younger than `age_ms` and nothing within the newest
-`bytes_kept` is deleted; what is beyond goes in whole segments. Disk use is therefore up to the limit and one
+`size_bytes` is deleted; what is beyond goes in whole segments. Disk use is therefore up to the limit and one
 segment. By age the segment that is written to is closed after a part of the age, so that records go soon after their time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """What a stream keeps. None means without limit; with both, what either limit lets go is deleted."""
-
-    age_ms: int | None = None
-    bytes_kept: int | None = None
-    acked: bool = False
-
-    @property
-    def segment_age_ms(self) -> int | None:
-        """How long after its first batch a segment is closed, so that it can go by age; None where age is no limit."""
-        return None if self.age_ms is None else max(self.age_ms // AGE_PARTS, AGE_PART_MS_MIN)
-
+from felix.settings import Retention
 
 AGE_PARTS: Final = 8
 """Records go at the latest so much of their age after it: an eighth, and one sweep."""
 AGE_PART_MS_MIN: Final = 50
 """Closing a segment takes two syncs; a lifetime of milliseconds is not worth more of them than this."""
+
+
+def segment_age_ms(retention: Retention) -> int | None:
+    """How long after its first batch a segment is closed, so that it can go by age; None where age is no limit."""
+    return max(retention.age_ms // AGE_PARTS, AGE_PART_MS_MIN) if retention.age_ms else None
 
 
 class SegmentSpan(NamedTuple):
@@ -54,8 +45,8 @@ def plan_deletion(
     total = sum(segment.segment_bytes for segment in segments)
     count = 0
     for segment in segments[:-1]:
-        aged = retention.age_ms is not None and segment.last_time_ms + retention.age_ms < now_ms
-        beyond = retention.bytes_kept is not None and total - segment.segment_bytes >= retention.bytes_kept
+        aged = retention.age_ms > 0 and segment.last_time_ms + retention.age_ms < now_ms
+        beyond = 0 < retention.size_bytes <= total - segment.segment_bytes
         held = retention.acked and hold is not None and segment.next_offset > hold
         if held or (not aged and not beyond):
             break

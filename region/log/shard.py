@@ -45,7 +45,6 @@ from region.log.disk import (
     storage_error,
 )
 from region.log.disk_reader import DiskReader
-from region.log.durability import Kind
 from region.log.epochs import EpochHistory, next_epoch
 from region.log.group_commit import GroupCommit
 from region.log.maintenance import COMPACTION_SHARE, Maintenance
@@ -116,7 +115,7 @@ class ShardLog:
         self._read_pool = read_pool
         self._loop = asyncio.get_running_loop()
         self._folder = Path()
-        self._ephemeral = settings.durability.kind is Kind.EPHEMERAL
+        self._ephemeral = settings.durability.kind == "ephemeral"
         self._ring = self._new_ring(settings.first_offset)
         self._disk: DiskLog | None = None
         self._epochs = EpochHistory()
@@ -609,7 +608,7 @@ class ShardLog:
                 return 0
             disk.begin_epoch(frames[0].leader_epoch)
             disk.write(frames, self._hooks.clock_ms())
-            if self.settings.durability.kind is not Kind.FSYNC:
+            if self.settings.durability.kind != "fsync":
                 return 0
             begun = self._hooks.runtime.clock.monotonic_ns()
             disk.sync()
@@ -868,7 +867,7 @@ class ShardLog:
         retention = self.settings.retention
         disk = self._disk
         if disk is None:
-            if retention.age_ms is not None:
+            if retention.age_ms:
                 self._ring.evict_before(
                     now_ms - retention.age_ms, self._held_from if retention.acked else None
                 )

@@ -11,12 +11,10 @@ from felix.batch import Batch, BatchHeader
 from felix.errors import FelixError
 from felix.runtime.port import Clock, Runtime
 from felix.runtime.real import REAL
-from felix.settings import Compaction, Deduplication, Offload
+from felix.settings import FSYNC, Compaction, Deduplication, Durability, Offload, Retention
 from region.log.disk import SegmentLimits, no_commitment
-from region.log.durability import FSYNC, Durability
 from region.log.offloader import RATE_BYTES, FetchedCache
 from region.log.open_logs import OpenLogs
-from region.log.retention import Retention
 from region.log.ring import RING_BYTES_MAX, RING_ENTRIES_MAX
 from region.log.ring_pool import RingPool
 

@@ -18,7 +18,7 @@ import msgspec
 
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import SpiffeId, StreamName, parse_region, parse_subscription
-from felix.settings import NO_VIEWS, SubscriptionSettings, Views
+from felix.settings import NO_VIEWS, Durability, Retention, SubscriptionSettings, Views
 from policy.access import RIGHTS_PER_IDENTITY_MAX, parse_rights
 
 SHARDS_MAX: Final = 256
@@ -37,28 +37,12 @@ INCARNATION_BYTES: Final = 16
 SUBSCRIPTION_ID_BYTES: Final = 8
 FORMER_TTLS_MAX: Final = 256
 """Times that a cache's own ttl may be altered: each is remembered for as long as the cache is there."""
-DurabilityKind = Literal["fsync", "interval", "ephemeral"]
+DURABILITY_KINDS: Final = ("fsync", "interval", "ephemeral")
 DocumentKind = Literal["grants", "revocations", "denies"]
 Side = Literal["export", "import", "approval", "state"]
 
 _DOCUMENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _Record = TypeVar("_Record", bound=msgspec.Struct)
-
-
-class Durability(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an acknowledgement of this stream means. `interval_ms` only with kind `interval`."""
-
-    kind: DurabilityKind = "fsync"
-    interval_ms: int = 0
-
-
-class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Records go when they are older than `age_ms`, or when a shard is larger than `bytes`; 0 is no bound. With `acked` only
-    once every durable subscription has acknowledged them, too."""
-
-    age_ms: int = 0
-    bytes: int = 0
-    acked: bool = False
 
 
 class FormerTtl(msgspec.Struct, frozen=True, array_like=True):
@@ -161,7 +145,7 @@ def check_stream_config(name: StreamName, config: StreamConfig) -> None:
     durability, retention = config.durability, config.retention
     if not 1 <= config.shards <= SHARDS_MAX:
         raise _invalid(name, f"{config.shards} shards; 1 to {SHARDS_MAX} are allowed")
-    if durability.kind not in get_args(DurabilityKind):
+    if durability.kind not in DURABILITY_KINDS:
         raise _invalid(name, f"durability {durability.kind!r}; it is fsync, interval or ephemeral")
     if durability.kind == "interval":
         if not 1 <= durability.interval_ms <= INTERVAL_MS_MAX:
@@ -180,12 +164,12 @@ def check_stream_config(name: StreamName, config: StreamConfig) -> None:
         raise _invalid(
             name, f"retention of {retention.age_ms} ms; at least {RETENTION_AGE_MS_MIN} ms, or 0 for no bound"
         )
-    if retention.bytes and retention.bytes < RETENTION_BYTES_MIN:
+    if retention.size_bytes and retention.size_bytes < RETENTION_BYTES_MIN:
         raise _invalid(
             name,
-            f"retention of {retention.bytes} bytes per shard; at least {RETENTION_BYTES_MIN}, or 0 for no bound",
+            f"retention of {retention.size_bytes} bytes per shard; at least {RETENTION_BYTES_MIN}, or 0 for no bound",
         )
-    if retention.acked and not (retention.age_ms or retention.bytes):
+    if retention.acked and not (retention.age_ms or retention.size_bytes):
         raise _invalid(
             name,
             "retention acked without an age or a size: what nobody subscribes to would go at once, or never",
@@ -203,7 +187,7 @@ def check_stream_config(name: StreamName, config: StreamConfig) -> None:
             f"it is ephemeral, so nothing of it is on disk that could be {what}",
             "Choose durability fsync or interval.",
         )
-    if config.views.cache is not None and (retention.age_ms or retention.bytes):
+    if config.views.cache is not None and (retention.age_ms or retention.size_bytes):
         raise _invalid(
             name,
             "a cache with retention, which would let go of values that nobody has replaced",
@@ -372,9 +356,28 @@ def decode(value: bytes, kind: type[_Record], key: str) -> _Record:
         ) from error
 
 
+class _FormerRetention(msgspec.Struct, frozen=True):
+    bytes: int = 0
+
+
+class _FormerConfig(msgspec.Struct, frozen=True):
+    retention: _FormerRetention = _FormerRetention()
+
+
+class _FormerStream(msgspec.Struct):
+    """A stream as it was written when its retention by size was called `bytes`."""
+
+    config: _FormerConfig
+
+
 def decode_stream(value: bytes, key: str, revision: int) -> Stream:
     """A stream's record, checked: what stands in the store may have been written by hand."""
     stream = decode(value, Stream, key)
+    if b'"bytes"' in value and not stream.config.retention.size_bytes:
+        former = decode(value, _FormerStream, key).config.retention.bytes
+        retention = msgspec.structs.replace(stream.config.retention, size_bytes=former)
+        config = msgspec.structs.replace(stream.config, retention=retention)
+        stream = msgspec.structs.replace(stream, config=config)
     try:
         name = StreamName.parse(stream.name)
         check_stream_config(name, stream.config)

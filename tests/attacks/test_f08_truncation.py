@@ -21,9 +21,10 @@ from audit.leaf import GapKind, Kind
 from audit.stream_statement import Epoch
 from bridge.agent import Agent
 from felix.errors import Code, CorruptionError
-from felix.messages import Durability, LinkState, RotateKeys
+from felix.messages import LinkState, RotateKeys
 from felix.names import StreamName
 from felix.runtime.real import now_ms
+from felix.settings import Durability
 from policy.grant import Standing, StandingAction, sign_standing
 from policy.truncation import Truncation
 from region.log.shard import ShardLog

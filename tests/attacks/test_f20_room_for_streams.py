@@ -11,9 +11,10 @@ import pytest
 
 from felix.errors import UnavailableError
 from felix.names import StreamName
+from felix.settings import Durability
 from region.budget import Budget
 from region.log.ring import Entry, Ring
-from region.metadata.records import Durability, StreamConfig
+from region.metadata.records import StreamConfig
 from region.streams import HOT_BYTES, SHARD_BYTES, StreamTable, least_bytes
 
 Tally = Callable[[str, int], None]

@@ -16,8 +16,9 @@ from signed_grants import signed_grant
 
 from bridge.plan import Verdict, plan_links
 from felix.errors import Code, FelixError
-from felix.messages import Durability, Retention, StreamState
+from felix.messages import StreamState
 from felix.names import SpiffeId
+from felix.settings import Durability, Retention
 from policy.grant import GrantBook
 from region.broker import Broker
 

@@ -15,8 +15,9 @@ from signed_grants import deny_entry, paper_leaf, signed_grant, standing
 from audit.leaf import TIME_MS_MAX
 from audit.verify import verify_log
 from bridge.plan import Verdict, plan_links
-from felix.messages import Durability, Retention, StreamState
+from felix.messages import StreamState
 from felix.names import SpiffeId
+from felix.settings import Durability, Retention
 from policy.grant import GrantBook, StandingAction
 from policy.quantity import AFTER_CALENDAR
 from policy.signed import NUMBER_MAX

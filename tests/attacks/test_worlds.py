@@ -51,8 +51,9 @@ from audit.spark.agreements import _NAMES, LogDocuments, rows_of
 from audit.tile import MemoryFiles
 from bridge.plan import Verdict, plan_links
 from felix.errors import FelixError
-from felix.messages import Durability, Retention, StreamState
+from felix.messages import StreamState
 from felix.names import SpiffeId, StreamName
+from felix.settings import Durability, Retention
 from policy import residency
 from policy.explanation import explain_crossing
 from policy.grant import CODES, Allowed, Attempt, RefusalKind

@@ -19,11 +19,11 @@ from bridge.agent import Agent
 from bridge.sample import sample_as_bridge, sample_as_reader
 from felix.address import Address
 from felix.errors import Code
-from felix.messages import LinkState, Retention
+from felix.messages import LinkState
 from felix.names import StreamName
 from felix.provenance import PATH_HEADER
 from felix.runtime.real import now_ms
-from felix.settings import Compaction, Views
+from felix.settings import Compaction, Retention, Views
 from policy.grant import StandingAction
 from policy.transform import build_spec
 from region import ingest

@@ -10,8 +10,9 @@ from departures import DAY, terms
 
 from bridge.plan import PlannedLink, Verdict, plan_links
 from felix.errors import Code
-from felix.messages import Durability, Retention, StreamState
+from felix.messages import StreamState
 from felix.names import SpiffeId
+from felix.settings import Durability, Retention
 from keys.signing import SigningKey
 from policy.grant import (
     DenyEntry,

@@ -16,12 +16,11 @@ from felix.batch import Batch, NewRecord, body_checksum, encode_batch
 from felix.cache_messages import DEFAULT_TTL
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import StreamName
-from felix.settings import CACHE_BYTES_MIN, CacheSettings
+from felix.settings import CACHE_BYTES_MIN, CacheSettings, Durability
 from region.budget import Budget
 from region.cache import shard as cache_shard
 from region.cache.shard import CacheShard
 from region.cache.state import ENTRY_BYTES
-from region.log.durability import Durability, Kind
 from region.log.point import LogPoint
 from region.log.shard import ShardHooks, ShardSettings
 from region.streams import delivery_frame
@@ -100,7 +99,7 @@ async def holding(
     budget_bytes: int = 1 << 30,
 ) -> AsyncIterator[Held]:
     clock, budget = Clock(), Budget("cache", budget_bytes)
-    durability = Durability(Kind.FSYNC if folder else Kind.EPHEMERAL, 0)
+    durability = Durability("fsync" if folder else "ephemeral", 0)
     hooks = ShardHooks(frame_prefix=delivery_frame)
     async with serving(folder, ShardSettings(durability), hooks, files) as log:
         shard = CacheShard(

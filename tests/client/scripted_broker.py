@@ -33,14 +33,12 @@ from felix.messages import (
     CreateStream,
     DescribeStream,
     Done,
-    Durability,
     Goodbye,
     Limits,
     ListStreams,
     OpenPublisher,
     PublisherOpened,
     Request,
-    Retention,
     ShardState,
     StreamPage,
     StreamState,
@@ -55,6 +53,7 @@ from felix.messages import (
 from felix.names import SpiffeId
 from felix.profile import Profile
 from felix.session import Authenticated, CreditGranted, Requested, ServerSession
+from felix.settings import Durability, Retention
 from felix.transport.memory import MemoryConnection, MemoryEngine, MemoryNetwork
 from felix.transport.port import Connection, ServerTls
 from keys.authority import RegionAuthority, create_authority

@@ -22,7 +22,6 @@ from felix.names import StreamName
 from felix.publisher_core import (
     FLUSHED,
     FLYING_BATCHES_FILL,
-    FLYING_BATCHES_MAX,
     FULL,
     ITERATION_ENDED,
     LINGERS,
@@ -41,9 +40,10 @@ from felix.publisher_core import (
     StreamRefused,
     TimeCame,
 )
-from region.log.producers import ProducerTable, Remembered, Verdict
+from region.log.producers import BATCHES_IN_FLIGHT_MAX, ProducerTable, Remembered, Verdict
 
 STREAM = StreamName.parse("acme/ops/orders")
+IN_FLIGHT = 31
 WINDOW = 1 << 24
 LARGE = 200_000
 """Bytes of a payload, so that a few fill the smallest buffer."""
@@ -54,7 +54,7 @@ DEADLINE_S = 30.0
 
 def core_of(**settings: Any) -> PublisherCore:
     made = PublisherCore(STREAM, BackoffPolicy(), Random(1), producer_id=7, **settings)
-    made.step(Opened(b"i" * 16, 1, BATCH_BYTES_MAX, WINDOW), 0.0)
+    made.step(Opened(b"i" * 16, 1, BATCH_BYTES_MAX, WINDOW, IN_FLIGHT), 0.0)
     return made
 
 
@@ -161,7 +161,7 @@ def test_the_rest_goes_on_when_the_head_was_not_answered_in_time() -> None:
 
 def test_shards_have_their_turns() -> None:
     core = core_of(batch_records=1)
-    core.step(Opened(b"j" * 16, 3, BATCH_BYTES_MAX, WINDOW), 0.0)
+    core.step(Opened(b"j" * 16, 3, BATCH_BYTES_MAX, WINDOW, IN_FLIGHT), 0.0)
     for number in range(9):
         core.add(b"%d" % number, None, None, shard=number // 3)
     assert [send(core, ticket).header.shard for ticket in range(9)] == [0, 1, 2] * 3
@@ -193,7 +193,7 @@ def test_with_enough_on_the_way_an_open_batch_goes_on_filling() -> None:
 
 def test_a_record_never_joins_a_batch_that_it_would_overfill() -> None:
     core = core_of(batch_bytes=BATCH_BYTES_MAX)
-    core.step(Opened(b"j" * 16, 2, BATCH_BYTES_MAX, WINDOW), 0.0)
+    core.step(Opened(b"j" * 16, 2, BATCH_BYTES_MAX, WINDOW, IN_FLIGHT), 0.0)
     in_first, in_second = b"0", b"1"
     core.add(b"a" * 600_000, None, None, shard=0)
     core.add(b"b" * 600_000, None, None, shard=1)
@@ -287,6 +287,7 @@ class World:
             deadline_ms=int(DEADLINE_S * 1000),
         )  # fmt: skip
         self.refusals = random.choice([0.0, 0.1, 0.4])
+        self.in_flight = random.choice([2, IN_FLIGHT, BATCHES_IN_FLIGHT_MAX])
         self.began = False
         self.given = 0
         self.callers: Counter[int] = Counter()
@@ -323,7 +324,8 @@ class World:
         self.incarnation = incarnation
         self.brokers.setdefault(incarnation, [Shard() for _ in range(shards)])
         self.standing = True
-        self.step(Opened(incarnation, len(self.brokers[incarnation]), BATCH_BYTES_MAX, WINDOW))
+        shards = len(self.brokers[incarnation])
+        self.step(Opened(incarnation, shards, BATCH_BYTES_MAX, WINDOW, self.in_flight))
 
     def lose_link(self) -> None:
         self.standing = False
@@ -484,7 +486,7 @@ class World:
             unsent = len(accumulator.unsent)
             held += accumulator.open_bytes + sum(each.held_bytes for each in left)
             assert left[:1] == list(accumulator.unacknowledged)[:1], "the first one is not dealt with"
-            assert accumulator.flying <= FLYING_BATCHES_MAX
+            assert accumulator.flying <= self.in_flight
             assert list(accumulator.unsent) == left[len(left) - unsent :], "they leave in order"
             assert all(each.sent for each in left[: len(left) - unsent])
             assert not any(each.sent or each.ticket for each in accumulator.unsent)

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from felix.batch import Record
-from felix.messages import Durability, LinkState, RegionState, Retention, ShardState, StreamState
+from felix.messages import LinkState, RegionState, ShardState, StreamState
 from felix.notebook import ROWS_SHOWN_MAX, TEXT_SHOWN_MAX, Rows, html_of, links_svg, rows_html, stream_svg
+from felix.settings import Durability, Retention
 from felix.visible import is_visible
 
 HOSTILE = (

@@ -13,12 +13,12 @@ from log.building import batch_of
 
 from felix.errors import RequestError, UnavailableError
 from felix.names import StreamName
+from felix.settings import Durability
 from felix.storage.disk import DiskFiles
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from felix.storage.port import Files
 from region.log.clean_stop import CLEAN_STOP_NAME, save_clean_stop, take_clean_stop
 from region.log.directory import LogDirectory
-from region.log.durability import Durability, Kind
 from region.log.open_logs import OpenLogs
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
@@ -175,7 +175,7 @@ async def lives(seed: int) -> None:
     what was closed in order; of anything else the power may take the end."""
     random, disk, shards = Random(seed), MemoryDisk(), 3
     least, most = [0] * shards, [0] * shards
-    settings = ShardSettings(durability=Durability(Kind.INTERVAL, 60_000))
+    settings = ShardSettings(durability=Durability("interval", 60_000))
     for _ in range(6):
         directory = LogDirectory(DATA, "us-east", files=disk.mount())
         logs = OpenLogs(random.choice([1, 2, shards]))

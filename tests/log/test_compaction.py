@@ -34,7 +34,7 @@ from long_runs import count
 
 from felix.batch import TOMBSTONE_HEADER, Batch, Record, decode_batch, decode_records
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
-from felix.settings import Compaction
+from felix.settings import Compaction, Retention
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files
 from region.log.compaction import (
@@ -49,7 +49,6 @@ from region.log.compaction import (
 from region.log.disk import DiskLog, Frame, SegmentLimits
 from region.log.point import LogPoint
 from region.log.producer_snapshots import PRODUCERS_NAME
-from region.log.retention import Retention
 from region.log.segment import parse_segment_name
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
@@ -437,7 +436,7 @@ class CompactedLogAgainstDict(RuleBasedStateMachine):
 
     @rule(kept=st.integers(1_000, 6_000))
     def retain(self, kept: int) -> None:
-        self.log.delete_old(Retention(bytes_kept=kept), self.clock, below=self.log.end_offset)
+        self.log.delete_old(Retention(size_bytes=kept), self.clock, below=self.log.end_offset)
         self.start = self.log.start_offset
 
     @rule(data=st.data(), max_bytes=st.integers(1, 3_000))

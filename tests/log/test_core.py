@@ -12,18 +12,17 @@ from log.building import IDENTITY, batch_of
 
 from felix.batch import Batch
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from felix.settings import Deduplication
+from felix.settings import EPHEMERAL, FSYNC, Deduplication, Durability
 from region.log import core
 from region.log.admission import Appended
 from region.log.ahead import Note
 from region.log.core import LogCore, Pending, Ready
-from region.log.durability import EPHEMERAL, FSYNC, Durability, Kind
 from region.log.point import LogPoint
 from region.log.ring import Entry
 from region.log.shard_settings import ShardSettings
 from region.log.states import Event, State
 
-INTERVAL = Durability(Kind.INTERVAL, 50)
+INTERVAL = Durability("interval", 50)
 BEGIN = LogPoint(0)
 ERROR = UnavailableError("It was refused.")
 

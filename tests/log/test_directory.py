@@ -15,9 +15,9 @@ from log.building import batch_of
 
 from felix.errors import FelixError, RequestError, UnavailableError
 from felix.names import StreamName
+from felix.settings import EPHEMERAL
 from felix.storage.disk import FileLock
 from region.log.directory import LogDirectory, StoredStream, folder_name, parse_folder_name
-from region.log.durability import EPHEMERAL
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
 NAME = StreamName.parse("acme/payments/orders")

@@ -19,8 +19,7 @@ from runtimes import with_wall
 
 from felix.batch import MESSAGE_ID_HEADER, Batch, NewRecord, decode_batch, decode_records, encode_batch
 from felix.errors import Code, FelixError, OffsetMismatchError, RequestError, UnavailableError
-from felix.settings import Deduplication
-from region.log.durability import EPHEMERAL
+from felix.settings import EPHEMERAL, Deduplication
 from region.log.message_ids import Identified, MessageIds, sift
 from region.log.shard import Appended, ShardHooks, ShardLog, ShardSettings
 

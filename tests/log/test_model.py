@@ -14,10 +14,10 @@ from log.building import batch_of, first_segment, open_disk, placed, stored
 from long_runs import count
 
 from felix.batch import decode_batch, decode_records
+from felix.settings import Retention
 from region.log.disk import DiskLog, Frame, OffsetOutOfRangeError, SegmentLimits
 from region.log.durable_mark import MARK_NAME, decode_mark
 from region.log.point import LogPoint
-from region.log.retention import Retention
 
 LIMITS = SegmentLimits(segment_bytes_max=1_500)
 
@@ -110,7 +110,7 @@ class LogAgainstList(RuleBasedStateMachine):
 
     @rule(kept=st.integers(1, 5_000))
     def retain(self, kept: int) -> None:
-        deleted = self.log.delete_old(Retention(bytes_kept=kept), self.clock, below=self.end)
+        deleted = self.log.delete_old(Retention(size_bytes=kept), self.clock, below=self.end)
         assert self.log.start_offset >= self.start and self.log.start_offset in self.ends
         self.start = self.log.start_offset
         assert not deleted or self.log.bytes_held >= kept

@@ -34,7 +34,7 @@ from felix.batch import decode_batch, decode_records
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.runtime.real import REAL
-from felix.settings import Offload
+from felix.settings import Offload, Retention
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files
 from felix.storage.small_file import load_checked
@@ -43,7 +43,6 @@ from region.log.directory import LogDirectory, offload_base
 from region.log.disk import DiskLog, Frame, NotLocalError, SegmentLimits
 from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
 from region.log.offloader import FetchedCache, Offloader, Throttle, check_object, fetch, restore_shard
-from region.log.retention import Retention
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore, WorkEndedError
 from region.log.verify import verify_shard
 
@@ -189,7 +188,7 @@ def test_retention_deletes_objects_too_also_after_a_store_was_away(
     log = filled(tmp_path)
     offload(log, place)
     before = len(store.list_names(place))
-    log.delete_old(Retention(bytes_kept=3_000), 1_000, below=log.end_offset)
+    log.delete_old(Retention(size_bytes=3_000), 1_000, below=log.end_offset)
     assert log.start_offset > 0 and len(log.offload.pending_deletion) >= 2
     with failing(monkeypatch), pytest.raises(UnavailableError):
         offload(log, place)
@@ -379,14 +378,14 @@ class OffloadedLogAgainstList(RuleBasedStateMachine):
 
     @rule(kept=st.integers(1_000, 5_000))
     def retain(self, kept: int) -> None:
-        self.log.delete_old(Retention(bytes_kept=kept), 1_000, below=self.log.end_offset)
+        self.log.delete_old(Retention(size_bytes=kept), 1_000, below=self.log.end_offset)
         self.start = self.log.start_offset
 
     @rule(calls=st.integers(0, 8))
     def crash_in_retention(self, calls: int) -> None:
         whole, self.log._files = self.log._files, CrashingFiles(calls)
         try:
-            self.log.delete_old(Retention(bytes_kept=2_000), 1_000, below=self.log.end_offset)
+            self.log.delete_old(Retention(size_bytes=2_000), 1_000, below=self.log.end_offset)
         except Crash:
             pass
         finally:

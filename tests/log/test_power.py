@@ -28,11 +28,10 @@ from log.building import (
     write_batches,
 )
 
+from felix.settings import Durability, Retention
 from felix.storage.memory import MemoryDisk
 from felix.storage.port import Files
 from region.log.disk import DiskLog, Frame, SegmentLimits
-from region.log.durability import Durability, Kind
-from region.log.retention import Retention
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
 T = TypeVar("T")
@@ -121,7 +120,7 @@ def work(log: DiskLog, steps: Sequence[str], files: Files) -> None:
             case "trim":
                 log.trim(log.end_offset - 1, 2_000)
             case "retain":
-                log.delete_old(Retention(bytes_kept=1_200), 2_000, below=log.end_offset)
+                log.delete_old(Retention(size_bytes=1_200), 2_000, below=log.end_offset)
 
 
 STEPS = st.sampled_from(["write", "write", "write", "sync", "roll", "compact", "trim", "retain"])
@@ -171,7 +170,7 @@ def test_what_is_served_after_a_kill_is_there_after_a_power_cut(
 
 async def test_a_shard_says_that_what_recovery_kept_is_synced_and_it_is() -> None:
     disk = MemoryDisk()
-    interval = ShardSettings(durability=Durability(Kind.INTERVAL, 60_000))
+    interval = ShardSettings(durability=Durability("interval", 60_000))
     log, _ = opened(disk)
     write_batches(log, [batch_of(b"synced")])
     log.sync()

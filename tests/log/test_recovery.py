@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from log.building import IDENTITY, SMALL, batch_of, open_disk, placed, stored, write_batches
 
 from felix.errors import CorruptionError
+from felix.settings import Retention
 from felix.storage.disk import DiskFiles
 from region.log.disk import DiskLog, Frame
 from region.log.durable_mark import MARK_NAME
 from region.log.point import LogPoint
 from region.log.recovery import judge_tail, recover
-from region.log.retention import Retention
 from region.log.segment import ShardIdentity
 
 
@@ -288,7 +288,7 @@ def test_interrupted_deletion_is_finished(tmp_path: Path) -> None:
         write_batches(log, [batch_of(b"%d" % number * 50)])
         log.sync()
     with pytest.raises(OSError, match="power"):
-        log.delete_old(Retention(bytes_kept=4_000), 2_000, below=log.end_offset)
+        log.delete_old(Retention(size_bytes=4_000), 2_000, below=log.end_offset)
     start = log.start_offset
     log.abandon()
     assert start > 0 and (tmp_path / f"{0:020d}.seg").exists()
@@ -307,7 +307,7 @@ def test_annotations_survive_roll_retention_and_restart(tmp_path: Path) -> None:
     for number in range(40):
         write_batches(log, [batch_of(b"%d" % number * 50)])
         log.sync()
-    assert log.delete_old(Retention(bytes_kept=1), 2_000, below=log.end_offset) > 0
+    assert log.delete_old(Retention(size_bytes=1), 2_000, below=log.end_offset) > 0
     log.close()
     log = open_disk(tmp_path, limits=SMALL)
     assert log.annotations == {7: b"us-east@55", 8: b"ap-south@9"}

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from log.building import batch_of, serving
 from runtimes import with_wall
 
+from felix.settings import EPHEMERAL, Retention
 from region.log.disk import SegmentLimits
-from region.log.durability import EPHEMERAL
-from region.log.retention import AGE_PARTS, Retention, SegmentSpan, plan_deletion
+from region.log.retention import AGE_PARTS, SegmentSpan, plan_deletion
 from region.log.shard import ShardHooks, ShardSettings
 
 SPANS = [SegmentSpan(100 * at, 100 * at + 100, 1_000, 10 * at) for at in range(5)]
@@ -24,9 +24,9 @@ def test_by_age() -> None:
 
 
 def test_by_bytes() -> None:
-    assert plan_deletion(SPANS, Retention(bytes_kept=3_000), 0) == 2
-    assert plan_deletion(SPANS, Retention(bytes_kept=3_001), 0) == 1
-    assert plan_deletion(SPANS, Retention(bytes_kept=0), 0) == 4
+    assert plan_deletion(SPANS, Retention(size_bytes=3_000), 0) == 2
+    assert plan_deletion(SPANS, Retention(size_bytes=3_001), 0) == 1
+    assert plan_deletion(SPANS, Retention(size_bytes=1), 0) == 4
 
 
 def test_without_limits_nothing_goes() -> None:
@@ -35,27 +35,25 @@ def test_without_limits_nothing_goes() -> None:
 
 @given(
     st.lists(st.tuples(st.integers(1, 999), st.integers(0, 50)), min_size=1, max_size=20),
-    st.none() | st.integers(0, 500),
-    st.none() | st.integers(0, 9_999),
+    st.integers(0, 500),
+    st.integers(0, 9_999),
     st.integers(0, 2_000),
 )
-def test_promises(
-    parts: list[tuple[int, int]], age_ms: int | None, bytes_kept: int | None, now_ms: int
-) -> None:
+def test_promises(parts: list[tuple[int, int]], age_ms: int, size_bytes: int, now_ms: int) -> None:
     spans, time_ms = [], 0
     for at, (size, later) in enumerate(parts):
         time_ms += later
         spans.append(SegmentSpan(at, at + 1, size, time_ms))
-    count = plan_deletion(spans, Retention(age_ms, bytes_kept), now_ms)
+    count = plan_deletion(spans, Retention(age_ms, size_bytes), now_ms)
     assert 0 <= count < len(spans)
     kept = sum(span.segment_bytes for span in spans[count:])
     for span in spans[:count]:
-        young = age_ms is None or span.last_time_ms + age_ms >= now_ms
-        assert not young or (bytes_kept is not None and kept >= bytes_kept)
+        young = not age_ms or span.last_time_ms + age_ms >= now_ms
+        assert not young or (size_bytes and kept >= size_bytes)
 
 
 def test_what_is_not_acknowledged_stays_whatever_its_age_and_size() -> None:
-    aged, large = Retention(age_ms=0, acked=True), Retention(bytes_kept=0, acked=True)
+    aged, large = Retention(age_ms=1, acked=True), Retention(size_bytes=1, acked=True)
     for retention in (aged, large):
         assert plan_deletion(SPANS, retention, 10**9, hold=0) == 0
         assert plan_deletion(SPANS, retention, 10**9, hold=299) == 2
@@ -64,7 +62,7 @@ def test_what_is_not_acknowledged_stays_whatever_its_age_and_size() -> None:
     assert plan_deletion(SPANS, Retention(age_ms=100, acked=True), 111, hold=10**9) == 2, (
         "its time must be up, too"
     )
-    assert plan_deletion(SPANS, Retention(age_ms=0), 10**9, hold=0) == 4, (
+    assert plan_deletion(SPANS, Retention(age_ms=1), 10**9, hold=0) == 4, (
         "who did not ask for it does not wait"
     )
 

@@ -35,13 +35,11 @@ from felix.errors import (
     UnavailableError,
 )
 from felix.names import StreamName
+from felix.settings import EPHEMERAL, Durability, Retention
 from keys.envelope import BatchSealer, DataKey, open_batch
 from keys.key_id import KeyKind, new_key_id
 from region.log.disk import ANNOTATION_SLOTS_MAX, OffsetOutOfRangeError
-from region.log.durability import EPHEMERAL, Durability
-from region.log.durability import Kind as DurabilityKind
 from region.log.point import LogPoint
-from region.log.retention import Retention
 from region.log.segment import ANNOTATION_BYTES_MAX
 from region.log.shard import TRANSITIONS, Appended, Event, ShardHooks, ShardLog, ShardSettings, State
 
@@ -343,7 +341,7 @@ async def test_what_is_sealed_on_disk_is_delivered_plain_hot_and_cold(tmp_path: 
 
 
 async def test_only_what_is_synced_is_read_sealed_and_the_tail_hears_of_it(tmp_path: Path) -> None:
-    interval = ShardSettings(Durability(DurabilityKind.INTERVAL, 60_000))
+    interval = ShardSettings(Durability("interval", 60_000))
     async with serving(tmp_path, interval) as shard:
         await shard.append(batch_of(b"0"))
         assert (shard.high_watermark, shard.synced_offset) == (1, 0)

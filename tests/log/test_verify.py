@@ -23,9 +23,9 @@ from long_runs import count
 
 from felix.batch import FLAG_SEALED, Batch
 from felix.errors import TamperError
+from felix.settings import Retention
 from region.log.disk import DiskLog, Frame, SegmentLimits
 from region.log.durable_mark import MARK_NAME
-from region.log.retention import Retention
 from region.log.segment import ShardIdentity
 from region.log.verify import ShardVerdict, verify_shard
 
@@ -56,7 +56,7 @@ def test_a_compacted_log_with_retention_and_reopening_is_whole(tmp_path: Path) -
     for at in range(60):
         append(log, keyed((b"k%d" % (at % 9), b"v" * 50), (None, b"x" * 9)), 1_000 + at)
     compact(log, now_ms=5_000)
-    log.delete_old(Retention(bytes_kept=4_000), 5_000, below=log.end_offset)
+    log.delete_old(Retention(size_bytes=4_000), 5_000, below=log.end_offset)
     log.close()
     verdict = verdict_of(tmp_path)
     assert verdict.is_whole and not verdict.findings, verdict.findings

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import SpiffeId, StreamName
 from felix.quota import QuotaLimits
-from felix.settings import Retries, SubscriptionSettings
+from felix.settings import Durability, Retention, Retries, SubscriptionSettings
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.port import Compare, Delete, OutcomeUnknownError, Put, TransactResult, Write
-from region.metadata.records import Durability, Policy, Retention, StreamConfig, Subscription
+from region.metadata.records import Policy, StreamConfig, Subscription
 
 ORDERS = StreamName.parse("acme/payments/orders")
 CLIENT = SpiffeId.parse("spiffe://us-east.acme/client/orders-svc")
@@ -108,6 +109,25 @@ async def test_the_record_can_be_read_by_people(catalog: Catalog) -> None:
     )
 
 
+async def test_a_retention_written_by_release_0_1_is_read(catalog: Catalog) -> None:
+    written = (
+        b'{"name":"acme/payments/orders","incarnation":"01010101010101010101010101010101","created_ms":1,'
+        b'"config":{"retention":{"age_ms":60000,"bytes":10000000,"acked":true}}}'
+    )
+    key = "/felix/1/us-east/streams/acme/payments/orders"
+    await catalog.store.transact([], [Put(key, written)])
+    kept = Retention(age_ms=60_000, size_bytes=10_000_000, acked=True)
+    stream = await catalog.describe_stream(ORDERS)
+    assert stream.config.retention == kept
+    await catalog.update_stream(ORDERS, msgspec.structs.replace(stream.config, ring_bytes=1 << 20))
+    entry = await catalog.store.get(key)
+    assert (
+        entry is not None
+        and b'"retention":{"age_ms":60000,"size_bytes":10000000,"acked":true}' in entry.value
+    )
+    assert (await catalog.describe_stream(ORDERS)).config.retention == kept
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -116,11 +136,11 @@ async def test_the_record_can_be_read_by_people(catalog: Catalog) -> None:
         ({"durability": Durability("interval", 0)}, "interval of 0 ms; 1 to 60000 ms"),
         ({"durability": Durability("interval", 60_001)}, "interval of 60001 ms"),
         ({"durability": Durability("fsync", 5)}, "fsync has no interval"),
-        ({"durability": Durability("sometimes")}, "'sometimes'; it is fsync, interval or ephemeral"),  # type: ignore[arg-type]
+        ({"durability": Durability("sometimes")}, "'sometimes'; it is fsync, interval or ephemeral"),
         ({"retention": Retention(age_ms=9)}, "retention of 9 ms; at least 10"),
         ({"retention": Retention(acked=True)}, "retention acked without an age or a size"),
         ({"retention": Retention(age_ms=-1)}, "retention of -1 ms"),
-        ({"retention": Retention(bytes=1)}, "retention of 1 bytes per shard; at least 1048576"),
+        ({"retention": Retention(size_bytes=1)}, "retention of 1 bytes per shard; at least 1048576"),
         ({"ring_bytes": 1}, "a ring of 1 bytes"),
     ],
 )

@@ -25,9 +25,6 @@ from felix.messages import (
     StreamPage,
     Subscribe,
 )
-from felix.messages import (
-    Durability as WireDurability,
-)
 from felix.names import shard_for_key
 from region.folder import RegionFolder
 from region.node import Node
@@ -274,8 +271,8 @@ async def test_create_and_delete_in_a_hurry_never_brings_back_the_dead(operator:
 
 async def test_durability_must_be_known(node: Node) -> None:
     async with raw_peer(node.folder, node.address) as peer:
-        with pytest.raises(RequestError, match="none of fsync, interval, ephemeral"):
-            await peer.ask(CreateStream(CREW, durability=WireDurability("sometimes")), 1)
+        with pytest.raises(RequestError, match="it is fsync, interval or ephemeral"):
+            await peer.ask(CreateStream(CREW, durability=Durability("sometimes")), 1)
         with pytest.raises(RequestError, match="shards"):
             await peer.ask(CreateStream(CREW, shards=-1), 2)
 

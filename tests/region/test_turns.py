@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from felix.names import StreamName
+from felix.settings import Retention
 from region import streams as module
 from region.budget import Budget
 from region.log.shard import ShardLog
-from region.metadata.records import Retention, Stream, StreamConfig
+from region.metadata.records import Stream, StreamConfig
 from region.streams import HostedStream, StreamTable
 
 

@@ -19,7 +19,8 @@ from audit.spark.stream_offsets import (
     split,
 )
 from felix.errors import Code, RequestError
-from felix.messages import Durability, Retention, ShardState, StreamState
+from felix.messages import ShardState, StreamState
+from felix.settings import Durability, Retention
 
 NOW = "ab" * 16
 SHARDS = st.dictionaries(st.integers(0, 9), st.integers(0, 10_000), min_size=1)

@@ -42,9 +42,9 @@ from audit.spark.stream_reader import (
     narrowed,
 )
 from felix.errors import Code, RequestError
-from felix.messages import Durability, PutRights
+from felix.messages import PutRights
 from felix.runtime.real import now_ms
-from felix.settings import Compaction, Views
+from felix.settings import Compaction, Durability, Views
 from region import streams
 from region.log.disk import SegmentLimits
 

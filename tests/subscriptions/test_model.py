@@ -23,7 +23,7 @@ from felix.frames import FrameDecoder, FrameType, decode_gap
 from felix.messages import CreateSubscription
 from felix.names import SpiffeId, StreamName
 from felix.ranges import RangeSet
-from felix.settings import Retries, SubscriptionSettings
+from felix.settings import Durability, Retries, SubscriptionSettings
 from felix.transport.port import TransportLimits
 from region.broker import Broker
 from region.budget import Budgets
@@ -34,7 +34,7 @@ from region.log.shard import Appended
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.mirror import CatalogMirror
-from region.metadata.records import Durability, StreamConfig
+from region.metadata.records import StreamConfig
 from region.quota import Throttle
 from region.streams import StreamTable
 from region.subscriptions.progress import Redelivered
