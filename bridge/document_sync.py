@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Final
 
 from felix.connection import RegionConnection
@@ -32,6 +33,8 @@ KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """In the order in which they are brought: a grant before what is said about it."""
 DOCUMENTS_MAX: Final = 10_000
 """Of one kind, of one region: a bridge has its own grants only."""
+SAID_MAX: Final = 1_000
+"""Unreadable documents that were logged and are not logged again."""
 REFUSED_AGAIN_MS: Final = 30_000
 """How long a document that was refused is not brought again."""
 
@@ -69,8 +72,14 @@ def parse_documents(documents: Documents) -> list[Document]:
             try:
                 parsed.append(parse_document(data))
             except SignatureError as error:
-                log.error("document %s: %s", name, error)
+                _say_unreadable(name, str(error))
     return parsed
+
+
+@lru_cache(maxsize=SAID_MAX)
+def _say_unreadable(name: str, sentence: str) -> None:
+    """Once each: a region may list as many as it likes, and lists them at each change."""
+    log.error("document %s: %s", name, sentence)
 
 
 def missing(giver: Documents, taker: Documents, from_region: str, to_region: str) -> list[tuple[str, str]]:

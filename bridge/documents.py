@@ -24,7 +24,7 @@ from audit.leaf import Side
 from audit.signed_leaf import signed_leaf
 from bridge.document_sync import Documents, parse_documents
 from bridge.link_worker import LinkContext
-from felix.errors import FelixError, UnavailableError
+from felix.errors import FelixError, RequestError, UnavailableError
 from felix.identity import TrustBundle
 from felix.pace import Pace
 from policy.approval import APPROVERS_MAX, Approval, Document, earliest
@@ -89,6 +89,8 @@ class EgressDocuments:
         self._pace = Pace(FOREIGN_PER_S, FOREIGN_BURST, REGIONS_MAX, context.runtime.clock.monotonic)
         self._held_back: set[str] = set()
         """regions of which documents wait"""
+        self._unwritable: set[bytes] = set()
+        """Documents of which no leaf can be made."""
 
     def take(
         self, held: Mapping[str, Documents], trusted: Trusted, anchors: TrustBundle, book: GrantBook
@@ -115,6 +117,7 @@ class EgressDocuments:
             digest: self._seen_ms.get(digest, now) for digest, paper in papers.items() if paper.revokes
         }
         self._papers = tuple(sorted(papers.values(), key=_order))
+        self._unwritable.intersection_update(papers)
         self._book = book
 
     def _policy(self, document: Document, trusted: Trusted) -> Paper | None:
@@ -132,6 +135,7 @@ class EgressDocuments:
         """True while a document has no leaf yet that may get it now."""
         return any(
             paper.digest not in self._context.ledger.documents
+            and paper.digest not in self._unwritable
             and paper.document.region not in self._held_back
             for paper in self._papers
         )
@@ -157,15 +161,24 @@ class EgressDocuments:
     async def log(self, is_busy: Callable[[str], bool]) -> int:
         """Append the leaves that are missing; durable on return. Returns how many. Raises AuditUnavailableError, OSError.
 
-        `is_busy`: whether a link under this grant is in session; its revocation waits.
+        `is_busy`: whether a link under this grant is in session; its revocation waits. A document whose leaf cannot be made waits
+        too, and nothing behind it does: what one region wrote must not keep another region's pause from its leaf.
         """
         logged = self._context.ledger.documents
-        missing = [paper for paper in self._papers if paper.digest not in logged]
+        missing = [
+            paper
+            for paper in self._papers
+            if paper.digest not in logged and paper.digest not in self._unwritable
+        ]
         written = 0
         self._held_back.clear()
         for paper in missing:
             if not (paper.revokes and is_busy(paper.grant)) and self._may_log(paper.document.region):
-                written += await asyncio.shield(asyncio.ensure_future(self._append(paper)))
+                try:
+                    written += await asyncio.shield(asyncio.ensure_future(self._append(paper)))
+                except RequestError as error:
+                    self._unwritable.add(paper.digest)
+                    log.error("a document of %s gets no leaf: %s", paper.document.region, error)
         return written
 
     def _may_log(self, region: str) -> bool:

@@ -45,6 +45,7 @@ from felix.identity import (
 from felix.names import SpiffeId, parse_region
 from policy.signed import (
     FILE_BYTES_MAX,
+    VERIFIED_MAX,
     Purpose,
     SignatureError,
     SignedDocument,
@@ -57,8 +58,6 @@ from policy.terms import GrantId, Hash, Number, OptionalLine, grant_id
 
 APPROVAL_BYTES_MAX: Final = 2 * CHAIN_BYTES_MAX
 """A chain of the largest size, its line feeds escaped, and a body of some 500 bytes."""
-VERIFIED_MAX: Final = 4_096
-"""Approvals whose verification is remembered: some 10 MB."""
 CLOCK_SKEW_MS: Final = 300_000
 """An approver's clock may be so much ahead; what is dated later than that does not count yet."""
 APPROVERS_MAX: Final = 256
@@ -263,7 +262,20 @@ def _decode(body: bytes) -> ApprovalBody:
 def parse_document(data: bytes | str) -> Document:
     """A signed document or an approval, from a file or a token. Raises SignatureError."""
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-    return Approval.parse(raw) if _purpose_of(raw) == Purpose.APPROVAL else SignedDocument.parse(raw)
+    found = _parsed(raw)
+    if isinstance(found, tuple):
+        sentence, hint = found
+        raise SignatureError(sentence, hint=hint)
+    return found
+
+
+@lru_cache(maxsize=VERIFIED_MAX)
+def _parsed(raw: bytes) -> Document | tuple[str, str]:
+    """The document, or why it cannot be read and what to do. Both are remembered, as what `verify` finds is."""
+    try:
+        return Approval.parse(raw) if _purpose_of(raw) == Purpose.APPROVAL else SignedDocument.parse(raw)
+    except SignatureError as error:
+        return error.sentence, error.hint
 
 
 class _Purposed(msgspec.Struct):

@@ -200,32 +200,37 @@ def verify(document: SignedDocument, trusted: Trusted) -> None:
 
     1. the region is known; 2. the key id is one of that region's keys; 3. the signature holds.
     """
-    _verify(document, tuple(trusted.get(document.region, ())))
+    refused = _refusal(document, tuple(trusted.get(document.region, ())))
+    if refused is not None:
+        sentence, hint = refused
+        raise SignatureError(sentence, hint=hint)
 
 
 @lru_cache(maxsize=VERIFIED_MAX)
-def _verify(document: SignedDocument, keys: tuple[bytes, ...]) -> None:
-    """What holds is remembered; what does not is an error, and is looked at again."""
+def _refusal(document: SignedDocument, keys: tuple[bytes, ...]) -> tuple[str, str] | None:
+    """Why the document is not believed, and what to do; None where the signature holds. Both outcomes are remembered: each change of a
+    book verifies all its documents again, and forged ones must not cost more than genuine ones."""
     if not keys:
-        raise SignatureError(
+        return (
             f"The document is signed by {document.region}, whose policy key is not known here.",
-            hint="Import that region's bundle first.",
+            "Import that region's bundle first.",
         )
     found = next((key for key in keys if key_id(key) == document.key), None)
     if found is None:
-        raise SignatureError(
+        return (
             f"The document is signed with the key {document.key[:32]}, which is none of {document.region}'s policy keys.",
-            hint="Import that region's current bundle, or treat the document as forged.",
+            "Import that region's current bundle, or treat the document as forged.",
         )
     try:
         Ed25519PublicKey.from_public_bytes(found).verify(
             document.signature, _message(document.purpose, document.body)
         )
     except (InvalidSignature, ValueError):
-        raise SignatureError(
+        return (
             f"The signature of {document.region} does not hold: the document was forged or changed.",
-            hint="Do not use it; fetch it again from the region that signed it.",
-        ) from None
+            "Do not use it; fetch it again from the region that signed it.",
+        )
+    return None
 
 
 def decode_body(document: SignedDocument, type_: type[T], purpose: Purpose) -> T:

@@ -195,7 +195,7 @@ def other_acceptances(signed: Signed) -> list[SignedDocument]:
         {"destination_stream": "acme/ops/elsewhere"},
         {"bridge": "spiffe://us-east.acme/bridge/other"},
         {"terms_hash": "ab" * 32},
-        {"from_region": "ap-south"},
+        {"from_region": "ap-south", "bridge": "spiffe://ap-south.acme/bridge/us-to-eu"},
         {"to_region": "ap-south", "accepted_by": "spiffe://ap-south.acme/operator/eve"},
     ]
     bodies = [

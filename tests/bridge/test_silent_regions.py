@@ -11,6 +11,7 @@ import pytest
 from bridge.agent import Agent
 from bridge.documents import EgressDocuments, Paper
 from bridge.ledger import Ledger
+from felix.errors import RequestError
 from felix.tasks import end_tasks
 
 
@@ -74,3 +75,31 @@ async def test_documents_that_another_region_signs_without_end_wait_for_their_le
     now[0] += 60
     assert await documents.log(lambda grant: False) == 1
     assert logged.count("eu-west") == 4
+
+
+async def test_a_document_of_which_no_leaf_can_be_made_keeps_none_behind_it_from_its_leaf(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger, tried = Ledger(), list[bytes]()
+    context: Any = SimpleNamespace(
+        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: 0.0)),
+        source=SimpleNamespace(region="us-east"),
+        ledger=ledger,
+    )
+
+    async def append(_: EgressDocuments, paper: Paper) -> bool:
+        tried.append(paper.digest)
+        if paper.digest == b"1":
+            raise RequestError("bridge has 600 characters; 512 are allowed.")
+        ledger.documents.add(paper.digest)
+        return True
+
+    monkeypatch.setattr(EgressDocuments, "_append", append)
+    documents = EgressDocuments(context)
+    documents._papers = tuple(
+        Paper(SimpleNamespace(region="eu-west"), b"", digest)  # type: ignore[arg-type]
+        for digest in (b"0", b"1", b"2")
+    )
+    assert await documents.log(lambda grant: False) == 2
+    assert not documents.is_waiting and not await documents.log(lambda grant: False)
+    assert tried == [b"0", b"1", b"2"], "it is not tried again while it is listed"

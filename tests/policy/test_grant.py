@@ -267,7 +267,7 @@ def test_an_export_grant_whose_hash_is_not_that_of_its_terms_is_refused_even_if_
         {"terms_hash": OTHER_TERMS.hash().hex()},
         {"stream": "acme/ops/crew"},
         {"destination_stream": "acme/ops/crew"},
-        {"from_region": "ap-south"},
+        {"from_region": "ap-south", "bridge": "spiffe://ap-south.acme/bridge/us-to-eu"},
         {"bridge": "spiffe://us-east.acme/bridge/other"},
     ],
 )

@@ -145,3 +145,23 @@ def test_any_bytes_are_refused_with_a_typed_error(data: bytes | str) -> None:
     assert is_refused(data)
     if isinstance(data, bytes):
         assert is_refused(b"{" + data)
+
+
+def test_a_forged_document_is_verified_once_as_a_genuine_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = 0
+
+    def counted(purpose: Purpose, body: bytes) -> bytes:
+        nonlocal tried
+        tried += 1
+        return b"felix/" + purpose.encode() + b"/1\0" + body
+
+    monkeypatch.setattr("policy.signed._message", counted)
+    signed = document()
+    forged = SignedDocument(signed.purpose, signed.region, signed.key, signed.body, bytes(63) + b"\x09")
+    for _ in range(3):
+        for listed in (signed, SignedDocument.parse(forged.encode_file())):
+            try:
+                verify(listed, {"us-east": [raw_public_key(KEY)]})
+            except SignatureError as error:
+                assert "forged or changed" in error.sentence and error.hint
+    assert tried == 1 + 1 + 1, "signed once, and each verified once"
