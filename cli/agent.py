@@ -174,9 +174,9 @@ def write_agent_config(
     destinations: Iterable[str],
     addresses: tuple[str, ...] = (),
 ) -> Path:
-    """The agent's configuration, written or written anew: addresses given, else as profiles and offers say them.
+    """The agent's configuration, written or rewritten: with the given addresses, else those of profiles and offers.
 
-    Raises RequestError: NOT_FOUND for a region that nobody said the place of, ALREADY_EXISTS where the file was edited.
+    Raises RequestError: NOT_FOUND for a region whose address is unknown, ALREADY_EXISTS if the file was edited.
     """
     from bridge.config import load_config
 
@@ -191,7 +191,7 @@ def write_agent_config(
 
 
 def _refuse_edited(path: Path, held: BridgeConfig, text: str) -> None:
-    """Raises RequestError where the file says more than addresses and destinations, which alone are written anew."""
+    """Raises RequestError if the file has more than addresses and destinations, which alone are rewritten."""
     from bridge.config import BridgeConfig
     from policy.documents import decode_document
 
@@ -207,7 +207,7 @@ def _refuse_edited(path: Path, held: BridgeConfig, text: str) -> None:
 
 
 def start(folder: RegionFolder, name: str, *destinations: str) -> dict[str, Any]:
-    """Start an agent apart from this terminal, its configuration written anew where destinations are named."""
+    """Start an agent in the background; its configuration is rewritten if destinations are named."""
     from region.config import load_config
 
     if destinations:

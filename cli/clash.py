@@ -1,6 +1,6 @@
 """Who has an address that a broker, an agent or a page cannot have: by the records of this home's processes, else by the kernel's.
 
-A clash of ports is told with its cause: which address, who has it, and what to do. Blocks on the disk; Linux alone says which
+A port conflict is reported with its cause: which address, who has it, and what to do. Blocks on the disk; Linux alone says which
 process has a port, and only of processes that the user may look at.
 """
 

@@ -1,7 +1,7 @@
 """What every command of `felix` has in common: `-o` and `--json`, and how its usage and its options are written in `--help`.
 
-A command that takes `json` is told where data is wanted, and gives it to `cli.output.print_json`. One that only says what
-it did takes no such parameter: its sentences become an object of the kind Done.
+A command with the parameter `json` learns from it that data is wanted, and passes the data to `cli.output.print_json`. One that
+only reports what it did has no such parameter: its sentences become an object of the kind Done.
 """
 
 from __future__ import annotations

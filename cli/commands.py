@@ -165,7 +165,7 @@ class _Commands(MutableMapping[str, Any]):
 
 
 class PipeClosed(Exception):
-    """Nobody reads standard output any more."""
+    """No process reads standard output any more."""
 
 
 class LazyGroup(PlainValues, TyperGroup):

@@ -22,7 +22,7 @@ from felix.visible import visible
 from region.folder import RegionFolder
 
 ASK_TIMEOUT_S: Final = 1.0
-"""Longer, and whoever pressed the key has typed the name."""
+"""After a longer wait, the user would have typed the name."""
 
 _BASH: Final = """\
 _felix_complete() {
@@ -186,7 +186,7 @@ def _grants(region: str, _last: str) -> list[str]:
 
 
 def _asked(region: str, ask: Callable[[], Any]) -> list[str]:
-    """What the broker says, where it runs on this machine: nobody waits for another one at a prompt."""
+    """The broker's answer, if it runs on this machine: a prompt should not wait for a remote one."""
     if read_state(RegionFolder.of(choose_region(region)).broker_pid) is None:
         return []
     try:

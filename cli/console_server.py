@@ -1,6 +1,6 @@
 """The console's HTTP server: one page, and what happens as server-sent events, to those who hold a key. An asyncio shell.
 
-    GET  /          the page; it holds no data, so whoever reaches the address may have it
+    GET  /          the page; it holds no data, so anyone who reaches the address may have it
     POST /session   Authorization: Bearer TICKET; answers with a key, and the ticket is used up
     GET  /events    Authorization: Bearer KEY; text/event-stream, an event for each look at the mesh
 
@@ -114,7 +114,7 @@ class ConsoleServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def publish(self, data: bytes) -> None:
-        """One event, a line of JSON, to every viewer; whoever has too many waiting is dropped. Does not block."""
+        """One event, a line of JSON, to every viewer; a viewer with too many waiting events is dropped. Does not block."""
         self._last = b"data: " + data + b"\n\n"
         for viewer in tuple(self._viewers):
             try:

@@ -1,4 +1,4 @@
-"""What the console's page is told, as one value: the map, and rows of streams, queues, caches and audit logs. Pure.
+"""The data of the console's page, as one value: the map, and rows of streams, queues, caches and audit logs. Pure.
 
 Every text in it was written by somebody else. `encode_view` shows control and format characters as escapes, as every command does; the page
 puts texts into text nodes alone.

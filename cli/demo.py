@@ -1,7 +1,7 @@
 """`felix demo`: two regions, one bridge, one report, on real input; it ends with 0 only if every number reconciles.
 
 Everything is real: two broker processes and an agent process, QUIC over loopback, files that are synced, a Spark
-report. All state is under one folder, which is made anew at each run.
+report. All state is under one folder, which is re-created at each run.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def backlog_note(
 ) -> str:
     """What the stream holds that would cross under these terms; empty where it is nothing.
 
-    A link goes on where the one before stopped, whatever grant that was under: `views` are the grants of the region's book,
-    `links` what agents last said of theirs.
+    A link continues where the previous one stopped, under whichever grant that was: `views` are the grants of the region's grant
+    book, `links` what agents last reported of theirs.
     """
     into = terms.destination_stream or terms.stream
     before = [

@@ -1,4 +1,4 @@
-"""Grants as commands handle them: the region's bundles and book, documents handed to its broker, files and tokens."""
+"""Grants as commands handle them: the region's bundles and grant book, documents sent to its broker, files and tokens."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _say(
         return
     from cli.output import err
 
-    # A process that runs apart says so in its log, and whoever started it reads it there (cli.process.last_words).
+    # A background process writes this to its log, and the command that started it reads it there (cli.process.last_words).
     err.print(f"felix: {sentence}", style="bold red")
     if hint:
         err.print(f"       {hint}")
@@ -73,7 +73,7 @@ def _say(
 
 
 def _leave_stdout() -> None:
-    """Nobody takes standard output any more: what is still buffered goes nowhere, and Python's own end stays quiet."""
+    """No process reads standard output any more: buffered output is dropped, so that Python's shutdown prints no error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,7 +1,7 @@
 """The mesh as the regions of this home tell it: what each answers, and one map of it all. `survey` asks, `draw_map` is pure.
 
-A region says what stands in its own book; where two of them tell of one grant, the map has it once, with what each says where they
-differ. A region that does not answer stays on the map, with the reason.
+A region reports its own grant book; if two regions report one grant, the map has it once, with both reports where they differ. A
+region that does not answer stays on the map, with the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Survey(msgspec.Struct, frozen=True):
 
 
 class RegionOnMap(msgspec.Struct, frozen=True, kw_only=True):
-    """One region. `state`: up, down (it did not answer; `problem` says why), or known (others trust it, and nobody here can ask it)."""
+    """One region. `state`: up, down (it did not answer; `problem` says why), or known (others trust it, but it cannot be queried
+    from here).
+    """
 
     region: str
     mesh: str = ""

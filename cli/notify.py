@@ -1,10 +1,10 @@
-"""What a service manager is told of this process: that it starts, serves or stops, and that its event loop turns.
+"""Notifications to a service manager: that this process starts, serves or stops, and that its event loop runs.
 
 The protocol is sd_notify(3): datagrams of `KEY=VALUE` lines to the unix socket that NOTIFY_SOCKET names, `@` in front
 standing for a name in Linux's abstract namespace. WATCHDOG_USEC says within which time it wants to hear again.
 
-Invariants: each message carries the whole state, so one for which the socket had no room is made up for by the next;
-sending never blocks the event loop; where nobody asked, nothing is sent. Commands that serve use it, nobody else.
+Invariants: each message carries the whole state, so the next one replaces one for which the socket had no room; sending never
+blocks the event loop; without a service manager, nothing is sent. Used only by commands that serve.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from felix.visible import visible
 log = logging.getLogger("felix.notify")
 
 BEAT_S: Final = 10.0
-"""How often the state is told: a status that people read need not be younger."""
+"""How often the state is sent: a status that people read need not be newer."""
 BEATS_PER_WATCHDOG: Final = 3
 """So many beats fall within the watchdog's time, that one which comes late or is lost ends nothing."""
 EXTEND_US: Final = 60_000_000
@@ -59,7 +59,9 @@ class Notifier:
     """`async with` it around start and stop; call `serving` and `stopping` as they come about."""
 
     def __init__(self, address: str = "", watchdog_s: float = 0.0) -> None:
-        """`address`: a socket's path, or `@` and an abstract name; empty: nobody is told. `watchdog_s` 0: nobody watches."""
+        """`address`: a socket's path, or `@` and an abstract name; empty: nothing is sent. `watchdog_s` 0: there is no
+        watchdog.
+        """
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._watched = watchdog_s > 0
         self._beat_s = min(BEAT_S, watchdog_s / BEATS_PER_WATCHDOG) if self._watched else BEAT_S
@@ -117,7 +119,7 @@ class Notifier:
         try:
             status = self._describe()
         except Exception:
-            # A mistake of ours in what is only shown: the event loop turns all the same, and that is what is watched.
+            # A bug in the status text: the event loop still runs, and that is what the watchdog watches.
             log.exception("what the process does could not be described")
             status = self._phase.value
         try:

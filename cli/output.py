@@ -62,7 +62,7 @@ class SafeConsole(Console):
         super().print(*shown, **options)
 
     def on_broken_pipe(self) -> None:
-        """The command line itself says how a process ends whose output nobody reads (cli.main); rich would say 1."""
+        """cli.main decides the exit code of a process whose output is not read; rich would exit with 1."""
         raise BrokenPipeError
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -150,7 +150,7 @@ def print_done() -> None:
 def error_line(
     sentence: str, hint: str, name: str, number: int, exit_code: int, retry_after_ms: int | None = None
 ) -> bytes:
-    """A failure as one line of JSON: whoever reads objects gets them from standard error, too."""
+    """A failure as one line of JSON: programs that read JSON get it on standard error, too."""
     made = {
         "kind": "Error",
         "name": name,
@@ -249,7 +249,7 @@ def write_data(data: bytes, end: bytes = b"") -> None:
 
 
 class Printed:
-    """What a command that prints records has surely brought out, so that it can say so where the output ends early."""
+    """The records that a command has certainly written out, so that it can report them if the output ends early."""
 
     def __init__(self, hint: str) -> None:
         """`hint` says what becomes of records that are not printed."""

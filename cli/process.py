@@ -1,7 +1,7 @@
 """Processes of Felix on this machine: which run, how they are started apart, and how they are stopped.
 
-A process holds a lock on its pid file for as long as it lives, so a pid file that a crash left behind is told
-from a live one, whatever its number has become.
+A process holds a lock on its pid file for as long as it lives, so a pid file that a crash left behind can be distinguished from
+a live one, even if its pid was reused.
 """
 
 from __future__ import annotations

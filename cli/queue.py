@@ -358,7 +358,7 @@ async def _consume(
                 except StopAsyncIteration:
                     return
                 if not command:
-                    # Printed first: a job that nobody could read is not done, and is redelivered.
+                    # Printed first: a job that could not be printed is not done, and is redelivered.
                     with printed.told():
                         _print_job(job, as_json=as_json)
                         printed.add(job.shard, job.offset)

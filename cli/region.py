@@ -170,7 +170,7 @@ def parse_option(text: str, option: str) -> Address:
 
 
 def free_address(port: int, taken: list[Address], kind: socket.SocketKind) -> Address:
-    """The first port from this one on that no region has and nobody listens at now."""
+    """The first port from this one on that no region has and no process listens at now."""
     ports = {address.port for address in taken}
     while port in ports or not _is_free(port, kind):
         port += 1
@@ -346,7 +346,7 @@ def status(
 
 
 def _status(region: str) -> dict[str, Any]:
-    """One region, as far as it can be told: what cannot is its `problem`."""
+    """One region, as far as its state can be read: the rest is its `problem`."""
     from cli.expiry import expiring
 
     folder = RegionFolder.of(region)

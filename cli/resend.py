@@ -82,7 +82,9 @@ def resend(
 
 
 async def _book_when_accepted(region: str, folder: RegionFolder, grant: str, wait: Duration) -> GrantBook:
-    """The region's book, once the grant is no longer only offered, or after so long a wait: a bridge brings acceptances by itself."""
+    """The region's grant book, once the grant is no longer only offered, or after so long a wait: a bridge brings acceptances by
+    itself.
+    """
     until_ms = now_ms() + wait
     told = False
     while True:

@@ -126,7 +126,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def stop_signals() -> asyncio.Event:
-    """Set by SIGINT or SIGTERM from now on. Ask for it before anybody is told that the process serves."""
+    """Set by SIGINT or SIGTERM from now on. Create it before the process reports that it serves."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -146,7 +146,7 @@ def read_file(path: Path, what: str) -> bytes:
 
 @asynccontextmanager
 async def reader_watched() -> AsyncIterator[None]:
-    """Around work that prints what comes: BrokenPipeError once nobody reads standard output, also while nothing comes."""
+    """Around work that prints what comes: BrokenPipeError once no process reads standard output, also while nothing comes."""
     work = asyncio.current_task()
     assert work is not None
     try:

@@ -428,7 +428,7 @@ async def _subscribe(
                         if given == count or (until_end and not ends):
                             printed.flush()
                             return
-                    # Whoever reads the other end of a pipe gets each batch when it comes.
+                    # The reader of a pipe gets each batch when it comes.
                     printed.flush()
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 TEXT_COLUMNS_MIN: Final = 16
-"""A sentence in a narrower column is a column of words, which nobody reads."""
+"""In a narrower column a sentence has one word per line, which is unreadable."""
 EDGE_COLUMNS: Final = 3
 """What stands between two columns: a blank, a line, a blank. One less at both ends of a row together."""
 INDENT: Final = "  "

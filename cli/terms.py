@@ -94,7 +94,7 @@ def short_tallies(tallies: Iterable[Tally]) -> str:
 
 
 def confirm(question: str, yes: bool) -> None:
-    """Ask a person; `--yes` answers. Raises RequestError where nobody can be asked, Exit where the answer is no."""
+    """Ask a person; `--yes` answers. Raises RequestError if there is no terminal to ask at, Exit if the answer is no."""
     if yes:
         return
     if not sys.stdin.isatty():

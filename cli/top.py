@@ -129,7 +129,7 @@ class TopStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def figures(before: Sample, after: Sample, *, sort: SortBy = "in", tenant: str = "") -> TopStats:
-    """Rates between two samples. What was not there before counts from 0, and so does what began anew."""
+    """Rates between two samples. A counter that is new, or that was reset, counts from 0."""
     passed = max(1e-3, after.at_s - before.at_s)
     earlier = {each.stream: each for each in before.streams}
     seen = {(each.kind, each.name, each.stream): each for each in before.readers}
@@ -172,7 +172,7 @@ def figures(before: Sample, after: Sample, *, sort: SortBy = "in", tenant: str =
         streams=streams,
         readers=readers,
         caches=caches,
-        # Whoever a quota has held back since the sample before.
+        # Tenants and identities that a quota has throttled since the previous sample.
         throttled=[
             each
             for each in after.quotas

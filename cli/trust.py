@@ -220,7 +220,7 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str) -> bo
         found, option = new.whole_fingerprint(), "--fingerprint --whole"
     given = fingerprint.replace(" ", "").lower()
     if given:
-        # Whoever compared the whole bundle compared what founds the region, too.
+        # Comparing the whole bundle includes comparing what founds the region.
         if given in (found.replace(" ", ""), new.whole_fingerprint().replace(" ", "")):
             return False
         if given == new.fingerprint().replace(" ", ""):

@@ -335,7 +335,7 @@ def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 def save_authority(authority: RegionAuthority, folder: Path) -> None:
     """Write a new authority; the folder appears whole or not at all. Blocks on the disk.
 
-    Raises RequestError(ALREADY_EXISTS) where there is one: losing a root means issuing every identity anew.
+    Raises RequestError(ALREADY_EXISTS) where there is one: losing a root means issuing every identity again.
     """
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     beside.mkdir(mode=0o700, parents=True)

@@ -12,9 +12,9 @@ Invariants of a decoded `SignedBundle`, each checked again at decoding:
    `<region>.<mesh>/…`, and every key is a key;
 3. the signature holds under one of its own policy keys.
 
-An update is taken without people comparing again only where `check_update` holds: it may name logs of new bridges, and
-change nothing else about who speaks for the region. Whoever holds a policy key can sign one, so it must not make more of that
-key than it is. Pure.
+An update is taken without people comparing again only where `check_update` holds: it may name logs of new bridges, and change
+nothing else about who speaks for the region. A holder of a policy key can sign one, so an update must not extend that key's
+power. Pure.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
           root of <region>.<mesh>, signed by itself   two certificates
            └ issuing └ identity                       as ever (keys.authority)
 
-The anchor that regions trust stays the certificate that the region signed itself. The organisation's root is never one: whoever
-holds it can make a second authority of the same name, and so would speak for the region (docs/decisions/0047). Tools that
-trust the organisation verify a region's brokers by the other certificate, which brokers show besides.
+The anchor that regions trust stays the certificate that the region signed itself. The organisation's root is never one: its
+holder can make a second authority of the same name, and so would speak for the region (docs/decisions/0047). Tools that trust
+the organisation verify a region's brokers by the other certificate, which brokers show besides.
 
 A certificate is taken only where all of this holds:
 

@@ -24,7 +24,7 @@ class KeyDestroyedError(RequestError):
 
 
 class KeyExhaustedError(FelixError):
-    """A data key reached its limit of batches; whoever seals must take a fresh one first."""
+    """A data key reached its limit of batches; the sealing code must take a fresh one first."""
 
     default_code = Code.KEY_EXHAUSTED
 

@@ -8,7 +8,7 @@ One file per root, `<key id in hex>.key`, mode 0600::
     65       check    8   first bytes of SHA-256 over all before it
 
 Invariants: a root is durable before its id is given out; a file that does not hold what its name says is refused; no
-file is ever overwritten. Whoever can read the folder can read everything in the region: the threat model says so.
+file is ever overwritten. Anyone who can read the folder can read everything in the region (docs/threat-model.md).
 Calls block on the disk.
 """
 

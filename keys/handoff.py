@@ -1,8 +1,8 @@
 """Handing a data key to a bridge: sealed to the bridge's own public key, for one grant, and good for opening only.
 
-The broker seals the 32 secret bytes (keys.hybrid) with `info` binding region, stream, incarnation, shard, epoch,
-key id, grant id, hash of terms and the bridge's SPIFFE id. Whoever decides that a bridge may have a key decides it
-before calling here. Pure. The broker seals, the bridge agent opens.
+The broker seals the 32 secret bytes (keys.hybrid) with `info` binding region, stream, incarnation, shard, epoch, key id, grant
+id, hash of terms and the bridge's SPIFFE id. The caller decides whether a bridge may have a key before it calls this module.
+Pure. The broker seals, the bridge agent opens.
 """
 
 from __future__ import annotations

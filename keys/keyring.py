@@ -355,7 +355,7 @@ class Keyring:
         """Destroy the keys of every incarnation of a stream: what they sealed can never be read again here.
 
         Returns the ids of the stream keys that are destroyed now, none where there were none. The wrapped keys are
-        gone from the key file when this returns, and from memory once nobody holds them. Raises KeyProviderError.
+        gone from the key file when this returns, and from memory once no object references them. Raises KeyProviderError.
         """
         with self._lock:
             plan = self._tree.copy()

@@ -7,7 +7,7 @@ it gets data keys. From it:
 - transfer key (per shard and source epoch): id and secret, so that an envelope sent again has the same bytes;
 - commitment secret (per transfer key; both sides derive it): what audit leaves commit to records with that cross;
 - withheld key (per scope of a transfer key): what leaves commit to records with that stay. It comes from the link secret,
-  which the destination never has: with the transfer key alone nobody can try what was withheld;
+  which the destination never has: the transfer key alone does not suffice to test guesses about withheld records;
 - field secret (per stream, destination and purpose): what hashes and pseudonyms are made with. It is the same under
   a renewed grant, and another for another destination or purpose, so two recipients cannot join their data.
 

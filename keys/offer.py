@@ -1,9 +1,9 @@
 """A region's offer: one signed file with all that another organisation needs to exchange data with it.
 
-It holds the region's bundle, where its brokers are reached, the legal entity that runs it and whom to ask, as the region
-says so itself. The file is JSON as a bundle is. The signature is Ed25519, for the purpose `region-offer`, over the body as
-JSON with sorted names, and made by a policy key that the bundle inside names: it shows that the offer is that region's,
-once people compared the bundle's fingerprint (keys.bundle). Pure.
+It holds the region's bundle, where its brokers are reached, the legal entity that runs it and whom to ask, as the region itself
+states. The file is JSON as a bundle is. The signature is Ed25519, for the purpose `region-offer`, over the body as JSON with
+sorted names, and made by a policy key that the bundle inside names: it shows that the offer is that region's, once people
+compared the bundle's fingerprint (keys.bundle). Pure.
 """
 
 from __future__ import annotations

@@ -61,8 +61,9 @@ APPROVAL_BYTES_MAX: Final = 2 * CHAIN_BYTES_MAX
 CLOCK_SKEW_MS: Final = 300_000
 """An approver's clock may be so much ahead; what is dated later than that does not count yet."""
 APPROVERS_MAX: Final = 256
-"""People of one region whose approvals of one grant are kept, by brokers, agents and whoever verifies a log: many times what any policy
-asks for (`policy.residency.APPROVALS_MAX`). Of more, those who approved first; the others change nothing."""
+"""People of one region whose approvals of one grant are kept, by brokers, agents and verifiers of a log: many times what any
+policy requires (`policy.residency.APPROVALS_MAX`). Of more, those who approved first; the others change nothing.
+"""
 APPROVER: Final = "approver"
 """The kind of identity that approves; it opens no session."""
 
@@ -283,7 +284,7 @@ class _Purposed(msgspec.Struct):
 
 
 def _purpose_of(raw: bytes) -> str:
-    """What a file or token says it is for; empty where it says nothing. Believed by nobody: the parser checks."""
+    """The purpose that a file or token claims; empty if it claims none. Not trusted: the parser checks it."""
     if len(raw) > FILE_BYTES_MAX:
         return ""
     try:
@@ -344,7 +345,7 @@ def open_approval(approval: Approval, trust: TrustBundle) -> ApprovalBody:
 
 def refuse_ended(approval: Approval, trust: TrustBundle, now: int) -> None:
     """Raises SignatureError where the approver's certificate is not valid at `now` (ms): an approval is handed in
-    while its certificate lives, so that nobody dates one back to when he still was an approver."""
+    while its certificate lives, so that a former approver cannot backdate one."""
     claim = open_approval(approval, trust)
     anchor = trust.anchor(SpiffeId.parse(claim.approver).trust_domain)
     assert anchor is not None

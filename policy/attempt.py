@@ -112,7 +112,7 @@ class Refusal(NamedTuple):
 def check_path(grant: str, terms: GrantTerms, path: tuple[str, ...]) -> Refusal | None:
     """The refusal of one record for where it has been, or None.
 
-    For the bridge, which asks the book once for a batch and this for every record that has a path.
+    For the bridge, which asks the grant book once per batch and this for every record that has a path.
     """
     elsewhere = [region for region in path if region != terms.from_region]
     if terms.to_region in elsewhere:

@@ -1,7 +1,7 @@
-"""What documents claim to be about, before anybody verified them; and which of too many documents a book leaves out.
+"""What documents claim to be about, before they are verified; and which of too many documents a grant book leaves out.
 
-Claims are believed by nobody. They say in a refusal what was not believed, and they group documents by grant, so that a
-book that has room for some only drops whole grants: an export without its revocation would allow what was forbidden.
+Claims are never trusted. A refusal uses them to name a rejected document, and they group documents by grant, so that a grant
+book without room for all drops whole grants: an export without its revocation would allow what was forbidden.
 
 Pure. For policy.grant.
 """
@@ -67,7 +67,7 @@ def read_claim(document: Document) -> Claim | None:
 def select_documents(
     documents: Sequence[Document], documents_max: int
 ) -> tuple[tuple[Document, ...], tuple[Claim, ...]]:
-    """As many documents as a book takes, in their order, and the grants that were left out.
+    """As many documents as a grant book holds, in their order, and the grants that were left out.
 
     Deny entries stay before all else. Then grants stay with all that is said about them, or not at all: those that end last
     first; those without an export grant, which allow nothing, last of all.

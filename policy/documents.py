@@ -235,7 +235,7 @@ def _is_null(node: yaml.Node) -> bool:
 
 
 def _is_quoted(node: yaml.ScalarNode) -> bool:
-    # Block scalars (| and >) count too: whoever writes one means a text.
+    # Block scalars (| and >) count too: their author means a text.
     return node.style is not None
 
 
@@ -491,7 +491,7 @@ def _sentence(error: Exception) -> str:
 
 @cache
 def _hints(cls: type[msgspec.Struct]) -> dict[str, Any]:
-    """Of the program's own documents, which are few; whoever calls does not change what it is given."""
+    """Of the program's own documents, which are few; callers must not change the result."""
     return typing.get_type_hints(cls, include_extras=True)
 
 

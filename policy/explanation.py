@@ -1,6 +1,6 @@
-"""Why a stream may cross between two regions now, or may not: the answer of a book of grants, and what it rests on. Pure.
+"""Why a stream may cross between two regions now, or may not: the answer of a grant book, and its grounds. Pure.
 
-A broker answers with it (`explain_crossing`), from the very book and policy that it lets bridges cross by.
+A broker answers `explain_crossing` with it, from the same grant book and policy by which it admits bridges.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from policy.residency import Decision, Question, ResidencyPolicy, decide, decide
 
 
 class Explanation(NamedTuple):
-    """The book's own answer, and what it rests on. `view`: the grant that it is about, if there is one."""
+    """The grant book's own answer, and its grounds. `view`: the grant that it is about, if there is one."""
 
     refusal: Refusal | None
     decision: Decision
@@ -27,7 +27,7 @@ class Explanation(NamedTuple):
 def explain_crossing(
     book: GrantBook, policy: ResidencyPolicy, stream: StreamName, source: str, destination: str, now: int
 ) -> Explanation:
-    """Whether a stream may cross right now, as a broker with this policy and this book decides."""
+    """Whether a stream may cross right now, as a broker with this policy and this grant book decides."""
     answer = book.check(Attempt(stream, source, destination), policy, now)
     view = book.get(answer.grant, now) if answer.grant else None
     terms = view.export.terms if view is not None and view.export is not None else None

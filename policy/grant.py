@@ -1,7 +1,7 @@
-"""Grants: two signed documents that let one stream cross, and the book that answers whether it may right now.
+"""Grants: two signed documents that let one stream cross, and the grant book that decides whether it may cross now.
 
-The documents are in policy.grant_documents, the states in policy.grant_state, questions and answers in policy.attempt; whoever deals
-with grants has all of their names here. Each half states how many approvals its region asks for, and on each side so many different
+The documents are in policy.grant_documents, the states in policy.grant_state, questions and answers in policy.attempt; this
+module exports all of their names. Each half states how many approvals its region asks for, and on each side so many different
 people must have signed the terms' hash (policy.approval). Without all of this nothing moves.
 
 Checks of `GrantBook.check`, in this order; each has its own refusal:
@@ -22,10 +22,10 @@ Invariants:
 - of several standings by one region the one with the highest sequence holds: an old resume cannot be played again
   over a newer pause;
 - of several exports, or imports of one region, under one id the one that was signed last holds;
-- a book is made of at most DOCUMENTS_MAX documents. What is too much is left out by whole grants, those first that end first,
-  and is refused and reported; what denies is never left out, so that leaving out allows nothing.
+- a grant book holds at most DOCUMENTS_MAX documents. If there are more, whole grants are left out, first those that expire
+  first, and are refused and reported; deny entries are never left out, so that leaving out allows nothing.
 
-Pure: no clock, no disk. Brokers on both sides, the agent and the commands ask; what the book is made of comes from metadata.
+Pure: no clock, no disk. Brokers on both sides, the agent and the commands query it; its documents come from metadata.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ __all__ = [
 ]
 
 DOCUMENTS_MAX: Final = 100_000
-"""Documents in one book: each is verified once when the book is made."""
+"""Documents in one grant book: each is verified once when the book is made."""
 DECISIONS_MAX: Final = 4_096
-"""Remembered policy decisions; beyond that the memory starts anew."""
+"""Cached policy decisions; beyond that the cache is cleared."""
 ANEW_FROM: Final = 8
 """Where more than one of so many grants changes, a new book costs less than a changed one."""
 NEVER: Final = 1 << 63
@@ -139,7 +139,7 @@ Rank = tuple[int, bool, bytes]
 
 
 class Problem(NamedTuple):
-    """A document that the book does not believe, and why."""
+    """A document that the grant book rejects, and why."""
 
     document: Document
     sentence: str
@@ -167,8 +167,9 @@ class _Entry:
     speaking: dict[str, tuple[ApprovalBody, ...]] = field(default_factory=dict)
     """By region, once the book is complete: those of the grant's own mesh."""
     approved_from: int = NEVER
-    """When all approvals that the halves ask for were found to be there. Later they still are: a book does not change, and
-    time only adds to those that count. Asked at every read."""
+    """The time at which all approvals that the halves require were found. They stay complete: a grant book does not change, and
+    time only adds approvals that count. Checked at every read.
+    """
     counted_from: dict[tuple[str, ApprovalRule], int] = field(default_factory=dict)
     """The same for a region's rules."""
 
@@ -241,7 +242,7 @@ class _Step(IntEnum):
 
 
 class GrantBook:
-    """All that is granted, as one region knows it. A changed book is a new one (`including`)."""
+    """All grants that one region knows. A changed grant book is a new object (`including`)."""
 
     __slots__ = (
         "_anchors",
@@ -301,7 +302,7 @@ class GrantBook:
                     exact.setdefault((str(pattern), *ends), []).append(entry)
                 else:
                     wild.append((pattern, ends, entry))
-        # Every read of a bridge asks this book, so an exact name is looked up, not searched for.
+        # Every read of a bridge queries this book, so an exact name is looked up, not searched for.
         self._exact = {place: tuple(found) for place, found in exact.items()}
         self._wild = tuple(wild)
         self._denying = {
@@ -315,12 +316,13 @@ class GrantBook:
         return tuple(problem for found in self._problems.values() for problem in found)
 
     def including(self, documents: Iterable[Document]) -> Self:
-        """A book with these documents besides."""
+        """A grant book with these documents in addition."""
         return self.changed((), documents)
 
     def changed(self, gone: Iterable[Document], come: Iterable[Document]) -> Self:
-        """The book without `gone` and with `come`, under the same keys: what a new one of all these documents would be, but
-        only the grants and deny entries that these are about are made anew."""
+        """The book without `gone` and with `come`, under the same keys: equal to a new one of all these documents, but only the
+        grants and deny entries that these documents concern are rebuilt.
+        """
         groups = dict(self._groups)
         touched: dict[str, None] = {}
         for documents, stays in ((gone, False), (come, True)):
@@ -394,7 +396,7 @@ class GrantBook:
                 self._truncations[cut.stream, cut.shard] = left
 
     def _join(self, part: GrantBook) -> None:
-        """Take what the book of one group says; nothing of this group is here."""
+        """Merge in the book of one group, of which this book holds nothing yet."""
         self._problems |= part._problems
         self._unbelieved |= part._unbelieved
         self._standings |= part._standings
@@ -474,8 +476,9 @@ class GrantBook:
         return accepted
 
     def cut_under(self, grants: Collection[str]) -> set[str]:
-        """The grants under which a truncation or a resend was accepted that counts for one of these, too: whoever crosses under
-        these needs their documents to know what lives now."""
+        """The grants under which a truncation or a resend was accepted that also applies to one of these: an agent that crosses
+        under these needs their documents to know the current incarnation.
+        """
         exact: dict[str, set[tuple[str, ...]]] = {}
         wild: dict[tuple[str, ...], PatternSet] = {}
         for grant in grants:
@@ -932,8 +935,9 @@ class GrantBook:
 
 
 def _group_of(document: Document) -> str:
-    """What a document is about: its grant, or the key of a deny entry. What two documents of different groups say has nothing to do
-    with each other. Those that nobody can read are together, and say nothing."""
+    """What a document is about: its grant, or the key of a deny entry. Documents of different groups are independent of each
+    other. Unreadable documents form one group, which states nothing.
+    """
     try:
         if isinstance(document, Approval):
             return document.claim.grant

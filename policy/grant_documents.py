@@ -1,8 +1,9 @@
 """What regions sign about a grant: its two halves, later words on it, deny entries; how they are signed and opened.
 
-The **export grant** carries the terms and is signed by the source region's policy key; the **import grant** names the same terms hash
-and is signed by the destination's. A `Standing` pauses, resumes or revokes a grant, or says where its link goes on
-(policy.truncation); a `DenyEntry` forbids a stream whatever is granted. What they come to together, the book says (policy.grant).
+The **export grant** carries the terms and is signed by the source region's policy key; the **import grant** names the same terms
+hash and is signed by the destination's. A `Standing` pauses, resumes or revokes a grant, or says where its link goes on
+(policy.truncation); a `DenyEntry` forbids a stream whatever is granted. The grant book decides what they amount to together
+(policy.grant).
 
 Invariants: an `open_…` returns only what a trusted key of the region signed that the document speaks for; what `sign_…` makes, the
 region's policy in force allows. Pure.

@@ -180,7 +180,7 @@ class Inspection:
             _refuse("Its payload is not JSON, as the terms say.")
         if not isinstance(record, dict):
             _refuse("Its payload is not a JSON object.")
-        # What is equal to its values written anew has no name twice, and no byte beside them.
+        # A text that equals its decoded values written again has no duplicate name, and no other byte.
         if again != data:
             _refuse("Its payload is not written as the transform writes it.")
         if data.count(b"{") + data.count(b"[") > DEPTH_MAX and deeper_than(record, DEPTH_MAX):

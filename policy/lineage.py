@@ -1,4 +1,4 @@
-"""Field lineage, told by a transform's rules alone: which field of the destination comes from which of the source.
+"""Field lineage, derived from a transform's rules alone: which field of the destination comes from which of the source.
 
 For reports, and for OpenLineage's columnLineage facet (1-2-0). Values, no records: the same rules give the same lineage always.
 """

@@ -20,7 +20,7 @@ SIZE_BYTES_MAX: Final = 1 << 53
 """8 PiB: what every JSON reader can hold exactly."""
 TEXT_CHARS_MAX: Final = 32
 AFTER_CALENDAR: Final = "after the year 9999"
-"""How a time is told that no calendar has: signed documents may state any, and none may end who reads it."""
+"""How a time outside the calendar is shown: signed documents may state any time, and none may crash its reader."""
 
 _NUMBER: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z/]+)", re.ASCII)
 

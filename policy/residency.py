@@ -124,7 +124,7 @@ class _Rule(msgspec.Struct, frozen=True, kw_only=True):
     approvals: Annotated[int, msgspec.Meta(ge=0, le=APPROVALS_MAX)] = 1
     """How many approvers of the policy's region must sign; 0: none."""
     separate: bool = False
-    """Whether nobody counts who drew the terms up or accepted them."""
+    """Whether the people who drew the terms up or accepted them are excluded from the approvals that count."""
     approvers: tuple[ApproverName, ...] = ()
     """Names of those who count; empty: every approver of the region."""
 

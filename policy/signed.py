@@ -36,7 +36,7 @@ FILE_BYTES_MAX: Final = 768 * 1024
 KEY_ID_BYTES: Final = 16
 VERIFIED_MAX: Final = 1 << 15
 """Documents whose verification and body are remembered, some 100 MB of grants at worst: more than six regions may keep in another.
-A changed book is a new one, of mostly the same documents."""
+A changed grant book is a new object, of mostly the same documents."""
 NUMBER_MAX: Final = (1 << 53) - 1
 """What every JSON reader holds exactly (RFC 7493)."""
 

@@ -8,8 +8,8 @@ Invariants of `GrantTerms`, asserted whenever one is made or decoded:
 - every legal basis but `not-personal` and `same-jurisdiction` has a reference;
 - texts have no control characters and are bounded; numbers fit 2^53: so the canonical bytes are RFC 8785.
 
-The terms hash is the plain SHA-256 of the canonical bytes, and the grant's id is its first 80 bits: whoever holds
-the document can check both with common tools.
+The terms hash is the plain SHA-256 of the canonical bytes, and the grant's id is its first 80 bits: anyone who holds the
+document can check both with common tools.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Basis(StrEnum):
     ADMINISTRATIVE_ARRANGEMENT = "administrative-arrangement"
     DEROGATION = "derogation"
     SAME_JURISDICTION = "same-jurisdiction"
-    """No border of law is crossed. The policy's table of regions must say so too."""
+    """Both regions are in one jurisdiction. The policy's table of regions must confirm it."""
     NOT_PERSONAL = "not-personal"
     """The owner states that no personal data crosses."""
 
@@ -199,7 +199,7 @@ class _Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def grant_id(terms_hash: bytes) -> str:
-    """`g-` and 16 characters of base32: readable aloud, and nobody can choose it."""
+    """`g-` and 16 characters of base32: easy to read aloud, and no one can choose it."""
     return "g-" + b32encode(terms_hash[:10]).decode("ascii").lower()
 
 

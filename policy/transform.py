@@ -1,7 +1,7 @@
 """Field rules on JSON records: what of a record crosses a border, and in which form.
 
-A `TransformSpec` is data: it stands in a grant's terms and is signed with them. `compile_transform` turns it into
-a function once; per record there is one JSON decode, the rules, one JSON encode.
+A `TransformSpec` is data: it is part of a grant's terms and is signed with them. `compile_transform` compiles it into a function
+once; per record there is one JSON decode, the rules, one JSON encode.
 
 Rules: `keep`, `drop`, `mask`, `hash` (HMAC-SHA256 under the region's key: equal values stay equal wherever they
 go) and `pseudonymize` (HMAC-SHA256 under a key derived for one scope, so two destinations cannot join theirs).
@@ -11,7 +11,7 @@ Invariants:
 - it fails closed: a record that cannot be decoded, that is ambiguous (duplicate keys), or that has another shape
   than a rule expects is `Withheld`; no input bytes raise;
 - a reason names fields and kinds, never a value;
-- the output is encoded anew from decoded values: no byte of the input is copied through unread;
+- the output is encoded from decoded values: no byte of the input is copied through unread;
 - a record's key never crosses as it is unless the spec says `key: keep`, and even then not where it shows the
   value of a field that a rule protects; a header crosses only if it is named.
 
@@ -42,8 +42,9 @@ RECORD_BYTES_MAX: Final = 1 << 20
 DEPTH_MAX: Final = 64
 """Nesting of a record. Real ones stay below ten; the decoder and the rules recurse once per level."""
 VALUES_MAX: Final = 32_768
-"""Commas and opening brackets of a record, outside of its texts: so many values it may have. More would hold up whoever looks at
-them one by one; records come from outside, and an event loop waits."""
+"""Commas and opening brackets of a record, outside of its texts: the number of values that it may have. More would block code
+that checks them one by one; records come from outside, and an event loop waits.
+"""
 RULES_MAX: Final = 256
 KEY_BYTES_MIN: Final = 32
 DIGEST_BYTES_MIN: Final = 8
@@ -717,7 +718,7 @@ class Transform:
 def _protected(tree: RuleTree | None, value: Any, kept: bool) -> Iterator[tuple[Action, str | int | float]]:
     """Texts and numbers of a record that must not cross in the clear, with the action that holds for each.
 
-    Dropped numbers may be left out: nobody compares them.
+    Dropped numbers may be left out: no code compares them.
     """
     if tree is None:
         if not kept:

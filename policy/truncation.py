@@ -1,9 +1,9 @@
 """Truncations that an operator accepted, and resends: where a link goes on, below what it had dealt with. Pure.
 
-A link that finds the history of its source cut back, or its destination behind what was acknowledged, stops. One of the
-two regions decides that it goes on, and signs where: a `Standing` with the action `accept-truncation` and a `Truncation`.
-From there on the link's records cross under a *derived incarnation*: positions, leaves and proofs of both sides begin
-anew at the offset that was accepted, under the same rules as those of any stream.
+A link that finds the history of its source cut back, or its destination behind what was acknowledged, stops. One of the two
+regions decides that it goes on, and signs where: a `Standing` with the action `accept-truncation` and a `Truncation`. From there
+on the link's records cross under a *derived incarnation*: positions, leaves and proofs of both sides start again at the accepted
+offset, under the same rules as those of any stream.
 
 An operator of the source goes back in the same way for what stayed: a `Standing` with the action `resend`. Under the
 derived incarnation that it begins, records that crossed before stay, and the destination refuses them (audit.crossed).
@@ -45,7 +45,7 @@ class Truncation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     offset: Number
 
     def __post_init__(self) -> None:
-        # Any region signs what it likes, and whoever asks for documents has every truncation looked at.
+        # A region can sign any number of truncations, and every listing of documents checks each one.
         StreamName.parse(self.stream)
 
 

@@ -62,7 +62,7 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         record = None if data is None else LinkRecord.decode(data)
         return (
             record is not None
-            # After an accepted truncation, or a resend, offsets come again.
+            # After an accepted truncation, or a resend, offsets repeat.
             and record.live == self.encoded()[0].header.incarnation
             and record.position.find(self.landed.source_base) == self.landed
         )
@@ -74,7 +74,7 @@ _decoder: Final = msgspec.msgpack.Decoder(Arrival)
 
 def encode_arrival(slot: int, landed: Landed, trail: Trail, leaves: Sequence[EncodedLeaf]) -> bytes:
     """The note of a range that is about to be appended."""
-    # What is accepted and not durable may be gone after a crash, and its indexes be given anew.
+    # A leaf that is accepted but not durable may be lost in a crash, and its index assigned again.
     return _encoder.encode(Arrival(slot, landed, trail.status().durable, [leaf.data for leaf in leaves]))
 
 
@@ -143,7 +143,7 @@ def _size(leaves: Sequence[EncodedLeaf]) -> int:
 async def settle(shard: ShardLog, trail: Trail, charge: Callable[[str, int], None]) -> int:
     """Write the leaves that a crash kept from the log, for ranges that landed in this shard; how many ranges.
 
-    Before anybody sees the shard. `charge` is told grant and bytes of each. Raises CorruptionError, AuditUnavailableError:
+    Runs before the shard is served. `charge` gets the grant and the bytes of each. Raises CorruptionError, AuditUnavailableError:
     then the shard must not be served.
     """
     notes = shard.take_notes_found()

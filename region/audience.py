@@ -1,8 +1,8 @@
 """Who may ask what: one table of requests by the kind of identity that asks. Pure.
 
-Identities come in five classes that can open sessions. The table says, per request, which of them may ask it at all, and
-whether the asker needs some right of this region besides. It is asked once, before anything of the request is done or kept;
-rights on names, grants and operators' permissions are asked after it, by whoever carries the request out.
+Identities come in five classes that can open sessions. The table says, per request, which of them may make it at all, and
+whether the caller also needs some right of this region. It is consulted once, before any part of the request is carried out or
+stored; the request's handler then checks rights on names, grants and operators' permissions.
 
 Invariants: a request without a row is nobody's; a class without a mark has no answer but the refusal; a bridge of another region
 has exactly the rows of `FOREIGN_BRIDGE`: records under a grant, signed documents, checkpoints and their cosignatures.
@@ -68,7 +68,7 @@ from felix.names import SpiffeId
 
 
 class Audience(StrEnum):
-    """Classes of identities, as a region sees them. Whoever is in none of them is answered nothing."""
+    """Classes of identities, as a region sees them. An identity in none of them gets no session."""
 
     CLIENT = "client"
     OPERATOR = "operator"

@@ -1,7 +1,7 @@
 """Founding a region: everything `felix region init` makes, and identities and bundles after it. Blocks on the disk.
 
 Invariants: nothing that exists is overwritten; private files are private from their first byte on; the public
-bundle names every audit log of the region, so it is signed anew when a bridge joins, with its new log.
+bundle names every audit log of the region, so it is signed again when a bridge joins, with its new log.
 """
 
 from __future__ import annotations
@@ -200,7 +200,8 @@ def issue_identity(
 ) -> Identity:
     """A new identity of the region, or a renewed one where its file exists, saved in the folder.
 
-    `lifetime` of its certificates, and how long it may renew itself, are those of its kind in the configuration unless given. A bridge also gets the keys of its egress log and for data keys, and the bundle is signed anew.
+    `lifetime` of its certificates, and how long it may renew itself, are those of its kind in the configuration unless given. A
+    bridge also gets the keys of its egress log and for data keys, and the bundle is signed again.
     """
     authority = load_authority(folder.authority, config.region, config.mesh)
     spiffe_id = SpiffeId(config.region, config.mesh, kind, name)
@@ -252,7 +253,7 @@ def _found_bridge(folder: RegionFolder, config: RegionConfig, name: str, now_ms:
 
 
 def _naming(folder: RegionFolder, wanted: tuple[AuditKey, ...], now_ms: int) -> SignedBundle | None:
-    """The region's bundle, signed anew, with those of these keys that it does not name yet; None where it names them all."""
+    """The region's bundle with those of these keys that it does not name yet, signed again; None if it names them all."""
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     named = {(key.name, key.algorithm) for key in bundle.audit_keys}
     missing = tuple(key for key in wanted if (key.name, key.algorithm) not in named)
@@ -295,7 +296,7 @@ def add_log_keys(folder: RegionFolder, config: RegionConfig, now_ms: int) -> Sig
 
 
 def trust_region(folder: RegionFolder, signed: SignedBundle) -> Path:
-    """Keep another region's bundle among the trusted ones. A broker that runs is told besides (PutDocument)."""
+    """Store another region's bundle among the trusted ones. A running broker must be notified separately (PutDocument)."""
     path = folder.trusted / f"{signed.bundle.region}.json"
     replace_file(path, signed.encode(), PUBLIC)
     return path

@@ -44,8 +44,9 @@ log = logging.getLogger("felix.region")
 READ_BYTES_MAX: Final = 1 << 20
 """Read from disk and sent at a time: long enough to be worth a call, short enough that subscriptions take turns."""
 READS_MAX: Final = 8
-"""Such reads at once: twice as many as there are threads for them, so that none waits for the loop. More would only queue before the
-threads, where nobody takes turns."""
+"""Such reads at once: twice as many as there are threads for them, so that none waits for the loop. More would only queue in
+front of the threads, where tenants are not served in turn.
+"""
 DELIVERY_WAIT_S: Final = 0.02
 """How long delivery that found the budget used up waits before it looks again."""
 
@@ -90,7 +91,7 @@ class Broker:
         self.started_ms = self.clock_ms()
         self.metrics = BrokerMetrics()
         self.expiries = ExpiryWatch()
-        """Certificates of whoever came with one, and of the broker itself."""
+        """Certificates that sessions presented, and the broker's own."""
         self.budgets = budgets
         self.budgets.limit(config.limits.budgets)
         self.quotas = Quotas(
@@ -232,7 +233,9 @@ class Broker:
         return bool(self._rights.of(identity) or self._operator_rights.of(identity))
 
     def allows(self, identity: SpiffeId, verb: Verb, name: StreamName) -> bool:
-        """True where a right says so. An identity of another region has none, nor anybody to what is Felix's own."""
+        """True if a right allows it. An identity of another region has no rights, and no identity has rights to Felix's own
+        streams.
+        """
         if identity.region != self.region or name.tenant == RESERVED_TENANT:
             return False
         return self._rights.allows(identity, verb, name) or self._operator_rights.allows(identity, verb, name)

@@ -1,8 +1,8 @@
 """Delivery: a subscription is a cursor over the log, never a queue of its own.
 
-The same encoded frames go to every subscriber, as far as its credit and its connection reach. One that is slow
-costs no memory: it falls behind and catches up from the log, through the broker's catch-up budget. Where
-retention or the ring has overtaken it, it is told with a GAP frame that names the offsets.
+The same encoded frames go to every subscriber, as far as its credit and its connection allow. A slow subscriber costs no memory:
+it falls behind and catches up from the log, through the broker's catch-up budget. If retention or the ring has overtaken it, it
+gets a GAP frame that names the offsets.
 
 `pump` is synchronous and is called whenever something may have changed: the log's tail moved, credit came, the
 connection drained. What is not in memory is fetched by one task per subscription.
@@ -139,7 +139,7 @@ class Subscription:
         self._stream_id = stream_id
         self._stream = stream
         self._cursors = dict(starts)
-        # Whose turn it is: a shard that was served goes to the end, so that none is passed over for ever.
+        # The order of service: a shard that was served goes to the end, so that none starves.
         self._order = deque(starts)
         # The frame that credit did not reach for: nothing is looked at, or read, before more credit has come.
         self._wanted_bytes = 0
@@ -215,7 +215,7 @@ class Subscription:
         self.pump()
 
     def _round(self) -> bool:
-        """One turn over all shards; True where something was sent and more may follow."""
+        """One round over all shards; True if something was sent and more may follow."""
         sent = False
         for _ in range(len(self._order)):
             number = self._order[0]
@@ -324,7 +324,7 @@ class Subscription:
             self._credit.use(size)
             data = entry.data
             if not redelivering and entry.base_offset > self._cursors[number]:
-                # Only compaction leaves offsets out of a log; the subscriber is told that nothing is missing.
+                # Only compaction leaves offsets out of a log; the frame tells the subscriber that nothing is missing.
                 hole = GapBody(number, GapReason.COMPACTED, self._cursors[number], entry.base_offset)
                 session.send(self._stream_id, hole.encode())
             session.send(self._stream_id, data if isinstance(data, bytes) else bytes(data))
@@ -376,7 +376,7 @@ class Subscription:
             if error.code is not Code.OFFSET_OUT_OF_RANGE or self._ended:
                 self._drop(error)
                 return
-            # Retention moved past the cursor while it was read: the next round says so with a gap.
+            # Retention passed the cursor during the read: the next round reports a gap.
         except FelixError as error:
             self._drop(error)
             return

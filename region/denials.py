@@ -1,4 +1,4 @@
-"""Refusals that concern residency, and the DENY leaves that say so.
+"""Refusals that concern residency, and the DENY leaves that record them.
 
 A peer that keeps asking cannot fill the log: the same refusal is one leaf in a while, and leaves about one peer, and about one other
 region, are bounded; the next leaf says how many were left out. What stands in a leaf is what this region knows itself; a text that a
@@ -133,8 +133,9 @@ class Denials:
         return error
 
     def _known_names(self, stream: str, grant_id: str, from_region: str, to_region: str) -> tuple[str, ...]:
-        """The names of an attempt as a leaf may hold them: what this region does not know itself stands as its hash, for
-        whoever asks would choose a text that is kept for ever."""
+        """The names of an attempt as a leaf may hold them: a name that this region does not know itself is replaced by its hash,
+        because otherwise the caller could choose a text that is kept for ever.
+        """
         try:
             view = self._book().get(grant_id, self._broker.clock_ms())
         except GrantError:

@@ -1,10 +1,10 @@
 """Which signed documents have their leaf in this region's audit log, and how they get it. Once each, over restarts too.
 
-Invariants: what is `in` the log has a durable leaf, and its file beside the log where it is too long for one; a document gets one
-leaf, whoever brings it and however often: the log itself says which ones it has, and the snapshot beside the region's
-other copies is a shortcut that is taken only where the log's tiles say that it is of this log. What forbids (a revocation, a pause,
-a deny entry), what lifts it, and policies can be read from the log again: where store and copies were put back from a backup, the
-log is what still knows of it.
+Invariants: what is `in` the log has a durable leaf, and its file beside the log where it is too long for one; a document gets
+one leaf, whoever delivers it and however often: the log itself says which ones it has, and the snapshot beside the region's
+other copies is a cache that is used only if the log's tiles match it. Documents that forbid (a revocation, a pause, a deny
+entry), documents that lift these, and policies can be read from the log again: if store and copies were restored from a backup,
+only the log still has them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class DocumentLog:
 
     async def append(self, document: bytes, leaf: Leaf) -> bool:
         """Append a document's leaf; durable on return. False where it stands in the log already."""
-        # Whoever asked may go: what is accepted becomes durable, and is known here.
+        # The caller may be cancelled: an accepted leaf becomes durable all the same, and is recorded here.
         return await asyncio.shield(asyncio.ensure_future(self._append(document, leaf)))
 
     async def _append(self, document: bytes, leaf: Leaf) -> bool:
@@ -116,7 +116,7 @@ class DocumentLog:
         """Bring the snapshot up to the newest checkpoint, where it is far behind. Raises OSError, CorruptionError."""
         size = note_size(self._trail.checkpoint())
         if size > self._saved_to and (at_once or size - self._saved_to >= SNAPSHOT_LEAVES):
-            # Read anew, from the files: what is in memory may be behind the checkpoint.
+            # Read from the files again: the state in memory may be behind the checkpoint.
             logged, start = _read_snapshot(self._trail, self._path, size)
             _read(self._trail, logged, start, size)
             last = TileHashes(self._trail.files, size)(0, size - 1)

@@ -1,8 +1,8 @@
-"""Who waits for another document: a bridge agent lists its documents once, and is then told when there is something new.
+"""Waiting for changes of documents: a bridge agent lists its documents once, and is then notified of changes.
 
-A revision is a digest of all that an identity may list now, so it says the same after a restart of the broker, at whichever
-broker is asked, and a change of documents that are not shown wakes nobody for long. What is waited for is that the revision is
-another than the one that is known; whoever waits lists again then.
+A revision is a digest of all that an identity may list now, so it is the same after a restart of the broker and at every broker,
+and a change of documents that the identity may not list wakes its wait only briefly. A wait ends when the revision differs from
+the known one; the caller then lists again.
 
 Invariants: a change that came after a revision was given is never missed, however late it is waited for; a wait ends after
 WAIT_MS_MAX at the latest, at once when the broker stops, and holds nothing but its place among the session's requests.
@@ -21,7 +21,7 @@ from felix.names import SpiffeId
 WAIT_MS_MAX: Final = 20_000
 """Shorter than a client waits for any answer (felix.connection), so that an unchanged revision is an answer and not a timeout."""
 COLLECT_S: Final = 0.02
-"""Documents come in bursts, a grant with its approvals: their listeners are told once."""
+"""Documents arrive in bursts, a grant with its approvals: listeners are notified once per burst."""
 REVISIONS_KEPT_MAX: Final = 1_000
 """Revisions of as many identities are kept until the next change, so that many waits of one cost what one does."""
 
@@ -47,7 +47,7 @@ class DocumentWatch:
             await self._next.wait()
 
     def close(self) -> None:
-        """The broker is about to stop: whoever waits is answered."""
+        """The broker is about to stop: answer all waiting callers."""
         self._closed = True
         self.changed()
 

@@ -174,7 +174,7 @@ class ExportService:
         self._governance.check_export(bridge, request.grant, stream, "take a stream statement")
         hosted = self._broker.stream(stream)
         shard = hosted.shard(request.shard)
-        # Whoever has the statement is sent no record of an epoch that it does not name, as long as this broker runs.
+        # An agent that has the statement gets no record of an epoch that it does not name, as long as this broker runs.
         await shard.begin_due_epoch()
         statement = StreamStatement(
             region=self._broker.region,

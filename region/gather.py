@@ -1,6 +1,6 @@
 """Answers that come later, to a call of one part or of many.
 
-Whoever decides something durable says `done(None)` once it is, or `done(error)` where it is not and will not be. A call that
+Code that makes a durable decision calls `done(None)` once it is durable, or `done(error)` if it never will be. A call that
 decides in several places gathers their answers and gives one: the first error, or none.
 
 Invariants: `answer` is called once, after every part that was asked for has been answered, and not before `asked`; parts may
@@ -45,11 +45,11 @@ class Gather:
 
 
 def ignore(error: FelixError | None) -> None:
-    """For a part that nobody waits for: what comes of it is told otherwise."""
+    """For a part that no caller waits for: its outcome is reported elsewhere."""
 
 
 def resolving(future: asyncio.Future[None]) -> Done:
-    """What tells a future, unless whoever waited for it is gone."""
+    """A callback that resolves a future, unless its waiter was cancelled."""
 
     def done(error: FelixError | None) -> None:
         if future.done():

@@ -1,4 +1,4 @@
-"""What the region has agreed to, and the audit log that says so.
+"""What the region has agreed to, and the audit log that records it.
 
 Signed documents (grants, standings, deny entries, residency policies, bundles of other regions) come in here, are
 verified against the keys of the region that must have signed them, and only then reach the metadata store. From
@@ -113,7 +113,9 @@ CHANGED_MAX: Final = 256
 HALVES_MAX: Final = 20_000
 """Halves that are remembered as signed again; one region can have 5,000 here."""
 DRAIN_MS: Final = 10_000
-"""How long whoever revokes waits for what is on its way under the grant. Its leaf comes behind that, however long it takes."""
+"""How long a revocation's caller waits for transfers in flight under the grant. The revocation's leaf follows them, however long
+they take.
+"""
 RELOAD_S: Final = 0.02
 """Documents that the store holds without a leaf get theirs one by one; what allows counts soon after, together."""
 LOG_AGAIN_S: Final = 1.0
@@ -278,7 +280,7 @@ class Governance:
             self._log_soon(document)
 
     def _make_book(self, made: _Made | None, documents: tuple[Document, ...]) -> _Made:
-        """The book of these documents: of the one before, only the grants that changed are made anew, unless keys changed too."""
+        """The book of these documents: of the previous book, only the changed grants are rebuilt, unless keys changed too."""
         # Parsed once, so what stayed is the same object; `made` keeps what went, so no other object has its id.
         now = {id(document): document for document in documents}
         keys, bundles = self._believed_policy_keys(), dict(self._bundles)
@@ -324,7 +326,7 @@ class Governance:
             if held.document.region not in self._bundles:
                 log.error("a document of %s is not believed: the region is not trusted", held.document.region)
             elif held.digest in self.logged or not self._is_genuine(held.document):
-                # Of what is not genuine the book says why it does not believe it.
+                # For a document that is not genuine, the book says why it rejects it.
                 documents.append(held.document)
             elif self._has_place(held.document):
                 waiting.append(held.document)
@@ -693,7 +695,7 @@ class Governance:
         await self._store(kind, side, name, document)
 
     def _log_soon(self, document: Document) -> asyncio.Task[None]:
-        """Write the leaf of a document that the store holds and the log does not, and judge anew by it."""
+        """Write the leaf of a document that the store holds and the log does not, and decide again with it."""
         digest = digest_of(document)
         held = self._logging.get(digest)
         if held is None:

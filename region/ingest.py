@@ -8,7 +8,7 @@ Per envelope, in this order (docs/bridges.md gives the same numbers):
    is a gap and refused;
 4. the agent signed it, and it opens under the transfer key of this link;
 5. each of its records is what the grant's terms let cross (policy.inspection: headers, path and onward transfer, key, fields,
-   payload, filter), and all of them fit the grant's budget; where the grant has a rate, it waits for its turn. Then the
+   payload, filter), and all of them fit the grant's budget; if the grant has a rate, it waits until the rate allows it. Then the
    grant must hold still;
 6. its ACK leaves, with commitments that this side computed itself, are durable as a note beside the stream's log; then it is
    appended under this region's own key, with the source position in the same write;
@@ -19,13 +19,13 @@ A crash between 6 and 7 leaves records without their leaf, which nobody has read
 anybody sees it, the broker writes the leaf from the note (`settle`, region.arrivals), whether the agent comes back or not.
 The agent, who has no receipt, sends the range again; step 3 finds it among the newest appends, and it is answered.
 
-Invariants: no receipt before the leaf is durable, no leaf before the append is, no record is read before its leaf is; positions are contiguous; an
-agent can always send its newest ENVELOPES_MAX ranges again and get the same answer. An ingest stream reads its position
-only when nothing of the streams before it is still on its way to the disk (`_Landing`): a recorded position is never
-older than what will be appended. A range sent again is answered only where it is the one that landed. Memory: one
-window per open stream, taken from the broker's ingest budget, in which envelopes wait that are not dealt with yet; before
-that, one request. Envelopes of one stream are dealt with one after the other, in steps (region.inspected): others have
-their turn after STEP_S, whatever an envelope holds.
+Invariants: no receipt before the leaf is durable, no leaf before the append is, no record is read before its leaf is; positions
+are contiguous; an agent can always send its newest ENVELOPES_MAX ranges again and get the same answer. An ingest stream reads
+its position only when nothing of the streams before it is still on its way to the disk (`_Landing`): a recorded position is
+never older than what will be appended. A range sent again is answered only where it is the one that landed. Memory: one window
+per open stream, taken from the broker's ingest budget, in which unprocessed envelopes wait; before that, one request. Envelopes
+of one stream are processed one after the other, in steps (region.inspected): other work runs after STEP_S, whatever an envelope
+holds.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ INGEST_WINDOW_BYTES: Final = 8 << 20
 """Envelopes of one link shard on the way without a receipt, in bytes."""
 
 STEP_S: Final = 0.005
-"""How long the event loop is held for a foreign envelope before others have their turn."""
+"""How long a foreign envelope may hold the event loop before other work runs."""
 HOLD_S: Final = 0.25
 """How soon an envelope that is held back to a rate looks whether it may still cross."""
 
@@ -444,7 +444,7 @@ class IngestStream:
         governance, shard = self._service.governance, _link_shard(scope).shard_name
         if governance.trail.newest_incarnation(shard) in (b"", scope.incarnation):
             return governance.trail.arrived_below(shard, scope.incarnation)
-        # Another incarnation came last. This one may be new, or a source's older stream that was put back, or stated anew.
+        # Another incarnation came last. This one may be new, or a source's older stream that was restored or stated again.
         return await governance.arrivals.arrived_below(scope.bridge, shard, scope.incarnation)
 
     def _told(self, opened: IngestOpened) -> IngestOpened:
@@ -522,7 +522,7 @@ class IngestStream:
                 hint=f"Ask {region} for a new one; if its clock was set back, wait until it has caught up.",
             )
         if statement.incarnation != held.own:
-            # The stream was made anew, and the older one's place is free.
+            # The stream was created again, and the older one's place is free.
             return begun
         self._check_history(request, statement, held, live)
         if held.live == live.incarnation:
@@ -752,7 +752,7 @@ class IngestStream:
             )
 
     async def _stepped(self, steps: Steps) -> Inspected | None:
-        """Drive the steps; others have their turn in between. None where the stream ended meanwhile."""
+        """Run the steps; other work runs in between. None if the stream ended meanwhile."""
         now = asyncio.get_running_loop().time
         begun = now()
         while True:
@@ -846,7 +846,7 @@ class IngestStream:
             self._lost(way, failure)
 
     def _lost(self, way: _Way, error: Exception) -> None:
-        """This range gets no answer; the agent opens anew and asks again."""
+        """This range gets no answer; the agent opens a new stream and sends it again."""
         # A range that stayed on its way would keep every later stream of the link waiting.
         self._landed_on().end(way.header.base_offset)
         self._break(error)
@@ -962,7 +962,7 @@ class IngestStream:
             self._refuse(error)
 
     def _refuse(self, error: FelixError, correlation: int = 0, request: OpenIngest | None = None) -> None:
-        """Refused: the agent is told, and the ingress log says so."""
+        """Refused: the agent gets the refusal, and the ingress log records it."""
         peer = self._peer()
         if request is not None:
             stream, region, grant = request.stream, request.from_region, request.grant

@@ -1,8 +1,8 @@
 """One foreign envelope, opened and inspected step by step, so that no other work of the broker waits for it. Pure.
 
-An envelope of 198 kB can hold 65,536 records. Opening it, checking each record against the terms and making the entries of
-its audit leaves takes longer than an event loop may be held, so all of it is a generator: whoever drives it decides
-between two steps whether others have their turn. A step takes a few milliseconds at most.
+An envelope of 198 kB can hold 65,536 records. Opening it, checking each record against the terms and making the entries of its
+audit leaves takes longer than an event loop may be held, so all of it is a generator: between two steps, its caller decides
+whether other work runs. A step takes a few milliseconds at most.
 
 Nothing of an envelope is used before all of it was inspected: one record that breaks the terms refuses the whole.
 Callers: region.ingest.

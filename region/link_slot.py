@@ -2,7 +2,7 @@
 
 The slot is 8 bytes of SHA-256 over the names of source region, stream and shard; the names stand in the annotation beside,
 so that two links whose hashes meet are refused, never misread. A slot belongs to the link, not to an incarnation: the
-newest incarnation takes it over, so a stream that is made anew any number of times uses one.
+newest incarnation takes it over, so a stream that is re-created any number of times uses one.
 
 Layout, big-endian; the first byte is one that no position of version 0.1 begins with::
 

@@ -1,12 +1,13 @@
 """Changing the keys of an audit log: the ones before sign up to the log's last checkpoint, new ones from there on. Blocks on the disk.
 
-The bundle says from and up to how many leaves a key signs, so whoever has an old key signs nothing behind its end, and a new one nothing
-before: what both may sign is the one checkpoint where they meet, which the old one has signed. Both algorithms are changed at once: any one
-of a log's keys suffices for a checkpoint, and whoever could read one file could read the other.
+The bundle says from and up to how many leaves a key signs, so an old key can sign nothing after its end, and a new key nothing
+before its start: both may sign only the one checkpoint where they meet, which the old key has signed. Keys of both algorithms
+are changed at once: any one of a log's keys suffices for a checkpoint, and a thief who could read one file could read the other.
 
 Order, so that a crash at any step leaves a log that goes on after the next call:
 
-1. the log, which nobody else has open, gets its last checkpoint under the old keys; in a region's own log a KEY leaf before it says so;
+1. the log, which nobody else has open, gets its last checkpoint under the old keys; in a region's own log a KEY leaf before it
+   records the change;
 2. the new keys are written beside the old ones; 3. the bundle names both; 4. the new keys take the old ones' place.
 
 Between 3 and 4 neither broker nor agent opens the log (`audit.trust.RegionTrust.earlier_keys`). Callers: cli.region.

@@ -53,7 +53,7 @@ class BrokerMetrics:
 
 
 class BrokerCollector(Collector):
-    """Turns counters and gauges into Prometheus families when they are scraped.
+    """Converts counters and gauges to Prometheus families when they are scraped.
 
     `gauges` returns name → value; a name may carry labels as `name{key="value"}` does not: per-shard figures
     come as separate families from `shards`.

@@ -112,7 +112,7 @@ _ADVICE: Final = {
 }
 """What is to be done about a certificate that nothing renews by itself."""
 CONNECTIONS_SPARE = 256
-"""Connections beyond the limit of sessions: whoever is refused, or has not proved itself yet."""
+"""Connections beyond the limit of sessions: clients that are refused, or have not authenticated yet."""
 LEAVE_MS = 500
 """Clients are told to leave, and have this long before their connections close."""
 
@@ -160,7 +160,7 @@ class Node:
         self._stack = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = ""
-        # Names and incarnations that the catalog has told of, and that were not looked at since.
+        # Names and incarnations of changed catalog records that were not processed yet.
         self._streams_wanted: set[StreamName] = set()
         self._streams_gone: set[str] = set()
         self._streams_changed = asyncio.Event()
@@ -507,8 +507,9 @@ class Node:
         await end_tasks(*self._tasks)
 
     def _repeat(self, streams: StreamTable, directory: LogDirectory) -> None:
-        """Begin what is done again and again. After a mistake of ours quotas go by what they last knew, logs are as they were, and other
-        streams have their turn."""
+        """Start the periodic work. If a run fails by a bug, quotas use their last known values, logs stay as they were, and the
+        other streams are still processed.
+        """
         storage, turns = self.config.storage, count(1)
 
         async def measure() -> None:
@@ -753,7 +754,7 @@ def pinned_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
 
 
 def _is_newer(bundle: RegionBundle, held: bytes | None) -> bool:
-    """Whether the store is to be told of this bundle. What it holds and cannot be read is no reason to keep it."""
+    """Whether to write this bundle to the store. An unreadable bundle in the store does not prevent it."""
     try:
         return held is None or bundle.issued_ms > decode_bundle(held).bundle.issued_ms
     except FelixError:

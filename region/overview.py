@@ -1,7 +1,7 @@
 """What a region says of the mesh to those who may observe it: regions, grants, denials, audit logs. Read only.
 
-Nothing here decides anything: states come from the grant book as it decides, sizes from the audit log and the witness. A text that
-somebody signed stays as it is; whoever shows it escapes it. Caller: region.requests.
+Nothing here decides anything: states come from the grant book as it decides, sizes from the audit log and the witness. A signed
+text stays as it is; the code that shows it escapes it. Caller: region.requests.
 """
 
 from __future__ import annotations

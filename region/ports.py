@@ -18,7 +18,7 @@ from region.quota import Meter, Throttle
 
 
 class LiveSession(Protocol):
-    """What the broker asks of every session, whoever has it open."""
+    """What the broker requires of every session, of whichever identity."""
 
     identity: SpiffeId | None
     ended: bool
@@ -50,7 +50,7 @@ class LiveSession(Protocol):
         """What every subscription has been sent, and what it waits for."""
 
     def quotas_changed(self) -> None:
-        """Limits changed: whoever waits for a rate looks again."""
+        """Limits changed: sessions that wait for a rate check again."""
 
     def leave(self, goodbye: Goodbye) -> None:
         """Tell the client that the broker is about to stop."""

@@ -1,9 +1,9 @@
 """Quotas: what each tenant and each identity may use of this broker, and what they use.
 
-Rates are token buckets that may go into debt: what came is counted when it comes, and whoever is in debt waits until time
-has paid it. Publishing waits by its credit, delivery by its turn, so nothing is lost; where the debt is longer than
-DEBT_S_MAX, and for what cannot be slowed down (requests, sessions, streams, stored bytes …), the answer is a refusal with when
-to try again. Record counts come from batch headers.
+Rates are token buckets that may go into debt: arrivals are counted when they come, and a session in debt waits until time has
+paid it. Publishing is delayed by withholding credit, delivery by waiting in the log, so nothing is lost. If the debt is longer
+than DEBT_S_MAX, and for what cannot be slowed down (requests, sessions, streams, stored bytes …), the answer is a refusal with
+the time after which to retry. Record counts come from batch headers.
 
 `Quotas` holds an account per tenant and per identity; a `Meter` is what a session, a subscription or a view charges: the
 accounts that one use concerns, together. Views take theirs from their exchange (region.exchange) and call `hold` and

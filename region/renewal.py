@@ -11,8 +11,8 @@ The session proves the old key, the request the new one. The new certificate has
 long as its predecessor, at most as long as the configuration says, and never beyond the time in 4. It is given out only once the region's
 audit log has it (KEY leaf, action `renewed`). It is issued by the region's issuing key; the root key is not needed and not read.
 
-So a stolen key can be renewed by whoever stole it until its rights are taken away, and no longer than the region lets any identity go without
-being issued by hand. One certificate is answered with RENEWALS_MAX new ones, which bounds what a session can write into the audit log.
+So a thief can renew a stolen key until its rights are removed, and no longer than the region lets any identity go without being
+issued by hand. One certificate is answered with RENEWALS_MAX new ones, which bounds what a session can write into the audit log.
 """
 
 from __future__ import annotations

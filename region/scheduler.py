@@ -1,10 +1,10 @@
-"""Whose turn it is: work of many tenants goes on tenant by tenant, so that one with much to do delays another by one turn at most.
+"""Fair scheduling: tenants run in turn, so that a tenant with much work delays another by one turn at most.
 
-`FairScheduler` hands out the event loop: what has more to send than one turn asks for another, and gets it after every other tenant
-that waits has had one. `Gate` hands out places for reads from disk, which are few, in the same order.
+`FairScheduler` shares the event loop: work with more to send than fits into one turn asks for another turn, and gets it after
+every other waiting tenant has had one. `Gate` is a semaphore for reads from disk that serves its waiters in the same order.
 
-Invariants: within a tenant, first come, first served; nobody waits for a turn twice at the same time; a place that was handed out is
-given back once, also where whoever waited for it has gone.
+Invariants: within a tenant, first come, first served; no work waits for two turns at the same time; a place that was handed out
+is returned once, even if its waiter was cancelled.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class FairScheduler:
             for _ in range(min(TURNS_AT_ONCE, len(self._waiting))):
                 self._waiting.take()()
         finally:
-            # One that fails takes nobody else's turn away.
+            # A failure must not prevent the turns of others.
             if self._waiting:
                 self._schedule()
 
@@ -123,13 +123,13 @@ class Gate:
         while self._waiting and self._try():
             future = self._waiting.take()
             if future.done():
-                # Whoever waited has gone.
+                # The waiter was cancelled.
                 self._left += 1
                 self._give()
             else:
                 future.set_result(None)
         if self._waiting and self._look is None:
-            # What `take` asks for may be freed elsewhere, and nobody says so.
+            # The budget that `take` needs may be freed elsewhere, without a notification.
             self._look = asyncio.get_running_loop().call_later(LOOK_S, self._looked)
 
     def _looked(self) -> None:

@@ -12,7 +12,7 @@ from keys.envelope import open_batch
 from keys.keyring import Keyring, ShardSealer
 
 SEALERS_MAX: Final = 4
-"""Of one shard at once: the present leader epoch's, and those of older ones whose batches compaction seals anew."""
+"""Of one shard at once: the present leader epoch's, and those of older ones whose batches compaction seals again."""
 
 
 class KeyringSeal:

@@ -67,13 +67,13 @@ SUBSCRIPTIONS_MAX: Final = 64
 STREAMS_MAX: Final = 96
 """Client-opened streams of one session, for the same reason."""
 PUBLISH_WINDOW_BYTES_MIN: Final = 2 * (FRAME_HEADER_BYTES + BATCH_BYTES_MAX)
-"""What a session is told at first, and keeps where half of the budget is handed out: two of the largest batches."""
+"""A session's first window, and its only one once half of the budget is handed out: two of the largest batches."""
 BACKLOG_BYTES_MAX: Final = 32 << 20
 """Bytes that wait for one peer. Delivery stops long before; what is beyond are answers and acknowledgements that
 the peer asks for and does not read, and its session ends."""
 
 THROTTLED_S_MIN: Final = 0.01
-"""A client is told of waits from here on; shorter ones are in every network."""
+"""A client is notified of waits from this length on; shorter ones occur in every network."""
 THROTTLED_EVERY_S: Final = 1.0
 """And no more often than this."""
 
@@ -388,7 +388,7 @@ class ClientSession:
             return
         budget = self.broker.budgets.publish
         plenty = wide and budget.used_bytes + PUBLISH_WINDOW_BYTES <= budget.limit_bytes // 2
-        # Credit that was told cannot be taken back: a window that was once large stays so.
+        # Granted credit cannot be revoked: a window that was once large stays large.
         window = max(PUBLISH_WINDOW_BYTES if plenty else 0, self.publish_window.window_bytes)
         if not budget.take(window):
             raise UnavailableError(
@@ -452,7 +452,7 @@ class ClientSession:
         ]
 
     def quotas_changed(self) -> None:
-        """Limits changed: what waits for a rate goes on, and waits anew where it must."""
+        """Limits changed: work that waits for a rate continues, and waits again if it must."""
         if self._release is not None:
             self._release.cancel()
             self._withheld = [(0.0, size) for _, size in self._withheld]

@@ -187,12 +187,13 @@ class HostedStream:
 
     @property
     def shard_count(self) -> int:
-        """How many shards the stream has, whoever serves them."""
+        """How many shards the stream has, on whichever brokers."""
         return self.record.config.shards
 
     def find(self, number: int) -> ShardLog | FelixError:
-        """A shard's log, or the error that whoever asks for it here is to get: there is no such shard (INVALID), it does not serve
-        (SHARD_STOPPED), or another broker serves it (NOT_LEADER)."""
+        """A shard's log, or the error for its callers: there is no such shard (INVALID), it does not serve (SHARD_STOPPED), or
+        another broker serves it (NOT_LEADER).
+        """
         found = self.replicas.get(number)
         if isinstance(found, ShardLog):
             return found
@@ -330,7 +331,7 @@ class StreamTable:
         # In order, for listings; and how many a tenant and each of its namespaces has.
         self._ordered: list[HostedStream] = []
         self._counts: Counter[tuple[str, ...]] = Counter()
-        # Bytes on the disk, by tenant; and who had the last turn of what is looked at in turns.
+        # Bytes on the disk, by tenant; and the streams that each round-robin pass processed last.
         self._stored: Counter[str] = Counter()
         self._measured: list[HostedStream] = []
         self._swept: list[HostedStream] = []
@@ -341,7 +342,7 @@ class StreamTable:
         self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
         """Called with a stream whose shards are open, before anybody else sees it: what must be in them first."""
         self.offload_refused = 0
-        """Turns of offload that the configuration does not allow."""
+        """Offload runs that the configuration does not allow."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -531,8 +532,9 @@ class StreamTable:
         return companion
 
     def stored_bytes(self) -> dict[str, int]:
-        """What the shards hold on disk, by tenant: of MEASURED_AT_ONCE streams as it is now, of the others as it was when they had their turn.
-        Once a second, not per batch."""
+        """What the shards hold on disk, by tenant: of MEASURED_AT_ONCE streams as it is now, of the others as of their last
+        measurement. Once a second, not per batch.
+        """
         turn = self._turn(self._measured, MEASURED_AT_ONCE)
         self._measured = turn
         for stream in turn:
@@ -547,7 +549,7 @@ class StreamTable:
         stream.stored_bytes = held
 
     def _turn(self, last: list[HostedStream], count: int) -> list[HostedStream]:
-        """The streams whose turn it is after those of the last one, `count` of them at most."""
+        """The next streams in round-robin order, at most `count`."""
         ordered = self._ordered
         at = bisect_right(ordered, last[-1].text, key=_text) if len(last) == count else 0
         return ordered[at : at + count]
@@ -557,7 +559,7 @@ class StreamTable:
         return (stream for stream in self if stream.record.config.retention.acked)
 
     async def sweep(self, now_ms: int) -> None:
-        """Apply every retention; of streams that let nothing go by time or size, look after those whose turn it is."""
+        """Apply every retention; of streams without retention by time or size, process the next ones in round-robin order."""
         turn = self._swept = self._turn(self._swept, TENDED_AT_ONCE)
         some = set(turn)
         for stream in self:

@@ -1,10 +1,10 @@
 """What a region's decisions must not forget: what forbids, and the newest residency policy; in files beside the log.
 
-The metadata store is where brokers read documents; whoever administers it could take one away, put an older one back, or
-exchange one for another. The documents are signed by the regions, so a broker that has once believed one keeps a copy in
-its data folder and goes on believing it, also after a restart: every revocation, and per key the newest of pauses and resumptions
-(grant and region) and of deny entries and liftings (region, pattern, peer). So what forbids is lifted by a newer signed
-document of the same region, and by nothing else. The policy gives way only to its successors.
+Brokers read documents from the metadata store, whose administrator could remove one, restore an older one, or exchange one for
+another. The documents are signed by the regions, so a broker that has once accepted one keeps a copy in its data folder and
+keeps applying it, also after a restart: every revocation, and per key the newest of pauses and resumptions (grant and region)
+and of deny entries and liftings (region, pattern, peer). So only a newer signed document of the same region lifts a document
+that forbids. Only a policy's successors replace it.
 
 Invariants: nothing is believed because it stands here: the grant book and the policy's own check verify it again, and what
 cannot be verified now (its region's bundle was taken away) is kept for when it can. `keep*` returns at once and writes in
@@ -71,7 +71,7 @@ def forbids(document: SignedDocument) -> bool:
 
 
 class Newest:
-    """The newest document of each key. Every one was verified by whoever gave it, or waits until it can be."""
+    """The newest document of each key. Each was verified by the caller that added it, or waits until it can be."""
 
     def __init__(self) -> None:
         self._held: dict[Key, tuple[Rank, SignedDocument]] = {}

@@ -1,8 +1,8 @@
 """Witnessing between regions: this region cosigns others' checkpoints, and gives out its own to be cosigned.
 
-What other regions' bridges ask here is bounded: nobody makes this region write checkpoints, sync its disk or keep files by
-asking often. Invariants: a checkpoint that is given out is one that the audit log has made by its own timer; a log is
-cosigned by one call at a time, in a thread; whoever asks too often is refused with LIMIT_RATE and told when to come back.
+Requests of other regions' bridges are bounded: frequent requests cannot make this region write checkpoints, sync its disk or
+keep files. Invariants: a checkpoint that is given out is one that the audit log has made by its own timer; a log is cosigned by
+one call at a time, in a thread; a caller that asks too often is refused with LIMIT_RATE and the time after which to retry.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Genuine: leaves pass `audit.leaf.encode_leaf`, trees and tiles are RFC 6962 and C2SP tlog-tiles, checkpoints are signed and
 cosigned by the other region, every receipt is signed by the destination, and the documents of each grant stand before its
 first crossing, signed by whom they must be signed by. Made up: contents. Commitments and tags are
-random bytes of the right length, which nobody without the commitment key can tell from real ones, because computing
+random bytes of the right length, which cannot be distinguished from real ones without the commitment key, because computing
 them costs more than all the rest.
 
 The logs have the form of an exported copy: no write-ahead file. Callers: cli.benchmark.reporting,

@@ -173,7 +173,7 @@ def measure_crossing(
 ) -> CrossingReport:
     """Measure, with all state in a folder below `folder` that is removed at the end. Blocks for a while.
 
-    `said` is told what is being measured. Raises UnavailableError where a process fails or does not finish.
+    `said` is called with what is being measured. Raises UnavailableError where a process fails or does not finish.
     """
     begun = time.monotonic()
     syncs: list[Latency] = []

@@ -39,7 +39,7 @@ from region.folder import RegionFolder
 from region.node import Node
 
 STILL_S: Final = 30.0
-"""Nothing came for this long: what is missing is lost. An agent that begins anew has its first pauses behind it."""
+"""If nothing arrives for this long, the missing records are lost. By then a restarted agent is past its first pauses."""
 LOOK_S: Final = 0.05
 """How often is looked whether the destination has the stream."""
 

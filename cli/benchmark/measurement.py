@@ -147,7 +147,7 @@ def machine() -> Machine:
 def measure(plan: Plan, folder: Path | None = None, said: Callable[[str], None] = lambda _: None) -> Report:
     """Measure, with all state in a folder below `folder` that is removed at the end. Blocks for a while.
 
-    `said` is told what is being measured. Raises UnavailableError where a process fails or does not finish.
+    `said` is called with what is being measured. Raises UnavailableError where a process fails or does not finish.
     """
     begun = time.monotonic()
     syncs: list[Latency] = []

@@ -47,7 +47,9 @@ _GONE: Final = {reason: {TOMBSTONE_HEADER: word} for reason, word in _WORDS.item
 
 
 def encode_changes(changes: Iterable[Change], *, default_ttl: bool) -> Batch:
-    """One batch that does this. With `default_ttl` values that never expire say so. Raises RequestError(BATCH_TOO_LARGE)."""
+    """One batch with these changes. With `default_ttl`, values that never expire are marked. Raises
+    RequestError(BATCH_TOO_LARGE).
+    """
     return encode_batch([_record(change, default_ttl) for change in changes])
 
 

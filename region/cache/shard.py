@@ -1,9 +1,9 @@
 """One shard of a cache at work: follows its log, decides, appends, answers once it is durable.
 
-Everything is on the event loop. What is decided in one turn of it is one batch of the log. Whoever else appends to the log (a
-publisher, a bridge, a transaction) is seen at the append (ShardLog.observer), so that decisions rest on all that has been
-decided before them; readers see what is durable. An answer to a mutation comes when readers see it: who reads after the answer
-reads it, or something newer.
+Everything is on the event loop. The mutations decided in one event loop iteration form one batch of the log. The shard sees the
+appends of other writers (a publisher, a bridge, a transaction) when they are made (ShardLog.observer), so that decisions take
+all earlier ones into account; readers see only durable values. A mutation is answered when readers see it: a read after the
+answer returns that value or a newer one.
 
 Invariants:
 - what is applied is the log up to its high watermark, in its order;
@@ -39,7 +39,7 @@ from region.views.due import DueTimer
 log = logging.getLogger("felix.region.cache")
 
 BATCH_BYTES: Final = 256 << 10
-"""What was decided in one turn is appended in batches of about this size."""
+"""Mutations decided in one event loop iteration are appended in batches of about this size."""
 RECORDS_MAX: Final = 8_192
 """Of one batch: what it costs to apply is a few ms."""
 SWEEP_KEYS_MAX: Final = 512
@@ -63,7 +63,7 @@ DECODED_BYTES_MAX: Final = 4 << 20
 DECODED_STEP_BYTES: Final = 64 << 10
 """Given to a watch at once."""
 ENCODED_MAX: Final = 64
-"""Frames of changes encoded for one watch that others may want: of the newest turn only."""
+"""Frames of changes encoded for one watch that others may want: only of the newest event loop iteration."""
 CATCH_UP_WAIT_S: Final = 0.005
 """How long reading waits for the catch-up budget before it asks again."""
 
@@ -78,7 +78,7 @@ class Decoded(NamedTuple):
 
 
 class Watcher(Protocol):
-    """Who is told when something has been applied."""
+    """Called when changes have been applied."""
 
     def pump(self) -> None: ...
 
@@ -104,7 +104,7 @@ class CacheShard:
         self.settings = settings
         self.former_ttls = former_ttls
         self._tells_forever = bool(former_ttls)
-        """Whether values that never expire say so in the log: always, where the cache's own ttl is or was another."""
+        """Whether values that never expire are marked in the log: always, if the cache's own ttl has ever been altered."""
         self.state = CacheState(settings, budget, former_bytes_max)
         self.applied = shard.log_start_offset
         """Everything below is in the state."""
@@ -128,14 +128,14 @@ class CacheShard:
             DECODED_BYTES_MAX, weigh=lambda decoded: decoded.size_bytes
         )
         self.encoded: dict[object, tuple[bytes, int]] = {}
-        """Frames that a watch has encoded in this turn, and their records, for others like it."""
+        """Frames that a watch has encoded in this event loop iteration, and their records, for other watches like it."""
         self._unfollow: Callable[[], None] | None = None
         self._closed = False
 
     # -- life ------------------------------------------------------------------------------------------
 
     async def load(self) -> None:
-        """Read the log, then follow it. Raises what reading it raises; `failure` says so to whoever waits."""
+        """Read the log, then follow it. Raises what reading raises; waiting callers get it as `failure`."""
         try:
             await self._load()
         except FelixError as error:
@@ -251,7 +251,7 @@ class CacheShard:
             self.state.settings = msgspec.structs.replace(self.state.settings, bytes_max=settings.bytes_max)
 
     def alter(self, settings: CacheSettings, former_ttls: Sequence[FormerTtl]) -> None:
-        """Go by other settings from now on. What is too much then is evicted, some with every turn."""
+        """Use other settings from now on. The excess is then evicted, some of it in every event loop iteration."""
         self.settings = self.state.settings = settings
         self.former_ttls = former_ttls
         if self.ready.is_set() and not self._closed and self.failure is None:

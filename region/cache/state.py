@@ -349,7 +349,7 @@ class CacheState:
         return gone
 
     def _decide_again(self, gone: list[Staged]) -> None:
-        """Layer what is still staged upon the entries anew."""
+        """Rebuild the layer of staged changes over the entries."""
         kept = list(self.staged)
         self._newest.clear()
         self._coming_operations.clear()

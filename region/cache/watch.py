@@ -1,13 +1,13 @@
 """A watch: the keys of a cache, or those with a prefix, and every change to them, as a cursor per shard over the log.
 
-It begins with the whole state: it notes where each shard stands, tells the keys page by page as they are when their page comes,
-and then every change from the noted place on. So there is no gap, and nothing is held for it meanwhile; that a page may be ahead
-of the noted place is known by the versions. Or it begins where the watcher says that it stands, as long as the log still tells all
-that happened since; where it does not (tombstones compacted away, a ring that went on), the whole state is told again, after
-a Reset. The same happens to one that falls so far behind.
+It begins with the whole state: it notes each shard's offset, sends the keys page by page, each page as of the moment it is read,
+and then every change from the noted offsets on. So there is no gap, and the broker holds nothing for it meanwhile; versions show
+where a page is ahead of the noted offset. Or it begins at the watcher's own position, as long as the log still has all changes
+since. If it does not (tombstones compacted away, a ring that advanced), the watch sends a Reset and then the whole state. The
+same happens to a watch that falls so far behind.
 
-Invariants: nothing is sent beyond credit; what is not sent is not held; changes are told in the log's order, none left out,
-unless a later one of the same key stands in the same message and the watcher asked for no more; Ready comes once after each
+Invariants: nothing is sent beyond credit; unsent changes are not held; changes are sent in the log's order, and none is left
+out, unless a later one of the same key is in the same message and the watcher asked only for that; Ready is sent once after each
 beginning.
 """
 
@@ -42,7 +42,7 @@ EVENT_BYTES: Final = 64 << 10
 """Of one message, one large value aside: what a watcher must hold at least, and shares its encoding by."""
 PAGE_KEYS: Final = 1_024
 PROGRESS_OFFSETS: Final = 4_096
-"""A watcher to whom nothing happens is told how far the log is, so that it could resume there."""
+"""After so many offsets without a change for it, a watcher is sent the log's end, so that it can resume there."""
 
 
 class CacheWatch:
@@ -61,9 +61,9 @@ class CacheWatch:
         self._told: dict[int, int] = {}
         """Per shard, what the watcher knows that the log has reached."""
         self._pages: deque[tuple[int, bytes]] = deque()
-        """Shards whose state is still to be told, each with the last key that was."""
+        """Shards whose state is still to be sent, each with the last key sent."""
         self._ready_at: dict[int, int] | None = None
-        """Where Ready is due; None while the state is being told, and once it was."""
+        """The offsets at which Ready is due; None while the state is being sent, and once Ready was sent."""
         self._order: deque[int] = deque()
         self._reading: asyncio.Task[None] | None = None
         self._paced: asyncio.TimerHandle | None = None
@@ -190,7 +190,7 @@ class CacheWatch:
         self._send(encode_message(FrameType.REPLY, Reset(dict(self._cursors))))
 
     def pump(self) -> None:
-        """Tell what can be told now, from memory; read the rest in a task."""
+        """Send what is in memory now; read the rest in a task."""
         if not self._live or self._reading is not None or self._telling:
             return
         self._telling = True
@@ -395,7 +395,7 @@ class CacheWatch:
             if error.code is not Code.OFFSET_OUT_OF_RANGE:
                 self._exchange.fail(error)
                 return
-            # The log went on past the cursor while it was read: the next step begins anew.
+            # The log's start passed the cursor during the read: the next step starts over.
         except FelixError as error:
             self._exchange.fail(error)
             return

@@ -1,14 +1,14 @@
 """The catalog: a region's streams, rights, signed documents and quotas, over the metadata store.
 
-Every write is a compare-and-swap on the revision that was read: nobody overwrites what they have not seen.
-Whoever needs an answer at each request asks the `mirror` instead, which does no I/O.
+Every write is a compare-and-swap on the revision that was read: no writer overwrites a value that it has not seen. Code that
+needs an answer at each request asks the `mirror` instead, which does no I/O.
 
 Invariants:
 - a stream's incarnation id never changes, and no two streams have the same;
 - a stream's record goes only together with a `deleted/<incarnation>` mark: missing metadata by itself never
   deletes data;
-- signed documents are kept as the bytes that were signed. The catalog does not verify them; whoever acts on
-  one does, because a metadata administrator must not be able to forge one.
+- signed documents are kept as the bytes that were signed. The catalog does not verify them; the code that acts on one does,
+  because a metadata administrator must not be able to forge one.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Invariants:
   the store will honour: a leader that stops at 0 has stopped before another can be elected;
 - a lease that was lost stays lost; `lost` is set exactly once and `reason` says why.
 
-Created by the stores alone; used by whoever holds a lease.
+Created only by the stores; used by the holders of leases.
 """
 
 from __future__ import annotations

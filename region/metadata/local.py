@@ -1,7 +1,7 @@
 """What the stores that live in this process share: leases by the local clock, and watches over their history.
 
-A watcher is a cursor over the history, not a queue: a slow one costs no memory, and one that compaction
-overtakes is told so. Used by `memory` and `embedded` alone.
+A watcher is a cursor over the history, not a queue: a slow one costs no memory, and one that compaction overtakes gets an error.
+Used only by `memory` and `embedded`.
 """
 
 from __future__ import annotations

@@ -219,7 +219,9 @@ class CatalogMirror:
 
     @property
     def advanced(self) -> asyncio.Event:
-        """Set with the next change. Whoever waits for something takes it, looks, and then waits for it: nothing is missed between."""
+        """Set at the next change. To wait for a condition without missing a change: take this event, check the condition, then
+        wait for the event.
+        """
         return self._advanced
 
     async def until(self, holds: Callable[[], bool]) -> None:

@@ -1,7 +1,7 @@
 """The queues that this broker has open, and who gets which jobs: each queue shares what is ready out among those who ask.
 
-A queue is opened when it is first asked for, and closed with its stream. Takers (a worker's grant, a lease that waits) stand in
-line; each turn the first takes a fair share of what is ready and goes to the end of the line.
+A queue is opened when it is first asked for, and closed with its stream. Takers (a worker's grant, a lease that waits) queue up;
+in each round the first takes a fair share of the ready records and goes to the end of the queue.
 
 Also the port for transactions: `check_acks` before one commits, `apply_acks` once it is committed, as often as it takes.
 """
@@ -34,9 +34,9 @@ from region.views.journal import JournalKind
 log = logging.getLogger("felix.region.queue")
 
 SHARE_RECORDS_MAX: Final = 256
-"""Of one turn in the line: a frame of small jobs, and not all there is."""
+"""What one taker gets per round: a frame of small jobs, and not all ready records."""
 TURN_RECORDS_MAX: Final = 1_024
-"""Shared out before other work of the broker gets its turn: a few ms."""
+"""Distributed before the broker's other work runs: a few ms."""
 SWEEP_S: Final = 2.0
 JOBS_MAX: Final = 65_536
 """Named in one call that settles them: some ten ms of work."""
@@ -109,7 +109,7 @@ class Queue:
                 try:
                     await shard.open()
                 except FelixError as error:
-                    # It is tried again by whoever asks this shard (QueueShard.check).
+                    # The next caller of this shard retries it (QueueShard.check).
                     log.error("queue %s, shard %d does not serve: %s", self.stream.name, number, error)
         if start:
             for shard in self.shards:

@@ -226,7 +226,7 @@ class QueueShard:
         self.start()
         self._changed()
 
-    # For whoever uses the queue.
+    # For users of the queue.
 
     def start(self) -> None:
         """Carry what is on its way, watch the clock, follow the log."""
@@ -363,7 +363,7 @@ class QueueShard:
             if entry.next_offset <= state.head:
                 continue
             if not state.wants_more:
-                return  # the next ones are read again when their turn comes
+                return  # the next ones are read again when they are due
             body = entry_body(entry)
             header = decode_header(body)
             if entry.base_offset > state.head:
@@ -453,9 +453,10 @@ class QueueShard:
         at_least_one: bool,
         taking: Callable[[int, int], None],
     ) -> int:
-        """Lease up to so many jobs: `taking` is told how many records and bytes at once, `deliver` gets them once that is durable
-        (or why not), and the same numbers. How many; 0 where none is ready, or the next one
-        is still being read (then `changed` comes)."""
+        """Lease up to so many jobs: `taking` gets the numbers of records and bytes at once; `deliver` gets the jobs once the
+        lease is durable (or the error), and the same numbers. Returns how many; 0 if none is ready, or if the next one is still
+        being read (then `changed` is called).
+        """
         state = self.state
         if not state.ready:
             self._fill()
@@ -583,7 +584,7 @@ class QueueShard:
         return lost
 
     def settle(self, runs: Sequence[Run], done: Done) -> None:
-        """As `ack`, whoever holds the records now. Raises UnavailableError."""
+        """As `ack`, regardless of who holds the records now. Raises UnavailableError."""
         self.check()
         left = len(self.state.tracked)
         entry = self.state.settle(runs, self.now_ms)

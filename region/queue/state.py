@@ -1,8 +1,8 @@
 """One shard of a queue, as a state machine: which records are ready, leased, delayed, done. Pure: time comes in, entries come out.
 
-A decision (`lease`, `ack`, `nack`, `release`, `extend`, `purge`) changes the state at once and gives the journal entry that says
-so; `apply` takes such an entry in again, at replay. What a replay cannot know (a record's key, its priority, when it was
-published) comes from the log: `take_up` is told of every record, in order of offsets, from the floor on.
+A decision (`lease`, `ack`, `nack`, `release`, `extend`, `purge`) changes the state at once and returns the journal entry of the
+change; `apply` applies such an entry again, at replay. What the journal does not hold (a record's key, its priority, its
+publication time) comes from the log: `take_up` is called for every record, in order of offsets, from the floor on.
 
 What a record may be, and what moves it::
 
@@ -13,7 +13,7 @@ What a record may be, and what moves it::
     MOVING   on its way to the dead letters          landed → done
 
 Invariants:
-- the lease token of a record grows by one with every lease; an entry says so before the lease is handed out;
+- the lease token of a record grows by one with every lease; a journal entry records it before the lease is handed out;
 - a record is settled by the token of its newest lease alone, also after that lease has run out, as long as nobody else got it;
 - with `ordered_by_key`, of the records of one key only the first that is not done or dead is ever READY, DELAYED or LEASED;
 - `done` and the tracked records never overlap; everything below `head` is one or the other; ranges are bounded by the records;
@@ -119,7 +119,7 @@ class Tracked:
         self.open = False
         """True while the newest lease may still settle it."""
         self.loaded = False
-        """True once the log has told of it; a replay names records before that."""
+        """True once the record was read from the log; a replay names records before that."""
 
     @property
     def attempts(self) -> int:
@@ -162,7 +162,7 @@ class QueueState:
         self.settings = settings
         self.done = RangeSet()
         self.head = 0
-        """The next offset that `take_up` is to be told of."""
+        """The next offset to pass to `take_up`."""
         self.tracked: dict[int, Tracked] = {}
         self.counts = [0] * len(Phase)
         self.leased_by: Counter[int] = Counter()
@@ -347,7 +347,7 @@ class QueueState:
         return (self._entry(Kind.DONE, runs_of(found)) if found else None), lost
 
     def settle(self, runs: Iterable[Run], now_ms: int) -> bytes | None:
-        """Records are done whoever holds them now: a transaction that acknowledged them is committed."""
+        """Records are done, regardless of who holds them now: a transaction that acknowledged them is committed."""
         found: list[tuple[int, int]] = []
         for first, number, token in runs:
             for offset in range(first, first + number):
@@ -434,8 +434,9 @@ class QueueState:
         return self._entry(Kind.LEASED, runs_of(found), until_ms), lost
 
     def purge(self, end: int, now_ms: int) -> tuple[bytes, int]:
-        """Everything below `end` is done, whoever holds it, but for what is on its way to the dead letters. The entry, and how
-        many records went."""
+        """Everything below `end` is done, regardless of who holds it, except for records on their way to the dead letters.
+        Returns the entry, and the number of records removed.
+        """
         before = self.left(end)
         self._purge(end)
         return self._entry(Kind.PURGED, [0, end, 0]), before - self.left(end)
@@ -490,7 +491,8 @@ class QueueState:
             if record is not None and record.phase is Phase.MOVING:
                 record.due_ms = 0
                 if record.loaded:
-                    # Its key, if it has one, has gone on without it: it takes its turn with those behind.
+                    # While it was moving, its key, if it has one, went on without it: it queues up behind the key's other
+                    # records.
                     if record.key is not None:
                         line = self._keys.get(record.key)
                         if line is not None and self._first(line, record.key) is not None:
@@ -575,7 +577,7 @@ class QueueState:
             if not record.token:
                 continue
             if record.open:
-                # One that has run out is one still: it is told by its time.
+                # An expired lease is still a lease here: its time shows that it expired.
                 held.setdefault((Kind.LEASED, record.due_ms), []).append((offset, record.token))
             else:
                 held.setdefault((Kind.DELAYED, record.due_ms), []).append((offset, record.token))

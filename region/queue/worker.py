@@ -65,7 +65,7 @@ _SEES_WORKERS: Final = (Verb.SUBSCRIBE, Verb.ADMIN)
 
 
 class _Waiting:
-    """A lease that waits for its first job: a taker of one turn."""
+    """A lease that waits for its first job: a taker for one round."""
 
     granted = False
 

@@ -88,7 +88,7 @@ class Group:
     # -- what is to be done ----------------------------------------------------------------------------
 
     def rebalance(self, now_ms: int) -> list[Move]:
-        """Steps towards balance, already taken here: who is told later finds it so."""
+        """Steps towards balance, already applied to this state before the consumers are notified."""
         moves: list[Move] = []
         for shard in [shard for shard, until_ms in self.draining.items() if until_ms <= now_ms]:
             moves.append(Move(Step.FENCE, shard, self.owners[shard]))
@@ -118,7 +118,7 @@ class Group:
         """Shard → consumer, as it should be."""
         counted = [member for member, stalled in self.members.items() if not stalled] or list(self.members)
         if self._exclusive and counted:
-            # Who has most stays: shards that are still on their way to it do not turn back.
+            # The consumer with the most keeps its shards: shards that are still on their way to it are not diverted.
             counted = [max(counted, key=lambda member: (len(self.of(member)), -counted.index(member)))]
         if not counted:
             return {}

@@ -31,7 +31,9 @@ GRAINS: Final = 16
 """Deadlines and due times that are closer than this part of their delay are treated as one, so that they stay few."""
 REASON_CHARS_MAX: Final = 200
 WAITING_MAX: Final = 1_024
-"""Kinds of waiting records (attempts, due time, reason) told apart; beyond it reasons are no longer kept, and due times are coarse."""
+"""Distinct kinds of waiting records (attempts, due time, reason) tracked; beyond it reasons are dropped, and due times are
+bucketed.
+"""
 DYING_MAX: Final = 256
 """Records under way to the dead-letter stream at a time, per shard."""
 
@@ -117,7 +119,7 @@ class Progress:
         return max(0, high_watermark - self.committed - self.settled.count)
 
     def skipped(self) -> RangeSet:
-        """What lies above the committed offset and is not to be handed out by whoever gets the shard now."""
+        """Offsets above the committed offset that the shard's next consumer must not hand out."""
         found = self.settled.copy()
         for first, following in self._held():
             found.add(first, following)
@@ -233,7 +235,7 @@ class Progress:
         return self._settled_entries([(self.committed, following)])
 
     def renew(self, offset: int, now_ms: int) -> None:
-        """The ack timeout of what is out from `offset` on begins anew."""
+        """Restart the ack timeout of the delivered records from `offset` on."""
         for out in [out for out in self._out if out.ranges.next > offset]:
             later = out.ranges.within(offset, out.ranges.next)
             out.ranges.remove(offset, out.ranges.next)
@@ -289,7 +291,8 @@ class Progress:
             if self._is_dead(kind):
                 continue
             ranges = self._waiting[kind]
-            # What the cursor has not come to yet is told when it has: the owner knows a redelivery by that.
+            # Records that the cursor has not reached are reported when it reaches them: the owner recognises a redelivery by
+            # that.
             due = ranges.within(self.committed, self.cursor)
             for each in due:
                 ranges.remove(*each)
@@ -426,7 +429,7 @@ class Progress:
     # -- inside ----------------------------------------------------------------------------------------
 
     def _settled_entries(self, ranges: Iterable[tuple[int, int]]) -> list[Entry]:
-        """Settle what is not settled yet, and say so."""
+        """Settle the offsets that are not settled yet, and return their journal entries."""
         fresh = RangeSet()
         for first, following in ranges:
             for each in self.settled.missing(max(first, self.committed), following):

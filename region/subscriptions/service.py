@@ -1,7 +1,7 @@
 """The subscription service: every durable subscription of this broker, from the catalog to its consumers, and the requests about them.
 
-What is defined in the catalog for a stream that is hosted here is loaded when the stream is: a store per shard, a
-`DurableSubscription` per name. Definitions outlive their stream: where it is created again, they begin anew in it.
+The catalog's definitions for a stream hosted here are loaded with the stream: a store per shard, a `DurableSubscription` per
+name. Definitions outlive their stream: if it is created again, they start from the beginning in it.
 
 Invariants: a subscription is used only once its first positions are durable; a record that is not settled by every subscription is
 known here, also before all are loaded (`hold`).
@@ -573,7 +573,7 @@ class SubscriptionService:
     def apply(self, acks: Sequence[SubscriptionAcks], done: Written) -> None:
         """Settle what a written transaction acknowledges; once more does no harm. `done` once all is durable.
 
-        What is about a subscription that was deleted, or begins anew, counts as done.
+        Entries of a subscription that was deleted or restarted count as done.
         """
         gather = Gather(done)
         for each in acks:

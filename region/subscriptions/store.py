@@ -3,8 +3,8 @@
 It opens the journal, brings the state back, writes entries, and after a refused write brings the state back once more. Dead letters
 of each subscription are carried here, too, since they are journaled here.
 
-Invariants: nothing is decided while `refusal` says why; whoever has changed a `Progress` hands its entries to `write` in the same
-iteration of the event loop; after `lost` was called every `Progress` taken before is void. On the event loop; used by `service` alone.
+Invariants: nothing is decided while `refusal` says why; code that changes a `Progress` passes its entries to `write` in the same
+event loop iteration; after `lost` was called every `Progress` taken before is void. On the event loop; used by `service` alone.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class SubscriptionStore:
         for letters in self._letters.values():
             letters.reset()
         self._held.clear()
-        # Anew: a write that is still to be refused belongs to the state before.
+        # New objects: a write that is still to be refused belongs to the previous state.
         self._writes, self._durable = {}, {}
         self._letters.clear()
 
@@ -119,9 +119,9 @@ class SubscriptionStore:
         self._lost(error)
 
     def resumed(self) -> None:
-        """Whoever was told that it is lost comes again."""
+        """Nothing to do: consumers that were told of the loss reconnect."""
 
-    # For whoever uses the store.
+    # For users of the store.
 
     def progress(self, subscription: bytes) -> Progress:
         """How far the subscription of this id has come."""
@@ -133,7 +133,7 @@ class SubscriptionStore:
         return held
 
     def durable(self, subscription: bytes) -> int:
-        """The committed offset of this subscription that no crash takes back: what may be told, and what is below it let go."""
+        """The committed offset of this subscription that is durable: it may be reported, and entries below it deleted."""
         committed = self.progress(subscription).committed
         return (
             min(committed, self._durable.get(subscription, 0)) if subscription in self._writes else committed

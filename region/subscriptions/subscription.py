@@ -1,11 +1,12 @@
 """One durable subscription at work: its consumers, who has which shard, what is due, what they ask for.
 
-It joins the pure parts (`progress`, `group`) with the stores that keep them and the consumers that are told. Nothing here reads a
-record: consumers deliver whole batches through region.delivery, and say what they have delivered.
+It joins the pure parts (`progress`, `group`) with the stores that keep them and the consumers that are notified. Nothing here
+reads a record: consumers deliver whole batches through region.delivery, and say what they have delivered.
 
 Invariants:
 - an acknowledgement is answered once it is durable;
-- a consumer is told of a shard in this order: assigned, redeliveries, revoked; each with the generation of that assignment;
+- a consumer's notifications of a shard come in this order: assigned, redeliveries, revoked; each with the generation of that
+  assignment;
 - a generation is above every earlier one of this broker and of those before it (it is no less than the time in ms).
 On the event loop.
 """
@@ -152,7 +153,7 @@ class DurableSubscription:
         return len(self._members)
 
     def join(self, member: Member) -> int:
-        """One more consumer; it is told its shards before this returns. Returns its number."""
+        """Add a consumer; it is notified of its shards before this returns. Returns its number."""
         self._last_member += 1
         number = self._last_member
         self._members[number] = member
@@ -160,7 +161,7 @@ class DurableSubscription:
         return number
 
     def enter(self, number: int) -> None:
-        """The consumer that joined can be told its shards now."""
+        """The consumer that joined can be notified of its shards now."""
         self._group.join(number)
         self._rebalance()
 
@@ -350,7 +351,9 @@ class DurableSubscription:
     # -- positions -------------------------------------------------------------------------------------
 
     async def position(self, starts: dict[int, int]) -> None:
-        """Begin at these offsets, by shard; who has the shard is fenced and gets it anew. Durable once this returns."""
+        """Start at these offsets, by shard; the shard's consumer is fenced and gets the shard again. Durable once this
+        returns.
+        """
         refused = self.refusal()
         if refused is not None:
             raise refused.with_traceback(None)

@@ -5,7 +5,7 @@
    there on it will be applied, whatever happens to this process.
 3. *Applied*: visibility of every shard concerned is held, the batches are appended, each with an annotation that says how far the
    transactions have come in this shard, and when all are durable the shards are released in one iteration of the event loop.
-4. *Done*: the journal says so, and the payloads are let go.
+4. *Done*: the journal records it, and the payloads are released.
 
 Invariants:
 - nothing of a transaction is in a shard before its commit is durable;
@@ -82,7 +82,7 @@ RETRY_S: Final = 0.1
 START_PATIENCE_S: Final = 5.0
 """At the start: a shard that does not take what is owed to it by then (disk full) is not served until the next one."""
 ENDED_MAX: Final = 10_000
-"""Ended without a commit: for these a late call is told why."""
+"""Ended without a commit: a late call gets the reason."""
 SLOT: Final = int(xxhash.xxh3_64_intdigest(b"felix/transactions"))
 """The annotation slot of every shard that says how far transactions have come in it."""
 
@@ -246,7 +246,9 @@ class Coordinator:
             return journal
 
     async def _certain(self) -> None:
-        """Where the journal refused an append, the state says more than is there: read it anew first. Raises why not."""
+        """If the journal refused an append, the state is ahead of the journal: reload it first. Raises the error that prevents
+        this.
+        """
         if self._journal is not None and self._journal.lost is not None:
             await self._ready()
 
@@ -585,7 +587,7 @@ class Coordinator:
         prepared: Sequence[Acknowledgement],
         future: asyncio.Future[Outcome],
     ) -> None:
-        """Decide: everything goes to the journal in one turn, the decision last."""
+        """Decide: everything goes to the journal in one event loop iteration, the decision last."""
         number = self.state.next_number
         entries: list[Entry] = [_numbered(part, number) for part in transaction.parts]
         entries += [_numbered(each, number) for each in prepared]
@@ -826,7 +828,7 @@ class Coordinator:
     async def _append(
         self, shard: ShardLog, parts: Sequence[Part], before: Sequence[tuple[int, int]]
     ) -> list[tuple[Part, Appended | FelixError]]:
-        """Append in one turn, as far as the shard takes them. Where one is refused, so is all behind it."""
+        """Append in one event loop iteration, as many as the shard accepts. If one is refused, so are all after it."""
         loop = asyncio.get_running_loop()
         under_way: list[tuple[Part, asyncio.Future[Appended | FelixError]]] = []
         positions = list(before)

@@ -1,9 +1,9 @@
 """What the transactions' journal holds, and what it amounts to. Pure.
 
 A transaction is committed by its parts and one `Committed` entry behind them; `Applied` says that every part is where it
-belongs. Parts without their `Committed` are of a commit that never was. Outcomes are remembered so that a client whose
-answer was lost is told the same again: by count and age; what was forgotten is known by its time, so that a question about a
-transaction that is too old is answered with "nobody knows" instead of a guess.
+belongs. Parts without their `Committed` are of a commit that never was. Outcomes are remembered, limited by count and age, so
+that a client whose answer was lost gets the same answer again. The time of the newest forgotten outcome is kept, so that a query
+about an older transaction is answered with "unknown" instead of a guess.
 
 An entry is a MessagePack array that begins with its kind.
 """
@@ -21,7 +21,7 @@ from felix.errors import CorruptionError
 OUTCOMES_MAX: Final = 10_000
 """Committed transactions that a lost answer can be asked for; about 300 bytes each."""
 OUTCOME_AGE_MS: Final = 3_600_000
-"""A client that was away for longer is told that nobody knows."""
+"""A client that was away for longer gets the answer "unknown"."""
 FENCES_MAX: Final = 10_000
 """Transactional ids whose newest instance is known. Beyond it one goes of the owner who has the most: what one makes in any number
 must not make another's instances old."""
@@ -190,7 +190,7 @@ class TransactionState:
         mine.pop(transactional_id, None)
         mine[transactional_id] = epoch
         if self._fence_count > FENCES_MAX:
-            # The one unused for longest, of whoever has the most; the same at a replay.
+            # The one unused for longest, of the identity with the most; the same at a replay.
             most = max(self._fences, key=lambda each: len(self._fences[each]))
             held = self._fences[most]
             del held[next(iter(held))]

@@ -5,7 +5,8 @@ durable as the stream. The actor brings the state back when it is opened, and ag
 decided on it is not there, so nothing is served until the state is that of the journal.
 
 Invariants:
-- nothing is decided while `refusal` says why; a refused entry is told to its view (`lost`) before whoever waits for it hears of it;
+- nothing is decided while `refusal` says why; a refused entry is reported to its view (`lost`) before its waiting caller gets
+  the error;
 - entries are answered in the order in which they were written; of several at once the last one answers for all;
 - `begin`, every `replay`, `replayed` come in this order, and nothing else of the view is called between them.
 On the event loop.
@@ -102,7 +103,7 @@ class ViewActor:
         if self._serving and self.journal.lost is None:
             return why
         if self._opened:
-            # In a turn of its own: whoever asks is in the midst of something.
+            # In an event loop iteration of its own: the caller is in the middle of a decision.
             asyncio.get_running_loop().call_soon(self._reload_if_lost)
         return UnavailableError(
             f"{self.name} reads its journal again" + (f": {why}" if why is not None else "."),

@@ -12,9 +12,10 @@ entries that it finds in its journal to `apply`, in order, puts `entries` into i
 Invariants:
 - nothing is appended to the target before the move is durable in the journal;
 - a move has at most MOVE_RECORDS_MAX records, fewer than a log remembers batches of a producer;
-- where the target no longer knows the producer (silent for a week, made anew), the move begins another epoch, durably, first;
-- a named stream is written to only while whoever named it may publish there, asked anew for each move: else its records go to the
-  stream that needs no name, `<stream>.dead`, durably redirected first.
+- if the target no longer knows the producer (silent for a week, or the target was re-created), the move first begins another
+  epoch, durably;
+- a named stream is written to only while the identity that named it may publish there, checked for each move: else the records
+  go to the default stream, `<stream>.dead`, durably redirected first.
 """
 
 from __future__ import annotations
@@ -296,18 +297,18 @@ class DeadLetters:
             self._begin(self._outbox.plan(name, number, offsets[some], attempts[some], reason, back=False))
 
     def alter(self, retries: Retries) -> None:
-        """Of a durable subscription: what dies from now on goes where these say. A queue's are asked anew each time."""
+        """For a durable subscription: later dead letters go where these settings say. A queue's settings are read each time."""
         if self._origin is not None:
             self._origin = self._origin._replace(retries=retries)
 
     def give_back(self, stream: StreamName, shard: int, offsets: Sequence[int]) -> None:
-        """Move dead letters back to `shard` of the stream that they came from, in this order; attempts begin anew."""
+        """Move dead letters back to `shard` of the stream that they came from, in this order; attempts start at zero."""
         for at in range(0, len(offsets), MOVE_RECORDS_MAX):
             some = offsets[at : at + MOVE_RECORDS_MAX]
             self._begin(self._outbox.plan(str(stream), shard, some, [0] * len(some), "", back=True))
 
     def _goes_to(self) -> str:
-        """The stream that dead letters go to now: the one that was named, while whoever named it may publish there."""
+        """The stream that dead letters go to now: the named one, while the identity that named it may publish there."""
         retries = self._retries()
         if retries.dead_letter and not self._may_flow():
             log.warning(

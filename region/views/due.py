@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 
 class DueTimer:
-    """Calls `tick` at a time in ms; one at a time, so whoever is called says anew when it is to be called next. On the event loop."""
+    """Calls `tick` at a time in ms; one call at a time, so the callee sets the time of the next call itself. On the event
+    loop.
+    """
 
     __slots__ = ("_clock_ms", "_handle", "_least_s", "_most_s", "_tick", "due_ms")
 

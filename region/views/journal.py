@@ -297,7 +297,7 @@ class Journal:
         await awaited(lambda done: self._append(payloads, done))
 
     async def close(self) -> None:
-        """Write what waits, and wait until it is answered. The log is closed by whoever opened it."""
+        """Write the waiting entries, and wait until they are answered. The log's opener closes it."""
         if self._flush_due:
             self._flush()
         if self._snapshot_task is not None:
