@@ -41,7 +41,7 @@ from audit.origin import Origin
 from audit.trust import Trust
 from audit.words import Denied, Words
 from felix.errors import FelixError
-from felix.names import SpiffeId, StreamName
+from felix.names import NamePattern, SpiffeId, StreamName
 from policy.approval import (
     APPROVERS_MAX,
     Approval,
@@ -534,6 +534,33 @@ class Agreements:
             ]
         unmet = self._policy_unmet(held, result.export, result.accepted, stream, header)
         return [f"{what}: {unmet}"] if unmet else []
+
+    def named(self, header: Header) -> list[str]:
+        """Why this leaf of version 2, which accounts for source offsets, may not name its grant here: a sentence, or nothing. What
+        both regions signed must stand before it, be for its link and stream, and not be revoked; what else a crossing needs is
+        asked of crossings alone (`judge`)."""
+        what = f"{header.kind.name} under grant {header.grant_id}"
+        held = self._grants.get(header.grant_id)
+        if held is None or not held.exports or not held.imports:
+            return [f"{what}: no GRANT and no ACCEPT leaf stands before it."]
+        if held.revoked(held.exports[-1].terms):
+            return [f"{what}: the grant was revoked before."]
+        accepted = {half.terms_hash for half in held.imports}
+        wanted = header.terms_hash.hex()
+        terms = next((half.terms for half in held.exports if half.terms_hash == wanted in accepted), None)
+        if terms is None:
+            return [f"{what}: its hash of terms is not the grant's."]
+        said = (header.source_region, header.destination_region, header.bridge)
+        try:
+            stream = StreamName.parse(header.stream)
+            fits = NamePattern(terms.stream).matches(stream) and said == (
+                terms.from_region, terms.to_region, terms.bridge
+            )  # fmt: skip
+        except FelixError as error:
+            return [f"{what}: {error.sentence}"]
+        if not fits or str(terms.destination_of(stream)) != header.destination_stream:
+            return [f"{what}: the grant is for another stream, for another bridge, or between other regions."]
+        return []
 
     def _book(self, held: _Held) -> GrantBook:
         """The book of the grant's halves and approvals; later words are asked for besides."""

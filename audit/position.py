@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
-from audit.leaf import Header, Kind, Side
+from audit.leaf import GapKind, Header, Kind, Side
 from felix.errors import CorruptionError
 
 LINK_SHARDS_MAX: Final = 65_536
@@ -145,7 +145,8 @@ def _joined(before: Crossing, header: Header) -> Crossing:
 
 
 def _begins_again(header: Header, announced: Crossing) -> bool:
-    """Whether an INTENT of another grant begins at or before one that was announced and not answered: that one had not arrived."""
+    """Whether an INTENT or GAP of another grant begins at or before an INTENT that was not answered: what that one announced had not
+    arrived, or not by this bridge (audit.accounting)."""
     return (
         header.grant_id != announced.grant_id
         and header.incarnation == announced.incarnation
@@ -174,6 +175,10 @@ class Positions:
             if len(self.unreadable) < UNREADABLE_MAX:
                 self.unreadable.append(number)
             return
+        if header.kind is Kind.GAP and header.gap is GapKind.ELSEWHERE:
+            known = self._states.get(LinkShard.of(header))
+            if known is not None:
+                known.unanswered = [each for each in known.unanswered if not _begins_again(header, each)]
         if header.kind not in (Kind.INTENT, Kind.ACK):
             return
         if header.kind is Kind.INTENT or header.side is Side.INGRESS:

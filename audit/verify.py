@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from audit.accounting import AnnouncedAgain
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.continuity import Continuity
@@ -102,6 +103,12 @@ class Report:
     unanswered: int = 0
     """batches with an INTENT and without an ACK"""
     skipped: int = 0
+    announced_again: tuple[AnnouncedAgain, ...] = ()
+    """leaves that count no more, since another grant announced their offsets again"""
+    followed: tuple[int, ...] = ()
+    """see `audit.accounting.Accounts`"""
+    miscounted: tuple[int, ...] = ()
+    """leaves with which source offsets are not accounted for as they must be"""
     uncovered: int = 0
     """leaves in the write-ahead file that no checkpoint covers yet"""
 
@@ -178,7 +185,10 @@ class _Run:
         self._wal()
         continuity = self._continuity
         report.leaves, report.records = dict(continuity.leaves), dict(continuity.records)
-        report.unanswered, report.skipped = continuity.unanswered, continuity.skipped
+        accounts = continuity.accounts
+        report.unanswered, report.skipped = accounts.unanswered, accounts.skipped
+        report.announced_again, report.followed = tuple(accounts.announced_again), tuple(accounts.followed)
+        report.miscounted = tuple(continuity.miscounted)
         report.documents = self._agreements.documents
         return report
 
@@ -332,7 +342,8 @@ class _Run:
         if leaf.header.kind is not Kind.ACK or leaf.header.side is not Side.EGRESS:
             # A receipt is about records that their INTENT counts already.
             report.steps[6].checked += leaf.header.records
-        for sentence in (*self._granted(leaf), *self._continuity.apply(leaf), *self._again(leaf)):
+        continued = self._continuity.apply(leaf, index, lambda: not self._agreements.named(leaf.header))
+        for sentence in (*self._granted(leaf), *continued, *self._again(leaf)):
             report.find(7, sentence, leaf=index, path=path)
         # 8. Every delivery has its receipt.
         if leaf.header.kind is Kind.ACK and leaf.header.side is Side.EGRESS:
@@ -357,6 +368,8 @@ class _Run:
     def _granted(self, leaf: Leaf) -> list[str]:
         """Step 7, the grant: what the documents before a crossing of version 2 say about it."""
         kind, side = leaf.header.kind, leaf.header.side
+        if kind in (Kind.WITHHELD, Kind.GAP) and leaf.version > 1:
+            return self._agreements.named(leaf.header)
         if (kind, side) not in ((Kind.INTENT, Side.EGRESS), (Kind.ACK, Side.INGRESS)):
             return []
         if leaf.version == 1:

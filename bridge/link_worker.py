@@ -464,7 +464,7 @@ class LinkWorker:
             await self._open_channel(self._first_epoch(trail))  # 3
             assert self._channel is not None and self._window is None
             self._check_destination(trail)
-            self._log_elsewhere()
+            self._log_elsewhere(trail)
             self._window = self._begin(trail)
             self.stats.position = self._window.position
             self._feed = await SealedFeed.open(  # 4
@@ -634,14 +634,18 @@ class LinkWorker:
         cut = Cut(source.statement.epoch_at(at), at)
         raise self._truncated(said, source.live.incarnation, account, cut, source)
 
-    def _log_elsewhere(self) -> None:
+    def _log_elsewhere(self, trail: Trail) -> None:
         """Offsets that this log knows nothing of, and the destination says that it has: another bridge brought them, or it is not so.
-        The GAP leaf says whose word it is, and the report holds the ingress log to it."""
+        The GAP leaf says whose word it is, and the report holds the ingress log to it. Where another bridge brought a part of what this
+        one announced, it begins where that batch does: no batch counts in part (`audit.accounting`)."""
         source, channel, context, row = self._source, self._channel, self._context, self.row
         assert source is not None and channel is not None
         account = context.ledger.shard(self.link_shard, source.live.incarnation)
         known = source.begins_at if account is None else account.accounted_to
-        position = channel.opened.position
+        position, live = channel.opened.position, source.live.incarnation
+        for each in trail.unanswered(self.link_shard):
+            if each.incarnation == live and each.first_offset < position <= each.last_offset:
+                known = min(known, each.first_offset)
         # Under the grant that it accounts for, a destination that is further is refused (bridge.link).
         if position <= known or (account is not None and account.grant_id == row.grant):
             return

@@ -214,9 +214,7 @@ class Link:
     def gap(self, count: int, gap: GapKind = GapKind.RETENTION) -> Leaf:
         first = self.offset
         self.offset += count
-        return Leaf(
-            self.header(Kind.GAP, first_offset=first, last_offset=first + count - 1, gap=gap, terms_hash=b"")
-        )
+        return Leaf(self.header(Kind.GAP, first_offset=first, last_offset=first + count - 1, gap=gap))
 
     def deny(self) -> Leaf:
         return Leaf(

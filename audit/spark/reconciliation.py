@@ -17,7 +17,9 @@ is accounted for under each.
    bridge brought must have arrived (`audit.spark.arrived_before`): an egress log takes the destination's word for it, and the ingress
    log has them or it is not so;
 4. per shard, the source offsets that INTENT, WITHHELD and GAP leaves cover must follow each other without a hole
-   and without two INTENT leaves over the same offset, and covered = crossed + withheld + passed by in a resend + gaps. A link may go on
+   and without two INTENT leaves, or a GAP and anything else, over the same offset, and covered = crossed + withheld + passed by in a
+   resend + gaps. These are ranges and sums; that each single offset is accounted for once is the verification's word
+   (`audit.accounting`): where it says otherwise of a leaf, its shard differs. A link may go on
    further ahead where another grant begins; what lies between is counted as skipped. It may begin again where the grant before it was
    not answered any more (`audit.spark.begun_again`); what was announced twice so counts once.
 
@@ -33,7 +35,7 @@ from typing import TYPE_CHECKING, Final
 from audit.crossed import CROSSED_BEFORE
 from audit.leaf import GapKind
 from audit.origin import Origin
-from audit.spark.begun_again import BEGUN_AGAIN, COVERS, FOLLOWED
+from audit.spark.begun_again import ANSWERED_YET, BEGUN_AGAIN, COVERS, FOLLOWED
 from audit.spark.shard_key import SHARD, SHARD_KEY, same
 from audit.spark.table import Column, Type, one_row_each
 
@@ -166,7 +168,8 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
                    array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said{more}
             FROM {{leaves}} WHERE kind = '{kind}' AND side = '{where}' GROUP BY {_ENVELOPE}"""  # noqa: S608
 
-    again = f", bool_or({BEGUN_AGAIN}) AS {BEGUN_AGAIN}, bool_or({FOLLOWED}) AS {FOLLOWED}"
+    # Of a batch all leaves are announced again, or none.
+    again = "".join(f", bool_or({name}) AS {name}" for name in (BEGUN_AGAIN, ANSWERED_YET, FOLLOWED))
 
     def picked(name: str) -> str:
         return f"coalesce(i.{name}, r.{name}, a.{name}) AS {name}"
@@ -215,6 +218,11 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
             late.format(last="last_arrival"), "intent-without-arrival",
             "'Announced in the egress log; the ingress log does not have it.'",
             f"intent_leaf IS NOT NULL AND receipt_leaf IS NULL AND arrival_leaf IS NULL AND has_ingress AND NOT {BEGUN_AGAIN}",
+        ),
+        _finding(
+            "'differs'", "announced-again-though-answered",
+            "'Announced again under the grant that followed, as if it had not arrived; and it had.'",
+            ANSWERED_YET,
         ),
         _finding(
             "'differs'", "receipt-without-arrival",
@@ -331,6 +339,7 @@ def _covered(leaves: DataFrame) -> DataFrame:
         SELECT *, max(last_offset) {before} AS reached,
                max(CASE WHEN kind = 'INTENT' THEN last_offset END) {before} AS announced,
                max(CASE WHEN kind = 'GAP' THEN last_offset END) {before} AS missing,
+               max(CASE WHEN kind = 'GAP' OR records > 0 THEN last_offset END) {before} AS told,
                last(grant_id, true) {before} AS grant_before
         FROM {{leaves}}
         WHERE {COVERS} AND NOT {BEGUN_AGAIN}
@@ -354,12 +363,17 @@ def coverage_findings(leaves: DataFrame) -> DataFrame:
     announced = at(
         "announced-twice", "first_offset", "least(announced, last_offset)", "Source offsets that two INTENT leaves cover."
     )  # fmt: skip
+    other = "CASE WHEN kind = 'GAP' THEN told WHEN records > 0 THEN missing END"
+    accounted = at(
+        "accounted-twice", "first_offset", f"least({other}, last_offset)", "Source offsets that a GAP leaf and another leaf account for."
+    )  # fmt: skip
     delivered = at(
         "delivered-twice", "first_offset", "least(reached, last_offset)", "Source offsets that the destination appended twice."
     )  # fmt: skip
     cases = [
         f"CASE WHEN first_offset > reached + 1 AND coalesce(grant_id, grant_before) <=> grant_before THEN {undeclared} END",
         f"CASE WHEN kind = 'INTENT' AND first_offset <= announced THEN {announced} END",
+        f"CASE WHEN first_offset <= {other} THEN {accounted} END",
     ]
     return leaves.sparkSession.sql(
         f"""
@@ -376,8 +390,9 @@ def coverage_findings(leaves: DataFrame) -> DataFrame:
     )
 
 
-def shards(leaves: DataFrame, findings: DataFrame, given: Given) -> DataFrame:
-    """One row per link, stream, incarnation and shard: the sums, the accounting, the status."""
+def shards(leaves: DataFrame, findings: DataFrame, miscounted: DataFrame, given: Given) -> DataFrame:
+    """One row per link, stream, incarnation and shard: the sums, the accounting, the status. `miscounted`: the leaves (log,
+    leaf_index) with which, by the verification, source offsets are not accounted for once."""
     return leaves.sparkSession.sql(
         f"""
         WITH sums AS (
@@ -412,17 +427,21 @@ def shards(leaves: DataFrame, findings: DataFrame, given: Given) -> DataFrame:
                    count(*) FILTER (WHERE status = '{OPEN}') AS open
             FROM {{findings}} GROUP BY {SHARD}
         ),
+        broken AS (
+            SELECT {SHARD}, true AS is_broken FROM {{leaves}} LEFT SEMI JOIN {{miscounted}} USING (log, leaf_index) GROUP BY {SHARD}
+        ),
         joined AS (
-            SELECT sums.*, coalesce(reach.covered, 0) AS covered, coalesce(reach.gap, 0) AS gap,
+            SELECT sums.*, coalesce(broken.is_broken, false) AS is_broken, coalesce(reach.covered, 0) AS covered, coalesce(reach.gap, 0) AS gap,
                    coalesce(reach.skipped, 0) AS skipped,
                    coalesce(reach.covered - sums.crossed - sums.withheld - sums.passed_by - reach.gap, 0) AS unaccounted,
                    coalesce(counted.findings, 0) AS findings, coalesce(counted.open, 0) AS open
             FROM sums
             LEFT JOIN reach ON {same("sums", "reach")}
             LEFT JOIN counted ON {same("sums", "counted")}
+            LEFT JOIN broken ON {same("sums", "broken")}
         )
         SELECT *,
-               CASE WHEN findings > 0 OR unaccounted <> 0 THEN '{DIFFERS}'
+               CASE WHEN findings > 0 OR unaccounted <> 0 OR is_broken THEN '{DIFFERS}'
                     WHEN NOT ({given.egress} AND {given.ingress}) THEN '{ONE_SIDE}'
                     WHEN open > 0 THEN '{OPEN}'
                     ELSE '{RECONCILED}' END AS status
@@ -430,6 +449,7 @@ def shards(leaves: DataFrame, findings: DataFrame, given: Given) -> DataFrame:
         """,  # noqa: S608
         leaves=leaves,
         findings=findings,
+        miscounted=miscounted,
         covered=_covered(leaves),
     )
 

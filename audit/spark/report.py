@@ -40,6 +40,7 @@ from audit.spark.table import Table, encode_csv, from_rows, iso, write_parquet
 from audit.spark.verification import (
     OpenedLog,
     Problem,
+    miscounted_of,
     open_log,
     problem_of,
     problems_of,
@@ -268,8 +269,8 @@ def _make(
         )
         # Checkpointed, not cached: what was verified is what is reported, and no query reads the files again.
         prepared = register.prepare(_read(spark, opened).localCheckpoint()).localCheckpoint()
-        leaves = begun_again.mark(prepared).localCheckpoint()
         verified = verifying.result()
+    leaves = begun_again.mark(prepared, verified).localCheckpoint()
     found = (
         leaves.where("problem IS NOT NULL")
         .select("log", "leaf_index", "problem")
@@ -424,7 +425,7 @@ def _compute(
         found = found.unionByName(compare_records(reconciliation.places(leaves, unlike), places))
     found = found.localCheckpoint()
     differing = listed.rows("findings", reconciliation.in_order(found))
-    shards = reconciliation.shards(leaves, found, given)
+    shards = reconciliation.shards(leaves, found, miscounted_of(spark, verified), given)
     by_shard = listed.rows("reconciliation", shards, reconciliation.WORTH)
 
     times = [row for row in moved if row["records"] or row["delivered"] or row["withheld"]]

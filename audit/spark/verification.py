@@ -210,6 +210,12 @@ def story_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> Data
     return spark.createDataFrame(rows, "log string, leaf_index bigint, sentence string") if rows else None
 
 
+def miscounted_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> DataFrame:
+    """The leaves with which source offsets are not accounted for once, as rows: log, leaf_index."""
+    rows = [(report.origin, leaf) for report in reports for leaf in report.miscounted]
+    return spark.createDataFrame(rows, "log string, leaf_index bigint")
+
+
 def _cosigners(
     files: Files, signed: SignedCheckpoint, before: Sequence[SignedCheckpoint], log: LogTrust
 ) -> tuple[Cosigner, ...]:

@@ -101,8 +101,10 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("crossed", "agent"): Cell(
         _F,
         "an INTENT for what it never sent has no receipt; a crossing without its INTENT, or with other bytes than were "
-        "committed to, differs from the ingress log: the reconciliation names each record, also those that a resend passed by as if they had crossed before",
+        "committed to, differs from the ingress log: the reconciliation names each record, also those that a resend passed by as if they had crossed before. "
+        "What another grant announces again counts in whole batches, under grants that both regions signed, and nowhere twice",
         (
+            "attacks/test_accounting_worlds.py",
             "attacks/test_one_party_alone.py",
             "attacks/test_rogue_agent.py",
             "spark/test_truncation_report.py",
@@ -326,8 +328,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("withheld", "agent"): Cell(
         _Y,
         "it may withhold what the terms would let cross, and name another reason; the source can tell, who has stream and link "
-        "secret. That a withheld record crossed after all is found",
-        ("attacks/test_one_party_alone.py",),
+        "secret. That a withheld record crossed after all is found, and that one is in no leaf",
+        ("attacks/test_accounting_worlds.py", "attacks/test_one_party_alone.py"),
     ),
     ("withheld", "source"): Cell(
         _Y, "it may withhold what it likes: Felix proves what crossed, not that all did"

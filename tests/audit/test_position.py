@@ -7,7 +7,7 @@ from audit_log import Link, egress_appends
 from hypothesis import given
 from hypothesis import strategies as st
 
-from audit.leaf import Kind, Side
+from audit.leaf import GapKind, Kind, Side
 from audit.position import UNANSWERED_MAX, Positions
 from audit.range_index import ROW_BYTES, bundle_rows, bundles_indexed, candidate_bundles, cut_index
 from felix.errors import CorruptionError
@@ -38,6 +38,11 @@ def test_what_another_grant_announces_again_waits_for_no_answer_any_more() -> No
     positions.apply(3, leaf.header)
     waiting = [(each.grant_id, each.first_offset) for each in positions.unanswered(link.key)]
     assert waiting == [(link.grant_id, 0), ("g-2", 3)]
+    # What another bridge brought of a batch: it waits for no answer, either.
+    later = Link(grant_id="g-3")
+    later.offset = 3
+    positions.apply(4, later.gap(2, GapKind.ELSEWHERE).header)
+    assert [each.first_offset for each in positions.unanswered(link.key)] == [0]
 
 
 @given(st.binary(max_size=100))

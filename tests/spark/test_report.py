@@ -430,6 +430,8 @@ def test_crossings_outside_their_terms_are_breaches(ill: ReportResult) -> None:
         ("rule-broken", ORDERS, 10),
         ("crossed-without-terms", CREW, 0),
         ("rule-broken", CREW, 0),
+        # The WITHHELD leaf names a grant that nobody signed, either.
+        ("rule-broken", CREW, 5),
     }
     revoked = {
         row["exception"]: (row["events"], row["first_leaf"])

@@ -1,0 +1,167 @@
+"""Random shards against an oracle that counts offset by offset: the verifier finds something in exactly those that are not lawful, and the
+report reconciles exactly those that are (accounting_worlds.py).
+
+`FELIX_ATTACK_SCALE` multiplies both. All shards of a report are shards of one stream in one log, so that a report costs one job.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from attacks.accounting_worlds import INVENTED, SETTLED, SIGNED, UNLAWFUL, Said, draw, is_lawful, judged
+from attacks.conftest import Tally
+from audit_log import BRIDGE
+from crossing_logs import (
+    COMMITMENT_KEY,
+    DAY_MS,
+    DEPARTURES,
+    INCARNATION,
+    START_MS,
+    World,
+    trust,
+    write_world,
+)
+from crossing_logs import SIGNED as GRANTS
+from signed_grants import signed_grant
+
+from audit.continuity import Continuity
+from audit.leaf import _ENTRY, Committer, GapKind, Header, Kind, Leaf, Side, intent_leaves, iter_entries
+from audit.spark.report import run_report
+from felix.batch import Record
+
+SHARDS = 4_000
+REPORTED_SHARDS = 60
+KINDS = {"intent": Kind.INTENT, "withheld": Kind.WITHHELD, "gap": Kind.GAP, "ack": Kind.ACK}
+OTHER = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 90 * DAY_MS)
+PAPERS = dict(zip(SIGNED, (GRANTS[DEPARTURES], OTHER), strict=True))
+
+
+def header(said: Said, shard: int, **more: Any) -> Header:
+    """The fields of a leaf that say what it accounts for, under which grant."""
+    signed = PAPERS.get(said.grant)
+    fields: dict[str, Any] = {
+        "kind": KINDS[said.kind], "side": Side.EGRESS, "time_ms": START_MS + 1_000, "source_region": "us-east",
+        "destination_region": "eu-west", "bridge": BRIDGE, "stream": DEPARTURES, "destination_stream": DEPARTURES, "shard": shard,
+        "source_epoch": 1, "incarnation": INCARNATION, "first_offset": said.first, "last_offset": said.last,
+        "grant_id": "g-aaaaaaaaaaaaaaaa" if signed is None else signed.grant,
+        "terms_hash": b"t" * 32 if signed is None else signed.terms.hash(),
+        "part": said.part, "parts": said.parts,
+    }  # fmt: skip
+    if said.envelope:
+        fields["envelope_sha256"] = sha256(said.envelope.encode()).digest()
+    if said.kind == "gap":
+        fields["gap"] = GapKind.RETENTION
+    return Header(**(fields | more))
+
+
+def found(leaves: list[Said]) -> list[str]:
+    """What the verifier finds of one shard's leaves."""
+    continuity, sentences = Continuity(), list[str]()
+    announced = Counter[str]()
+    for index, said in enumerate(leaves):
+        signed = said.grant in SIGNED
+        if said.kind == "intent":
+            announced[said.envelope] += len(said.offsets)
+        entries = b"".join(_ENTRY.pack(offset, 0, 0, bytes(32), bytes(16)) for offset in said.offsets)
+        under = next((each.grant for each in leaves if each.envelope == said.envelope), said.grant)
+        records = announced[said.envelope] if said.kind == "ack" else len(said.offsets)
+        said_by = header(Said(said.kind, under, said.first, said.last), 0)
+        named = {"grant_id": said_by.grant_id, "terms_hash": said_by.terms_hash} if said.kind == "ack" else {}
+        sentences += continuity.apply(
+            Leaf(header(said, 0, records=records, **named), entries), index, lambda signed=signed: signed
+        )
+        if said.kind != "ack" and not signed:
+            sentences.append("Nobody signed its grant.")  # audit.agreement says that
+    return sentences
+
+
+def test_the_verifier_finds_exactly_the_shards_that_are_not_lawful(attack_scale: int, tally: Tally) -> None:
+    random, lawful = Random(75), 0
+    for number in range(SHARDS * attack_scale):
+        leaves = draw(random, str(number))
+        wanted, sentences = is_lawful(leaves), found(leaves)
+        lawful += wanted
+        assert (sentences == []) == wanted, (number, wanted, sentences, *leaves)
+    assert 0.4 < lawful / (SHARDS * attack_scale) < 0.9
+    tally("shards", SHARDS * attack_scale)
+    tally("of them lawful", lawful)
+
+
+class Logs(World):
+    """Both logs of many shards."""
+
+    def add(self, shard: int, leaves: list[Said]) -> list[Said]:
+        """Write these. Returns what was written: an ACK that no receipt can be made for is left out."""
+        committer = Committer(COMMITMENT_KEY, DEPARTURES, INCARNATION, shard)
+        intents: dict[str, list[Leaf]] = {}
+        written: list[Said] = []
+        for said in leaves:
+            if said.kind == "ack":
+                listed = [at for leaf in intents.get(said.envelope, ()) for at in iter_offsets(leaf)]
+                if said.envelope in intents and listed == sorted(
+                    {*listed} & {*range(said.first, said.last + 1)}
+                ):
+                    self.answer(shard, said, intents[said.envelope])
+                    written.append(said)
+                continue
+            written.append(said)
+            made = header(said, shard)
+            records = [Record(at, START_MS, b"k", {}, b"payload %d" % at) for at in said.offsets]
+            if said.kind == "intent":
+                made = header(said, shard, source_batch_sha256=sha256(b"batch").digest(), path=("us-east",), commitment_key_id=COMMITMENT_KEY.key_id)  # fmt: skip
+                (leaf,) = intent_leaves(made, records, committer)
+                leaf = Leaf(header(said, shard, **_listed(leaf)), leaf.entries)
+                intents.setdefault(said.envelope, []).append(leaf)
+            elif said.kind == "withheld":
+                made = header(said, shard, reason="filtered", commitment_key_id=COMMITMENT_KEY.key_id)
+                (leaf,) = intent_leaves(made, records, committer)
+            else:
+                leaf = Leaf(made)
+            self.egress.append([leaf])
+        return written
+
+    def answer(self, shard: int, said: Said, intents: list[Leaf]) -> None:
+        """The arrival and the receipt."""
+        head = intents[0].header
+        common = {
+            name: getattr(head, name)
+            for name in ("destination_stream", "shard", "source_epoch", "incarnation", "grant_id", "terms_hash", "envelope_sha256")
+        }  # fmt: skip
+        self.cross(common | {"first_offset": said.first, "last_offset": said.last}, intents)
+
+
+def iter_offsets(leaf: Leaf) -> Iterator[int]:
+    return (entry.offset for entry in iter_entries(leaf))
+
+
+def _listed(leaf: Leaf) -> dict[str, Any]:
+    return {
+        name: getattr(leaf.header, name)
+        for name in ("records", "record_bytes", "source_batch_sha256", "path", "commitment_key_id")
+    }
+
+
+@pytest.mark.spark
+def test_the_report_reconciles_exactly_the_shards_that_are_lawful(
+    spark: Any, tmp_path: Path, attack_scale: int, tally: Tally
+) -> None:
+    random, wanted, world = Random(76), dict[int, list[Said]](), Logs()
+    for signed in PAPERS.values():
+        world.grant(DEPARTURES, START_MS - 1_000, signed)
+    for shard in range(REPORTED_SHARDS * min(attack_scale, 40)):
+        leaves = draw(random, str(shard))
+        if not any(said.grant == INVENTED and said.kind in ("intent", "ack") for said in leaves):
+            wanted[shard] = world.add(shard, leaves)
+    result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)
+    rows = {row["shard"]: row for row in result.report.reconciliation.records()}
+    for shard, leaves in wanted.items():
+        oracle, state = judged(leaves), rows[shard]["status"]
+        assert (state == "reconciled") == (oracle == SETTLED), (oracle, rows[shard], *leaves)
+        assert oracle != UNLAWFUL or state == "differs", (rows[shard], *leaves)
+    tally("shards in a report", len(wanted))
