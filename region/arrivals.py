@@ -40,7 +40,7 @@ Logged = Callable[[int, Exception | None], None]
 
 
 class Arrival(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the note of a range says: where it is to land, its leaves, and below which index they cannot be in the log."""
+    """The note of a range: where it is to be appended, its leaves, and the index below which they cannot be in the log."""
 
     slot: int
     landed: Landed

@@ -1,4 +1,4 @@
-"""Who may ask what: one table of requests by the kind of identity that asks. Pure.
+"""Which class of identity may make which request: one table. Pure.
 
 Identities come in five classes that can open sessions. The table says, per request, which of them may make it at all, and
 whether the caller also needs some right of this region. It is consulted once, before any part of the request is carried out or

@@ -1,4 +1,4 @@
-"""What one broker knows and decides: who may do what, which streams it hosts, what is written about it.
+"""The state and decisions of one broker: access rights, hosted streams, and the audit entries about them.
 
 Sessions ask it; `region.node` feeds it. It owns no socket and no thread. Metadata is asked through the catalog's
 mirror, in memory, so a changed right or grant takes effect with the change, and no decision waits for a store.
@@ -55,11 +55,11 @@ MADE_AGAIN_MS: Final = 20
 NOT_MADE_MAX: Final = 1_000
 """Reasons kept for who asks again, why a stream could not be made."""
 ALL_RIGHTS: Final = tuple(f"{verb} */*/*" for verb in Verb)
-"""What an operator that the configuration names may do."""
+"""Rights of an operator that the configuration names."""
 
 
 def auto_config(settings: NamespaceSettings, views: Views) -> StreamConfig:
-    """What a stream that is made by its first use is like."""
+    """Settings of a stream that its first use creates."""
     return StreamConfig(
         shards=settings.shards,
         durability=Durability(settings.durability, settings.interval_ms),
@@ -314,8 +314,8 @@ class Broker:
     ) -> HostedStream:
         """The stream by name, for askers whose right has been checked and who are about to use it.
 
-        Where it does not exist and its namespace lets streams be made by their first use, it is being made: UnavailableError,
-        to be asked again at once. Raises as `stream` else, and why it could not be made.
+        If it does not exist and its namespace creates streams on first use, its creation begins: raises UnavailableError, to be
+        retried at once. Otherwise raises as `stream` does, and the reason why it could not be created.
         """
         held = self.streams.get(name)
         if held is not None:

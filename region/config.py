@@ -163,7 +163,7 @@ class StorageConfig(Part, frozen=True):
 
 
 class SharedQuota(Part, frozen=True):
-    """What tenants and identities may use that have no quota of their own; null is without bound (felix.quota)."""
+    """Limits of tenants and identities without their own quota; null is unlimited (felix.quota)."""
 
     publish_bytes: Rate | None = None
     publish_records: Amount | None = None

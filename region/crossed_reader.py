@@ -1,5 +1,5 @@
-"""What crossed before a resend or arrived under an earlier incarnation, read from the ingress log: one read at a time, and one for
-all who ask the same.
+"""Records that crossed before a resend or arrived under an earlier incarnation, read from the ingress log: one read at a time,
+shared by all callers that ask for the same.
 
 A read goes over the whole log on another thread, and nothing ends it before its end. A bridge that opens a link again and again,
 and waits for no answer, so costs one thread and not all of them; nor does it keep others from that thread: its own reads wait for

@@ -40,7 +40,7 @@ REDELIVERY_BYTES_MAX: Final = 64 << 10
 
 
 class DeliveryFilter(Protocol):
-    """Who decides what else than the log's end bounds a delivery, and hears how far it has come: a durable subscription."""
+    """Limits a delivery further than the log's end does, and is notified of its progress: a durable subscription."""
 
     def may_deliver(self, shard: int) -> bool:
         """False while no more may be sent of the shard for the first time; `pump` once it may again."""
@@ -296,7 +296,7 @@ class Subscription:
         """Take a batch off the shard's redeliveries, which are read from their beginning; True where it is part of one."""
         redelivery = self._redeliveries[number]
         meant = bool(redelivery.within(entry.base_offset, entry.next_offset))
-        # What lies before it and was not in the log is not there any more: compaction took it.
+        # Records before it that are not in the log were removed by compaction.
         redelivery.remove(0, entry.next_offset)
         if not redelivery:
             del self._redeliveries[number]
@@ -398,7 +398,7 @@ class Subscription:
         )
 
     def traffic(self, name: str, identity: str) -> ReaderTraffic:
-        """What went through, and what it waits for; the empty text where it has caught up or goes on by itself."""
+        """The delivered counts, and what the delivery waits for; empty if it has caught up or continues by itself."""
         lag = self.lag_records
         return ReaderTraffic(
             "bridge" if self._reader is not None else "subscription",

@@ -33,12 +33,12 @@ DENIED_PEERS_MAX: Final = 10_000
 SENTENCE_CHARS_MAX: Final = 1_900
 """Of a refusal in its leaf, what was left out besides."""
 UNKNOWN_REGION: Final = "(unknown)"
-"""Where an attempt under no grant would have led."""
+"""The destination of an attempt without a grant."""
 
 
 @dataclass(slots=True)
 class _Denied:
-    """What one peer was refused since `begun_ms`: the refusals that have a leaf, and how many have none."""
+    """Refusals of one peer since `begun_ms`: those that have a leaf, and the number of those that have none."""
 
     begun_ms: int
     written: set[tuple[str, str, str, int]] = field(default_factory=set)

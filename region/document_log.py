@@ -107,7 +107,7 @@ class DocumentLog:
             return True
 
     async def close(self) -> None:
-        """What is being appended is appended; nothing more is."""
+        """Finish the pending appends; accept no more."""
         async with self._appending:
             self._closed = True
         await asyncio.to_thread(self.save, at_once=True)

@@ -126,7 +126,7 @@ class Handler(Protocol):
         """The connection takes more: send what waits."""
 
     def rights_changed(self) -> None:
-        """What the client may do has changed; end what is no longer allowed."""
+        """The client's rights have changed; end what they no longer allow."""
 
     def closed(self) -> None:
         """The exchange is over; release what is held."""
@@ -243,7 +243,7 @@ class Exchange:
             self.refuse(correlation, error)
 
     def _hold_partial(self) -> None:
-        """What has come of an incomplete frame is held, and counts."""
+        """Received bytes of an incomplete frame are held, and count."""
         held = 0 if self._over else self._decoder.held_bytes
         budget = self.broker.budgets.exchange
         if held > self._partial:

@@ -168,7 +168,9 @@ class ExportService:
         return LinkSecretSealed(seal_link_secrets(secrets, scope, recipient))
 
     async def stream_statement(self, bridge: SpiffeId, request: GetStreamStatement) -> StreamStated:
-        """What a shard of a granted stream is, signed. Raises the refusal, UnavailableError where it does not serve."""
+        """The signed statement of a granted stream's shard. Raises the refusal, or UnavailableError if the shard does not
+        serve.
+        """
         stream = StreamName.parse(request.stream)
         self._broker.refuse_reserved(stream.tenant)
         self._governance.check_export(bridge, request.grant, stream, "take a stream statement")

@@ -91,7 +91,7 @@ log = logging.getLogger("felix.region.governance")
 SYNCED_KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """What a bridge may list, and bring from the other region: the region that signed it is what counts, not who carries it."""
 DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "policy", "bundle")
-"""What PutDocument and ListDocuments call the documents."""
+"""Names of the kinds of documents in PutDocument and ListDocuments."""
 CUT_OFF_MS_MAX: Final = 30_000
 """How long grants are judged by what is known while the metadata store does not answer: a revocation may stand in it."""
 PEER_DOCUMENTS_MAX: Final = 5_000
@@ -133,7 +133,7 @@ _STORED: Final[dict[str, tuple[DocumentKind, DocumentSide]]] = {
     "standing": ("revocations", "state"),
     "deny": ("denies", "state"),
 }
-"""Where the catalog keeps each kind."""
+"""The catalog's section of each kind."""
 _OF_NO_GRANT: Final = frozenset(
     (RefusalKind.DENIED, RefusalKind.FORGED, RefusalKind.OUTDATED, RefusalKind.LEFT_OUT)
 )
@@ -427,7 +427,7 @@ class Governance:
             )
 
     def _remember(self, remembered: Remembered) -> None:
-        """What this broker knew before it was started again. Each document is verified as those of the store are."""
+        """The documents that this broker had accepted before its restart. Each is verified like those of the store."""
         for data in remembered.every():
             try:
                 document = SignedDocument.parse(data)
@@ -510,7 +510,7 @@ class Governance:
         return self._policy
 
     def trust_of(self, region: str) -> RegionTrust:
-        """What a region that is trusted here signs with. Raises RequestError(NOT_FOUND)."""
+        """The signing keys of a trusted region. Raises RequestError(NOT_FOUND)."""
         bundle = self._bundles.get(region)
         if bundle is None:
             raise RequestError(f"The region {region} is not trusted here.", code=Code.NOT_FOUND)
@@ -597,7 +597,7 @@ class Governance:
                     code=Code.GRANT_MISMATCH,
                     hint="Use the grant that holds now.",
                 )
-            # What became of another grant is no reason why nothing crosses under this one.
+            # The state of another grant is no reason to stop crossings under this one.
             own = self._book.check_grant(grant_id, attempt.bridge, now)
             if own is not None and own.kind is not RefusalKind.NO_GRANT:
                 result = own
@@ -1018,7 +1018,7 @@ class Governance:
         found = self._mirror.documents(*_STORED[kind])
         if identity.kind != "bridge":
             return found
-        # What the log does not know of does not leave the region.
+        # A document without a leaf in the log does not leave the region.
         found = {
             name: data
             for name, data in found.items()

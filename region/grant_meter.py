@@ -1,4 +1,4 @@
-"""What one grant has let into this region: its budget, and its rate. Pure; time comes in.
+"""Use of one grant's budget and rate for records that came into this region. Pure; time is an argument.
 
 The agent holds itself to both. The destination counts for itself: the budget from its own ingress log (the bytes of ACK
 leaves, `audit.trail.Trail.charged_bytes`) and what is on its way there, so a restart forgets nothing; the rate by

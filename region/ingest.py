@@ -149,7 +149,7 @@ class IngestService:
         return IngestStream(self, session, stream_id)
 
     def meter(self, grant: str) -> GrantMeter:
-        """What a grant has let in so far, by the ingress log."""
+        """Use of a grant so far, by the ingress log."""
         meter = self._meters.get(grant)
         if meter is None:
             # Nothing of it is on its way yet, so the log says all.
@@ -513,7 +513,7 @@ class IngestStream:
         if held is None:
             self._old_slot = old_slot(region, request.stream, request.incarnation, request.shard)
             old = annotations.get(self._old_slot)
-            # What version 0.1 recorded; the next range moves it over.
+            # Recorded by version 0.1; the next range migrates it.
             return begun if old is None else begun._replace(position=Position.decode(old))
         if statement.time_ms < held.statement_ms:
             raise RequestError(
@@ -738,7 +738,7 @@ class IngestStream:
             # The leaves say where it lands; a view of the stream may append something first.
             expected_offset=landed.base_offset,
             note=way.note,
-            # What comes over a border was promised there record by record: none is left out.
+            # The source announced every record that crosses, one by one: none may be left out.
             as_it_is=True,
         )
 

@@ -1,4 +1,4 @@
-"""What a shard of a destination remembers of a link: one annotation of its log, in one slot. Pure.
+"""The state that a destination's shard keeps of a link: one annotation of its log, in one slot. Pure.
 
 The slot is 8 bytes of SHA-256 over the names of source region, stream and shard; the names stand in the annotation beside,
 so that two links whose hashes meet are refused, never misread. A slot belongs to the link, not to an incarnation: the

@@ -110,7 +110,7 @@ RENEW_CHECK_S = 60.0
 _ADVICE: Final = {
     "issuing": ": felix identity renew-issuing, where the root key is",
 }
-"""What is to be done about a certificate that nothing renews by itself."""
+"""The hint for a certificate that is not renewed automatically."""
 CONNECTIONS_SPARE = 256
 """Connections beyond the limit of sessions: clients that are refused, or have not authenticated yet."""
 LEAVE_MS = 500
@@ -283,7 +283,7 @@ class Node:
         self._stack.push_async_callback(asyncio.to_thread, memory.close)
         remembered = await asyncio.to_thread(memory.load)
         logged = await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged")
-        # Where store and copies come from a backup, the audit log still knows what was forbidden since.
+        # If store and copies come from a backup, the audit log still has the later documents that forbid.
         forgotten = await asyncio.to_thread(logged.forgotten, remembered.every())
         remembered = remembered._replace(documents=[*remembered.documents, *forgotten])
         governance = Governance(
@@ -349,7 +349,7 @@ class Node:
         self._stack.push_async_callback(streams.close)
         self._stack.push_async_callback(self.queues.close)
         records = dict(mirror.streams)
-        # What a transaction has committed comes before anything that its streams serve.
+        # Committed transactions are applied before their streams serve.
         system = records.pop(SYSTEM_STREAM, None)
         if system is not None:
             await streams.open(system)
@@ -486,7 +486,7 @@ class Node:
         return issued
 
     def _tls(self, identity: Identity) -> ServerTls:
-        """What the broker shows in TLS: its chain, and behind it what an organisation certified."""
+        """The broker's TLS chain, followed by the certificates of an organisation."""
         return ServerTls(identity.chain_pem + self._certification, identity.key_pem())
 
     # -- while it serves -------------------------------------------------------------------------------
@@ -584,7 +584,7 @@ class Node:
                 log.exception("the catalog's streams could not be followed")
 
     async def _follow_once(self, streams: StreamTable, mirror: CatalogMirror) -> None:
-        """What has changed since, and what could not be opened then."""
+        """The streams that changed since, and those that could not be opened then."""
         while self._streams_gone:
             deleted = mirror.deleted_streams.get(self._streams_gone.pop())
             if deleted is None:

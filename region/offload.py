@@ -1,7 +1,8 @@
-"""Where a region's data may be copied to: asked when a stream is made or changed, and again before anything is moved.
+"""The URLs that a region's data may be copied to: checked when a stream is created or altered, and again before anything is
+copied.
 
-What is copied stays sealed under this region's keys, but it leaves this region's machines. So who may write a stream's
-settings must not be the one who says where to: the region's operator does, in region.yaml.
+Copied segments stay sealed under this region's keys, but leave this region's machines. So the destination must not be the
+decision of an identity that may write a stream's settings: the region's operator sets it, in region.yaml.
 """
 
 from __future__ import annotations

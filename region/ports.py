@@ -168,7 +168,7 @@ class Role(Protocol):
         """The connection takes more: send what waits."""
 
     def rights_changed(self) -> None:
-        """What the client may do has changed; end what is no longer allowed."""
+        """The client's rights have changed; end what they no longer allow."""
 
     def closed(self) -> None:
         """The connection is gone, or the peer gave the stream up; release what is held."""

@@ -27,7 +27,7 @@ from felix.quota import NO_LIMITS, RATES, QuotaLimits, Scope
 from felix.rate import TokenBucket
 
 BURST_S: Final = 1.0
-"""What may come at once after a pause, in seconds' worth of the rate."""
+"""The burst allowed after a pause, in seconds of the rate."""
 DEBT_S_MAX: Final = 5.0
 """Longer than this nobody is only slowed down: batches are refused until the debt is shorter. It keeps a client from
 escaping its debt by coming back with another session, and a wait shorter than any client's deadline."""
@@ -36,7 +36,7 @@ IDLE_MAX: Final = 4_096
 STORED_RETRY_MS: Final = 1_000
 """As often as stored bytes are measured (region.node)."""
 HELD_RETRY_MS: Final = 1_000
-"""What is held may be let go any time; a retry is cheap."""
+"""Resources may be freed at any time, and a retry is cheap."""
 
 _HELD_CODES: Final = {
     "sessions": Code.LIMIT_SESSIONS,

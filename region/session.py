@@ -671,7 +671,7 @@ class ClientSession:
     # -- endings ---------------------------------------------------------------------------------------
 
     def rights_changed(self) -> None:
-        """What this identity may do has changed: end what is no longer allowed, at once."""
+        """This identity's rights have changed: end at once what they no longer allow."""
         if not self._is_wide:
             self._open_windows()
         for stream_id, role in list(self._roles.items()):

@@ -116,10 +116,10 @@ class Altering(Protocol):
 
 
 ELSEWHERE_RETRY_MS: Final = 100
-"""Who asks the wrong broker asks again after this: the shard may be on its way here."""
+"""A client that asked the wrong broker retries after this: the shard may be on its way here."""
 
 Replica = ShardLog | FelixError
-"""What a broker has of a shard: its log, or why that does not serve."""
+"""A broker's view of a shard: its log, or the reason why it does not serve."""
 
 
 class HostedStream:
@@ -483,7 +483,7 @@ class StreamTable:
         except FelixError as error:
             log.error("%s shard %d does not serve: %s", name, number, error)
             return error
-        # Of every opening its own, so that who reads the log later sees where a restored one parts from what it was.
+        # A new epoch at every opening, so that later readers see where a restored log diverges from the original.
         if settings.durability.kind != "ephemeral":
             shard.begin_epoch_later()
         elif not shard.epochs.current:

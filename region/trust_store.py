@@ -1,4 +1,4 @@
-"""What a region's decisions must not forget: what forbids, and the newest residency policy; in files beside the log.
+"""Documents that a region must not lose: those that forbid, and the newest residency policy; in files beside the log.
 
 Brokers read documents from the metadata store, whose administrator could remove one, restore an older one, or exchange one for
 another. The documents are signed by the regions, so a broker that has once accepted one keeps a copy in its data folder and

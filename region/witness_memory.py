@@ -1,4 +1,4 @@
-"""What this region remembers of the logs that it cosigns: in the metadata store, and beside it in files of the broker's folder.
+"""The checkpoints of other logs that this region has cosigned: in the metadata store, and in files of the broker's folder.
 
 The store alone has room for one memory of a region, whichever broker cosigns: a note takes the place of the one that was read, or not at
 all. The files are for the day on which the store is put back to an earlier state. Each of the two is held to the other, and the one that knows

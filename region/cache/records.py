@@ -1,4 +1,4 @@
-"""What a record of a cache's stream does to its key, and the record that does it. Pure.
+"""The effect of a record of a cache's stream on its key, and the records that have these effects. Pure.
 
 A record without TOMBSTONE_HEADER puts its payload under its key; with it, the key is gone, and the header's value says why. The
 time of its expiry stands in EXPIRES_HEADER, in ms since the Unix epoch as decimal digits (0: never); without that header it
@@ -65,7 +65,7 @@ def _record(change: Change, default_ttl: bool) -> NewRecord:
 
 
 def decode_changes(batch: Batch, ttl_ms: int) -> list[tuple[int, Change]]:
-    """What a plain batch does, by offset. `ttl_ms` is the cache's own, 0 for none. Raises RequestError(BATCH_MALFORMED)."""
+    """The effects of a plain batch, by offset. `ttl_ms` is the cache's own, 0 for none. Raises RequestError(BATCH_MALFORMED)."""
     found: list[tuple[int, Change]] = []
     for offset, time_ms, key, headers, payload in decode_records(batch):
         if key is None:

@@ -41,7 +41,7 @@ log = logging.getLogger("felix.region.cache")
 BATCH_BYTES: Final = 256 << 10
 """Mutations decided in one event loop iteration are appended in batches of about this size."""
 RECORDS_MAX: Final = 8_192
-"""Of one batch: what it costs to apply is a few ms."""
+"""Mutations in one batch; applying them takes a few ms."""
 SWEEP_KEYS_MAX: Final = 512
 """Expired keys of one iteration of the event loop: about a ms of it."""
 SWEEP_MS_MIN: Final = 20
@@ -442,7 +442,7 @@ class CacheShard:
 
     def appending(self) -> None:
         if self._own is None:
-            # What was decided before comes before.
+            # Earlier decisions are appended first.
             self._flush()
 
     def appended(self, batch: Batch) -> None:
@@ -456,7 +456,7 @@ class CacheShard:
         self._observed_from = min(self._observed_from, offset)
         self._fail(self.state.roll_back(offset), error)
         if offset < self.applied:
-            # What was cut is in the entries: nothing is shown any more that is in no log.
+            # The entries contain the truncated records: show nothing any more that is in no log.
             self.failure = self.failure or UnavailableError(
                 f"The log of shard {self.number} of {self.name} was cut at offset {offset}, below {self.applied}, up to which the "
                 "cache has applied it.",

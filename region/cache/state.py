@@ -27,8 +27,9 @@ from region.cache.keys import KeyIndex
 from region.cache.records import RECORD_BYTES, Change, Reason
 
 ENTRY_BYTES: Final = 400
-"""What an entry takes besides its key and value: two bytes objects, a tuple with two numbers, an ordered dict's node, places in
-the index and the heap of deadlines."""
+"""Memory of an entry in addition to its key and value: two bytes objects, a tuple with two numbers, an ordered dict's node,
+places in the index and the heap of deadlines.
+"""
 OPERATIONS_MAX: Final = 32_768
 """Operation ids remembered per shard; about 300 bytes each. A client asks again within seconds, and the log keeps every record
 for two minutes before it is compacted (felix.settings.Views.compacted)."""
@@ -69,14 +70,14 @@ class Staged:
 
 
 class Operation(NamedTuple):
-    """What an operation id did."""
+    """The outcome of an operation id."""
 
     version: int
     value: bytes
 
 
 class Decision(NamedTuple):
-    """What a caller gets to know of what was decided. `place` in the open batch whose version it will have; -1: nothing is
+    """The part of a decision that its caller gets. `place` in the open batch whose version it will have; -1: nothing is
     written, and the answer stands now (`settled`) or once what was staged before is durable."""
 
     place: int
@@ -154,7 +155,7 @@ class CacheState:
 
     @property
     def coming_bytes(self) -> int:
-        """What it will hold once all that is staged is settled."""
+        """Its size once all staged changes are settled."""
         return self._coming_bytes
 
     # -- deciding --------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ class CacheState:
         return Operation(-1, change.value), staged, place
 
     def counted(self, key: bytes, by: int, now_ms: int) -> tuple[int, int | None]:
-        """What an increment gives, and the expiry that stays (None: the key is made). Raises RequestError."""
+        """The result of an increment, and the expiry, which stays (None: the key is created). Raises RequestError."""
         entry, _ = self.newest(key, now_ms)
         if entry is None:
             return by, None
@@ -463,7 +464,7 @@ class CacheState:
 
 
 def entry_bytes(key: bytes, value: bytes) -> int:
-    """What an entry counts."""
+    """Size of an entry."""
     return len(key) + len(value) + ENTRY_BYTES
 
 

@@ -39,7 +39,9 @@ log = logging.getLogger("felix.region.cache")
 CREDIT_BYTES_MIN: Final = FRAME_HEADER_BYTES + CALL_BYTES_MAX
 """A watch with less could not take every change."""
 EVENT_BYTES: Final = 64 << 10
-"""Of one message, one large value aside: what a watcher must hold at least, and shares its encoding by."""
+"""Size of one message, except for one large value: a watcher must be able to hold this much, and watches share encodings of this
+size.
+"""
 PAGE_KEYS: Final = 1_024
 PROGRESS_OFFSETS: Final = 4_096
 """After so many offsets without a change for it, a watcher is sent the log's end, so that it can resume there."""

@@ -37,7 +37,7 @@ TRANSACTION_BYTES_MAX: Final = 5 << 18
 RANGE_LIMIT_MAX: Final = 1_000
 """Entries of one page; a page may also be cut short by `PAGE_BYTES_MAX`."""
 PAGE_BYTES_MAX: Final = 8 << 20
-"""What one page may make this process allocate. A single larger entry cannot exist."""
+"""Bytes that one page may make this process allocate. A single entry is never larger."""
 FIRST_REVISION: Final = 1
 """The revision of a store that nobody has written to."""
 

@@ -429,7 +429,7 @@ def runs_by_shard(held: Sequence[Held], shards: int) -> dict[int, list[Run]]:
 
 
 def lease_lost(name: StreamName, shard: int, offset: int) -> RequestError:
-    """What a job that is no longer the asker's is refused with."""
+    """The refusal for a job that is no longer leased to the caller."""
     return RequestError(
         f"The lease of record {offset} of {name}, shard {shard}, is lost: it ran out and another worker got the job, or the "
         "record is done.",

@@ -81,7 +81,7 @@ SETTLE_LOOK_S: Final = 0.005
 TRIM_BYTES: Final = 8 << 20
 """The log is not trimmed for less."""
 JOB_ROOM_BYTES: Final = 64
-"""What stands around a job in a frame, beside payload, key and headers."""
+"""Overhead of a job in a frame, in addition to payload, key and headers."""
 JOB_BYTES_MAX: Final = LEASE_BYTES_MAX + (8 << 10)
 """Payload, key and headers of a job: more (a batch may be 4 MiB before it is compressed) does not fit a frame."""
 RATE_MS: Final = 10_000
@@ -91,7 +91,7 @@ _DEAD: Final = b"\1"
 
 
 class Leased(NamedTuple):
-    """What a worker got: the jobs, and until when."""
+    """A lease of a worker: the jobs, and its end."""
 
     jobs: list[Job]
     until_ms: int

@@ -303,7 +303,7 @@ class QueueWorker:
         self._visibility(call.visibility_ms)  # raises where it is not allowed
         self._asked_visibility_ms = call.visibility_ms
         if not call.records:
-            # What is being leased just now is given back: nothing more follows this reply.
+            # Jobs that are being leased at this moment are released: no job follows this reply.
             self._granted_records, self._granted_bytes = self._sent_records, self._sent_bytes
             self._stopped = True
             self._exchange.reply(correlation, Settled())
@@ -438,7 +438,7 @@ class QueueWorker:
         async def describe() -> None:
             state = self._queue.describe(await self.service.dead(self._queue))
             if not any(self._broker.allows(self.identity, verb, self._name) for verb in _SEES_WORKERS):
-                # Who works, and what stands in another stream, is not for those who only bring records.
+                # Identities that may only publish do not see the workers or another stream's records.
                 state = msgspec.structs.replace(state, workers=[], dead=0)
             self._exchange.reply(correlation, state)
 

@@ -1,4 +1,4 @@
-"""Who of a subscription's consumers has which shard: sticky, balanced, changed step by step.
+"""The assignment of shards to a subscription's consumers: sticky, balanced, changed step by step.
 
 A pure state machine. `rebalance` compares what is with what should be and returns what is to be done; the caller tells the
 consumers. A shard goes from one consumer to another in steps: it is revoked; its consumer finishes, acknowledges and gives it
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 class Step(Enum):
-    """What is to be done: give a shard; ask for it back; take it, without asking."""
+    """The next step: assign a shard; revoke it with a drain time; revoke it at once."""
 
     ASSIGN = "assign"
     REVOKE = "revoke"

@@ -274,7 +274,7 @@ class Progress:
     # -- time ------------------------------------------------------------------------------------------
 
     def expire(self, now_ms: int) -> list[Entry]:
-        """What was not acknowledged in time has failed. Empty where nothing was."""
+        """Fail the records that were not acknowledged in time. Empty if there were none."""
         late = [out for out in self._out if out.deadline_ms <= now_ms]
         self._out = [out for out in self._out if out.deadline_ms > now_ms]
         entries: list[Entry] = []
@@ -283,7 +283,7 @@ class Progress:
         return entries
 
     def again(self, now_ms: int) -> list[Redelivered]:
-        """What is to be delivered again now to the owner. It is out from here on."""
+        """The records to redeliver to the owner now. They count as delivered from here on."""
         if not self.generation:
             return []
         found: list[Redelivered] = []

@@ -40,7 +40,7 @@ DRAIN_MS_MAX: Final = 30_000
 RETRY_MS: Final = 100
 """After what the journal could not take."""
 TICK_S_MIN: Final = 0.002
-"""What is due and cannot be done yet (its shard is about to change hands) is looked at again after so long, not at once."""
+"""Due work that must wait (its shard is being reassigned) is checked again after this, not at once."""
 
 
 class Member(Protocol):
@@ -260,7 +260,7 @@ class DurableSubscription:
         self._arm()
 
     def renew(self, number: int, shard: int, generation: int, offset: int) -> None:
-        """What is out from `offset` on has its whole ack timeout again. Raises RequestError(CONSUMER_FENCED)."""
+        """Restart the whole ack timeout of the delivered records from `offset` on. Raises RequestError(CONSUMER_FENCED)."""
         now_ms = self._broker.clock_ms()
         self._owned(number, shard, generation).renew(offset, now_ms)
         if self._is_sooner(now_ms):
@@ -405,7 +405,7 @@ class DurableSubscription:
         return None
 
     def settle(self, acks: Sequence[ShardAck], done: Done) -> None:
-        """What a written transaction acknowledges is settled; again is no harm. `done` once it is durable."""
+        """Settle the records that a written transaction acknowledges; idempotent. `done` is called once it is durable."""
         gather = Gather(done)
         for each in acks:
             progress = self.progress(each.shard)

@@ -235,7 +235,7 @@ class Coordinator:
                 stream = await self._broker.ensure_stream(SYSTEM_STREAM, StreamConfig())
                 return await self._open_journal(stream)
             if journal.lost is not None:
-                # What was decided and refused is not there: only the journal tells what is.
+                # Decisions whose entries were refused do not exist: only the journal is authoritative.
                 await self._idle.wait()
                 await self._replay(journal)
                 for transaction in self.state.owed:
@@ -349,7 +349,7 @@ class Coordinator:
             )
         shard = hosted.shard(header.shard)
         if shard.settings.deduplication is not None:
-            message_ids(batch)  # what it would be refused for later
+            message_ids(batch)  # raises now what would be raised at the append
         there = sum((part.stream, part.shard) == (str(name), header.shard) for part in transaction.parts)
         if there >= PARTS_PER_SHARD_MAX:
             raise RequestError(
@@ -767,7 +767,7 @@ class Coordinator:
         self.state.apply(entry)
         transaction.offsets = entry.offsets
         if self._journal is not None:
-            # Where it is refused the next start, or the next replay, finds the parts in their shards and says it again.
+            # If it is refused, the next start, or the next replay, finds the parts in their shards and writes it again.
             self._journal.append(encode(entry), ignore)
 
     def _shard_of(self, part: Part) -> ShardLog | FelixError | None:

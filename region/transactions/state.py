@@ -1,4 +1,4 @@
-"""What the transactions' journal holds, and what it amounts to. Pure.
+"""The entries of the transactions' journal, and the state that they make up. Pure.
 
 A transaction is committed by its parts and one `Committed` entry behind them; `Applied` says that every part is where it
 belongs. Parts without their `Committed` are of a commit that never was. Outcomes are remembered, limited by count and age, so

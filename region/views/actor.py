@@ -121,7 +121,7 @@ class ViewActor:
             done(error)
 
         if self._reloading is not None:
-            # What was decided on the state that is lost.
+            # Decisions that were made on the lost state.
             done(self.refusal())
         else:
             self.journal.append(entry, noticed)

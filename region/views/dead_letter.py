@@ -108,7 +108,7 @@ def dead_letter_name(name: StreamName, retries: Retries) -> StreamName:
 
 
 def dead_letter_config(source: StreamConfig) -> StreamConfig:
-    """What a dead-letter stream is made with: a queue that gives nothing up, as durable as the source."""
+    """Settings of a dead-letter stream: a queue without an attempt limit, as durable as the source."""
     return StreamConfig(
         durability=source.durability,
         ring_bytes=source.ring_bytes,
@@ -440,7 +440,8 @@ class DeadLetters:
         producer_id = self._producer_id(move)
 
         def append(done: Done) -> None:
-            # What follows a record that has no room now leaves a gap, too; the first refusal says why.
+            # If a record has no room now, the records after it leave a gap and are refused, too; the first refusal gives the
+            # reason.
             gather = Gather(done)
 
             def appended(result: Appended | FelixError) -> None:
