@@ -16,6 +16,7 @@ from felix.client import RegionClient
 from felix.errors import Code, FelixError
 from felix.profile import Profile
 from felix.queue import Job, QueueConsumer
+from felix.settings import CacheSettings, QueueSettings, Retries, Views
 from felix.transport.memory import MemoryEngine
 
 STREAM = "acme/payments/orders"
@@ -28,6 +29,13 @@ PAUSES_S = (0.0, 0.001, 0.3)
 BURSTS, BURST_MAX = 10, 5
 JOBS, WORKERS = 10, 2
 VISIBILITY_S = 2.0
+RETRIES = Retries(attempts_max=0, interval_ms=50, interval_ms_max=1_000)
+"""A job that is leased again and again to a worker behind a partition is no dead letter here."""
+STREAMS: dict[str, Views] = {
+    STREAM: Views(),
+    QUEUE: Views(queue=QueueSettings(visibility_ms=round(VISIBILITY_S * 1000), retries=RETRIES)),
+    CACHE: Views(cache=CacheSettings()),
+}
 OPERATIONS, KEYS = 12, 3
 ACK_TIMEOUT_S = 2.0
 AGAIN_S = 0.2

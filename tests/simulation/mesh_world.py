@@ -2,7 +2,7 @@
 
 What is held when all is over: both audit logs verify by the product's verifier, and continue what the regions cosigned; what the
 ingress log has as arrived was announced, each offset once and in order, under a grant that was in force; the destination's stream is what the
-source acknowledged, in order, once; and where a grant is in force at the end, all of it arrived.
+source acknowledged, in order, once; and where a grant is in force at the end, all of it arrived. No nonce was used twice.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import atexit
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 from bridge_mesh import BRIDGE, STREAM, Mesh, flight, found_regions
+from simulation.clients import CLIENT, STREAMS, Balances, Invoices, RegionUser
+from simulation.nonces import nonces
 from simulation.script import Script, Step
 from simulation.world import RUN_S_MAX, START_MS, Client, Host, InvariantError, World
 
@@ -247,29 +250,35 @@ class Departures(Client):
 class MeshWorld(World):
     """See the module."""
 
-    kinds = (Departures,)
+    kinds = (Departures, Invoices, Balances)
     # Less than a grant lasts.
     jumps_ms = (-60_000, -1, 1_000, 60_000)
-    clients: list[Departures]  # type: ignore[assignment]
 
     def __init__(self, seed: int, loop: SimulatedLoop, script: Script) -> None:
         super().__init__(seed, loop, script)
         home, us, eu = founded()
-        self.operator_runtime = simulated(loop, START_MS)
+        self.operator_runtime = self.client_runtime = simulated(loop, START_MS)
         self.mesh = SimulatedMesh(home, us, eu, now_ms=self.operator_runtime.clock.now_ms, world=self)
         self.grant = ""
         self.revoked: list[str] = []
 
     @classmethod
     def party(cls, random: Random) -> list[type[Client]]:
-        return [Departures]
+        """Who publishes what crosses; often with others beside."""
+        return [Departures, *random.choice(((), (Invoices,), (Balances,)))]
 
     @classmethod
     def targets(cls) -> tuple[str, ...]:
         return (*REGIONS.values(), AGENT)
 
     def peers(self, name: str) -> list[str]:
-        return list(REGIONS.values()) if name == AGENT else [AGENT, OPERATOR]
+        if name == AGENT:
+            return list(REGIONS.values())
+        return [AGENT, OPERATOR, CLIENT] if name == "us" else [AGENT, OPERATOR]
+
+    def profile(self) -> Profile:
+        """Of clients beside."""
+        return self.mesh.profile("us-east")
 
     def make(self) -> Iterable[Host]:
         for region in REGIONS:
@@ -279,6 +288,10 @@ class MeshWorld(World):
     async def begin(self) -> None:
         await self.mesh.enact_policies()
         await self.mesh.create()
+        async with self.mesh.operator("us-east") as client:
+            for kind in self.joining:
+                if issubclass(kind, RegionUser):
+                    await client.create_stream(kind.stream, views=STREAMS[kind.stream])
         await self.agree()
 
     async def agree(self) -> None:
@@ -323,9 +336,10 @@ class MeshWorld(World):
         # Until both logs have a checkpoint of all of it.
         await asyncio.sleep(ORDERLY_S)
         self._check_logs(len(wanted))
+        self._check_nonces()
 
     async def _source(self) -> list[int]:
-        departures = self.clients[0]
+        departures = next(each for each in self.clients if isinstance(each, Departures))
         end = (await self.mesh.describe("us-east")).state[0].high_watermark
         found = self.mesh.numbers(await self.mesh.read("us-east", end))
         if len(set(found)) != len(found):
@@ -351,6 +365,16 @@ class MeshWorld(World):
                 f"{await self.mesh.arrived()} of {wanted} crossed; {host.agent.not_ready() or why}"
             ) from None
         return self.mesh.numbers(await self.mesh.read("eu-west", await self.mesh.arrived()))
+
+    def _check_nonces(self) -> None:
+        for name in REGIONS.values():
+            found = Counter(nonces(self.hosts[name].disk))
+            twice = [
+                f"{counter.hex()} of key {key.hex()}" for (key, counter), count in found.items() if count > 1
+            ]
+            if twice:
+                raise InvariantError(f"{name} has sealed with a nonce twice: {twice}")
+            self.count("sealed", len(found))
 
     def _check_logs(self, records: int) -> None:
         mesh = self.mesh

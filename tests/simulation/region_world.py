@@ -14,18 +14,7 @@ from typing import Any, Final
 
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
-from simulation.clients import (
-    CACHE,
-    CLIENT,
-    QUEUE,
-    STREAM,
-    VISIBILITY_S,
-    Balances,
-    Billing,
-    Invoices,
-    Orders,
-    RegionUser,
-)
+from simulation.clients import CLIENT, STREAMS, Balances, Billing, Invoices, Orders, RegionUser
 from simulation.script import Script
 from simulation.world import START_MS, Client, Host, World
 
@@ -36,7 +25,6 @@ from felix.messages import OpenCache, OpenConsumer, OpenQueue, WatchCache
 from felix.names import SpiffeId, StreamName
 from felix.profile import Profile
 from felix.runtime.simulated import SimulatedLoop, simulated
-from felix.settings import CacheSettings, QueueSettings, Retries, Views
 from felix.transport.memory import MemoryEngine
 from felix.transport.port import ServerTls, TransportLimits
 from keys.authority import RegionAuthority, create_authority
@@ -61,13 +49,6 @@ HOST: Final = "broker"
 PORT: Final = 7443
 SERVER_NAME: Final = "b1.us-east.acme"
 FOLDER: Final = Path("/streams")
-RETRIES: Final = Retries(attempts_max=0, interval_ms=50, interval_ms_max=1_000)
-"""A job that is leased again and again to a worker behind a partition is no dead letter here."""
-STREAMS: Final = {
-    STREAM: Views(),
-    QUEUE: Views(queue=QueueSettings(visibility_ms=round(VISIBILITY_S * 1000), retries=RETRIES)),
-    CACHE: Views(cache=CacheSettings()),
-}
 
 
 @cache

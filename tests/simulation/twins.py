@@ -19,7 +19,9 @@ from audit import trail
 from audit.trail import Trail
 from audit.wal_disk import Recovery
 from bridge import link_worker
+from felix.batch import Batch
 from felix.storage.memory import MemoryFiles
+from keys.envelope import BatchSealer
 from policy.grant import GrantBook, Standing, StandingAction
 from region import ingest
 from region.cache.state import CacheState
@@ -103,6 +105,12 @@ def settle_lightly(self: Recovery, *, settle: Any = Recovery.settle) -> None:
     settle(self)
 
 
+def seal_anew(self: BatchSealer, batch: Batch, *, seal: Any = BatchSealer.seal) -> Batch:
+    """Seals each batch with the first one's nonce."""
+    self.batches = 0
+    return seal(self, batch)
+
+
 def compare_nothing(patch: pytest.MonkeyPatch) -> None:
     """Neither side compares the epochs that a source states with those that were read."""
     for module in (ingest, link_worker):
@@ -157,6 +165,7 @@ TWINS: Final = (
         patched(Recovery, "settle", settle_lightly),
     ),
     Twin("a source's epochs are compared when a link opens", 5, RestoredWorld, compare_nothing),
+    Twin("a nonce is used once", 0, MeshWorld, patched(BatchSealer, "seal", seal_anew)),
     Twin("a revoked grant is none", 6, MeshWorld, patched(GrantBook, "_stand", stand)),
 )
 

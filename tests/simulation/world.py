@@ -13,6 +13,7 @@ import gc
 import hashlib
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from contextvars import Context
@@ -397,12 +398,15 @@ def simulate(seed: int, world: type[World], script: Script | None = None) -> Out
     # to collect, and looking at it takes a fifth of a run.
     collects = gc.isenabled()
     gc.disable()
+    # Coroutines that a crash left where they were cannot clean up.
+    before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         return _simulate(seed, world, script)
     finally:
         if collects:
             gc.collect(0)
             gc.enable()
+        sys.unraisablehook = before
 
 
 def _simulate(seed: int, world: type[World], script: Script | None) -> Outcome:
