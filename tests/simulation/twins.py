@@ -124,7 +124,7 @@ def patched(owner: object, name: str, value: object) -> Callable[[pytest.MonkeyP
 TWINS: Final = (
     Twin("answer after the sync", 1, RegionWorld, patched(RegionWorld, "files", UnsyncedFiles)),
     Twin("a file's name is durable", 0, RegionWorld, patched(RegionWorld, "files", UnsyncedNames)),
-    Twin("producers' sequences are compared", 53, RegionWorld, patched(ProducerTable, "decide", accept)),
+    Twin("producers' sequences are compared", 23, RegionWorld, patched(ProducerTable, "decide", accept)),
     Twin(
         "recovery writes again what a failed sync may have left to the page cache",
         15,
@@ -148,13 +148,13 @@ TWINS: Final = (
     ),
     Twin(
         "an INTENT is durable before its envelope is sent",
-        None,
+        31,
         MeshWorld,
         patched(Trail, "append_nowait", tell_first("/bridge/")),
     ),
     Twin(
         "an audit log's folder is durable before its first leaf",
-        0,
+        1,
         MeshWorld,
         patched(trail, "FOLDERS_ABOVE", 0),
     ),
@@ -166,7 +166,7 @@ TWINS: Final = (
     ),
     Twin("a source's epochs are compared when a link opens", 5, RestoredWorld, compare_nothing),
     Twin("a nonce is used once", 0, MeshWorld, patched(BatchSealer, "seal", seal_anew)),
-    Twin("a revoked grant is none", 6, MeshWorld, patched(GrantBook, "_stand", stand)),
+    Twin("a revoked grant is none", 2, MeshWorld, patched(GrantBook, "_stand", stand)),
 )
 
 
