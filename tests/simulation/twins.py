@@ -162,7 +162,7 @@ TWINS: Final = (
     ),
     Twin(
         "an audit log writes again what a failed sync may have left to the page cache",
-        None,
+        73,
         MeshWorld,
         patched(Recovery, "settle", settle_lightly),
     ),
