@@ -94,16 +94,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         ready, timers, ended = self._ready, self._timers, self._ended
         while timers and timers[0][2]._cancelled:
             heappop(timers)
-        if ready or self._stopping:
-            self._iterations += 1
-            if self._iterations > ITERATIONS_MAX:
-                raise StalledError(f"at {self._now_s:.6f} s something is ready for ever")
-        elif timers:
+        if not ready and not self._stopping:
+            if not timers:
+                raise StalledError(f"at {self._now_s:.6f} s nothing is ready and no timer is set")
             if timers[0][0] > self._now_s:
                 self._now_s = timers[0][0]
                 self._iterations = 0
-        else:
-            raise StalledError(f"at {self._now_s:.6f} s nothing is ready and no timer is set")
+        self._iterations += 1
+        if self._iterations > ITERATIONS_MAX:
+            raise StalledError(f"at {self._now_s:.6f} s something is ready for ever")
         while timers and timers[0][0] <= self._now_s:
             ready.append(heappop(timers)[2])
         for _ in range(len(ready)):

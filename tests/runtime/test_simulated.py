@@ -46,6 +46,37 @@ def test_a_run_in_which_everybody_waits_says_so() -> None:
         run(1, wait())
 
 
+def test_a_run_in_which_somebody_never_waits_says_so() -> None:
+    async def spin() -> None:
+        while True:
+            await asyncio.sleep(0)
+
+    async def begin_again() -> None:
+        loop = asyncio.get_running_loop()
+
+        def again() -> None:
+            loop.call_later(0.0, again)
+
+        again()
+        await asyncio.Event().wait()
+
+    for work in (spin(), begin_again()):
+        with pytest.raises(StalledError, match="ready for ever"):
+            run(1, work)
+
+
+def test_timers_of_one_moment_run_in_the_order_in_which_they_were_set() -> None:
+    async def order() -> list[int]:
+        ran: list[int] = []
+        at_s = asyncio.get_running_loop().time() + 1.0
+        for number in range(20):
+            asyncio.get_running_loop().call_at(at_s, ran.append, number)
+        await asyncio.sleep(2.0)
+        return ran
+
+    assert run(1, order()) == list(range(20))
+
+
 def test_work_of_several_threads_ends_in_an_order_that_the_seed_says() -> None:
     async def order() -> tuple[int, ...]:
         done: list[int] = []
