@@ -48,7 +48,7 @@ def test_a_run_in_which_everybody_waits_says_so() -> None:
 
 def test_a_run_in_which_somebody_never_waits_says_so() -> None:
     async def spin() -> None:
-        while True:
+        while True:  # noqa: ASYNC110 - it never waits
             await asyncio.sleep(0)
 
     async def begin_again() -> None:
