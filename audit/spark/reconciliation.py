@@ -24,7 +24,8 @@ is accounted for under each.
    not answered any more (`audit.spark.begun_again`); what was announced twice so counts once.
 
 An INTENT later than its shard's last receipt may be in flight while the log is copied; it is reported as `open`,
-which is neither reconciled nor a difference.
+which is neither reconciled nor a difference. So is, for good, what was announced again and not answered: it counts once for the
+accounting, and whether it had arrived is the destination's word alone.
 """
 
 from __future__ import annotations
@@ -76,6 +77,12 @@ COLUMNS: Final = (
     ),
     Column("gap", Type.COUNT, "Offsets in gaps", "declared by GAP leaves"),
     Column("skipped", Type.COUNT, "Offsets skipped", "left out where one grant ended and another began"),
+    Column(
+        "unanswered",
+        Type.COUNT,
+        "Records announced, not answered",
+        "announced again under the grant that followed: whether they had arrived nobody signed",
+    ),
     Column(
         "unaccounted", Type.COUNT, "Offsets unaccounted", "covered - crossed - withheld - passed_by - gap"
     ),
@@ -294,6 +301,13 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
             "'differs'", "duplicate-arrival", "'The destination appended the same envelope more than once.'",
             "arrival_leaves > arrival_parts",
         ),
+        # Neither crossed nor not crossed: the destination may have taken them and kept silent, to be sent less under stricter terms.
+        _finding(
+            f"'{OPEN}'", "announced-not-answered",
+            "'Announced, and announced again under the grant that followed, since the destination said that they had not arrived. "
+            "Nobody signed that.'",
+            f"intent_leaf IS NOT NULL AND intent_records > 0 AND {BEGUN_AGAIN}",
+        ),
     ]  # fmt: skip
     return sides.sparkSession.sql(f"SELECT {place}, {one_row_each(cases)} FROM {{sides}}", sides=sides)  # noqa: S608
 
@@ -406,9 +420,16 @@ def shards(leaves: DataFrame, findings: DataFrame, miscounted: DataFrame, given:
                    coalesce(sum(record_bytes) FILTER (WHERE side = 'egress' AND kind = 'INTENT'), 0)
                        AS crossed_bytes,
                    coalesce(sum(record_bytes) FILTER (WHERE side = 'ingress' AND kind = 'ACK'), 0)
-                       AS delivered_bytes
-            FROM {{leaves}}
-            WHERE (kind IN ('INTENT', 'ACK') OR (side = 'egress' AND kind IN ('WITHHELD', 'GAP'))) AND NOT {BEGUN_AGAIN}
+                       AS delivered_bytes,
+                   coalesce(sum(unanswered), 0) AS unanswered
+            FROM (
+                SELECT {SHARD}, side, reason, record_bytes, records,
+                       CASE WHEN NOT {BEGUN_AGAIN} THEN first_offset END AS first_offset,
+                       CASE WHEN NOT {BEGUN_AGAIN} THEN last_offset END AS last_offset,
+                       CASE WHEN NOT {BEGUN_AGAIN} THEN kind END AS kind,
+                       CASE WHEN {BEGUN_AGAIN} AND kind = 'INTENT' THEN records END AS unanswered
+                FROM {{leaves}} WHERE kind IN ('INTENT', 'ACK') OR (side = 'egress' AND kind IN ('WITHHELD', 'GAP'))
+            )
             GROUP BY {SHARD}
         ),
         reach AS (

@@ -337,12 +337,14 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("withheld", "destination"): Cell(
         _F,
         "it cannot write the egress log, and a withheld record's commitment tells it nothing; where it says that it has what it never "
-        "got, and the agent leaves that out, the egress log says whose word it is, and the report looks for it in the ingress log",
+        "got, and the agent leaves that out, the egress log says whose word it is, and the report looks for it in the ingress log. What it took "
+        "under one grant and kept silent about, so that the next one withholds it, stays open as announced and not answered",
         (
             "attacks/test_f15_withheld_records.py",
             "attacks/test_one_party_alone.py",
             "attacks/test_destination_ahead.py",
             "spark/test_truncation_report.py",
+            "spark/test_report.py",
         ),
     ),
     ("withheld", "third"): Cell(
@@ -385,8 +387,9 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("else", "destination"): Cell(
         _F,
-        "it has no door into the source: it gets what the agent sends, whose INTENT was durable before",
-        ("attacks/test_f07_foreign_bridge.py", "attacks/test_one_party_alone.py"),
+        "it has no door into the source: it gets what the agent sends, whose INTENT was durable before. What it took without an answer before "
+        "another grant began is named with its records and bytes, under the terms that it was announced under",
+        ("attacks/test_f07_foreign_bridge.py", "attacks/test_one_party_alone.py", "spark/test_report.py"),
     ),
     ("else", "third"): Cell(
         _C,
