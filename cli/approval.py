@@ -29,7 +29,7 @@ KINDS = {
     Purpose.STANDING: "standing",
     Purpose.DENY: "deny",
 }
-"""What a broker calls the documents that `submit` hands in."""
+"""The broker's names for the kinds of documents that `submit` sends."""
 
 
 class _ApprovalContext(NamedTuple):

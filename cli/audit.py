@@ -126,7 +126,7 @@ def local_logs(region: str = "") -> list[Path]:
 
 
 def choose_logs(logs: list[Path] | None, region: str) -> list[Path]:
-    """What the user names, else what is on this machine. Raises RequestError where there is nothing."""
+    """The logs that the user names, else those on this machine. Raises RequestError if there are none."""
     chosen = logs or local_logs(region)
     if not chosen:
         raise RequestError(
@@ -204,7 +204,7 @@ def _awaits_cosignatures(path: Path, report: Report, trust: Trust, cosignatures_
 
 
 def cosignature_hint(report: Report, trust: Trust, cosignatures_min: int) -> str:
-    """What to do where a log that is otherwise whole has too few cosignatures; empty where that is not what it lacks."""
+    """The hint for a log that only lacks cosignatures; empty if it lacks something else."""
     lacks = report.root and len(report.cosigners) < cosignatures_min
     if not lacks or any(step.findings for step in report.steps[1:]):
         return ""
@@ -245,12 +245,12 @@ def verify_one(
 
 
 def origin_of(path: Path) -> str:
-    """What the log in this folder calls itself; empty where it has no readable checkpoint."""
+    """The origin of the log in this folder; empty if it has no readable checkpoint."""
     return note_origin(Folder(path).read(CHECKPOINT_PATH) or b"")
 
 
 def note_origin(data: bytes) -> str:
-    """What the log of this checkpoint is called; empty where it is none."""
+    """The origin of this checkpoint's log; empty if it is not a checkpoint."""
     try:
         return parse_note(data).text.partition("\n")[0]
     except TamperError:
@@ -269,7 +269,7 @@ def remembered_notes(files: list[Path] | None) -> list[bytes]:
 
 
 def remembered_here(origin: str) -> list[bytes]:
-    """What this machine's regions have cosigned of a log: a log that does not reach it was rolled back."""
+    """The checkpoints of a log that this machine's regions have cosigned: a log that is shorter was rolled back."""
     notes = []
     for region in known_regions():
         folder, config = folder_of(region)

@@ -1,4 +1,5 @@
-"""Who has an address that a broker, an agent or a page cannot have: by the records of this home's processes, else by the kernel's.
+"""Which process has an address that a broker, an agent or a page needs: by the records of this home's processes, else by the
+kernel's.
 
 A port conflict is reported with its cause: which address, who has it, and what to do. Blocks on the disk; Linux alone says which
 process has a port, and only of processes that the user may look at.
@@ -24,7 +25,7 @@ _TCP_LISTENS: Final = "0A"
 
 
 class Holder(NamedTuple):
-    """Who has an address, and how that one is stopped; `stop` is empty where it is not Felix's."""
+    """The process that has an address, and how to stop it; `stop` is empty if it is not Felix's."""
 
     who: str
     stop: str
@@ -47,7 +48,9 @@ def told(change: str) -> Iterator[None]:
 
 
 def holder(address: Address, transport: str) -> Holder | None:
-    """Who on this machine has the address: a broker or an agent of this home by its record, else a process. None: nobody knows."""
+    """The owner of the address on this machine: a broker or an agent of this home by its record, else a process. None:
+    unknown.
+    """
     for region in known_regions():
         state = read_state(RegionFolder.of(region).broker_pid) or {}
         for field, what in (("address", "the broker"), ("health", "the health page")):

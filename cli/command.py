@@ -19,7 +19,7 @@ from cli.form import Form, chosen
 from cli.values import PlainValues
 
 _METAVARS: Final = {str: "TEXT", int: "NUMBER", float: "NUMBER", Path: "PATH"}
-"""What stands for a value in help, by its type; a choice shows what can be chosen."""
+"""The placeholder of a value in help, by its type; a choice shows its values."""
 
 
 _FORM: Final = "output_form"

@@ -20,7 +20,7 @@ from felix.collector import collector_paused
 
 
 class Entry(NamedTuple):
-    """Where a command stands: `module`, and in it `name`, a `Typer` with commands of its own or a function that is one."""
+    """The location of a command: `module`, and in it `name`, a `Typer` with subcommands or a function that is a command."""
 
     module: str
     name: str

@@ -51,7 +51,7 @@ complete -c felix -a '(felix _complete -- (commandline -opc)[2..-1] (commandline
 SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 Proposal = tuple[str, str]
-"""What may stand there, and what it is; the latter may be empty."""
+"""A proposed value and its description, which may be empty."""
 
 
 def completion(shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell.")]) -> None:
@@ -80,7 +80,7 @@ def root_command() -> Any:
 
 
 def proposals(root: Any, words: Sequence[str]) -> list[Proposal]:
-    """What may stand in place of the last word, in order. Raises FelixError where names are asked for and not known."""
+    """Proposals for the last word, in order. Raises FelixError if names are needed and cannot be read."""
     *before, last = words
     command, path, option, given, named = root, [], None, 0, {}
     for word in before:

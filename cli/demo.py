@@ -67,7 +67,7 @@ CATCH_UP_IDLE_S: Final = 120.0
 
 @dataclass(slots=True)
 class Figures:
-    """What the demo counts, each figure from where it says."""
+    """The demo's counts, each with its source."""
 
     grant: str = ""
     published: int = 0
@@ -433,7 +433,7 @@ def _report(home: Path, figures: Figures) -> None:
 def reconcile(
     figures: Figures, verifications: dict[str, Verification], limit: int, *, with_report: bool
 ) -> list[str]:
-    """What does not add up, a sentence each; empty where everything does."""
+    """The counts that do not reconcile, a sentence each; empty if all do."""
     wanted = limit or FLIGHTS
     checks = [
         (figures.published == wanted, f"{figures.published:,} records were published, not {wanted:,}"),

@@ -1,4 +1,4 @@
-"""What Felix stands on: which versions were tested together, and which are known to be bad. Pure but for `tested`.
+"""Felix's dependencies: which versions were tested together, and which are known to be bad. Pure except for `tested`.
 
 `felix doctor` compares what is installed with both.
 """

@@ -33,7 +33,7 @@ class UnwritableError(RequestError):
 
 
 def exit_code(error: FelixError) -> int:
-    """What the process answers with for an error; one that names its own code keeps it."""
+    """The exit code for an error; an error that names its own code keeps it."""
     own = getattr(error, "exit_code", None)
     if isinstance(own, int):
         return own

@@ -1,4 +1,4 @@
-"""What the objects that commands print are called, and what each is known by. docs/schemas describes them."""
+"""The kinds of the objects that commands print, and the field that identifies each. docs/schemas describes them."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ _NAMED_BY: Final = (
 
 
 def kind_of(command: str) -> str:
-    """What the objects of a command are called, by its words (`stream list`)."""
+    """The kind of a command's objects, by its words (`stream list`)."""
     return KINDS.get(command) or ("Benchmark" if command.startswith("bench ") else "Done")
 
 
 def name_in(item: dict[str, Any]) -> Any:
-    """What an object is known by, for `-o name`; empty where it has no such field."""
+    """The identifying value of an object, for `-o name`; empty if it has none."""
     own = _NAMES.get(item["kind"])
     if own is not None:
         return item.get(own, "")

@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, objects for programs, notices on standard error.
+"""Output of the commands: tables for people, objects for programs, notices on standard error.
 
 Most of what is printed was written by somebody else: names, sentences of refusals, headers, keys. So nothing that is
 printed is read as markup, a string is one line, and control and format characters are shown as escapes
@@ -101,7 +101,7 @@ def verdict(holds: bool, good: str, bad: str) -> tuple[str, str]:
 
 
 def print_json(value: Any, *, kind: str = "", **more: Any) -> None:
-    """What a command has found, in the form that is asked for; `more` stands beside the items of a list.
+    """Print a command's result in the requested form; `more` is added next to the items of a list.
 
     A sequence becomes a list of objects, anything else one object. `kind`: what they are, where the command's words do not say it.
     """
@@ -138,7 +138,7 @@ def write_json_line(value: Any) -> None:
 
 
 def print_done() -> None:
-    """What a command said that only does something, as an object."""
+    """Print the sentences of a command that returns no data, as an object."""
     values = {
         name: plain(value)
         for name, value in chosen.arguments.items()
@@ -306,7 +306,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 def cell_text(cell: object) -> Text:
-    """What stands in a cell: a figure, or a text that is one line whatever is in it."""
+    """The content of a cell: a number, or a text, made one line."""
     return cell if isinstance(cell, Text) else Text(visible(format_cell(cell)))
 
 

@@ -1,4 +1,4 @@
-"""What this machine knows of another region: where it is reached, and who runs it."""
+"""This machine's information about another region: its addresses, and the entity that runs it."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class PidFile:
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
-    """What a live process announced; None where none runs or it has not announced itself yet."""
+    """The record of a live process; None if none runs or it has not written its record yet."""
     try:
         with path.open("r+") as file:
             try:

@@ -49,7 +49,7 @@ NOTHING: Final = PublishProgress(0, 0, 0, {})
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the lines.
+    """The outcome of the lines.
 
     - `line` is the last line that is dealt with: given to the publisher, blank, or skipped;
     - `runs` are (record, line): from that record on, lines and records follow each other until the next run.
@@ -434,7 +434,7 @@ class LinePublishing:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the command says at its end, however it ended."""
+    """The command's last message, however it ended."""
 
     stream: str
     tally: Tally

@@ -1,4 +1,4 @@
-"""Where a command works: the home folder, the region, and the identity it comes as."""
+"""The context of a command: the home folder, the region, and the identity that it uses."""
 
 from __future__ import annotations
 

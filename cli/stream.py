@@ -278,7 +278,7 @@ def format_retention(state: StreamState) -> str:
 
 
 def format_views(state: StreamState) -> str:
-    """What the stream is besides a log, each part behind two spaces; empty for a plain one."""
+    """The stream's further capabilities, each after two spaces; empty for a plain log."""
     views, parts = state.views, []
     if (compaction := views.compacted) is not None:
         lag = f", lag {Duration(compaction.lag_ms)}" if compaction.lag_ms else ""

@@ -142,7 +142,7 @@ async def _alter(
 
 
 def format_settings(state: SubscriptionState) -> str:
-    """What can be altered, in one line."""
+    """The alterable settings, in one line."""
     settings = state.settings
     retries = settings.retries
     ttl = f", deleted after {Duration(settings.inactive_ttl_ms)} unused" if settings.inactive_ttl_ms else ""

@@ -16,7 +16,7 @@ from rich.text import Text
 TEXT_COLUMNS_MIN: Final = 16
 """In a narrower column a sentence has one word per line, which is unreadable."""
 EDGE_COLUMNS: Final = 3
-"""What stands between two columns: a blank, a line, a blank. One less at both ends of a row together."""
+"""Width between two columns: a blank, a line, a blank. One less at both ends of a row together."""
 INDENT: Final = "  "
 
 Row = Sequence[Text]

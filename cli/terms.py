@@ -1,4 +1,4 @@
-"""What a grant lets cross, all of it, for people who sign: and the question whether they do."""
+"""All terms of a grant, shown to people before they sign, and the question whether they sign."""
 
 from __future__ import annotations
 

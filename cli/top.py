@@ -43,7 +43,7 @@ SortBy = Literal["name", "in", "out", "lag", "stored"]
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """What the broker said at `at_s` (this machine's monotonic clock)."""
+    """The broker's answers at `at_s` (this machine's monotonic clock)."""
 
     at_s: float
     region: RegionState
@@ -292,7 +292,7 @@ def picture(found: TopStats, rows: int = ROWS, width: int | None = None, height:
 
 
 def _sections(found: TopStats) -> list[_Section]:
-    """What there is to show; streams always, the others where there are any."""
+    """The tables to show; streams always, the others if they have rows."""
     sections = [
         _Section(
             "Streams",
@@ -393,7 +393,7 @@ def _flowed(parts: Sequence[tuple[str, str]], width: int | None) -> Text:
 
 
 class _Columns(NamedTuple):
-    """What of a table is shown: its columns, its rows as text, and how many lines a row may take."""
+    """The shown part of a table: its columns, its rows as text, and how many lines a row may take."""
 
     kept: list[int]
     rows: list[list[str]]

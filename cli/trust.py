@@ -113,7 +113,7 @@ def trust(
 
 
 class Received(NamedTuple):
-    """What another region's operator sent. `offer`: None where it was a bundle alone."""
+    """The file that another region's operator sent. `offer`: None if it was only a bundle."""
 
     bundle: SignedBundle
     offer: SignedOffer | None
@@ -128,7 +128,7 @@ def _read(path: Path) -> Received:
 
 
 def _told(signed: SignedBundle, offer: SignedOffer | None) -> list[list[str | Text]]:
-    """What a bundle and an offer say, as rows for people."""
+    """The content of a bundle and an offer, as rows for people."""
     bundle = signed.bundle
     rows: list[list[str | Text]] = [
         ["region", f"{bundle.region} of mesh {bundle.mesh}"],

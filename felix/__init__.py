@@ -1,4 +1,5 @@
-"""What both ends of the wire share (the kernel), and the client SDK, whose face this is. A contract in pyproject.toml says what belongs to which.
+"""The kernel, which both ends of the wire share, and the client SDK, whose public names are here. A contract in pyproject.toml
+says which module belongs to which.
 
 `felix.connect` is where an application begins (felix.client); `felix.sync` is the same for scripts and notebooks.
 

@@ -1,4 +1,4 @@
-"""What stands under the synchronous face of the client: one thread with one event loop per client, and calls into it.
+"""The base of the synchronous client: one thread with one event loop per client, and calls into it.
 
 `felix.sync` is generated from the asynchronous classes (sdk/sync_face.py); what cannot be derived from them stands here: how a
 client begins and ends, iterators, and the publisher that gathers records in the caller's thread. Applications import
@@ -95,7 +95,7 @@ class Background:
         return self.call(collect())
 
     def opened(self, function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-        """What the function makes, opened. Raises what its `open` raises."""
+        """The function's result, opened. Raises what its `open` raises."""
 
         async def make() -> T:
             made: Any = function(*arguments, **options)

@@ -252,7 +252,7 @@ class Cache:
                 after = page.entries[-1][0]
 
     async def stats(self) -> wire.CacheStats:
-        """What the broker counts of this cache."""
+        """The broker's counters of this cache."""
         stats: wire.CacheStats = await self._call(b"", wire.Stats())
         return stats
 
@@ -403,16 +403,16 @@ class Watch:
         self._exchange = Exchange(connection, self._request, self._decode, self)
         self._is_begun = False
         self._error: FelixError | None = None
-        # What has been received: where a new link resumes.
+        # The position of the received changes: where a new link resumes.
         self._incarnation = resume.incarnation if resume else b""
         self._reached: dict[int, int] = dict(resume.offsets) if resume else {}
         self._resumable = resume is not None
-        # What has not been given out, and the credit for it.
+        # Changes that were not given out yet, and the credit for them.
         self._events: deque[tuple[object, int]] = deque()
         self._came = asyncio.Event()
         self._event_bytes = 0
         self._given_bytes = self._granted_bytes = 0
-        # What has been given out.
+        # The position of the changes that were given out.
         self._at: dict[int, int] = dict(self._reached)
         self._at_incarnation = self._incarnation
         self._at_resumable = self._resumable
@@ -487,7 +487,7 @@ class Watch:
         return self._told(event)
 
     def _told(self, event: object) -> list[Change]:
-        """What an event means to the application."""
+        """The changes that an event means to the application."""
         match event:
             case wire.Changes(shard, next_offset, rows):
                 base, incarnation = dict(self._at), self._at_incarnation

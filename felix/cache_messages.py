@@ -183,7 +183,7 @@ class CacheStats(Positional, frozen=True, tag=39):
 # -- events of a watch ---------------------------------------------------------------------------------
 
 PUT, DELETED, EXPIRED, EVICTED = 0, 1, 2, 3
-"""What a change is, as it stands in Changes."""
+"""The kinds of changes, by their numbers in Changes."""
 
 
 class Reset(Positional, frozen=True, tag=64):

@@ -264,7 +264,7 @@ class RegionClient:
 
     @property
     def session(self) -> SessionInfo:
-        """Who answered, as whom we came, what we may: of the newest session."""
+        """Of the newest session: the broker that answered, this client's identity, and what it may do."""
         return self.connection.session
 
     @property
@@ -522,7 +522,7 @@ class RegionClient:
         return found
 
     async def stream_traffic(self, prefix: str = "") -> tuple[int, list[StreamTraffic]]:
-        """What went through each stream at the broker that answers, since its start, and when that was counted (ms)."""
+        """Traffic of each stream at the broker that answers, since its start, and the time of the counts (ms)."""
         found: list[StreamTraffic] = []
         time_ms = 0
         request = DescribeTraffic("streams", prefix, limit=PAGE_MAX)
@@ -532,7 +532,7 @@ class RegionClient:
         return time_ms, found
 
     async def reader_traffic(self, prefix: str = "") -> list[ReaderTraffic]:
-        """Who reads at the broker that answers, what they were sent, how far behind they are and what they wait for."""
+        """Readers at the broker that answers: what they were sent, how far behind they are and what they wait for."""
         found: list[ReaderTraffic] = []
         request = DescribeTraffic("readers", prefix, limit=PAGE_MAX)
         async for page in pages(self.connection, request, "readers"):
@@ -540,7 +540,7 @@ class RegionClient:
         return found
 
     async def cache_traffic(self, prefix: str = "") -> list[CacheTraffic]:
-        """What each cache holds at the broker that answers, and what was asked of it since it is served."""
+        """The size of each cache at the broker that answers, and its counters since the broker serves it."""
         found: list[CacheTraffic] = []
         request = DescribeTraffic("caches", prefix, limit=PAGE_MAX)
         async for page in pages(self.connection, request, "caches"):

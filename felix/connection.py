@@ -154,7 +154,7 @@ class Attachment(Protocol):
 
 
 def protocol_breach(sentence: str, code: Code = Code.STATE) -> ProtocolError:
-    """What a broker did that it may not."""
+    """A violation of the protocol by the broker."""
     return ProtocolError(
         sentence, code=code, hint="The broker is broken or of another release; the session was ended."
     )

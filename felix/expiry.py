@@ -34,7 +34,7 @@ class Life(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """What is to be said of one name now."""
+    """The report of one name that is due now."""
 
     name: str
     kind: str
@@ -82,7 +82,7 @@ class ExpiryWatch:
         self._told.pop(name, None)
 
     def notices(self, now_ms: int) -> list[Notice]:
-        """What is to be said now and was not said before: each name once per certificate and stage, the nearest end first."""
+        """The new reports: each name once per certificate and stage, the nearest expiry first."""
         found = []
         for name, (kind, life) in self._lives.items():
             stage = stage_of(life, now_ms)

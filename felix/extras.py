@@ -1,4 +1,4 @@
-"""What an extra of one of Felix's packages brings, as the command that installs it: the hint where a dependency is missing.
+"""The command that installs an extra of one of Felix's packages: the hint if a dependency is missing.
 
 The command names the dependencies themselves, as the installed package's metadata has them. So it is right however Felix came
 here (a clone, a wheel, a registry), and asks no registry for Felix.

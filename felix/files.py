@@ -32,7 +32,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def stage_file(path: Path, data: bytes, mode: int = PRIVATE) -> Path:
-    """Write what is to become `path` beside it, synced; `commit_file` puts it there. Leaves nothing where it fails."""
+    """Write the new content of `path` to a synced file next to it; `commit_file` renames it. Leaves nothing if it fails."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.{REAL.random.randbytes(4).hex()}.new")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:

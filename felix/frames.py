@@ -1,4 +1,4 @@
-"""Frames: what stands on every QUIC stream of Felix, one after the other.
+"""Frames: every QUIC stream of Felix carries them, one after the other.
 
 Frame, big-endian::
 
@@ -28,7 +28,7 @@ CONTROL_BYTES_MAX: Final = 1 << 18
 HANDSHAKE_BYTES_MAX: Final = 1 << 16
 """Everything a peer may send before its identity is proved, in all: 64 KiB holds any certificate chain."""
 CONDITION_BYTES: Final = 8
-"""What stands before the batch of a CONDITIONAL frame: the offset that its shard's log must end at."""
+"""The bytes before the batch of a CONDITIONAL frame: the offset that its shard's log must end at."""
 OFFSETS_BYTES_MAX: Final = 16 + 8 * RECORDS_MAX
 """An acknowledgement that names the offset of every record."""
 ENVELOPE_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 19)
@@ -224,7 +224,7 @@ class AppendedBody(NamedTuple):
 
 
 def encode_condition(expected_offset: int) -> bytes:
-    """What precedes the batch of a CONDITIONAL frame."""
+    """The bytes before the batch of a CONDITIONAL frame."""
     return _CONDITION.pack(expected_offset)
 
 

@@ -1,4 +1,4 @@
-"""Identity: who somebody is, and how that is proved on a session and checked.
+"""Identities, and how a session proves and checks one.
 
 Proof: client and broker each send a nonce in the messages that open the handshake; the client signs the context
 `session-proof`: both messages as they crossed, and SHA-256 of the certificate that the server showed in TLS, with the key of
@@ -63,7 +63,7 @@ _UNREADABLE: Final = (
     x509.InvalidVersion,
     x509.UnsupportedGeneralNameType,
 )
-"""What `cryptography` raises, often only once a field is asked for, on bytes that are no sound certificate."""
+"""The errors that `cryptography` raises on an invalid certificate, often only when a field is read."""
 
 
 def _refuse(sentence: str, code: Code = Code.IDENTITY_REFUSED, hint: str = "") -> RequestError:
@@ -148,8 +148,9 @@ class TrustBundle:
 
 
 class RenewalTerms(NamedTuple):
-    """What its issuer wrote into an identity's certificate: until when it may renew itself (ms since the Unix epoch), and how long each
-    certificate of it holds."""
+    """The renewal terms that the issuer wrote into an identity's certificate: until when it may renew itself (ms since the Unix
+    epoch), and how long each certificate of it holds.
+    """
 
     until_ms: int
     lifetime_ms: int
@@ -264,7 +265,7 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 class Binding(NamedTuple):
-    """What one session's proof is bound to.
+    """The values that one session's proof is bound to.
 
     `hello` and `challenge`: the bodies of both messages as they crossed, the client's and the broker's, each with 32 random
     bytes of its sender. `leaf_sha256`: of the certificate (DER) that the server showed in the TLS handshake beneath.
@@ -275,7 +276,7 @@ class Binding(NamedTuple):
     leaf_sha256: bytes
 
     def message(self) -> bytes:
-        """What is signed."""
+        """The signed bytes."""
         assert len(self.leaf_sha256) == 32  # both engines give it; without it a proof could be passed on
         return bind("session-proof", self.hello, self.challenge, self.leaf_sha256)
 
@@ -307,7 +308,7 @@ def verify_peer(
     now_ms: int,
     expected_kinds: Collection[str] = SESSION_KINDS,
 ) -> Peer:
-    """Who sent this proof on the session that `binding` describes: our own messages, our own certificate.
+    """The identity that sent this proof on the session that `binding` describes: our own messages, our own certificate.
 
     Raises RequestError: IDENTITY_REFUSED, IDENTITY_EXPIRED, WRONG_REGION.
     """
@@ -449,7 +450,7 @@ def _check_time(certificate: x509.Certificate, now: datetime, spiffe_id: SpiffeI
 
 
 def _check_leaf(leaf: x509.Certificate, spiffe_id: SpiffeId) -> None:
-    """What the web PKI profile leaves open and Felix does not."""
+    """Checks that the web PKI profile leaves open and Felix requires."""
     try:
         extensions = leaf.extensions
         constraints = extensions.get_extension_for_class(x509.BasicConstraints).value

@@ -81,7 +81,7 @@ class ClientHello(Message, frozen=True, tag="client_hello"):
 
 
 class Challenge(Message, frozen=True, tag="challenge"):
-    """Who answers, and the nonce that the client signs."""
+    """The broker that answers, and the nonce that the client signs."""
 
     version: int
     region: Name
@@ -100,7 +100,7 @@ class Prove(Message, frozen=True, tag="prove"):
 
 
 class Limits(Message, frozen=True, tag="limits"):
-    """What this broker allows one session."""
+    """This broker's limits for one session."""
 
     batch_bytes_max: int
     subscriptions_max: int
@@ -303,7 +303,9 @@ class DeleteQuota(Request["Done"], frozen=True, tag="delete_quota"):
 
 
 class ListQuotas(Repeatable["QuotaPage"], frozen=True, tag="list_quotas"):
-    """Who has limits, or has used this broker lately; tenants first. `scope` and `name` narrow the list."""
+    """Tenants and identities that have limits, or have used this broker lately; tenants first. `scope` and `name` narrow the
+    list.
+    """
 
     scope: Name = ""
     name: Name = ""
@@ -444,7 +446,7 @@ class RegionState(Message, frozen=True, tag="region"):
 
 
 class DescribeTraffic(Repeatable["TrafficPage"], frozen=True, tag="describe_traffic"):
-    """What goes through this broker: of `what` (streams, readers or caches), those whose stream begins with `prefix`. Counters
+    """Traffic of this broker: of `what` (streams, readers or caches), those whose stream begins with `prefix`. Counters
     count since the broker's start; two requests give rates.
     """
 
@@ -487,7 +489,7 @@ class ReaderTraffic(Message, frozen=True, tag="reader_traffic"):
 
 
 class CacheTraffic(Message, frozen=True, tag="cache_traffic"):
-    """What one cache holds, over all its shards, and what was counted since the broker began to serve it."""
+    """The size of one cache, over all its shards, and its counters since the broker began to serve it."""
 
     stream: Name
     keys: int
@@ -615,8 +617,9 @@ class MeshPage(Message, frozen=True, tag="mesh_page"):
 
 
 class CutState(Message, frozen=True, tag="cut"):
-    """What an operator accepts with `felix bridge resume --accept-truncation`: the incarnation that ends, and the epoch and
-    source offset that the link goes on from."""
+    """The cut that an operator accepts with `felix bridge resume --accept-truncation`: the incarnation that ends, and the epoch
+    and source offset from which the link continues.
+    """
 
     incarnation: bytes
     epoch: int
@@ -977,7 +980,7 @@ class OpenTransactions(Request["TransactionsOpened"], frozen=True, tag="open_tra
 
 
 class TransactionsOpened(Message, frozen=True, tag="transactions_opened"):
-    """What this broker allows: the longest timeout, bytes of one transaction, open ones of one identity."""
+    """This broker's limits: the longest timeout, bytes of one transaction, open ones of one identity."""
 
     timeout_ms_max: int
     bytes_max: int
@@ -991,11 +994,11 @@ class Done(Message, frozen=True, tag="done"):
 
 
 Answer = Message
-"""What a request names as its answer, or a notice of the broker's (Throttled)."""
+"""The answer that a request names, or a notice of the broker's (Throttled)."""
 
 
 def _answers() -> dict[type[Request[Any]], type[Message]]:
-    """What each request says of itself, by its base: `Request["Done"]` is answered with a Done."""
+    """The answer of each request, by its base: `Request["Done"]` is answered with a Done."""
     found: dict[type[Request[Any]], type[Message]] = {}
     for base in (Request, Repeatable):
         for request in base.__subclasses__():

@@ -1,7 +1,8 @@
 """Paging: a listing page after page, each beginning behind the last entry of the one before.
 
-Where the next page begins is a name and never a number of entries: what comes or goes meanwhile neither hides an entry nor repeats
-one. A broker of the release before gives no such name for some listings (`next` is empty): there it is asked by number, as it expects.
+The next page begins at a name and never at a number of entries, so that changes meanwhile neither hide an entry nor repeat one.
+A broker of the previous release gives no such name for some listings (`next` is empty): then the request has a number, as that
+broker expects.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Profile:
 
 
 class Credentials(NamedTuple):
-    """What a profile's files hold, read: the region's root as PEM, and who the client is."""
+    """The contents of a profile's files: the region's root as PEM, and the client's identity."""
 
     root_pem: bytes
     identity: Identity

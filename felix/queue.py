@@ -526,7 +526,7 @@ class QueueConsumer:
 
 
 class _Listener:
-    """What a consumer hears of its exchange (felix.exchange.Listener)."""
+    """A consumer's listener for the events of its exchange (felix.exchange.Listener)."""
 
     def __init__(self, consumer: QueueConsumer) -> None:
         self._consumer = consumer
@@ -549,7 +549,7 @@ class _Listener:
 
 
 class Publishing(Protocol):
-    """What a queue asks of its stream: `felix.client.Stream`."""
+    """The part of a stream that a queue uses: `felix.client.Stream`."""
 
     async def publish(
         self, payload: Payload, *, key: bytes | None = None, headers: Headers | None = None
@@ -565,7 +565,7 @@ class Publishing(Protocol):
 
 
 class Region(Protocol):
-    """What a queue asks of the client that made it: `felix.client.RegionClient`."""
+    """The part of its client that a queue uses: `felix.client.RegionClient`."""
 
     @property
     def connection(self) -> RegionConnection: ...

@@ -26,11 +26,11 @@ TENANT_ONLY: Final = ("streams", "stored_bytes")
 IDENTITY_ONLY: Final = ("transactions",)
 """One may go over the streams of many tenants: it is its identity's."""
 AMOUNT_MAX: Final = 1 << 53
-"""What every JSON reader can hold exactly."""
+"""The largest integer that every JSON reader represents exactly."""
 
 
 class QuotaLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """What one tenant or identity may use; each limit is of one broker, and None where the default counts."""
+    """The limits of one tenant or identity; each is per broker, and None if the default applies."""
 
     publish_bytes: int | None = None
     publish_records: int | None = None
@@ -76,7 +76,7 @@ class QuotaLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
         return QuotaLimits(**{**kept, **by.named})
 
     def in_force(self, default: QuotaLimits) -> QuotaLimits:
-        """What counts: these limits, the default where one is not set, and no bound where neither says one."""
+        """The limits in force: these, the default for one that is not set, and no limit if neither sets one."""
         return QuotaLimits(**{**dict.fromkeys(LIMITS, 0), **default.named, **self.named})
 
 

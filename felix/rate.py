@@ -18,7 +18,7 @@ class TokenBucket:
         self.rate = rate
         self.burst = burst
         self.level = burst
-        """what is left as of the last time; below 0 a debt"""
+        """the balance at the last time; below 0 a debt"""
         self.debt_s = 0.0
         """seconds in which there was a debt, since the beginning"""
         self._at = now

@@ -50,7 +50,7 @@ from felix.messages import (
 
 
 class State(Enum):
-    """Where a session stands. `*_SENT` is the client's view, `AWAIT_*` the broker's."""
+    """States of a session. `*_SENT` are the client's, `AWAIT_*` the broker's."""
 
     HELLO_SENT = "hello sent"
     PROOF_SENT = "proof sent"

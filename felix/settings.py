@@ -35,8 +35,9 @@ _Settings = TypeVar("_Settings", bound=msgspec.Struct)
 
 
 class Durability(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an acknowledgement of a stream means. `kind` is fsync (it is on the disk), interval (in the file, and on the disk within
-    `interval_ms`) or ephemeral (in memory)."""
+    """The meaning of a stream's acknowledgements. `kind` is fsync (the record is on the disk), interval (in the file, and on the
+    disk within `interval_ms`) or ephemeral (in memory).
+    """
 
     kind: str = "fsync"
     interval_ms: int = 0
@@ -47,8 +48,10 @@ EPHEMERAL: Final = Durability("ephemeral")
 
 
 class Retention(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a stream keeps: records go when they are older than `age_ms`, or when a shard is larger than `size_bytes`; 0 means without
-    bound. `acked`: only what every durable subscription has acknowledged goes, once it is over one of the two."""
+    """Retention of a stream: records are deleted when they are older than `age_ms`, or when a shard is larger than `size_bytes`;
+    0 means unlimited. `acked`: only records that every durable subscription has acknowledged are deleted, once they are over one
+    of the two.
+    """
 
     age_ms: int = 0
     size_bytes: int = 0
@@ -90,9 +93,10 @@ class Offload(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Retries(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What happens to a record that was not acknowledged: again after `interval_ms`, doubled each time up to
-    `interval_ms_max`, at most `attempts_max` deliveries in all (0: without bound), then to the dead-letter stream
-    (`dead_letter`; empty: the stream's own name with `.dead`)."""
+    """Retries of a record that was not acknowledged: redelivered after `interval_ms`, doubled each time up to `interval_ms_max`,
+    at most `attempts_max` deliveries in all (0: unlimited), then moved to the dead-letter stream (`dead_letter`; empty: the
+    stream's own name with `.dead`).
+    """
 
     attempts_max: int = 5
     interval_ms: int = 1_000
@@ -161,7 +165,7 @@ class SubscriptionSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RetriesChange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is to be another in Retries; None stays. `dead_letter` empty: the stream's own name with `.dead` again."""
+    """Changes to Retries; None keeps the setting. `dead_letter` empty: the stream's own name with `.dead` again."""
 
     attempts_max: int | None = None
     interval_ms: int | None = None
@@ -170,7 +174,7 @@ class RetriesChange(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class QueueChange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is to be another in QueueSettings; None stays."""
+    """Changes to QueueSettings; None keeps the setting."""
 
     visibility_ms: int | None = None
     retries: RetriesChange | None = None
@@ -178,7 +182,7 @@ class QueueChange(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CacheChange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is to be another in CacheSettings; None stays."""
+    """Changes to CacheSettings; None keeps the setting."""
 
     bytes_max: int | None = None
     ttl_ms: int | None = None
@@ -186,7 +190,7 @@ class CacheChange(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SubscriptionChange(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is to be another in SubscriptionSettings; None stays. Where it began and whether it is exclusive cannot be."""
+    """Changes to SubscriptionSettings; None keeps the setting. `start` and `exclusive` cannot be changed."""
 
     ack_timeout_ms: int | None = None
     retries: RetriesChange | None = None

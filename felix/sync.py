@@ -149,7 +149,7 @@ class SyncRegion(BlockingRegion):
 
     @property
     def session(self) -> SessionInfo:
-        """Who answered, as whom we came, what we may: of the newest session."""
+        """Of the newest session: the broker that answered, this client's identity, and what it may do."""
         return self._inner.session
 
     @property
@@ -365,15 +365,15 @@ class SyncRegion(BlockingRegion):
         return Rows(self._background.call(self._inner.list_quotas(scope, name)))
 
     def stream_traffic(self, prefix: str = "") -> tuple[int, list[StreamTraffic]]:
-        """What went through each stream at the broker that answers, since its start, and when that was counted (ms)."""
+        """Traffic of each stream at the broker that answers, since its start, and the time of the counts (ms)."""
         return self._background.call(self._inner.stream_traffic(prefix))
 
     def reader_traffic(self, prefix: str = "") -> Rows[ReaderTraffic]:
-        """Who reads at the broker that answers, what they were sent, how far behind they are and what they wait for."""
+        """Readers at the broker that answers: what they were sent, how far behind they are and what they wait for."""
         return Rows(self._background.call(self._inner.reader_traffic(prefix)))
 
     def cache_traffic(self, prefix: str = "") -> Rows[CacheTraffic]:
-        """What each cache holds at the broker that answers, and what was asked of it since it is served."""
+        """The size of each cache at the broker that answers, and its counters since the broker serves it."""
         return Rows(self._background.call(self._inner.cache_traffic(prefix)))
 
     def put_rights(self, identity: str, rights: Sequence[str]) -> None:
@@ -903,7 +903,7 @@ class SyncCache(Blocking[Cache]):
         return self._background.collect(self._inner.scan, prefix)
 
     def stats(self) -> wire.CacheStats:
-        """What the broker counts of this cache."""
+        """The broker's counters of this cache."""
         return self._background.call(self._inner.stats())
 
     def alter(

@@ -7,8 +7,8 @@ byte that names the suite (1)::
     private key   prefix `felix/hybrid-private-key/1` and a zero byte, suite 1, ML-KEM seed 64, X25519 32
     sealed        suite 1, encapsulated key 1,120, ciphertext n, tag 16
 
-Callers bind everything that a sealed value is for into `info`. Base mode says nothing about who sealed: senders sign
-beside it. Pure, loading and saving aside. Source: RFC 9180 (HPKE); the hybrid KEM as in draft-ietf-hpke-pq.
+Callers bind everything that a sealed value is for into `info`. Base mode does not authenticate the sender: senders also sign.
+Pure, except for loading and saving. Source: RFC 9180 (HPKE); the hybrid KEM as in draft-ietf-hpke-pq.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class _Entry:
     grant: str
     export: ExportGrant | None = None
     imports: dict[str, list[ImportGrant]] = field(default_factory=dict)
-    """By the region that signed them: who signs under another region's id stands beside it, not in its place."""
+    """By the region that signed them: a half signed by another region under this id is kept in addition, and replaces nothing."""
     approvals: dict[SpiffeId, ApprovalBody] = field(default_factory=dict)
     speaking: dict[str, tuple[ApprovalBody, ...]] = field(default_factory=dict)
     """By region, once the book is complete: those of the grant's own mesh."""

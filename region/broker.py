@@ -431,7 +431,7 @@ class Broker:
     # -- stats -----------------------------------------------------------------------------------------
 
     def gauges(self) -> dict[str, float]:
-        """Every gauge by name; a limit stands beside what it limits."""
+        """Every gauge by name; each limit follows the gauge that it limits."""
         places = places_of(self.config.limits.sessions)
         known = [session.identity for session in list(self.sessions) if session.identity is not None]
         found: dict[str, float] = {

@@ -39,7 +39,7 @@ class Budget:
 
 @dataclass(slots=True)
 class Budgets:
-    """The broker's budgets; metrics show each beside its limit."""
+    """The broker's budgets; metrics show each with its limit."""
 
     publish: Budget = field(default_factory=lambda: Budget("publish", 256 * MEBIBYTE))
     """Publish credit handed out to all sessions: batches on the way in or not yet durable."""

@@ -635,7 +635,7 @@ class Node:
         }
 
     def _stranger_gauges(self) -> dict[str, float]:
-        """Connections that have proved nothing yet, beside their limits."""
+        """Connections that have not authenticated yet, with their limits."""
         listener, limits = self.listener, self.broker.transport_limits
         return {
             "connections": listener.connection_count,

@@ -1,1 +1,1 @@
-"""What a process takes from its machine and cannot compute: time, chance, threads. One port, a real one behind it."""
+"""What a process takes from its machine and cannot compute: time, randomness, threads. One port, with a real implementation."""

@@ -53,7 +53,7 @@ the last one."""
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What one process, real or simulated, runs on."""
+    """The runtime of one process, real or simulated."""
 
     clock: Clock
     random: Random
