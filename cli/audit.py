@@ -317,7 +317,7 @@ def _print_report(path: Path, report: Report) -> None:
             + (f"; the last {rest:,} have the log's own signature alone" if rest else "")
         )
     else:
-        out.print("  cosigned by nobody: whoever has the log's key can have written all of it anew")
+        out.print("  not cosigned: a holder of the log's key may have rewritten all of it")
     table(
         "",
         ["step#", "what is checked", "checked#", "findings#", "note"],

@@ -100,7 +100,7 @@ def restore(
     region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Make a stream's lost folder anew from what was offloaded of it. The broker must not run.
+    """Rebuild a stream's lost folder from its offloaded segments. The broker must not run.
 
     What was written after the newest offloaded segment is lost, and its offsets will be given to other records: tell the
     stream's consumers. Shards that have records here are refused, and nothing of them is touched.

@@ -541,7 +541,7 @@ def redrive(
     identity: IdentityOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Bring dead letters back into the queue they came from, oldest first; their attempts begin anew."""
+    """Bring dead letters back into the queue they came from, oldest first; their attempts start at zero."""
 
     async def bring() -> int:
         async with connect(region, identity) as client:

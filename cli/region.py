@@ -433,8 +433,8 @@ def _named(key: AuditKey) -> str:
 def add_log_keys_(region: RegionOption = "") -> None:
     """Give logs and witness of a region that version 0.1 founded their ML-DSA-44 keys.
 
-    Their Ed25519 keys stay, and what they signed holds as before. The bundle is signed anew; other regions take it only
-    by its fingerprint, because it names one more key of a log and a witness that they trust.
+    Their Ed25519 keys stay, and what they signed holds as before. The bundle is signed again; other regions accept it only by
+    its fingerprint, because it names one more key of a log and a witness that they trust.
     """
     from region.bootstrap import add_log_keys
 
@@ -467,7 +467,7 @@ def change_log_keys_(
 ) -> None:
     """Give an audit log new keys. The ones before sign up to its last checkpoint, and nothing behind it.
 
-    The log's broker or agent is stopped meanwhile. The bundle is signed anew; other regions take it only by its fingerprint.
+    The log's broker or agent is stopped meanwhile. The bundle is signed again; other regions accept it only by its fingerprint.
     """
     from audit.trust import RegionTrust
     from region.log_keys import change_log_keys

@@ -156,8 +156,8 @@ def _same_mesh(config: RegionConfig, other: RegionBundle) -> None:
             f"{other.region} belongs to mesh {other.mesh!r}, {config.region} to {config.mesh!r}; regions trust each other "
             "within one mesh.",
             code=Code.WRONG_REGION,
-            hint="Agree on one name. It stands in every identity and does not change: whoever has least to lose moves the "
-            f"region's folder away and founds it anew, as in felix region init {config.region} --mesh {other.mesh}.",
+            hint="Agree on one name. It is part of every identity and does not change: the region with the least to lose moves its "
+            f"folder away and is created again, as in felix region init {config.region} --mesh {other.mesh}.",
         )
 
 

@@ -596,7 +596,7 @@ class Link:
         self.send_control(grant_frame(subscription, limit_bytes))
 
     def _drop(self, stream: _EventStream) -> None:
-        # It stays known until its end, so that late frames on it can be told from those of a new stream.
+        # It stays known until its end, so that late frames on it are not mistaken for those of a new stream.
         stream.dropped = True
         stream.sink = None
         stream.held.clear()

@@ -258,5 +258,5 @@ def _left() -> RequestError:
     return RequestError(
         "This consumer has left its subscription.",
         code=Code.CONSUMER_FENCED,
-        hint="What it had not acknowledged is redelivered, to whoever has the shard.",
+        hint="Its unacknowledged records are redelivered to the shard's present consumer.",
     )

@@ -185,7 +185,7 @@ class Progress:
         return RequestError(
             "The shard is no longer this consumer's.",
             code=Code.CONSUMER_FENCED,
-            hint="Its records are delivered again, to whoever has the shard.",
+            hint="Its records are redelivered to the shard's present consumer.",
         )
 
     # -- delivery --------------------------------------------------------------------------------------

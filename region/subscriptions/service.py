@@ -276,7 +276,7 @@ class SubscriptionService:
                 raise RequestError(
                     f"The subscription {request.name} of {name} has other settings than this consumer asks for.",
                     code=Code.CONFLICT,
-                    hint="Describe it and use its settings, leave them away, or delete it and begin anew.",
+                    hint="Describe it and use its settings, give no settings, or delete it and create it again.",
                 )
             return found, False
         if request.settings is None:
@@ -476,7 +476,7 @@ class SubscriptionService:
             raise RequestError(
                 f"{found.definition.name} of {found.stream.name} was made by {found.definition.creator}.",
                 code=Code.FORBIDDEN,
-                hint="Its creator, or whoever has the right admin on the stream, may change it.",
+                hint="Its creator, or an identity with the right admin on the stream, may change it.",
             )
 
     async def _lag_ms(self, found: DurableSubscription) -> dict[int, int]:
