@@ -14,7 +14,15 @@ from signed_grants import Signed, approver, deny_entry, make_terms, signed_grant
 
 from felix.names import SpiffeId
 from policy.approval import Document, sign_approval
-from policy.grant import ExportGrant, ImportGrant, Standing, StandingAction, sign_standing
+from policy.grant import (
+    ExportGrant,
+    GrantBook,
+    GrantError,
+    ImportGrant,
+    Standing,
+    StandingAction,
+    sign_standing,
+)
 from policy.signed import Purpose, SignedDocument, canonical, sign
 from policy.terms import grant_id
 from policy.truncation import Truncation
@@ -131,3 +139,34 @@ def test_an_acceptance_of_other_terms_gets_none(tally: Tally) -> None:
     held, waiting = sorted_by("us-east", [signed.export, signed.accepted, *odd])
     assert waiting == {digest_of(signed.export), digest_of(signed.accepted)} and not held
     tally("acceptances of something else in the store", len(odd))
+
+
+async def test_a_broker_keeps_as_many_approvals_as_whoever_verifies_its_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("region.governance.APPROVERS_MAX", 3)
+    signed = signed_grant()
+    names = ("x1", "x2", "x3")
+    more = [sign_approval(signed.terms.hash(), approver("eu-west", name), TIME_MS) for name in names]
+    documents = [signed.export, signed.accepted, *signed.approvals, *more[:2]]
+    stored: list[Document] = []
+
+    async def keep(*said: Any) -> None:
+        stored.append(said[-1])
+
+    governance = object.__new__(Governance)
+    anchors = trust().anchors
+    for name, value in {
+        "broker": SimpleNamespace(trust=anchors, clock_ms=lambda: TIME_MS), "_own": SpiffeId("us-east", "acme", "broker", "b1"),
+        "_book": GrantBook(documents, trust().policy_keys, anchors), "_require_room": keep, "_log_and_store": keep,
+    }.items():  # fmt: skip
+        setattr(governance, name, value)
+    actor = SpiffeId.parse(signed.terms.bridge)
+    assert "already" in await governance._put_approval(actor, more[0])
+    with pytest.raises(GrantError, match="3 people of eu-west"):
+        await governance._put_approval(actor, more[2])
+    assert stored == []
+    # Another region's do not use up this one's.
+    own = sign_approval(signed.terms.hash(), approver("us-east", "x3"), TIME_MS)
+    await governance._put_approval(actor, own)
+    assert stored[-1] == own
