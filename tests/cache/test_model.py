@@ -35,7 +35,10 @@ from region.cache.state import ENTRY_BYTES
 from region.log.disk import SegmentLimits
 from region.node import Node
 
-STEPS: Final = int(os.environ.get("FELIX_CACHE_STEPS", count(2_500, 10_000)))
+SELDOM_LEAST: Final = 3
+EVICTED_LEAST: Final = 100
+"""How often each kind of step must have been taken; what chance leaves out is tried on."""
+STEPS: Final = int(os.environ.get("FELIX_CACHE_STEPS", count(1_500, 10_000)))
 STEPS_PER_EXAMPLE: Final = 250
 WAIT_S: Final = 60.0
 
@@ -513,8 +516,14 @@ def test_whatever_is_done_answers_and_watchers_are_the_models(
     home = Path(tempfile.mkdtemp(prefix="felix-cache-"))
     world = WORLD = World(home)
     wanted = STEPS if machine is CacheAgainstDict else STEPS // 2
+    least = dict.fromkeys(("restart", "link", "compact", "quiet", "watch"), SELDOM_LEAST)
+    least |= {"evicted": EVICTED_LEAST} if machine is FullCacheAgainstDict else {"reset": 1, "removed": 1}
+
+    def lacks_some() -> bool:
+        return any(world.steps[kind] < number for kind, number in least.items())
+
     try:
-        while world.looks < wanted:
+        while world.looks < wanted or (lacks_some() and world.looks < 4 * wanted):
             run_state_machine_as_test(
                 machine,
                 settings=settings(
@@ -530,12 +539,7 @@ def test_whatever_is_done_answers_and_watchers_are_the_models(
             )
         print(dict(world.steps))
         assert world.looks >= wanted
-        for kind in ("restart", "link", "compact", "quiet", "watch"):
-            assert world.steps[kind] >= 3, kind
-        if machine is FullCacheAgainstDict:
-            assert world.steps["evicted"] > 100
-        else:
-            assert world.steps["reset"] > 0 and world.steps["removed"] > 0
+        assert not lacks_some(), world.steps
     finally:
         world.run(world.close())
         world.loop.close()

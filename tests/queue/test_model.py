@@ -33,7 +33,7 @@ from region.queue.shard import QueueShard
 from region.queue.state import Phase, Run
 from region.views.dead_letter import DEAD_OFFSET, DELIVER_AT, read_records
 
-STEPS_LEAST = count(2_500, 10_000)
+STEPS_LEAST = count(1_500, 10_000)
 SELDOM_LEAST = count(5, 20)
 """Of each operation; a purge is drawn seldom."""
 ATTEMPTS = 3
@@ -450,7 +450,7 @@ def test_thousands_of_steps_end_where_the_model_ends(place: Place) -> None:
         run_state_machine_as_test(
             Model,
             settings=settings(
-                max_examples=11, stateful_step_count=250, database=None, deadline=None,
+                max_examples=STEPS_LEAST // 250 + 1, stateful_step_count=250, database=None, deadline=None,
                 suppress_health_check=list(HealthCheck),
                 phases=[Stage.explicit, Stage.generate],
             ),

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from crossing_logs import Made, five_days, trust, write_world
+from spark.lineage_endpoint import Again, Endpoint
 from spark_region import SparkRegion, spark_region
 
 from audit.spark.report import run_report
+from felix.errors import UnavailableError
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +24,21 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def five(spark: Any, logs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Made:
     out = tmp_path_factory.mktemp("report") / "out"
     return Made(logs, run_report(logs, out, trust=trust(), session=spark))
+
+
+@pytest.fixture(scope="session")
+def again(spark: Any, logs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Again:
+    """The same logs in another order, by another clock, and to somebody who does not take the lineage."""
+    out, server = tmp_path_factory.mktemp("again") / "out", Endpoint(503)
+    try:
+        with pytest.raises(UnavailableError) as told:
+            run_report(
+                [str(path) for path in reversed(logs)], out, trust=trust(), session=spark, openlineage_url=server.url,
+                clock=lambda: 0.0,
+            )  # fmt: skip
+    finally:
+        server.close()
+    return Again(out, told.value, server.bodies)
 
 
 @pytest.fixture(scope="session")

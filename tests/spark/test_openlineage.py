@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import types
 import typing
 from collections.abc import Iterator
 from datetime import datetime
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
-from crossing_logs import DEPARTURES, ORDERS, Made, count_files, trust
+from crossing_logs import DEPARTURES, ORDERS, Made, count_files
 from referencing import Registry, Resource
+from spark.lineage_endpoint import Again, Endpoint
 
 from audit.spark import openlineage
 from audit.spark.openlineage import TRANSFER_FACET, check_url, encode, events, post
-from audit.spark.report import run_report
 from felix.errors import RequestError, UnavailableError
 
 pytestmark = pytest.mark.spark
@@ -192,47 +190,10 @@ def test_the_file_is_one_event_per_line(made: list[dict[str, Any]], five: Made) 
 # Posting
 
 
-def test_a_report_is_written_even_if_nobody_takes_its_lineage(spark: Any, five: Made, tmp_path: Path) -> None:
-    server = Endpoint(503)
-    try:
-        with pytest.raises(UnavailableError, match="answered 503"):
-            run_report(five.logs, tmp_path / "out", trust=trust(), session=spark, openlineage_url=server.url)
-    finally:
-        server.close()
-    assert (tmp_path / "out" / "report.html").exists()
-    assert [json.loads((tmp_path / "out" / "lineage.ndjson").read_text().splitlines()[0])] == server.bodies
-
-
-class Endpoint:
-    """A real HTTP server that keeps what it is sent."""
-
-    def __init__(self, status: int = 201) -> None:
-        self.paths: list[str] = []
-        self.bodies: list[Any] = []
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                endpoint.paths.append(self.path)
-                endpoint.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                self.send_response(status)
-                if status == 302:
-                    self.send_header("Location", "/elsewhere")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                return None
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever)
-        self.thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
+def test_a_report_is_written_even_if_nobody_takes_its_lineage(again: Again) -> None:
+    assert "answered 503" in str(again.error)
+    assert (again.out / "report.html").exists()
+    assert [json.loads((again.out / "lineage.ndjson").read_text().splitlines()[0])] == again.bodies
 
 
 @pytest.fixture

@@ -35,6 +35,7 @@ from crossing_logs import (
     write_world,
 )
 from signed_grants import ACCEPTOR, signed_grant
+from spark.lineage_endpoint import Again
 
 from audit.leaf import Header, Kind, Leaf
 from audit.spark.document import STATEMENT
@@ -236,14 +237,7 @@ def test_checksums_cover_every_file_but_the_one_that_says_when(five: Made) -> No
     }
 
 
-def test_the_same_logs_give_the_same_bytes(five: Made, spark: Any, tmp_path: Path) -> None:
-    again = run_report(
-        [str(path) for path in reversed(five.logs)],
-        tmp_path / "again",
-        trust=trust(),
-        session=spark,
-        clock=lambda: 0.0,
-    )
+def test_the_same_logs_give_the_same_bytes(five: Made, again: Again) -> None:
     first, second = files_of(five.result.out), files_of(again.out)
     assert first.pop(MADE_NAME) != second.pop(MADE_NAME)
     assert {name for name in first if first[name] != second.get(name)} == set()

