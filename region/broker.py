@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.expiry import ExpiryWatch, Life
 from felix.identity import Binding, Peer, Proof, TrustBundle, verify_peer
-from felix.messages import CacheTraffic, ReaderTraffic
+from felix.messages import ReaderTraffic
 from felix.names import RESERVED_TENANT, NamePattern, SpiffeId, StreamName
 from felix.quota import QuotaLimits, Scope
 from felix.runtime.port import Runtime
@@ -107,10 +107,6 @@ class Broker:
             lambda: budgets.catch_up.take(READ_BYTES_MAX),
             lambda: budgets.catch_up.give(READ_BYTES_MAX),
         )
-        self.readers: list[Callable[[], Iterable[ReaderTraffic]]] = []
-        """Asked who reads beside the sessions' own subscriptions: views add themselves, one entry for each that is read."""
-        self.caches: Callable[[], list[CacheTraffic]] = list
-        """What the caches hold; the node sets it."""
         self.leaving = False
         self._waiting: set[LiveSession] = set()
         self.namespaces: dict[str, NamespaceSettings] = {}
@@ -413,10 +409,8 @@ class Broker:
         self.quotas.sweep(self.streams.stored_bytes())
 
     def traffic(self) -> list[ReaderTraffic]:
-        """Everybody who reads, in an order that stays while nobody comes or goes."""
-        found = [each for session in list(self.sessions) for each in session.traffic()]
-        found += [each for readers in self.readers for each in readers()]
-        return sorted(found, key=lambda each: (each.stream, each.kind, each.name))
+        """Who reads by sessions' own subscriptions."""
+        return [each for session in list(self.sessions) for each in session.traffic()]
 
     def bridges(self) -> list[str]:
         """The names of this region's bridges that have a session."""

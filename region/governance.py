@@ -25,7 +25,6 @@ from typing import Final, NamedTuple
 from audit.signed_leaf import signed_leaf
 from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
-from audit.witness import Witness
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import TrustBundle
 from felix.names import SpiffeId, StreamName
@@ -183,16 +182,17 @@ class Governance:
         mirror: CatalogMirror,
         keyring: Keyring,
         trail: Trail,
-        witness: Witness,
+        witnessing: Witnessing,
         own: RegionBundle,
         pinned: Callable[[], Mapping[str, RegionBundle]],
         memory: Memory,
         remembered: Remembered,
         logged: DocumentLog,
+        drain: Drain,
     ) -> None:
         """`pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
         compared. `memory` keeps what must not be taken back; `remembered` is what it kept before. `logged`: the documents
-        that have a leaf."""
+        that have a leaf. `drain` waits until nothing that was taken under a grant is on its way."""
         self.broker = broker
         self.trail = trail
         self._catalog = catalog
@@ -204,7 +204,7 @@ class Governance:
         self._believed = dict(pinned())
         self._memory = memory
         self.logged = logged
-        self.drain: Drain = _nothing_to_drain
+        self._drain = drain
         self._parsed: dict[bytes, HeldDocument] = {}
         self._halves: dict[str, list[SignedDocument]] = {}
         self._newest = Newest()
@@ -232,7 +232,7 @@ class Governance:
         self._signed_again = Pace(
             SIGNED_AGAIN_PER_S, SIGNED_AGAIN_MAX, HALVES_MAX, broker.runtime.clock.monotonic
         )
-        self.witnessing = Witnessing(witness, trail, own.region, broker.runtime.clock)
+        self.witnessing = witnessing
         self.watch = DocumentWatch(self._shown)
 
     # -- following the catalog -------------------------------------------------------------------------
@@ -742,7 +742,7 @@ class Governance:
         grant = grant_of(document)
         if isinstance(document, SignedDocument) and is_revocation(document):
             drain_until = now + DRAIN_MS
-            await self.drain(grant)
+            await self._drain(grant)
         own = self._own
         actor = self._actors.get(digest) or SpiffeId(own.region, own.mesh, "broker", self.broker.broker_id)
         leaf = signed_leaf(
@@ -1056,7 +1056,3 @@ def _other_terms(accepted: ImportGrant) -> GrantError:
         code=Code.GRANT_MISMATCH,
         hint="Accept the export grant as it was signed.",
     )
-
-
-async def _nothing_to_drain(grant: str) -> None:
-    return None

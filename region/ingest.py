@@ -21,7 +21,7 @@ The agent, who has no receipt, sends the range again; step 3 finds it among the 
 
 Invariants: no receipt before the leaf is durable, no leaf before the append is, no record is read before its leaf is; positions
 are contiguous; an agent can always send its newest ENVELOPES_MAX ranges again and get the same answer. An ingest stream reads
-its position only when nothing of the streams before it is still on its way to the disk (`_Landing`): a recorded position is
+its position only when nothing of the streams before it is still on its way to the disk (`region.landings`): a recorded position is
 never older than what will be appended. A range sent again is answered only where it is the one that landed. Memory: one window
 per open stream, taken from the broker's ingest budget, in which unprocessed envelopes wait; before that, one request. Envelopes
 of one stream are processed one after the other, in steps (region.inspected): other work runs after STEP_S, whatever an envelope
@@ -34,7 +34,7 @@ import asyncio
 import logging
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -88,6 +88,7 @@ from region.broker import Broker
 from region.governance import Governance
 from region.grant_meter import GrantMeter
 from region.inspected import Inspected, Steps, inspect
+from region.landings import Landing, Landings
 from region.link_slot import (
     ENVELOPES_MAX,
     Landed,
@@ -120,25 +121,25 @@ class IngestService:
     """Opens ingest streams. `import_key` opens what other regions seal to this one."""
 
     def __init__(
-        self, broker: Broker, governance: Governance, import_key: HybridKeyPair, receipt_key: SigningKey
+        self,
+        broker: Broker,
+        governance: Governance,
+        landings: Landings,
+        import_key: HybridKeyPair,
+        receipt_key: SigningKey,
     ) -> None:
         self.broker = broker
         self.governance = governance
         self.import_key = import_key
         self.receipt_key = receipt_key
-        self._landings: dict[tuple[StreamName, int, int], _Landing] = {}
+        self.landings = landings
         self._meters: dict[str, GrantMeter] = {}
         self.leaves = LeafQueue(governance.trail)
-        self._streams_open = asyncio.Event()
 
     async def settle(self, hosted: HostedStream) -> None:
         """Before a stream is served: what landed in it has its leaves. Raises what keeps the ingress log from taking them."""
         for shard in hosted.serving:
             await settle(shard, self.governance.trail, lambda grant, size: self.meter(grant).take(size))
-
-    def streams_opened(self) -> None:
-        """Every stream that the broker found at its start is open, or cannot be."""
-        self._streams_open.set()
 
     def close(self) -> None:
         """The broker stops."""
@@ -155,78 +156,6 @@ class IngestService:
             # Nothing of it is on its way yet, so the log says all.
             meter = self._meters[grant] = GrantMeter(self.governance.trail.charged_bytes(grant))
         return meter
-
-    def claim(self, name: StreamName, shard: int, slot: int, stream: IngestStream) -> _Landing:
-        """One ingest stream per link shard: a newer one ends an older one, whose agent may be gone.
-
-        What the older one has appended may still be on its way: wait for `_Landing.settled` before reading a position.
-        """
-        key = (name, shard, slot)
-        landing = self._landings.get(key)
-        if landing is None:
-            landing = self._landings[key] = _Landing(lambda: self._landings.pop(key))
-        before, landing.stream = landing.stream, stream
-        if before is not None and before is not stream:
-            before.replaced()
-        return landing
-
-    async def drained(self, grant_id: str) -> None:
-        """Wait until nothing that was taken under this grant is on its way to the disk or the log any more.
-
-        The caller has seen to it that nothing new is taken. Each range ends: answered, or lost with its stream; at a start, what
-        a crash left of it in the streams has its leaves first.
-        """
-        await self._streams_open.wait()
-        for landing in list(self._landings.values()):
-            if landing.grant_id == grant_id:
-                await landing.settled.wait()
-
-
-class _Landing:
-    """One link shard at the destination: the stream that feeds it, and the ranges between their append and their answer.
-
-    It outlives its stream until the last of these ranges has been answered, or cannot be any more.
-    """
-
-    __slots__ = ("_forget", "_under_way", "grant_id", "settled", "stream")
-
-    def __init__(self, forget: Callable[[], object]) -> None:
-        self.stream: IngestStream | None = None
-        self.grant_id = ""
-        """under which its ranges were taken; another comes only once they are answered"""
-        self.settled = asyncio.Event()
-        self.settled.set()
-        self._forget = forget
-        self._under_way: set[int] = set()
-
-    def begin(self, source_base: int) -> None:
-        """A range begins its way. Raises ProtocolError(STATE) where it is on its way already."""
-        if source_base in self._under_way:
-            raise ProtocolError(
-                f"The range at source offset {source_base} was sent again before it was answered.",
-                code=Code.STATE,
-            )
-        self._under_way.add(source_base)
-        self.settled.clear()
-
-    def end(self, source_base: int) -> None:
-        """It was answered, or will not be."""
-        if source_base not in self._under_way:
-            return
-        self._under_way.discard(source_base)
-        if not self._under_way:
-            self.settled.set()
-            self._tidy()
-
-    def leave(self, stream: IngestStream) -> None:
-        """The stream is over."""
-        if self.stream is stream:
-            self.stream = None
-            self._tidy()
-
-    def _tidy(self) -> None:
-        if self.stream is None and not self._under_way:
-            self._forget()
 
 
 class _Way(NamedTuple):
@@ -294,7 +223,7 @@ class IngestStream:
         self._slot = 0
         self._old_slot = 0
         self._grant_id = ""
-        self._landing: _Landing | None = None
+        self._landing: Landing | None = None
         self._taken_bytes = 0
         self._request_held = 0
         self._is_open = False
@@ -396,7 +325,7 @@ class IngestStream:
             return
         self._grant_id = request.grant
         self._slot = link_slot(request.from_region, request.stream, request.shard)
-        self._landing = service.claim(self._hosted.name, request.shard, self._slot, self)
+        self._landing = service.landings.claim(self._hosted.name, request.shard, self._slot, self)
         await self._landing.settled.wait()
         self._landing.grant_id = self._grant_id
         try:
@@ -787,7 +716,7 @@ class IngestStream:
                 hint="Make a new grant with a new budget.",
             )
 
-    def _landed_on(self) -> _Landing:
+    def _landed_on(self) -> Landing:
         assert self._landing is not None
         return self._landing
 

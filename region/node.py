@@ -65,6 +65,7 @@ from region.export import ExportService
 from region.folder import RegionFolder
 from region.governance import Governance
 from region.ingest import IngestService
+from region.landings import Landings
 from region.log.directory import LogDirectory
 from region.log.open_logs import raise_files_limit
 from region.metadata.catalog import Catalog
@@ -79,7 +80,7 @@ from region.metrics import BrokerCollector
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
 from region.renewal import IdentityRenewal
-from region.requests import Requests
+from region.requests import Requests, ViewTraffic
 from region.sealing import KeyringSeal
 from region.session import ClientSession, Services
 from region.streams import HostedStream, StreamTable
@@ -89,6 +90,7 @@ from region.transactions.participants import QueueParticipant, SubscriptionParti
 from region.transactions.service import TransactionService
 from region.trust_store import Memory
 from region.witness_memory import WitnessMemory
+from region.witnessing import Witnessing
 
 log = logging.getLogger("felix.region.node")
 
@@ -278,7 +280,7 @@ class Node:
             runtime=self._runtime,
         )
         self.caches = CacheService(broker)
-        broker.caches = self.caches.traffic
+        landings = Landings()
         memory = Memory(data / "governance", self._runtime, machine.files)
         self._stack.push_async_callback(asyncio.to_thread, memory.close)
         remembered = await asyncio.to_thread(memory.load)
@@ -287,33 +289,42 @@ class Node:
         forgotten = await asyncio.to_thread(logged.forgotten, remembered.every())
         remembered = remembered._replace(documents=[*remembered.documents, *forgotten])
         governance = Governance(
-            broker, catalog, mirror, keyring, trail, witness, own,
+            broker, catalog, mirror, keyring, trail,
+            Witnessing(witness, trail, config.region, self._runtime.clock, submissions),
+            own,
             lambda: pinned_bundles(folder),
-            memory, remembered, logged,
+            memory, remembered, logged, landings.drained,
         )  # fmt: skip
-        governance.witnessing.submissions = submissions
         import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
         receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
         export = ExportService(broker, governance, keyring, receipt_key)
-        self.transactions = transactions = Coordinator(broker)
-        ingest = IngestService(broker, governance, import_key, receipt_key)
-        governance.drain = ingest.drained
+        ingest = IngestService(broker, governance, landings, import_key, receipt_key)
         # Nobody sees a stream before all that landed in it over a border is in the ingress log.
         streams.before_serving.append(ingest.settle)
         self._stack.callback(ingest.close)
         self._stack.push_async_callback(governance.close)
         self.subscriptions = subscriptions = SubscriptionService(broker, catalog, mirror)
         self.queues = QueueService(broker)
-        broker.readers += [subscriptions.traffic, self.queues.traffic]
-        transactions.participants = {
-            "subscription": SubscriptionParticipant(broker, subscriptions),
-            "queue": QueueParticipant(broker, self.queues),
-        }
+        self.transactions = transactions = Coordinator(
+            broker,
+            {
+                "subscription": SubscriptionParticipant(broker, subscriptions),
+                "queue": QueueParticipant(broker, self.queues),
+            },
+        )
         self.services = Services(
             broker,
             governance,
             export,
-            Requests(broker, governance, export, catalog, mirror, subscriptions),
+            Requests(
+                broker,
+                governance,
+                export,
+                catalog,
+                mirror,
+                subscriptions,
+                ViewTraffic([subscriptions.traffic, self.queues.traffic], self.caches.traffic),
+            ),
             IdentityRenewal(
                 broker,
                 # Read each time: a renewed issuing certificate is taken without a restart.
@@ -365,7 +376,7 @@ class Node:
 
         with collector_paused():
             await at_once(OPENED_AT_ONCE, open_stream, records.values())
-        ingest.streams_opened()
+        landings.streams_opened()
 
         await subscriptions.start()
         self._stack.push_async_callback(subscriptions.close)

@@ -7,9 +7,9 @@ answer never tells more than a right allows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -104,6 +104,13 @@ EXPIRING_MAX: Final = 50
 Handler = Callable[["Requests", SpiffeId, Any], Awaitable[Answer]]
 
 
+class ViewTraffic(NamedTuple):
+    """What goes through views: who reads, one entry for each stream that is read, and what caches hold."""
+
+    readers: Sequence[Callable[[], Iterable[ReaderTraffic]]]
+    caches: Callable[[], list[CacheTraffic]]
+
+
 class Requests:
     """Carries out requests of authenticated sessions."""
 
@@ -115,6 +122,7 @@ class Requests:
         catalog: Catalog,
         mirror: CatalogMirror,
         subscriptions: SubscriptionService,
+        views: ViewTraffic,
     ) -> None:
         self._broker = broker
         self._governance = governance
@@ -122,6 +130,7 @@ class Requests:
         self._catalog = catalog
         self._mirror = mirror
         self._subscriptions = subscriptions
+        self._views = views
 
     async def answer(self, identity: SpiffeId, request: Request[Any]) -> Answer:
         """Raises what the request's own method raises."""
@@ -489,9 +498,11 @@ class Requests:
         if request.what == "streams":
             found = [stream.traffic() for stream in broker.streams]
         elif request.what == "readers":
-            found = broker.traffic()
+            found = [*broker.traffic(), *(each for readers in self._views.readers for each in readers())]
+            # In an order that stays while nobody comes or goes.
+            found.sort(key=lambda each: (each.stream, each.kind, each.name))
         elif request.what == "caches":
-            found = list(broker.caches())
+            found = self._views.caches()
         else:
             raise RequestError(f"Traffic is of streams, readers or caches, not of {request.what[:40]!r}.")
         chosen = [

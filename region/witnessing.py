@@ -39,10 +39,12 @@ ASKERS_MAX: Final = 10_000
 class Witnessing:
     """One per broker, beside its audit log."""
 
-    def __init__(self, witness: Witness, trail: Trail, region: str, clock: Clock) -> None:
+    def __init__(
+        self, witness: Witness, trail: Trail, region: str, clock: Clock, submissions: Submissions | None
+    ) -> None:
+        """`submissions`: of this region's log to outside witnesses."""
         self.witness = witness
-        self.submissions: Submissions | None = None
-        """of this region's log to outside witnesses"""
+        self._submissions = submissions
         self._trail = trail
         self._region = region
         self._locks: dict[str, asyncio.Lock] = {}
@@ -98,7 +100,7 @@ class Witnessing:
 
     def gauges(self) -> dict[str, float]:
         """How far the outside witnesses are with this region's log; empty where there are none."""
-        statuses = [] if self.submissions is None else self.submissions.status()
+        statuses = [] if self._submissions is None else self._submissions.status()
         if not statuses:
             return {}
         return {

@@ -88,7 +88,7 @@ class Home:
             transport_limits=TransportLimits(),
             runtime=with_wall(lambda: self.clock),
         )
-        self.coordinator = Coordinator(self.broker, step=self._step)
+        self.coordinator = Coordinator(self.broker, {}, step=self._step)
         found = {record.name: record for record in await self.catalog.list_streams()}
         system = found.pop(str(SYSTEM_STREAM), None)
         if system is not None:

@@ -22,7 +22,7 @@ import asyncio
 import logging
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -159,11 +159,13 @@ def decode_positions(annotation: bytes) -> list[tuple[int, int]]:
 class Coordinator:
     """One broker's transactions. `start` before anything is served; then `begin`, `stage`, `commit` and the rest."""
 
-    def __init__(self, broker: Broker, *, step: Step = _no_step) -> None:
-        """`step` is called at each step of a commit: tests crash there."""
+    def __init__(
+        self, broker: Broker, participants: Mapping[str, Participant], *, step: Step = _no_step
+    ) -> None:
+        """`participants`: the views that transactions may reach into, by kind. `step` is called at each step of a commit: tests crash there."""
         self._broker = broker
         self._step = step
-        self.participants: dict[str, Participant] = {}
+        self._participants = participants
         self.state = TransactionState()
         self._journal: Journal | None = None
         self._opening = asyncio.Lock()
@@ -432,7 +434,7 @@ class Coordinator:
         return hosted
 
     def _participant(self, view: str) -> Participant:
-        found = self.participants.get(view)
+        found = self._participants.get(view)
         if found is None:
             raise RequestError(
                 f"A transaction cannot carry acknowledgements of {view!r}.", code=Code.UNSUPPORTED

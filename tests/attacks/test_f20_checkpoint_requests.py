@@ -42,7 +42,7 @@ def test_asking_for_checkpoints_forces_none_and_is_refused_beyond_a_burst(
             settings=TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30),
         )
         witnessing = Witnessing(
-            Witness(witness_signer(), [], MemoryWitnessStore(), lambda: 1), trail, "eu-west", REAL.clock
+            Witness(witness_signer(), [], MemoryWitnessStore(), lambda: 1), trail, "eu-west", REAL.clock, None
         )
         own = Folder.write
 
@@ -96,6 +96,7 @@ def test_bringing_checkpoints_is_bounded_per_log_and_asker(
             SimpleNamespace(held_back=lambda: None),  # type: ignore[arg-type]
             "eu-west",
             REAL.clock,
+            None,
         )
         at_once = await asyncio.gather(
             *(witnessing.cosign(ROGUE, note, []) for _ in range(COSIGNATURES_BURST)), return_exceptions=True

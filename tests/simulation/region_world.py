@@ -40,7 +40,7 @@ from region.metadata.mirror import CatalogMirror
 from region.metadata.records import StreamConfig
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
-from region.requests import Requests
+from region.requests import Requests, ViewTraffic
 from region.session import ClientSession, Services
 from region.streams import HostedStream, StreamTable
 from region.subscriptions.service import SubscriptionService
@@ -144,7 +144,7 @@ class BrokerHost(Host):
             broker,
             nothing,
             nothing,
-            Requests(broker, nothing, nothing, catalog, mirror, self.subscriptions),
+            Requests(broker, nothing, nothing, catalog, mirror, self.subscriptions, ViewTraffic([], list)),
             nothing,
             {
                 OpenConsumer: self.subscriptions.open,

@@ -1,0 +1,104 @@
+"""Landings: what comes in over bridges and is between its append and its answer, by link shard.
+
+Ingest streams begin and end their ranges here; whoever ends a grant waits here until nothing taken under it is on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from felix.errors import Code, ProtocolError
+from felix.names import StreamName
+
+
+class Replaceable(Protocol):
+    """An ingest stream (region.ingest)."""
+
+    def replaced(self) -> None:
+        """A newer one feeds its link shard."""
+
+
+class Landing:
+    """One link shard at the destination: the stream that feeds it, and the ranges between their append and their answer.
+
+    It outlives its stream until the last of these ranges has been answered, or cannot be any more.
+    """
+
+    __slots__ = ("_forget", "_under_way", "grant_id", "settled", "stream")
+
+    def __init__(self, forget: Callable[[], object]) -> None:
+        self.stream: Replaceable | None = None
+        self.grant_id = ""
+        """under which its ranges were taken; another comes only once they are answered"""
+        self.settled = asyncio.Event()
+        self.settled.set()
+        self._forget = forget
+        self._under_way: set[int] = set()
+
+    def begin(self, source_base: int) -> None:
+        """A range begins its way. Raises ProtocolError(STATE) where it is on its way already."""
+        if source_base in self._under_way:
+            raise ProtocolError(
+                f"The range at source offset {source_base} was sent again before it was answered.",
+                code=Code.STATE,
+            )
+        self._under_way.add(source_base)
+        self.settled.clear()
+
+    def end(self, source_base: int) -> None:
+        """It was answered, or will not be."""
+        if source_base not in self._under_way:
+            return
+        self._under_way.discard(source_base)
+        if not self._under_way:
+            self.settled.set()
+            self._tidy()
+
+    def leave(self, stream: Replaceable) -> None:
+        """The stream is over."""
+        if self.stream is stream:
+            self.stream = None
+            self._tidy()
+
+    def _tidy(self) -> None:
+        if self.stream is None and not self._under_way:
+            self._forget()
+
+
+class Landings:
+    """Of one broker."""
+
+    def __init__(self) -> None:
+        self._landings: dict[tuple[StreamName, int, int], Landing] = {}
+        self._streams_open = asyncio.Event()
+
+    def streams_opened(self) -> None:
+        """Every stream that the broker found at its start is open, or cannot be."""
+        self._streams_open.set()
+
+    def claim(self, name: StreamName, shard: int, slot: int, stream: Replaceable) -> Landing:
+        """One ingest stream per link shard: a newer one ends an older one, whose agent may be gone.
+
+        What the older one has appended may still be on its way: wait for `Landing.settled` before reading a position.
+        """
+        key = (name, shard, slot)
+        landing = self._landings.get(key)
+        if landing is None:
+            landing = self._landings[key] = Landing(lambda: self._landings.pop(key))
+        before, landing.stream = landing.stream, stream
+        if before is not None and before is not stream:
+            before.replaced()
+        return landing
+
+    async def drained(self, grant_id: str) -> None:
+        """Wait until nothing that was taken under this grant is on its way to the disk or the log any more.
+
+        The caller has seen to it that nothing new is taken. Each range ends: answered, or lost with its stream; at a start, what
+        a crash left of it in the streams has its leaves first.
+        """
+        await self._streams_open.wait()
+        for landing in list(self._landings.values()):
+            if landing.grant_id == grant_id:
+                await landing.settled.wait()
