@@ -8,7 +8,7 @@ A revocation counts where one of the grant's two regions signed it. Anybody else
 
 Version 1 leaves hold terms that nobody's signature was checked for. Such terms give a row too, with `signed` false and every
 legal field empty; what the leaf claims stands in `unsigned`, name by name, for a person to read and for nothing to be
-computed from.
+computed from. They are for crossings of version 1 in the same log, and for nothing else.
 
 Who may call: `audit.spark.report`.
 """
@@ -134,21 +134,27 @@ def _leaves(log: OpenedLog, indexes: Iterable[int]) -> Iterator[tuple[int, Leaf]
 def rows_of(origin: str, leaves: Iterable[tuple[int, Leaf]], files: Files, trust: Trust) -> LogDocuments:
     """The rows of one log, from its document leaves in order, with their indexes; `files` has documents beside the log."""
     agreements = Agreements(trust, Origin.parse(origin))
-    grants: dict[str, tuple[int, Leaf]] = {}
+    read: dict[str, tuple[int, Leaf]] = {}
+    claims: dict[str, tuple[int, Leaf]] = {}
     for index, leaf in leaves:
         # What does not hold about a document is a finding of the verification, and the document is not believed.
-        agreements.take(index, leaf, lambda header: read_document(header, files))
-        if leaf.header.kind is Kind.GRANT:
-            grants.setdefault(leaf.header.grant_id, (index, leaf))
+        wrong = agreements.take(index, leaf, lambda header: read_document(header, files))
+        if leaf.header.kind is Kind.GRANT and not wrong:
+            (claims if leaf.version == 1 else read).setdefault(leaf.header.grant_id, (index, leaf))
     rows = []
-    for grant_id, (index, leaf) in sorted(grants.items()):
-        header, agreement = leaf.header, agreements.agreement(grant_id)
-        place = _place(origin, index, header)
+    for grant_id, (index, leaf) in sorted(read.items()):
+        agreement = agreements.agreement(grant_id)
         if agreement is not None and agreement.complete:
-            place |= {"terms_hash": agreement.terms_hash.hex(), "actor": agreement.terms.drawn_up_by}
+            terms = agreement.terms
+            place = _place(origin, index, leaf.header) | {
+                "terms_hash": agreement.terms_hash.hex(), "source_region": terms.from_region, "destination_region": terms.to_region,
+                "stream": terms.stream, "actor": terms.drawn_up_by,
+            }  # fmt: skip
             rows.append(_row(place, _signed(agreement)))
-        elif leaf.version == 1 and header.terms is not None:
-            rows.append(_row(place, {"signed": False, "unsigned": _claimed(header.terms)}))
+    for _, (index, leaf) in sorted(claims.items()):
+        if leaf.header.terms is not None:
+            claimed = {"signed": False, "unsigned": _claimed(leaf.header.terms)}
+            rows.append(_row(_place(origin, index, leaf.header), claimed))
     revocations = [
         (origin, grant_id, index)
         for grant_id in agreements.grants()
@@ -167,8 +173,9 @@ def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
 
 
 def read_signed(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog], trust: Trust) -> Signed:
-    """What all logs' documents say. Of terms that stand in several logs one row: the first log's whose documents are complete,
-    egress logs before others; signed terms before claims."""
+    """What all logs' documents say. Of signed terms that stand in several logs one row: the first log's whose documents are complete,
+    egress logs before others. Claims of version 1 are for crossings of version 1 of the same log and grant, where nobody signed
+    such terms: one row for each hash and pair of regions. `leaves`: as the source gives them."""
     kinds = ", ".join(f"'{kind.name}'" for kind in sorted(DOCUMENT_KINDS))
     places = spark.sql(
         f"""
@@ -178,7 +185,8 @@ def read_signed(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog
         leaves=leaves,
     )
     indexes = {row["log"]: row["indexes"] for row in places.collect()}
-    found: dict[str, tuple[Any, ...]] = {}
+    signed: dict[str, tuple[Any, ...]] = {}
+    claims: dict[tuple[str, ...], tuple[Any, ...]] = {}
     revocations: list[tuple[str, str, int]] = []
     derived: dict[bytes, tuple[bytes, int | None]] = {}
     stops: list[tuple[Any, ...]] = []
@@ -191,10 +199,26 @@ def read_signed(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog
         derived |= read.derived
         stops += [(Origin.parse(log.checkpoint.origin).region, *stop) for stop in read.stops]
         for row in read.terms:
-            held = found.get(row[0])
-            if held is None or (row[_NAMES.index("signed")] and not held[_NAMES.index("signed")]):
-                found[row[0]] = row
-    return signed_frames(spark, [found[key] for key in sorted(found)], revocations, derived, stops)
+            if row[_NAMES.index("signed")]:
+                signed.setdefault(row[0], row)
+            else:
+                claims.setdefault(tuple(row[_NAMES.index(name)] for name in _CLAIMED_FOR), row)
+    crossed = _crossed_under_claims(leaves) if claims else set()
+    kept: dict[tuple[str, ...], tuple[Any, ...]] = {}
+    for key, row in claims.items():
+        if key in crossed and row[0] not in signed:
+            kept.setdefault(key[2:], row)
+    terms = [signed[key] for key in sorted(signed)] + [kept[key] for key in sorted(kept)]
+    return signed_frames(spark, terms, revocations, derived, stops)
+
+
+_CLAIMED_FOR: Final = ("log", "grant_id", "terms_hash", "source_region", "destination_region")
+
+
+def _crossed_under_claims(leaves: DataFrame) -> set[tuple[str, ...]]:
+    """Under what records crossed or arrived by leaves of version 1."""
+    found = leaves.where("version = 1 AND kind IN ('INTENT', 'ACK')").select(*_CLAIMED_FOR).distinct()
+    return {tuple(row) for row in found.collect()}
 
 
 def signed_frames(

@@ -38,7 +38,7 @@ from audit.leaf import GapKind
 from audit.origin import Origin
 from audit.spark.begun_again import ANSWERED_YET, BEGUN_AGAIN, COVERS, FOLLOWED
 from audit.spark.shard_key import SHARD, SHARD_KEY, same
-from audit.spark.table import Column, Type, one_row_each
+from audit.spark.table import Column, Type, one_row_each, total
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -168,7 +168,7 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
         listed = "CAST(NULL AS BIGINT)" if prefix == "receipt" else "sum(record_bytes)"
         return f"""
             SELECT {_ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
-                   sum(records) AS {prefix}_records, {listed} AS {prefix}_bytes,
+                   {total("records", "true")} AS {prefix}_records, {listed} AS {prefix}_bytes,
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
                    max(batch_sha256) AS {prefix}_digest, max(receipt_leaf) AS {prefix}_told,
                    min(destination_first_offset) AS {prefix}_to_first, max(destination_last_offset) AS {prefix}_to_last,
@@ -415,7 +415,7 @@ def shards(leaves: DataFrame, findings: DataFrame, miscounted: DataFrame, given:
                    coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'WITHHELD'), 0)
                        - coalesce(sum(records) FILTER (WHERE side = 'egress' AND {PASSED_BY}), 0) AS withheld,
                    coalesce(sum(records) FILTER (WHERE side = 'egress' AND {PASSED_BY}), 0) AS passed_by,
-                   coalesce(sum(records) FILTER (WHERE side = 'egress' AND kind = 'ACK'), 0) AS acknowledged,
+                   {total("records", "side = 'egress' AND kind = 'ACK'")} AS acknowledged,
                    coalesce(sum(records) FILTER (WHERE side = 'ingress' AND kind = 'ACK'), 0) AS delivered,
                    coalesce(sum(record_bytes) FILTER (WHERE side = 'egress' AND kind = 'INTENT'), 0)
                        AS crossed_bytes,

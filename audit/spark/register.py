@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
-from audit.spark.table import Column, Type, pattern_to_regex
+from audit.spark.table import Column, Type, pattern_to_regex, total
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -122,35 +122,37 @@ WORTH: Final = (
 """The order of what a report lists of a register that is too long: transfers under signed terms first."""
 
 
-def prepare(leaves: DataFrame) -> DataFrame:
-    """The leaves as the reports read them: where a leaf names a grant and no terms, the terms hash of that
-    grant; signed documents and receipts left out, which no table shows and every cache would hold.
+def prepare(leaves: DataFrame, terms: DataFrame) -> DataFrame:
+    """The leaves as the reports read them: where a leaf names a grant and no terms, the terms hash of that grant by its signed
+    documents (`terms`, of `read_signed`); of version 1, what its own link's leaves claim.
 
     A DENY leaf names the grant that was *claimed*. It gets the grant's terms only where the grant is for its stream:
     whoever is refused must not lend the attempt the legal basis of something else."""
-    slim = leaves.withColumn("has_receipt", leaves.receipt.isNotNull()).drop("receipt", "document")
+    fits = "leaves.kind <> 'DENY' OR leaves.stream RLIKE {}.streams"
     return leaves.sparkSession.sql(
         f"""
-        WITH named AS (
-            SELECT grant_id, min(terms_hash) AS known FROM {{slim}}
-            -- What else a log says of a grant is no crossing's word, and may be anybody's.
-            WHERE grant_id IS NOT NULL AND terms_hash IS NOT NULL AND kind IN ('GRANT', 'INTENT', 'ACK') GROUP BY grant_id
+        WITH signed AS (
+            SELECT grant_id, min(terms_hash) AS known, min({pattern_to_regex("stream")}) AS streams
+            -- An id is 80 bits of the hash: of two terms with one id it is not known which is meant.
+            FROM {{terms}} WHERE signed GROUP BY grant_id HAVING count(*) = 1
         ),
-        covered AS (
-            SELECT grant_id,
-                   min({pattern_to_regex("stream")}) AS streams
-            FROM {{slim}} WHERE kind = 'GRANT' AND grant_id IS NOT NULL GROUP BY grant_id
+        claimed AS (
+            SELECT grant_id, source_region, destination_region, min(terms_hash) AS known, min({pattern_to_regex("stream")}) AS streams
+            FROM {{terms}} WHERE NOT signed GROUP BY grant_id, source_region, destination_region HAVING count(*) = 1
         )
-        SELECT slim.* EXCEPT (terms_hash),
+        SELECT leaves.* EXCEPT (terms_hash),
                coalesce(
-                   slim.terms_hash,
-                   CASE WHEN slim.kind <> 'DENY' OR slim.stream RLIKE covered.streams THEN named.known END
+                   leaves.terms_hash,
+                   CASE WHEN {fits.format("signed")} THEN signed.known END,
+                   CASE WHEN {fits.format("claimed")} THEN claimed.known END
                ) AS terms_hash
-        FROM {{slim}} AS slim
-        LEFT JOIN named ON slim.grant_id = named.grant_id
-        LEFT JOIN covered ON slim.grant_id = covered.grant_id
-        """,  # noqa: S608  # a column's name
-        slim=slim,
+        FROM {{leaves}} AS leaves
+        LEFT JOIN signed ON leaves.version > 1 AND leaves.grant_id = signed.grant_id
+        LEFT JOIN claimed ON leaves.version = 1 AND leaves.grant_id = claimed.grant_id
+            AND leaves.source_region = claimed.source_region AND leaves.destination_region = claimed.destination_region
+        """,  # noqa: S608  # columns' names
+        leaves=leaves,
+        terms=terms,
     )
 
 
@@ -225,7 +227,7 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
                    ) AS last_seen,
                    coalesce(sum(records) FILTER (WHERE is_intent), 0) AS records,
                    coalesce(sum(record_bytes) FILTER (WHERE is_intent), 0) AS record_bytes,
-                   coalesce(sum(records) FILTER (WHERE is_receipt), 0) AS acknowledged,
+                   {total("records", "is_receipt")} AS acknowledged,
                    coalesce(sum(records) FILTER (WHERE is_arrival), 0) AS delivered,
                    coalesce(sum(records) FILTER (WHERE is_withheld), 0) AS withheld,
                    coalesce(sum(records) FILTER (WHERE is_unanswered), 0) AS unanswered,
@@ -268,6 +270,7 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
             AND sums.bridge <=> places.bridge AND sums.stream <=> places.stream
             AND sums.terms_hash <=> places.terms_hash
         LEFT JOIN {{terms}} AS terms ON sums.terms_hash = terms.terms_hash
+            AND sums.source_region = terms.source_region AND sums.destination_region = terms.destination_region
         ORDER BY sums.source_region, sums.destination_region, sums.stream, first_seen, sums.bridge, sums.terms_hash
         """,  # noqa: S608  # names of columns, from this module
         leaves=leaves,

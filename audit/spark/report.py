@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from audit.origin import Origin
 from audit.spark import begun_again, exceptions, lineage, openlineage, page, reconciliation, register, volumes
-from audit.spark.agreements import read_signed
+from audit.spark.agreements import Signed, read_signed
 from audit.spark.arrived_before import unfounded
 from audit.spark.comparison import compare_records
 from audit.spark.document import TABLES, Cosigner, Missing, Report, Totals, VerifiedLog, as_json
@@ -267,10 +267,13 @@ def _make(
         verifying = aside.submit(
             verify_all, spark, opened, wanted.trust, wanted.cosignatures_min, wanted.remembered
         )
-        # Checkpointed, not cached: what was verified is what is reported, and no query reads the files again.
-        prepared = register.prepare(_read(spark, opened).localCheckpoint()).localCheckpoint()
+        # Checkpointed, not cached: what was verified is what is reported, and no query reads the files again. Signed documents
+        # and receipts are left out, which no table shows and every cache would hold.
+        read = _read(spark, opened).selectExpr(
+            "* EXCEPT (receipt, document)", "receipt IS NOT NULL AS has_receipt"
+        )
+        leaves = read.localCheckpoint()
         verified = verifying.result()
-    leaves = begun_again.mark(prepared, verified).localCheckpoint()
     found = (
         leaves.where("problem IS NOT NULL")
         .select("log", "leaf_index", "problem")
@@ -285,9 +288,9 @@ def _make(
     problems += _short(opened, counted, problems)
     if problems:
         raise _refuse(problems, wanted.target)
-    report = _compute(
-        spark, leaves, opened, wanted.trust, verified, counted, wanted.since, wanted.until, tell
-    )
+    signed = read_signed(spark, leaves, opened, wanted.trust)
+    leaves = begun_again.mark(register.prepare(leaves, signed.terms), verified).localCheckpoint()
+    report = _compute(spark, leaves, signed, opened, verified, counted, wanted.since, wanted.until, tell)
     tell("Writing the report")
     seconds = clock() - began
     made = _made(spark, clock(), seconds, wanted.master)
@@ -389,8 +392,8 @@ def _totals(transfers: DataFrame, daily: DataFrame, findings: DataFrame, unusual
 def _compute(
     spark: SparkSession,
     leaves: DataFrame,
+    signed: Signed,
     opened: Sequence[OpenedLog],
-    trust: Trust,
     verified: Sequence[VerificationReport],
     counted: Mapping[str, Any],
     since: int | None,
@@ -398,7 +401,6 @@ def _compute(
     tell: Callable[[str], None],
 ) -> Report:
     window = register.within(leaves, since, until)
-    signed = read_signed(spark, leaves, opened, trust)
     terms = signed.terms
     tell("Transfer register, volumes, lineage, exceptions")
     transfers = register.transfers(window, terms).localCheckpoint()

@@ -89,9 +89,19 @@ def iso(time_ms: int | None) -> str | None:
 
 
 def pattern_to_regex(column: str) -> str:
-    """SQL: the names that a column's pattern of streams fits. A part may be or end in *; of the characters of names, dots alone mean
-    something in an expression."""
-    return f"concat('^', replace(replace({column}, '.', '[.]'), '*', '[^/]*'), '$')"
+    """SQL: the names that a column's pattern of streams fits. A part may be or end in *; everything else stands for itself, whatever
+    somebody wrote there."""
+    literal = rf"replace({column}, '\\E', '\\E\\\\E\\Q')"
+    return rf"concat('^\\Q', replace({literal}, '*', '\\E[^/]*\\Q'), '\\E$')"
+
+
+def total(column: str, where: str) -> str:
+    """SQL: the sum of a column over rows for which `where` is true. More than a column holds is shown as the most that it does: a leaf may
+    say any number."""
+    return (
+        f"coalesce(try_sum({column}) FILTER (WHERE {where}), CASE WHEN count({column}) FILTER (WHERE {where}) > 0 "
+        f"THEN {COUNT_MAX} END, 0)"
+    )
 
 
 def one_row_each(cases: Sequence[str]) -> str:

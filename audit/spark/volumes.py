@@ -46,7 +46,8 @@ def by_day(leaves: DataFrame, terms: DataFrame) -> DataFrame:
                coalesce(sum(leaves.record_bytes) FILTER (WHERE leaves.kind = 'INTENT'), 0) AS record_bytes,
                coalesce(sum(leaves.records) FILTER (WHERE leaves.kind = 'WITHHELD'), 0) AS withheld,
                count(*) FILTER (WHERE leaves.kind = 'DENY') AS denied
-        FROM {{leaves}} AS leaves LEFT JOIN {{terms}} AS terms ON leaves.terms_hash = terms.terms_hash
+        FROM {{leaves}} AS leaves LEFT JOIN {{terms}} AS terms ON leaves.terms_hash = terms.terms_hash AND (terms.signed OR
+            (leaves.source_region = terms.source_region AND leaves.destination_region = terms.destination_region))
         WHERE (leaves.kind IN ('INTENT', 'WITHHELD') AND leaves.side = 'egress' AND NOT ({PASSED_BY}) AND NOT {BEGUN_AGAIN})
               OR leaves.kind = 'DENY'
         GROUP BY ALL

@@ -232,7 +232,7 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("terms", "third"): Cell(
         _C,
         "a document verifies under the policy keys of the region that it names, and an import that does not fit its export is refused",
-        ("attacks/test_f12_other_halves.py", "attacks/test_worlds.py"),
+        ("attacks/test_hostile_leaves.py", "attacks/test_f12_other_halves.py", "attacks/test_worlds.py"),
     ),
     ("terms", "store"): Cell(
         _C,

@@ -92,8 +92,10 @@ class Logs:
         schema = to_arrow_schema(StructType.fromDDL(SCHEMA), timezone="UTC")
         rows = spark.createDataFrame(pa.Table.from_pylist(self._rows, schema=schema))
         # One log each and one side: nothing is announced again that another log could have an answer to.
-        leaves = register.prepare(rows).selectExpr("*", f"false AS {BEGUN_AGAIN}").localCheckpoint()
         signed = signed_frames(spark, self._terms, self._revocations, {})
+        leaves = (
+            register.prepare(rows, signed.terms).selectExpr("*", f"false AS {BEGUN_AGAIN}").localCheckpoint()
+        )
         story = spark.createDataFrame(self._story, "log string, leaf_index bigint, sentence string")
         found: Breaches = defaultdict(set)
         listed = exceptions.found(leaves, leaves, signed, story).where(f"severity = '{exceptions.BREACH}'")
