@@ -47,13 +47,14 @@ def is_lawful(leaves: list[Said]) -> bool:
 
 
 def judged(leaves: list[Said]) -> str:
-    """Whether it is lawful; and if so, whether everything that counts has its answer."""
+    """Whether it is lawful; and if so, whether everything that was announced has its answer."""
     live: list[tuple[set[int], str, str]] = []
     """what accounts for offsets: these, the grant, the envelope (of a gap: none), in order"""
     answered: set[str] = set()
     moved: dict[str, tuple[int, int]] = {}
     """envelopes without records that account for nothing"""
-    under, at = "", 0
+    carried = {leaf.envelope for leaf in leaves if leaf.kind == "intent" and leaf.offsets}
+    under, at, unanswered = "", 0, False
     while at < len(leaves):
         leaf = leaves[at]
         accounted = set[int]().union(*(offsets for offsets, _, _ in live))
@@ -98,12 +99,14 @@ def judged(leaves: list[Said]) -> str:
         if leaf.first < following:
             gone = {envelope for offsets, _, envelope in live if min(offsets) >= leaf.first}
             gone |= {envelope for envelope, (_, last) in moved.items() if last >= leaf.first}
+            unanswered |= not carried.isdisjoint(gone)
             live = [each for each in live if min(each[0]) < leaf.first]
             moved = {envelope: span for envelope, span in moved.items() if envelope not in gone}
         live.append(unit)
         under, at = leaf.grant, end
     due = {envelope for _, _, envelope in live if envelope} | moved.keys()
-    return SETTLED if due <= answered else OPEN
+    # Records that were announced again have no answer: that they had not arrived is the destination's word.
+    return OPEN if unanswered or due - answered else SETTLED
 
 
 def _answers(ack: Said, spans: dict[str, tuple[int, int]], answered: set[str]) -> bool:
