@@ -369,7 +369,7 @@ def coverage_findings(leaves: DataFrame) -> DataFrame:
 
     def at(name: str, first: str, last: str, sentence: str) -> str:
         return f"""named_struct('status', 'differs', 'finding', '{name}', 'first_offset', {first}, 'last_offset', {last},
-            'records', {last} - {first} + 1, 'sentence', '{sentence}')"""
+            'records', ({last}) - ({first}) + 1, 'sentence', '{sentence}')"""
 
     undeclared = at(
         "undeclared-gap", "reached + 1", "first_offset - 1", "Source offsets that no leaf accounts for, between two that do."

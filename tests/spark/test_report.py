@@ -404,6 +404,10 @@ def test_each_difference_between_two_honest_logs_is_named_with_its_place(ill: Re
         ("intent-without-receipt", "open", 84, 93),
         ("intent-without-arrival", "open", 84, 93),
     }
+    # Of what lies at one place, as many records as it has offsets.
+    by_place = ("undeclared-gap", "announced-twice", "delivered-twice")
+    counted = {row["finding"]: row["records"] for row in ill.report.findings.records()}
+    assert [counted[finding] for finding in by_place] == [4, 10, 10]
     assert ill.exit_code == EXIT_DIFFERENCES
     status = {row["stream"]: row["status"] for row in ill.report.reconciliation.records()}
     assert status == {DEPARTURES: "differs", ORDERS: "reconciled", CREW: "reconciled"}
