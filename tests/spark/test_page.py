@@ -303,7 +303,7 @@ def hostile_report(status: str, **more: Any) -> Report:
         table("volumes", volumes.COLUMNS),
         table("lineage", lineage.COLUMNS, action="mask:4"),
         Totals(1, 2, 3, 4, 5, 6, 7, 8, 9, 10), DAY_MS, ((1_700_000_000_000 // DAY_MS * DAY_MS, HOSTILE, 1, 2, 3),),
-        Missing((HOSTILE,), (HOSTILE,)), 1,
+        Missing((HOSTILE,), (HOSTILE,)), {"findings": 1},
     )  # fmt: skip
 
 

@@ -499,7 +499,7 @@ def test_the_egress_log_of_one_bridge_stands_in_for_no_other(spark: Any) -> None
     ]
     alone = Table("reconciliation", "", columns, tuple(reconciled))
     logs = [SimpleNamespace(origin=origin) for origin in (EGRESS_ORIGIN, INGRESS_ORIGIN)]
-    found = _missing(logs, Table("transfers", "", columns, ()), alone)  # type: ignore[arg-type]
+    found = _missing(logs, Table("transfers", "", columns, ()), list(alone.records()))  # type: ignore[arg-type]
     assert found.counterparts == (
         f"us-east to eu-west: the egress log of {second} was not given, so this link rests on one side's word.",
     )
