@@ -139,7 +139,7 @@ async def test_a_destination_that_puts_its_revocation_off_is_found(
         async def waiting(_: str) -> None:
             await held.wait()
 
-        governance.drain = waiting
+        governance._drain = waiting  # type: ignore[assignment]
         revoking = asyncio.ensure_future(mesh.stand("eu-west", grant[0], StandingAction.REVOKE))
         await until(lambda: governance._logging, "the revocation")
         await asyncio.sleep(0)

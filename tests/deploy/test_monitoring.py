@@ -54,7 +54,7 @@ async def broker_families(home: Path) -> set[str]:
     """What the health page of a broker shows with a stream of every kind, and a witness that it waits for."""
     folder = make_region(home, "us-east")
     async with running(folder, health=Address("127.0.0.1", 0)) as node, client(folder) as region:
-        node.services.governance.witnessing.submissions = type(
+        node.services.governance.witnessing._submissions = type(
             "One", (), {"status": lambda self: [WITNESS]}
         )()  # type: ignore[assignment]
         await region.create_stream(

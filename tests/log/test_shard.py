@@ -92,7 +92,7 @@ async def test_acknowledgement_comes_after_the_sync_and_before_it_nobody_reads(t
 
 async def test_interval_acknowledges_after_the_write_and_syncs_later(tmp_path: Path) -> None:
     files = FailingFiles()
-    settings = ShardSettings(durability=Durability.parse("interval:20ms"))
+    settings = ShardSettings(durability=Durability("interval", 20))
     async with serving(tmp_path, settings, files=files) as shard:
         files.syncs = 0
         for number in range(50):
@@ -149,7 +149,7 @@ async def test_failed_sync_stops_the_shard_and_is_never_retried(tmp_path: Path) 
 
 async def test_failed_sync_of_an_interval_shard_stops_it_loudly(tmp_path: Path) -> None:
     files = FailingFiles()
-    settings = ShardSettings(durability=Durability.parse("interval:5ms"))
+    settings = ShardSettings(durability=Durability("interval", 5))
     async with serving(tmp_path, settings, files=files) as shard:
         files.sync_error = errno.EIO
         woken = asyncio.Event()
