@@ -407,9 +407,9 @@ class Governance:
                 code=Code.WRONG_REGION,
             )
 
-    def _require_say(self, body: ApprovalBody, export: ExportGrant | None) -> None:
-        """An approval is of terms that are held here, and by somebody of this mesh and of one of their two regions. Raises GrantError,
-        RequestError(WRONG_REGION)."""
+    def _require_say(self, body: ApprovalBody, export: ExportGrant | None) -> ExportGrant:
+        """An approval is of terms that are held here, and by somebody of this mesh and of one of their two regions. Returns the export grant
+        that has the terms. Raises GrantError, RequestError(WRONG_REGION)."""
         if export is None or export.terms_hash != body.terms_hash:
             raise GrantError(
                 f"{self._own.region} does not have the terms that {body.approver} approved as {body.grant}.",
@@ -425,6 +425,7 @@ class Governance:
                 "in it.",
                 hint="An approver of one of the grant's two regions must sign it.",
             )
+        return export
 
     def _remember(self, remembered: Remembered) -> None:
         """The documents that this broker had accepted before its restart. Each is verified like those of the store."""
@@ -779,9 +780,7 @@ class Governance:
         trust, now = self.broker.trust, self.broker.clock_ms()
         body = open_approval(approval, trust)
         approver = SpiffeId.parse(body.approver)
-        export = self._book.get(body.grant, now).export
-        self._require_say(body, export)
-        assert export is not None
+        export = self._require_say(body, self._book.get(body.grant, now).export)
         self._require_party(actor, export.terms.bridge, *_ends(export.terms))
         if body.region == self._own.region:
             refuse_ended(approval, trust, now)

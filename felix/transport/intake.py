@@ -164,10 +164,10 @@ class Intake(Generic[K]):
             found = self._waiting.pop(key, None)
             if found is None:
                 continue
-            before = found.held_bytes
             taken = found.take(QUANTUM_BYTES)
-            self.held_bytes -= before - found.held_bytes
-            left_bytes -= before - found.held_bytes
+            taken_bytes = sum(map(_cost, taken))
+            self.held_bytes -= taken_bytes
+            left_bytes -= taken_bytes
             if found.arrivals:
                 self._waiting[key] = found
             yield key, taken
