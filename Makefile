@@ -16,11 +16,12 @@ SCALE   ?= 20
 # How many random sequences of operations `make ordinary` plays, and from which seed on.
 SEQUENCES ?= 500
 SEED      ?= 1
-# How many seeds of one region `make simulate` runs (of two a fiftieth, of a restored source a hundredth; or of WORLD alone), and from which on.
+# How many seeds of one region, and of a cluster's cores, `make simulate` runs (of two regions a fiftieth, of a restored source a hundredth; or of WORLD alone), and from which on.
 SEEDS     ?= 2000
 FIRST     ?= 0
-# Test processes side by side; a file's tests stay together, since they share brokers and Spark.
-WORKERS ?= 2
+# Test processes side by side; a file's tests stay together, since they share brokers and Spark. One more than the cores of a small
+# machine: most tests of brokers and agents wait for disks, timers and other processes longer than they compute.
+WORKERS ?= 3
 # Test files that do more of something in `make test-long`.
 LONG = $(shell grep -rl --include='test_*.py' '^from long_runs import' tests)
 # Tests start hundreds of processes: each would read the sources anew where the environment forbids compiled files.
@@ -44,6 +45,7 @@ $(STAMP): pyproject.toml sdk/pyproject.toml requirements.lock
 	  echo "requirements.lock is for CPython 3.11 to 3.13 on Linux (x86-64, arm64): here versions are resolved anew, without hashes"; \
 	  $(PIP) --editable '.[$(EXTRAS)]' && $(PIP) --no-deps --editable sdk; \
 	fi
+	@$(BIN)/python -m compileall -q felix keys policy audit region bridge cli
 	@touch $@
 
 lock: $(STAMP) ## renew requirements.lock: newest versions within the bounds of pyproject.toml, with hashes (by uv)
@@ -61,8 +63,8 @@ demo: $(STAMP) ## two regions, one bridge, one report, on real input (RECORDS=20
 demo-%: $(STAMP) ## a demo of its own, one of examples/demos: make demo-slow-consumer, demo-restart, ...
 	@PYTHONPATH=. $(BIN)/python examples/demos/$(subst -,_,$*).py
 
-test: $(STAMP) ## all tests
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+test: $(STAMP) ## all tests (SLOW_DISK=60: each sync takes up to 60 ms longer)
+	@TESTS_SLOW_DISK_MS=$(SLOW_DISK) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-long: $(STAMP) ## the tests that have larger counts than in `make test`, with those (minutes)
 	@FELIX_LONG=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 $(LONG)
@@ -81,7 +83,7 @@ ordinary: $(STAMP) ## SEQUENCES random sequences of what operators do, from SEED
 	@FELIX_ORDINARY_SEQUENCES=$(SEQUENCES) FELIX_ORDINARY_SEED=$(SEED) $(BIN)/python -m pytest -s --timeout 86400 tests/ordinary
 
 .PHONY: simulate
-simulate: $(STAMP) ## SEEDS runs of a region, and some of two with their bridge, on simulated time, disks and network, from FIRST on, on all processors; WORLD=region, mesh or restored: of one world; TWINS=1: without the rules (minutes; 50000 take an hour)
+simulate: $(STAMP) ## SEEDS runs of a region and of the cores of a cluster, and some of two regions with their bridge, on simulated time, disks and network, from FIRST on, on all processors; WORLD=cluster, region, mesh or restored: of one world; TWINS=1: without the rules (minutes; 50000 take an hour)
 	@PYTHONPATH=.:tests PYTHONHASHSEED=0 $(BIN)/python -m simulation.run --seeds $(SEEDS) --first $(FIRST) $(if $(WORLD),--world $(WORLD)) $(if $(TWINS),--twins)
 
 soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile peers by the thousand (minutes)

@@ -10,7 +10,7 @@ first offset that a leaf names. What is below `following` is accounted for; the 
    records that no WITHHELD leaf precedes: it moves the destination's position over what has its leaves, and no answer.
 3. A batch or a GAP begins at `following`. It may begin further on under another grant than the leaf before it; what it leaves out
    is counted as skipped.
-4. Under another grant it may begin *again* at the first offset of a batch that has no ACK, where nothing from there on has one. That batch
+4. Under another grant it may begin *again* at the first offset of a batch without an ACK, or of a GAP, where nothing from there on has one. That batch
    and all that follows it, GAPs too, count no more, and have no ACK any more. Nothing is cut in two.
 5. What begins further on or again stands under a grant that both regions signed in the log before it (`agreed`).
 6. An ACK answers exactly one batch: same envelope, range and number of records; and its receipt, where it says so, is for the very
@@ -31,7 +31,9 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from audit.largest import Largest
 from audit.leaf import Header, Leaf, iter_entries
+from audit.places import Places
 from audit.position import LINK_SHARDS_MAX, LinkShard
 from audit.receipt import read_unverified
 from felix.errors import TamperError
@@ -47,6 +49,8 @@ BATCH_LEAVES_MAX: Final = 4_096
 """Leaves of one batch: they are one append (`audit.trail`)."""
 ANNOUNCED_AGAIN_MAX: Final = 1 << 20
 """Leaves that count no more, of a whole log; and so many batches that nobody asks for."""
+SKIPS_MAX: Final = 1_000
+"""Places where offsets were left out that are told one by one, the widest."""
 PRUNED_FROM: Final = 64
 """Ranges that an ACK lies behind are forgotten once there are so many, and more of them than of others."""
 
@@ -62,6 +66,14 @@ class AnnouncedAgain(NamedTuple):
 
     leaf: int
     envelope_sha256: bytes
+
+
+class Skipped(NamedTuple):
+    """Source offsets that are in no leaf: under another grant the link began further on, with this leaf."""
+
+    leaf: int
+    first: int
+    last: int
 
 
 class _Batch(NamedTuple):
@@ -146,10 +158,14 @@ class Accounts:
 
     def __init__(self) -> None:
         self._shards: dict[tuple[LinkShard, bytes], _Shard] = {}
+        self.places = Places(LINK_SHARDS_MAX)
+        """of link shards, each in each incarnation of its stream: those that have one are accounted for"""
         self.unanswered = 0
         """batches with an INTENT and no ACK; not a mistake: they may be under way"""
         self.skipped = 0
         """source offsets left out between two grants"""
+        self.skips = Largest[Skipped](SKIPS_MAX)
+        """where they are"""
         self.announced_again: list[AnnouncedAgain] = []
         self.followed: list[int] = []
         """first INTENT leaves of batches without an ACK, whose grant another one followed: nobody asks for their receipts"""
@@ -159,12 +175,17 @@ class Accounts:
         self._shards.clear()
         self.unanswered = 0
 
+    def forget_shard(self, header: Header) -> None:
+        """As `forget`, of the shard that a leaf is about."""
+        shard = self._shards.pop((LinkShard.of(header), header.incarnation), None)
+        self.unanswered -= 0 if shard is None else len(shard.batches)
+
     # Leaves
 
     def intent(self, leaf: Leaf, index: int, agreed: Agreed) -> list[str]:
         """Take an INTENT leaf. Returns one sentence per rule that it breaks."""
         header = leaf.header
-        shard = self._shard(header)
+        shard = self._shard(header, index)
         if isinstance(shard, str):
             return [shard]
         first, last = _range(header)
@@ -194,7 +215,7 @@ class Accounts:
             mistakes += _leave(shard, header)
             if not header.records and header.parts == 1:
                 return mistakes + self._move(shard, leaf, index)
-            mistakes += self._begin(shard, header, agreed)
+            mistakes += self._begin(shard, header, index, agreed)
             open_ = _open(shard, header)
         if not header.part:
             mistakes += self._announce(shard, leaf, index)
@@ -216,14 +237,14 @@ class Accounts:
     def withheld(self, leaf: Leaf, index: int, agreed: Agreed) -> list[str]:
         """Take a WITHHELD leaf. Returns one sentence per rule that it breaks."""
         header = leaf.header
-        shard = self._shard(header)
+        shard = self._shard(header, index)
         if isinstance(shard, str):
             return [shard]
         first, last = _range(header)
         open_, mistakes = shard.open, list[str]()
         if open_ is None or open_.envelope or not _is_of(open_, header) or first < open_.unit.first:
             mistakes += _leave(shard, header)
-            mistakes += self._begin(shard, header, agreed)
+            mistakes += self._begin(shard, header, index, agreed)
             open_ = _open(shard, header)
         open_.reach = max(open_.reach, last)
         mistakes += open_.list(header, index)
@@ -246,11 +267,11 @@ class Accounts:
 
     def gap(self, header: Header, index: int, agreed: Agreed) -> list[str]:
         """Take a GAP leaf that accounts for offsets. Returns one sentence per rule that it breaks."""
-        shard = self._shard(header)
+        shard = self._shard(header, index)
         if isinstance(shard, str):
             return [shard]
         first, last = _range(header)
-        mistakes = _leave(shard, header) + self._begin(shard, header, agreed)
+        mistakes = _leave(shard, header) + self._begin(shard, header, index, agreed)
         if first < shard.following:
             mistakes.append(
                 f"{_name(header)}: the gap {first}..{last} covers offsets that are accounted for already."
@@ -289,16 +310,16 @@ class Accounts:
 
     # Where a range begins
 
-    def _shard(self, header: Header) -> _Shard | str:
+    def _shard(self, header: Header, index: int) -> _Shard | str:
         key = (LinkShard.of(header), header.incarnation)
         shard = self._shards.get(key)
         if shard is None:
-            if len(self._shards) >= LINK_SHARDS_MAX:
+            if self.places.number(key, index) is None:
                 return f"More than {LINK_SHARDS_MAX} link shards: not all can be checked."
             shard = self._shards[key] = _Shard(_range(header)[0], header.grant_id)
         return shard
 
-    def _begin(self, shard: _Shard, header: Header, agreed: Agreed) -> list[str]:
+    def _begin(self, shard: _Shard, header: Header, index: int, agreed: Agreed) -> list[str]:
         """Rules 3 to 5: `following` is where this range begins, unless that is accounted for and may not be announced again."""
         first, mistakes = _range(header)[0], list[str]()
         another = bool(header.grant_id) and header.grant_id != shard.grant_id
@@ -313,6 +334,7 @@ class Accounts:
             at, shard.following = shard.following, first
             if another and agreed():
                 self.skipped += first - at
+                self.skips.add(first - at, Skipped(index, at, first - 1))
             else:
                 mistakes.append(
                     f"{_name(header)}: offsets {at}..{first - 1} are neither crossed, withheld nor a gap."

@@ -9,11 +9,12 @@ A crossing, an INTENT in an egress log or an ACK in an ingress log, must find *b
 
 1. GRANT and ACCEPT, whose documents agree, with its grant id and terms hash, for its stream, bridge and regions;
 2. as many approvals by different people on each side as that side's half states, and on the log's own side as its policy asks;
-3. the policy under which the own side's half was made, or a later one of that region;
+3. the policy under which the own side's half was made, or a later one of that region: that one, or the newest, lets it cross;
 4. no revocation by either of the two regions; no pause and no deny entry that was in the log `STANDING_GRACE_MS` before;
 5. its time inside the grant's window.
 
-What is asked is what brokers and agents ask (`policy.grant.GrantBook`), of the documents that the log had by then.
+What is asked is what brokers and agents ask (`policy.grant.GrantBook`), of the documents that the log had by then. A half that took
+another's place, and asks for more, stops as a pause does: as long after its leaf the one before lets a crossing stand as well.
 
 For the register: feed every document leaf of a log to `Agreements.take`, in order, and then take every legal field from
 `Agreements.agreement(grant_id)`: the terms as signed, who approved and accepted them, policies, countries. Where it gives
@@ -21,13 +22,15 @@ None, or `complete` is false, no pair of signed documents covers the crossing: `
 
 What is held is bounded, what is counted is not. Of a grant's documents those are held that later ones have not replaced: the newest
 halves, APPROVERS_MAX approvals of each region, of pauses and resumptions what `audit.words` holds; that a region revoked, for ever.
-So no number of documents that one region signs makes a log of another wrong, and only grants of a log (GRANTS_MAX) can be too many.
+So no number of documents that one region signs makes a log of another wrong. Only grants (GRANTS_MAX) can be too many, each region's by
+themselves.
 What the log's own region forbade, and when (`stops`), is held as long as the log is. Callers: audit.verify, audit.proof, audit.spark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Final, NamedTuple
@@ -35,6 +38,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from audit.crossed import Crossed
+from audit.halves import Half, Halves, Paper
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, Terms
 from audit.legal_fields import legal_fields
 from audit.origin import Origin
@@ -48,7 +52,9 @@ from policy.approval import (
     ApprovalBody,
     ApprovalRule,
     Document,
+    Tally,
     earliest,
+    name_of,
     open_approval,
     parse_document,
     tally,
@@ -59,13 +65,17 @@ from policy.grant import (
     Attempt,
     DenyEntry,
     ExportGrant,
+    Fit,
     GrantBook,
     GrantView,
     ImportGrant,
+    Rank,
     Refusal,
     Standing,
     StandingAction,
     agree,
+    deny_rank,
+    fit_of,
     half_rank,
     open_export,
     open_import,
@@ -80,7 +90,8 @@ from policy.truncation import Accepted, Truncation
 STANDING_GRACE_MS: Final = 10_000
 """What was on its way when a pause or a deny entry reached the log may still be written down so long after it."""
 GRANTS_MAX: Final = 1 << 16
-"""Grants of one log whose documents are held: some 10 kB each."""
+"""Grants of one log whose first document one region signed, and whose documents are held: some 10 kB each. A broker keeps 5,000 documents
+of another region (region.governance), so nobody's grants but the log's own region's come near it, and no region's take the places of another's."""
 ACCEPTANCES_MAX: Final = 64
 """Acceptances of one grant that differ in what they accept, held until its export says which one fits; of more, those signed last."""
 POLICIES_MAX: Final = 1_024
@@ -92,6 +103,7 @@ Load = Callable[[Header], bytes | None]
 """Gives a leaf's document, from the leaf or from beside the log (`audit.document_leaf.read_document`); None: not there."""
 
 VERSION_1_UNSUPPORTED: Final = (
+    "that Felix 0.1 wrote them: whoever has the log's key can write its format today, for which nothing has to be signed",
     "that the terms are those that both regions signed: the documents are not in the leaves, or were not checked",
     "that named people approved the terms: approvals were texts",
     "who accepted the grant at the destination, and under which policy",
@@ -111,7 +123,7 @@ class Agreement:
     approvals: tuple[ApprovalBody, ...]
     """everybody's whose approval holds, of both sides, by approver; who of them counts is the halves' and policies' say"""
     source_policy: ResidencyPolicy | None
-    """of the source, where it stands in the log: the one that the export was made under, else the newest"""
+    """of the source, where it stands in the log: the one that the export was made under, else the newest later one"""
     destination_policy: ResidencyPolicy | None
     problems: tuple[str, ...]
     """what is missing of it; empty where it is complete"""
@@ -174,29 +186,28 @@ class Stop(NamedTuple):
     """None: it still holds at the log's end"""
 
 
-class _Paper(NamedTuple):
-    """A document that is held: its leaf, and what it is."""
+class _Policy(NamedTuple):
+    """A revision, its leaf, and the time of that (ms)."""
 
+    policy: ResidencyPolicy
     leaf: int
-    document: Document
-
-
-_Fit = tuple[str, str, str, str, str, str]
-"""What an acceptance accepts."""
+    time_ms: int
 
 
 @dataclass(slots=True)
 class _Held:
     """What the documents about one grant say so far."""
 
-    export: tuple[ExportGrant, _Paper] | None = None
-    """the newest; all of one grant have the same terms"""
-    accepted: dict[_Fit, tuple[ImportGrant, _Paper]] = field(default_factory=dict)
-    """the newest of what fits the export; before there is one, of all that may fit"""
-    approved: dict[tuple[str, str], dict[str, tuple[ApprovalBody, _Paper]]] = field(default_factory=dict)
+    export: Halves[ExportGrant] | None = None
+    """all of one grant have the same terms"""
+    accepted: dict[Fit, Halves[ImportGrant]] = field(default_factory=dict)
+    """those that fit the export; before there is one, all that may fit"""
+    approved: dict[tuple[str, str], dict[str, tuple[ApprovalBody, Paper]]] = field(default_factory=dict)
     """by region and mesh, and by approver"""
     standings: dict[str, Words[Standing]] = field(default_factory=dict)
     """pauses and resumptions by region"""
+    goes_on: list[Accepted] = field(default_factory=list)
+    """truncations that were accepted, and resends, before it was known between which regions the grant is"""
     revoked_by: dict[str, int] = field(default_factory=dict)
     """the leaf of the first revocation of each region; those at the grant's two ends have a say"""
     stops: _Stops | None = None
@@ -204,21 +215,23 @@ class _Held:
     last_ms: int = 0
     """the latest time of a crossing"""
     book: GrantBook | None = None
-    """of the halves and approvals"""
+    """of the newest halves, and the approvals"""
+    older: tuple[Half[ExportGrant], Half[ImportGrant], GrantBook] | None = None
+    """the same of two halves of which one was replaced"""
     decisions: dict[tuple[str, bytes, bool], Decision] = field(default_factory=dict)
     """of policies about a stream, by the policy's hash and whether it is in force"""
-    approved_from: dict[tuple[bytes, ApprovalRule], int] = field(default_factory=dict)
-    """from when on (ms) a policy's rule has its approvals"""
+    approved_from: dict[tuple[bytes, str, ApprovalRule], int] = field(default_factory=dict)
+    """from when on (ms) a policy's rule has its approvals, by the policy's hash and who accepted the grant"""
     agreed: Agreement | None = None
     """the newest that was complete before a half was signed again"""
 
     @property
     def exports(self) -> tuple[ExportGrant, ...]:
-        return () if self.export is None else (self.export[0],)
+        return () if self.export is None else (self.export.newest.body,)
 
     @property
     def imports(self) -> tuple[ImportGrant, ...]:
-        return tuple(half for half, _ in self.accepted.values())
+        return tuple(halves.newest.body for halves in self.accepted.values())
 
     @property
     def approvals(self) -> list[ApprovalBody]:
@@ -227,13 +240,17 @@ class _Held:
         return sorted(bodies, key=lambda body: body.approver)
 
     @property
-    def papers(self) -> list[_Paper]:
-        """What halves and approvals are read from, in the log's order."""
-        found = [paper for _, paper in self.accepted.values()]
-        found += [paper for held in self.approved.values() for _, paper in held.values()]
+    def papers(self) -> list[Paper]:
+        """What the newest halves and the approvals are read from, in the log's order."""
+        found = [halves.newest.paper for halves in self.accepted.values()]
         if self.export is not None:
-            found.append(self.export[1])
-        return sorted(found, key=lambda paper: paper.leaf)
+            found.append(self.export.newest.paper)
+        return sorted((*found, *self.signatures), key=lambda paper: paper.leaf)
+
+    @property
+    def signatures(self) -> Iterator[Paper]:
+        """What the approvals are read from."""
+        return (paper for held in self.approved.values() for _, paper in held.values())
 
     def revoked(self, terms: GrantTerms) -> bool:
         """Whether one of the grant's two regions revoked it; nobody else can."""
@@ -251,23 +268,32 @@ class _Held:
     def is_newer(self, body: ExportGrant | ImportGrant) -> bool:
         """Whether this half takes the place of the one that is held, or fills an empty one."""
         if isinstance(body, ExportGrant):
-            return self.export is None or half_rank(self.export[0]) < half_rank(body)
-        if self.export is not None and not agree(self.export[0], body):
+            return self.export is None or self.export.is_newer(body)
+        if self.export is not None and not agree(self.export.newest.body, body):
             return False
-        before = self.accepted.get(_fit(body))
-        return before is None or half_rank(before[0]) < half_rank(body)
+        before = self.accepted.get(fit_of(body))
+        return before is None or before.is_newer(body)
 
-    def keep_half(self, body: ExportGrant | ImportGrant, paper: _Paper) -> None:
-        """Hold a half that is newer."""
+    def keep_half(self, body: ExportGrant | ImportGrant, paper: Paper, time_ms: int) -> None:
+        """Hold a half that is newer, and whose leaf has this time (ms)."""
         if isinstance(body, ExportGrant):
-            self.export = body, paper
-            self.accepted = {fit: half for fit, half in self.accepted.items() if agree(body, half[0])}
+            if self.export is not None:
+                self.export.take(Half(body, paper), time_ms)
+                return
+            self.export = Halves(Half(body, paper))
+            self.accepted = {
+                fit: halves for fit, halves in self.accepted.items() if agree(body, halves.newest.body)
+            }
             return
-        self.accepted[_fit(body)] = body, paper
+        halves = self.accepted.get(fit_of(body))
+        if halves is not None:
+            halves.take(Half(body, paper), time_ms)
+            return
+        self.accepted[fit_of(body)] = Halves(Half(body, paper))
         if len(self.accepted) > ACCEPTANCES_MAX:
-            del self.accepted[min(self.accepted, key=lambda fit: half_rank(self.accepted[fit][0]))]
+            del self.accepted[min(self.accepted, key=lambda fit: half_rank(self.accepted[fit].newest.body))]
 
-    def keep_approval(self, body: ApprovalBody, paper: _Paper) -> bool:
+    def keep_approval(self, body: ApprovalBody, paper: Paper) -> bool:
         """Hold an approval; False where it changes nothing. As in a grant's book: of two by one person, the one of the earlier time;
         and of too many people of one region, the earlier ones: at any time as many of them count as are asked for, or all."""
         approver = SpiffeId.parse(body.approver)
@@ -284,7 +310,7 @@ class _Held:
 
     def changed(self) -> None:
         """Halves or approvals changed."""
-        self.book = None
+        self.book = self.older = None
         self.decisions.clear()
         self.approved_from.clear()
 
@@ -296,7 +322,9 @@ class Agreements:
         self._trust, self._origin = trust, origin
         self._keys, self._anchors = trust.policy_keys, trust.anchors
         self._grants: dict[str, _Held] = {}
-        self._policies: dict[str, dict[bytes, ResidencyPolicy]] = {}
+        self._begun: Counter[str] = Counter()
+        """grants by the region whose document came first"""
+        self._policies: dict[str, dict[bytes, _Policy]] = {}
         self._denied = Denied()
         self._own_denies = _Stops()
         self.documents = 0
@@ -344,7 +372,7 @@ class Agreements:
             return self._keep(index, header, document, approval.grant, said, approval)
         match document.purpose:
             case Purpose.POLICY:
-                return self._policy(header, document)
+                return self._policy(index, header, document)
             case Purpose.EXPORT:
                 export = open_export(document, self._keys)
                 return self._keep(index, header, document, export.grant, _said_by_export(export), export)
@@ -373,10 +401,10 @@ class Agreements:
             towards = "" if entry.peer == EVERYWHERE else entry.peer
             word = "" if entry.lifted else "denied"
             stop = Stop(index, word, "", entry.streams, towards, header.time_ms, None)
-            self._own_denies.take(("", entry.streams, towards, False), entry.sequence, stop)
+            self._own_denies.take(("", entry.streams, towards, False), deny_rank(entry), stop)
         return []
 
-    def _policy(self, header: Header, document: SignedDocument) -> list[str]:
+    def _policy(self, index: int, header: Header, document: SignedDocument) -> list[str]:
         policy = open_policy(document, self._keys, "the policy in the log")
         said = {
             "policy_version": policy.revision,
@@ -387,24 +415,28 @@ class Agreements:
         differing = _differences(header, said)
         if not differing:
             held = self._policies.setdefault(policy.region, {})
-            held[policy.hash] = policy
+            held.setdefault(policy.hash, _Policy(policy, index, header.time_ms))
+            if policy.region == self._origin.region and len(held) == 1:
+                # Nothing was complete without it.
+                for grant, about in self._grants.items():
+                    self._remember_older(about, grant, header.time_ms)
             if len(held) > POLICIES_MAX:
                 self._policies[policy.region] = self._half_of(held)
         return differing
 
-    def _half_of(self, policies: dict[bytes, ResidencyPolicy]) -> dict[bytes, ResidencyPolicy]:
+    def _half_of(self, policies: dict[bytes, _Policy]) -> dict[bytes, _Policy]:
         """The newest of these revisions, those that a half was made under before all others."""
         named: set[str] = set()
         for held in self._grants.values():
             named.update(export.policy_hash for export in held.exports)
             named.update(accepted.policy_hash for accepted in held.imports)
-        newest = max(policies.values(), key=lambda policy: policy.revision)
+        newest = max(policies, key=lambda hash_: policies[hash_].policy.revision)
         kept = sorted(
-            policies.values(),
-            key=lambda policy: (policy is newest, policy.hash.hex() in named, policy.revision),
+            policies,
+            key=lambda hash_: (hash_ == newest, hash_.hex() in named, policies[hash_].policy.revision),
             reverse=True,
         )
-        return {policy.hash: policy for policy in kept[: POLICIES_MAX // 2]}
+        return {hash_: policies[hash_] for hash_ in kept[: POLICIES_MAX // 2]}
 
     def _keep(
         self,
@@ -417,7 +449,7 @@ class Agreements:
     ) -> list[str]:
         held = self._grants.get(grant)
         terms = _terms_of(held, body)
-        if isinstance(body, ImportGrant) and not (held and held.export and agree(held.export[0], body)):
+        if isinstance(body, ImportGrant) and not (held and held.exports and agree(held.exports[0], body)):
             # An acceptance of something else is believed for nothing, and says nothing about the log: its leaf repeats it.
             pass
         elif not header.bridge:
@@ -436,20 +468,24 @@ class Agreements:
         if differing := _differences(header, said):
             return differing
         if held is None:
-            if len(self._grants) >= GRANTS_MAX:
-                return [f"more than {GRANTS_MAX} grants"]
+            if self._begun[document.region] >= GRANTS_MAX:
+                return [f"more than {GRANTS_MAX} grants of which {document.region} signed the first document"]
+            self._begun[document.region] += 1
             held = self._grants[grant] = _Held()
-        paper = _Paper(index, document)
+        paper = Paper(index, document)
         match body:
             case ExportGrant() | ImportGrant():
                 if held.is_newer(body):
                     if held.exports and held.imports:
                         self._remember(held, grant)
-                    held.keep_half(body, paper)
+                    held.keep_half(body, paper, header.time_ms)
                     held.changed()
+                    self._derive(held)
+                    self._remember_older(held, grant, header.time_ms)
             case ApprovalBody():
                 if held.keep_approval(body, paper):
                     held.changed()
+                    self._remember_older(held, grant, header.time_ms)
             case Standing():
                 self._stand(held, index, header.time_ms, body)
         return []
@@ -460,7 +496,8 @@ class Agreements:
             goes_on = Accepted(
                 standing.truncation, standing.region, standing.at, action is StandingAction.RESEND
             )
-            self.crossed.derive(goes_on.incarnation, goes_on.ended, goes_on.truncated_at)
+            held.goes_on.append(goes_on)
+            self._derive(held)
             return
         if action is StandingAction.REVOKE:
             held.revoked_by.setdefault(standing.region, index)
@@ -472,7 +509,16 @@ class Agreements:
                 held.stops = _Stops()
             key = (standing.grant, "", "", action is StandingAction.REVOKE)
             stop = Stop(index, _FORBIDS.get(action, ""), standing.grant, "", "", time_ms, None)
-            held.stops.take(key, standing.sequence, stop)
+            held.stops.take(key, standing_rank(standing), stop)
+
+    def _derive(self, held: _Held) -> None:
+        """What goes on under another incarnation: what is let out again is the source's word alone; what is gone, either end's."""
+        for export in held.exports:
+            ends = export.terms.from_region, export.terms.to_region
+            for found in held.goes_on:
+                if found.region in ends[: 1 if found.is_resend else 2]:
+                    self.crossed.derive(found.incarnation, found.ended, found.truncated_at, found.region)
+            held.goes_on.clear()
 
     def _remember(self, held: _Held, grant: str) -> None:
         """A half is about to be signed again, and may ask for more approvals than there are: under what was complete until now,
@@ -480,6 +526,24 @@ class Agreements:
         found = self.agreement(grant)
         if found is not None and found.complete:
             held.agreed = found
+
+    def _remember_older(self, held: _Held, grant: str, time_ms: int) -> None:
+        """A document came, in a leaf of this time, that may complete two halves of which one was replaced a moment ago: what was on its
+        way crosses under them lawfully, as under what `_remember` remembers."""
+        if held.agreed is not None or held.export is None or not held.accepted:
+            return
+        now_ms = held.export.newest.body.terms.expires - 1
+
+        def enough(export: ExportGrant, accepted: ImportGrant, half: ExportGrant | ImportGrant) -> bool:
+            return not _lacking(held, half, export, accepted, now_ms).missing
+
+        pair = self._older_pair(held, enough, time_ms - STANDING_GRACE_MS)
+        if pair is None:
+            return
+        view = self._book_of(held, pair).get(grant, now_ms)
+        if view.export is not None and view.accepted is not None:
+            found = self._agreement(held, view)
+            held.agreed = found if found.complete else None
 
     def _drained(self, header: Header) -> list[str]:
         if header.kind is not Kind.REVOKE or not header.drain_until_ms:
@@ -517,23 +581,94 @@ class Agreements:
             return [f"{what}: {error.sentence}"]
         path = header.path if header.kind is Kind.INTENT else ()
         attempt = Attempt(stream, header.source_region, header.destination_region, bridge, path)
-        result = self._book(held).check(attempt, None, header.time_ms, grant=header.grant_id)
+        problem = self._refusal(held, self._book(held), attempt, header)
+        if problem and (older := self._older_book(held, stream, header)) is not None:
+            # It was on its way when a half was signed again, or may not stand under the one before either.
+            problem = self._refusal(held, older, attempt, header)
+        return [f"{what}: {problem}"] if problem else []
+
+    def _refusal(self, held: _Held, book: GrantBook, attempt: Attempt, header: Header) -> str:
+        """Why the crossing may not stand here, by the halves in this book; or nothing."""
+        result = book.check(attempt, None, header.time_ms, grant=header.grant_id)
         if not isinstance(result, Refusal):
             until_ms = header.time_ms - STANDING_GRACE_MS
-            stopped = self._denied.refusal(attempt, terms.destination_of(stream), until_ms) or held.paused(
-                terms, until_ms
+            arriving = held.exports[-1].terms.destination_of(attempt.stream)
+            stopped = self._denied.refusal(attempt, arriving, until_ms) or held.paused(
+                held.exports[-1].terms, until_ms
             )
             result = stopped or result
         if isinstance(result, Refusal):
-            return [f"{what}: {result.sentence}"]
+            return result.sentence
         if result.terms_hash != header.terms_hash:
-            return [f"{what}: its hash of terms is not the grant's."]
+            return "its hash of terms is not the grant's."
         if str(result.destination_stream) != header.destination_stream:
-            return [
-                f"{what}: it arrives as {header.destination_stream}, the grant says {result.destination_stream}."
-            ]
-        unmet = self._policy_unmet(held, result.export, result.accepted, stream, header)
-        return [f"{what}: {unmet}"] if unmet else []
+            return f"it arrives as {header.destination_stream}, the grant says {result.destination_stream}."
+        return self._policy_unmet(held, result.export, result.accepted, attempt.stream, header)
+
+    def rests_on(self, header: Header, approvals_max: int) -> list[int]:
+        """Indexes of the leaves from which follows that this crossing, about which `judge` finds nothing, may stand here: the two halves,
+        the own side's policy that lets it, and the one that its half names, where they are two; the approvals that they ask for; and of
+        the other approvals the earliest, `approvals_max` in all."""
+        held, stream = self._grants[header.grant_id], StreamName.parse(header.stream)
+        export, accepted = self._halves_of(held, stream, header)
+        own, pair = self._own(header), (export.body, accepted.body)
+        policy = self._policy_that_lets(held, *pair, stream, header)
+        made = export.body if own == header.source_region else accepted.body
+        named = self._policies[own].get(bytes.fromhex(made.policy_hash), policy)
+        asked = self._decide(held, *pair, stream, policy.policy, header.time_ms).approvals
+        chosen: list[int] = []
+        rest: list[tuple[tuple[int, str, str], int]] = []
+        for region, half in (
+            (header.source_region, export.body),
+            (header.destination_region, accepted.body),
+        ):
+            rules = [ApprovalRule(half.approvals, half.separate), *(asked if region == own else ())]
+            names: set[str] = set()
+            found = held.approved.get((region, SpiffeId.parse(header.bridge).mesh), {})
+            people = sorted(found.values(), key=lambda each: earliest(each[0]))
+            for rule in rules:
+                counted = set(_tally(held, rule, region, *pair, header.time_ms).approved)
+                for body, _ in people:
+                    if len(names & counted) >= rule.approvals:
+                        break
+                    if body.name in counted:
+                        names.add(body.name)
+            chosen += [paper.leaf for body, paper in people if body.name in names]
+            rest += [(earliest(body), paper.leaf) for body, paper in people if body.name not in names]
+        more = [leaf for _, leaf in sorted(rest)[: max(0, approvals_max - len(chosen))]]
+        return sorted({export.paper.leaf, accepted.paper.leaf, policy.leaf, named.leaf, *chosen, *more})
+
+    def lets(self, header: Header) -> ResidencyPolicy:
+        """The own side's policy that lets this crossing, about which `judge` finds nothing, stand here: of several the one that its half
+        names before the newest."""
+        held, stream = self._grants[header.grant_id], StreamName.parse(header.stream)
+        export, accepted = self._halves_of(held, stream, header)
+        return self._policy_that_lets(held, export.body, accepted.body, stream, header).policy
+
+    def _halves_of(
+        self, held: _Held, stream: StreamName, header: Header
+    ) -> tuple[Half[ExportGrant], Half[ImportGrant]]:
+        """The two halves under which a crossing stands: the newest, or where it does not stand under these, those before."""
+        assert held.export is not None
+        (accepted,) = held.accepted.values()
+        path = header.path if header.kind is Kind.INTENT else ()
+        bridge = SpiffeId.parse(header.bridge)
+        attempt = Attempt(stream, header.source_region, header.destination_region, bridge, path)
+        if self._refusal(held, self._book(held), attempt, header) and self._older_book(held, stream, header):
+            assert held.older is not None
+            return held.older[:2]
+        return held.export.newest, accepted.newest
+
+    def _policy_that_lets(
+        self, held: _Held, export: ExportGrant, accepted: ImportGrant, stream: StreamName, header: Header
+    ) -> _Policy:
+        own = self._own(header)
+        half = export if own == header.source_region else accepted
+        return next(
+            found
+            for found in self._policies_for(own, half, header.time_ms - STANDING_GRACE_MS)
+            if not self._asks(held, export, accepted, stream, found.policy, header.time_ms)
+        )
 
     def named(self, header: Header) -> list[str]:
         """Why this leaf of version 2, which accounts for source offsets, may not name its grant here: a sentence, or nothing. What
@@ -568,25 +703,119 @@ class Agreements:
             held.book = GrantBook((paper.document for paper in held.papers), self._keys, self._anchors)
         return held.book
 
+    def _older_book(self, held: _Held, stream: StreamName, header: Header) -> GrantBook | None:
+        """The book of two halves that both let the crossing go ahead, of those that count at its time and of which one was replaced;
+        None where there are none."""
+
+        def enough(export: ExportGrant, accepted: ImportGrant, half: ExportGrant | ImportGrant) -> bool:
+            return self._has_asked(held, half, export, accepted, stream, header)
+
+        pair = self._older_pair(held, enough, header.time_ms - STANDING_GRACE_MS)
+        if pair is None:
+            return None
+        if held.older is None or held.older[:2] != pair:
+            held.older = (*pair, self._book_of(held, pair))
+        return held.older[2]
+
+    @staticmethod
+    def _older_pair(
+        held: _Held,
+        enough: Callable[[ExportGrant, ImportGrant, ExportGrant | ImportGrant], bool],
+        until_ms: int,
+    ) -> tuple[Half[ExportGrant], Half[ImportGrant]] | None:
+        """Two halves, of those whose place was taken later than this (ms) or was not, that have what they ask for; None where none was
+        replaced. `enough`: whether a half, the last argument, has that in this export and acceptance."""
+        assert held.export is not None
+        (accepted_halves,) = held.accepted.values()
+        exports, imports = list(held.export.counting(until_ms)), list(accepted_halves.counting(until_ms))
+        if len(exports) + len(imports) == 2:
+            return None
+        newest_export, newest_import = exports[0].body, imports[0].body
+        # What a half asks for, it asks of its own side: each is found alone.
+        export = next((half for half in exports if enough(half.body, newest_import, half.body)), exports[0])
+        accepted = next((half for half in imports if enough(newest_export, half.body, half.body)), imports[0])
+        return export, accepted
+
+    def _book_of(self, held: _Held, pair: tuple[Half[ExportGrant], Half[ImportGrant]]) -> GrantBook:
+        """The book of these halves and the grant's approvals."""
+        papers = (*(half.paper for half in pair), *held.signatures)
+        return GrantBook((paper.document for paper in papers), self._keys, self._anchors)
+
+    def _has_asked(
+        self,
+        held: _Held,
+        half: ExportGrant | ImportGrant,
+        export: ExportGrant,
+        accepted: ImportGrant,
+        stream: StreamName,
+        header: Header,
+    ) -> bool:
+        """Whether as many people approved as this half of the two asks for, and on the own side its policy."""
+        region = export.terms.from_region if half is export else export.terms.to_region
+        if _lacking(held, half, export, accepted, header.time_ms).missing:
+            return False
+        return region != self._own(header) or not self._policy_unmet(held, export, accepted, stream, header)
+
+    def _own(self, header: Header) -> str:
+        return header.source_region if header.side is Side.EGRESS else header.destination_region
+
     def _policy_unmet(
         self, held: _Held, export: ExportGrant, accepted: ImportGrant, stream: StreamName, header: Header
     ) -> str:
         """What the own side's policy asks for and the documents before the crossing do not have; or nothing."""
-        own = header.source_region if header.side is Side.EGRESS else header.destination_region
-        policy_hash = bytes.fromhex(
-            export.policy_hash if own == export.terms.from_region else accepted.policy_hash
-        )
-        policy = self._policy_for(own, policy_hash)
-        if policy is None:
-            return f"no POLICY leaf of {own} stands before it."
-        return self._asks(held, export, accepted, stream, policy, header.time_ms)
+        own = self._own(header)
+        half = export if own == export.terms.from_region else accepted
+        policies = self._policies_for(own, half, header.time_ms - STANDING_GRACE_MS)
+        if not policies:
+            return f"the policy of {own} that its half names stands in no POLICY leaf before it, and no later one does."
+        unmet = [
+            self._asks(held, export, accepted, stream, found.policy, header.time_ms) for found in policies
+        ]
+        return "" if not all(unmet) else unmet[0]
 
-    def _policy_for(self, region: str, policy_hash: bytes) -> ResidencyPolicy | None:
-        """The policy that a half was made under, else the newest of the region that stands in the log."""
+    def _policies_for(
+        self, region: str, half: ExportGrant | ImportGrant, until_ms: int
+    ) -> tuple[_Policy, ...]:
+        """What lets a crossing stand, each alone: the policy that a region's half was made under, and of the later ones of that region the
+        newest in the log, as its broker asks the one in force; with those whose place was taken by a leaf that is younger than this (ms).
+        An older one says nothing of the half, nor does another text of the same revision: it may be laxer and name other countries, and
+        whoever writes the log would choose it."""
         known = self._policies.get(region, {})
-        if policy_hash in known:
-            return known[policy_hash]
-        return max(known.values(), key=lambda policy: policy.revision, default=None)
+        named = known.get(bytes.fromhex(half.policy_hash))
+        later = (held for held in known.values() if held.policy.revision > half.policy_revision)
+        counting = [] if named is None else [named]
+        for held in sorted(later, key=lambda held: held.policy.revision, reverse=True):
+            counting.append(held)
+            if held.time_ms <= until_ms:
+                break
+        return tuple(counting)
+
+    def _policy_for(self, region: str, half: ExportGrant | ImportGrant) -> ResidencyPolicy | None:
+        """The policy that a region's half was made under, else the newest later one of the region that stands in the log."""
+        return next((held.policy for held in self._policies_for(region, half, NEVER)), None)
+
+    def _decide(
+        self,
+        held: _Held,
+        export: ExportGrant,
+        accepted: ImportGrant,
+        stream: StreamName,
+        policy: ResidencyPolicy,
+        now: int,
+    ) -> Decision:
+        terms = export.terms
+        made = export if policy.region == terms.from_region else accepted
+        # What was on its way when a policy ended may still be written down.
+        at = now if policy.in_force(now) else now - STANDING_GRACE_MS
+        if made.policy_hash == policy.hash.hex():
+            at = made.signed_at
+        key = (str(stream), policy.hash, policy.in_force(at))
+        decision = held.decisions.get(key)
+        if decision is None:
+            if len(held.decisions) >= DECISIONS_MAX:
+                held.decisions.clear()
+            decision = held.decisions[key] = decide_grant(policy, terms, stream, at)
+        return decision
 
     def _asks(
         self,
@@ -597,29 +826,19 @@ class Agreements:
         policy: ResidencyPolicy,
         now: int,
     ) -> str:
-        terms, region = export.terms, policy.region
-        made = export if region == terms.from_region else accepted
-        at = made.signed_at if made.policy_hash == policy.hash.hex() else now
-        key = (str(stream), policy.hash, policy.in_force(at))
-        decision = held.decisions.get(key)
-        if decision is None:
-            if len(held.decisions) >= DECISIONS_MAX:
-                held.decisions.clear()
-            decision = held.decisions[key] = decide_grant(policy, terms, stream, at)
+        region = policy.region
+        decision = self._decide(held, export, accepted, stream, policy, now)
         if not decision.allowed:
             reasons = " ".join(map(str, decision.reasons))
             return f"the policy of {region}, revision {policy.revision}, does not allow it. {reasons}"
-        concerned = {SpiffeId.parse(terms.drawn_up_by).name}
-        if region == terms.to_region:
-            concerned.add(SpiffeId.parse(accepted.accepted_by).name)
         for rule in decision.approvals:
-            if now >= held.approved_from.get((policy.hash, rule), NEVER):
+            counted = (policy.hash, accepted.accepted_by, rule)
+            if now >= held.approved_from.get(counted, NEVER):
                 continue
-            bodies = (body for body in held.approvals if body.region == region)
-            found = tally(rule, region, bodies, export.terms_hash, concerned, now)
+            found = _tally(held, rule, region, export, accepted, now)
             if found.missing:
                 return f"rule {rule.rule} of the policy of {region}, revision {policy.revision}: {found}."
-            held.approved_from[policy.hash, rule] = now
+            held.approved_from[counted] = now
         return ""
 
     # -- what is known ---------------------------------------------------------------------------------
@@ -651,10 +870,10 @@ class Agreements:
             for body in held.approvals
             if body.terms_hash == export.terms_hash and body.region in (terms.from_region, terms.to_region)
         )
-        policies = [
-            self._policy_for(region, bytes.fromhex(half.policy_hash))
+        policies = {
+            region: self._policy_for(region, half)
             for region, half in ((terms.from_region, export), (terms.to_region, accepted))
-        ]
+        }
         lacking = [str(found) for found in view.approvals if found.missing]
         problems = [f"The grant {view.grant} is not approved. {'. '.join(lacking)}."] if lacking else []
         own = self._origin.region
@@ -662,7 +881,14 @@ class Agreements:
             problems.append(f"No POLICY leaf of {own} stands in the log.")
         leaves = tuple(paper.leaf for paper in held.papers)
         return Agreement(
-            view.grant, export, accepted, approvals, policies[0], policies[1], tuple(problems), leaves
+            view.grant,
+            export,
+            accepted,
+            approvals,
+            policies[terms.from_region],
+            policies[terms.to_region],
+            tuple(problems),
+            leaves,
         )
 
     def revocations(self, grant_id: str) -> tuple[int, ...]:
@@ -691,21 +917,24 @@ class Agreements:
 
 
 class _Stops:
-    """Intervals from words in order: each ends what the one before it said, where its sequence is higher."""
+    """Intervals from words in order. Only a word that lets go on ends one: a stop that is said again goes on from where it began, or
+    saying it every minute would leave no moment at which it had been said long enough to have arrived."""
 
     def __init__(self) -> None:
-        self._newest: dict[tuple[str, str, str, bool], tuple[int, Stop]] = {}
+        self._newest: dict[tuple[str, str, str, bool], tuple[Rank, Stop]] = {}
         self._ended: list[Stop] = []
 
-    def take(self, key: tuple[str, str, str, bool], sequence: int, stop: Stop) -> None:
-        """`key`: what it is about. A stop without a word lets it go on."""
+    def take(self, key: tuple[str, str, str, bool], rank: Rank, stop: Stop) -> None:
+        """`key`: what it is about. A stop without a word lets it go on. What is outranked says nothing."""
         held = self._newest.get(key)
         if held is not None:
-            if sequence <= held[0]:
+            if rank <= held[0]:
                 return
-            if held[1].word:
+            if held[1].word and stop.word:
+                stop = held[1]
+            elif held[1].word:
                 self._ended.append(held[1]._replace(until_ms=stop.from_ms))
-        self._newest[key] = sequence, stop
+        self._newest[key] = rank, stop
 
     def all(self) -> tuple[Stop, ...]:
         """Those that ended, and those that hold."""
@@ -781,15 +1010,24 @@ def _terms_of(held: _Held | None, body: object) -> GrantTerms | None:
     return held.exports[-1].terms if held is not None and held.exports else None
 
 
-def _fit(accepted: ImportGrant) -> _Fit:
-    return (
-        accepted.terms_hash,
-        accepted.stream,
-        accepted.destination_stream,
-        accepted.from_region,
-        accepted.to_region,
-        accepted.bridge,
-    )
+def _tally(
+    held: _Held, rule: ApprovalRule, region: str, export: ExportGrant, accepted: ImportGrant, now: int
+) -> Tally:
+    """How far the approvals of one of the two regions have come."""
+    terms = export.terms
+    approved = held.approved.get((region, terms.bridge_id.mesh), {})
+    concerned = {name_of(terms.drawn_up_by)}
+    if region == terms.to_region:
+        concerned.add(name_of(accepted.accepted_by))
+    return tally(rule, region, (body for body, _ in approved.values()), export.terms_hash, concerned, now)
+
+
+def _lacking(
+    held: _Held, half: ExportGrant | ImportGrant, export: ExportGrant, accepted: ImportGrant, now: int
+) -> Tally:
+    """How far the approvals that this half of the two asks for have come."""
+    region = export.terms.from_region if half is export else export.terms.to_region
+    return _tally(held, ApprovalRule(half.approvals, half.separate), region, export, accepted, now)
 
 
 def _differences(header: Header, said: dict[str, Any]) -> list[str]:

@@ -20,13 +20,12 @@ from typing import Final, NamedTuple
 
 from audit.accounting import Accounts, Agreed
 from audit.leaf import GapKind, Header, Kind, Leaf, Side
-from audit.position import LINK_SHARDS_MAX, ShardName
+from audit.places import Places
+from audit.position import LINK_SHARDS_MAX, LinkShard, ShardName
 from felix.errors import RequestError
 from felix.names import NamePattern, StreamName
 
 GRANTS_MAX: Final = 1 << 17
-MISCOUNTED_MAX: Final = 1_000
-"""Leaves that are told: as many as a verification lists findings."""
 
 
 class _Grant(NamedTuple):
@@ -45,18 +44,23 @@ class Continuity:
     def __init__(self) -> None:
         self.accounts = Accounts()
         self._arrived: dict[tuple[ShardName, bytes], int] = {}
+        self._arrivals = Places(LINK_SHARDS_MAX)
         self._grants: dict[str, _Grant] = {}
         self.leaves: Counter[str] = Counter()
         """leaves by kind"""
         self.records: Counter[str] = Counter()
         """records by kind: INTENT, ACK, WITHHELD; GAP and TRUNCATED count offsets"""
-        self.miscounted: list[int] = []
-        """leaves with which source offsets are not accounted for as they must be"""
+        self._miscounted: dict[tuple[Side, int], int] = {}
 
     def forget(self) -> None:
         """Leaves could not be read: go on without conclusions from what is missing."""
         self.accounts.forget()
         self._arrived.clear()
+
+    def forget_shard(self, header: Header) -> None:
+        """As `forget`, of the shard that a leaf is about."""
+        self.accounts.forget_shard(header)
+        self._arrived.pop((ShardName.of(header), header.incarnation), None)
 
     def apply(self, leaf: Leaf, index: int, agreed: Agreed) -> list[str]:
         """Take the next leaf. Returns one sentence per rule that it breaks. `agreed` says of version 2 whether both regions signed
@@ -84,7 +88,7 @@ class Continuity:
                 return self._account(leaf, index, agreed)
             case Kind.ACK:
                 self.records["ACK"] += header.records
-                return self._grant_holds(leaf) + self._grow(header)
+                return self._grant_holds(leaf) + self._grow(header, index)
             case Kind.GRANT if leaf.version == 1:
                 return self._grant(header)
             case Kind.REVOKE:
@@ -108,9 +112,36 @@ class Continuity:
                 mistakes = accounts.gap(leaf.header, index, agreed)
             case Kind.ACK:
                 mistakes = accounts.answer(leaf.header)
-        if mistakes and len(self.miscounted) < MISCOUNTED_MAX:
-            self.miscounted.append(index)
+        if mistakes:
+            self.miscount(leaf.header, index)
         return mistakes
+
+    def place(self, header: Header, index: int) -> int | None:
+        """The place of the link shard that a leaf is about; None: the log has more of them than are counted."""
+        if header.side is Side.EGRESS:
+            return self.accounts.places.number((LinkShard.of(header), header.incarnation), index)
+        # At the destination a shard has one place, whichever bridge brings it.
+        return self._arrivals.number((ShardName.of(header), header.incarnation), index)
+
+    @property
+    def miscounted(self) -> list[int]:
+        """Of each link shard that is counted the first leaf with which source offsets are not accounted for as they must be: no number of
+        them in one shard hides another's."""
+        return sorted(self._miscounted.values())
+
+    @property
+    def uncounted_from(self) -> int | None:
+        """The first leaf about a link shard that is not counted. No leaf before it is about one of those."""
+        return min(
+            (at for at in (self.accounts.places.beyond, self._arrivals.beyond) if at is not None),
+            default=None,
+        )
+
+    def miscount(self, header: Header, index: int) -> None:
+        """Remember that with this leaf source offsets are not accounted for as they must be."""
+        number = self.place(header, index)
+        if number is not None:
+            self._miscounted.setdefault((header.side, number), index)
 
     # Grants
 
@@ -172,10 +203,9 @@ class Continuity:
 
     # Arrivals
 
-    def _grow(self, header: Header) -> list[str]:
-        # At the destination a shard has one place, whichever bridge brings it.
+    def _grow(self, header: Header, index: int) -> list[str]:
         key = (ShardName.of(header), header.incarnation)
-        if key not in self._arrived and len(self._arrived) >= LINK_SHARDS_MAX:
+        if key not in self._arrived and self.place(header, index) is None:
             return [f"More than {LINK_SHARDS_MAX} link shards: not all can be checked."]
         first, last = header.first_offset, header.last_offset
         assert first is not None and last is not None

@@ -12,12 +12,13 @@ Callers: audit.verify (holds both logs to it), audit.spark.arrived_before (one l
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from audit.leaf import Kind, Leaf, Side, decode_leaf, iter_entries, read_header
 from audit.position import ShardName
-from policy.truncation import Live
+from policy.truncation import TRUNCATIONS_MAX, Live
 
 CROSSED_BEFORE: Final = "crossed-before"
 """Why a record stays that a resend passes by."""
@@ -25,7 +26,7 @@ CHUNK: Final = 1 << 12
 """Offsets of one chunk: 512 bytes where some of them crossed, so that no record, wherever it says that it lies, takes more than
 eight times what its entry in the log does."""
 DERIVED_MAX: Final = 1 << 16
-"""Derived incarnations that are remembered of one log."""
+"""Derived incarnations that are remembered of one region's word: no region takes the places of another's."""
 CROSSED_AHEAD: Final = 1 << 18
 """Of how many source offsets from its position on a destination says at once whether they crossed before a resend: four of
 the largest batches."""
@@ -86,10 +87,14 @@ def _parts(first: int, mask: int) -> Iterator[tuple[int, int]]:
         yield chunk + start // _CHUNK_BYTES, int.from_bytes(data[start : start + _CHUNK_BYTES], "little")
 
 
-class _Origin(NamedTuple):
+class Derived(NamedTuple):
+    """Which incarnation another goes on from."""
+
     ended: bytes
     below: int | None
-    """of what crossed under `ended`, only offsets below are the same records; None: all are"""
+    """of what crossed under `ended`, only offsets below are the same records, after a truncation; None: all are, after a resend"""
+    by: str = ""
+    """the region whose word it is"""
 
 
 class Crossed:
@@ -98,28 +103,40 @@ class Crossed:
 
     def __init__(self) -> None:
         self._sets: dict[tuple[ShardName, bytes], OffsetSet] = {}
-        self._origins: dict[bytes, _Origin] = {}
+        self._origins: dict[bytes, Derived] = {}
+        self._said: Counter[str] = Counter()
         self._announced: dict[tuple[ShardName, bytes, bytes], list[tuple[int, int]]] = {}
 
-    def derive(self, incarnation: bytes, ended: bytes, truncated_at: int | None) -> None:
-        """`incarnation` goes on where `ended` ends: after a truncation at that offset, or (None) with a resend."""
-        if len(self._origins) < DERIVED_MAX:
-            self._origins.setdefault(incarnation, _Origin(ended, truncated_at))
+    def derive(self, incarnation: bytes, ended: bytes, truncated_at: int | None, by: str = "") -> None:
+        """`incarnation` goes on where `ended` ends: after a truncation at that offset, or (None) with a resend. `by`: whose word it is; whoever
+        calls has asked whether that region may say so."""
+        if incarnation not in self._origins and self._said[by] < DERIVED_MAX:
+            self._said[by] += 1
+            self._origins[incarnation] = Derived(ended, truncated_at, by)
 
     @property
-    def derived(self) -> dict[bytes, tuple[bytes, int | None]]:
-        """What was derived: by incarnation the one that it goes on from, and the offset of the truncation, if it was one."""
+    def derived(self) -> dict[bytes, Derived]:
+        """What was derived, by incarnation."""
         return dict(self._origins)
 
     def is_resent(self, incarnation: bytes) -> bool:
         """Whether this incarnation began with a resend, or one that it goes on from did."""
-        seen = set[bytes]()
-        while (origin := self._origins.get(incarnation)) is not None and incarnation not in seen:
-            if origin.below is None:
-                return True
-            seen.add(incarnation)
+        return any(origin.below is None for origin in self._goes_on_from(incarnation))
+
+    def is_too_long(self, incarnation: bytes) -> bool:
+        """Whether this incarnation goes on from more others than a link, or a broker, ever follows."""
+        count = sum(1 for _ in self._goes_on_from(incarnation, TRUNCATIONS_MAX + 1))
+        return count > TRUNCATIONS_MAX
+
+    def _goes_on_from(self, incarnation: bytes, most: int = TRUNCATIONS_MAX) -> Iterator[Derived]:
+        """From the last one back; never more than so many: whoever keeps a log may write a chain of any length into it, and each of its
+        leaves is asked about."""
+        for _ in range(most):
+            origin = self._origins.get(incarnation)
+            if origin is None:
+                return
+            yield origin
             incarnation = origin.ended
-        return False
 
     def take(self, leaf: Leaf) -> int:
         """Take a leaf. Returns how many of its records had crossed before, under an incarnation that this one goes on from."""
@@ -135,18 +152,26 @@ class Crossed:
             return 0
         earlier, twice = list(self._earlier(name, header.incarnation)), 0
         for first, mask in _masks(leaf):
-            found = 0
-            for held, below in earlier:
-                found |= held.common(first, mask if below is None else _cut(mask, below - first))
-            twice += found.bit_count()
+            twice += _common(earlier, first, mask).bit_count()
             if header.kind is Kind.INTENT:
                 self._announced.setdefault(envelope, []).append((first, mask))
             else:
                 self._sets.setdefault(envelope[:2], OffsetSet()).add(first, mask)
         return twice
 
+    def lacks(self, leaf: Leaf) -> list[int]:
+        """The source offsets of a leaf that had not crossed before its incarnation began, or are others at the source now."""
+        earlier = list(self._earlier(ShardName.of(leaf.header), leaf.header.incarnation))
+        return [
+            first + at
+            for first, mask in _masks(leaf)
+            for missing in (mask & ~_common(earlier, first, mask),)
+            for at in range(missing.bit_length())
+            if missing >> at & 1
+        ]
+
     def before(self, name: ShardName, incarnation: bytes) -> OffsetSet:
-        """What crossed before this incarnation began, and is the same at the source still."""
+        """All that crossed before this incarnation began, and is the same at the source still."""
         found = OffsetSet()
         for held, below in self._earlier(name, incarnation):
             found.update(held, below)
@@ -155,13 +180,10 @@ class Crossed:
     def _earlier(self, name: ShardName, incarnation: bytes) -> Iterator[tuple[OffsetSet, int | None]]:
         """What crossed under each incarnation that this one goes on from, and below which offset that holds."""
         below: int | None = None
-        seen = {incarnation}
-        while (origin := self._origins.get(incarnation)) is not None and origin.ended not in seen:
-            incarnation = origin.ended
-            seen.add(incarnation)
+        for origin in self._goes_on_from(incarnation):
             if origin.below is not None:
                 below = origin.below if below is None else min(below, origin.below)
-            held = self._sets.get((name, incarnation))
+            held = self._sets.get((name, origin.ended))
             if held is not None:
                 yield held, below
 
@@ -198,6 +220,14 @@ def arrived_below(leaves: Iterable[memoryview], name: ShardName, incarnation: by
             assert header.last_offset is not None
             below = max(below, header.last_offset + 1)
     return below
+
+
+def _common(earlier: Iterable[tuple[OffsetSet, int | None]], first: int, mask: int) -> int:
+    """Those of `mask` that are in one of these sets, below the offset to which that set counts, as a mask."""
+    found = 0
+    for held, below in earlier:
+        found |= held.common(first, mask if below is None else _cut(mask, below - first))
+    return found
 
 
 def _cut(mask: int, bits: int) -> int:

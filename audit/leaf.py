@@ -48,6 +48,7 @@ from typing import Annotated, Any, Final, NamedTuple, Protocol
 
 import msgspec
 
+from audit.unjudged import Unjudged
 from felix.batch import OFFSET_MAX, Columns, Parts, encode_headers
 from felix.errors import CorruptionError, RequestError
 
@@ -496,9 +497,17 @@ def _encode(leaf: Leaf) -> bytes:
     return _PREFIX.pack(_MAGIC, leaf.version, 0, len(head), leaf.entry_count) + head + leaf.entries
 
 
+_unjudged: Final = Unjudged("reading a log again")
+
+
 def decode_header(data: Buffer) -> Header:
     """The header alone, for scans. Everything is checked but the entries. Raises CorruptionError."""
     return _decode(data)[1]
+
+
+def leaf_version(data: Buffer) -> int:
+    """The version that a leaf says it has, whatever else it is; 0 of fewer bytes than any has."""
+    return data[2] if len(data) >= _PREFIX.size else 0
 
 
 def read_header(data: Buffer) -> Header | None:
@@ -506,6 +515,9 @@ def read_header(data: Buffer) -> Header | None:
     try:
         return decode_header(data)
     except CorruptionError:
+        return None
+    except Exception as error:
+        _unjudged.sentence(error, "A leaf")
         return None
 
 

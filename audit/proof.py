@@ -34,7 +34,6 @@ from audit.leaf import (
     Leaf,
     Side,
     SourceRecord,
-    decode_header,
     decode_leaf,
     find_entry,
     payload_commitment,
@@ -64,7 +63,7 @@ from audit.tile import (
 )
 from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
 from felix.batch import encode_headers
-from felix.errors import Code, CorruptionError, RequestError, TamperError
+from felix.errors import Code, RequestError, TamperError
 from policy.terms import GrantTerms
 
 FORMAT: Final = "felix/proof/2"
@@ -74,6 +73,8 @@ PROOF_BYTES_MAX: Final = 8 << 20
 """A grant's documents are some 50 kB; a policy of the largest size, as base64, has 1.4 MB."""
 DOCUMENTS_MAX: Final = 128
 """Document leaves of one proof: both halves, policies, and the approvals that two sides may ask for, several times over."""
+APPROVALS_SHOWN: Final = 24
+"""Approvals that a proof is made with, where the crossing rests on fewer: more than two sides ask for. A chain has some 3 kB."""
 
 PARTS_MAX: Final = 128
 """INTENT leaves of one batch: 65,536 records of 68 bytes take 70."""
@@ -109,6 +110,10 @@ class _Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """documents that are too long for their leaf, by SHA-256 in hex"""
 
 
+_FIELDS: Final = tuple(f'"{name}"'.encode() for name in ("format", "checkpoint", "intent"))
+"""What every proof file contains. More than one, so that none is hidden by changing one character."""
+
+
 class Approved(msgspec.Struct, frozen=True):
     """Under which approval the record crossed: signed, verified, and in the log before it."""
 
@@ -121,6 +126,9 @@ class Approved(msgspec.Struct, frozen=True):
     destination_country: str
     """by the source's signed policy"""
     policy_revision: int
+    """of the source's policy, under which it offered the grant"""
+    allowed_by_revision: int
+    """the one that lets the record cross: the same, or a later one, which was in force by then"""
 
 
 class Proven(msgspec.Struct, frozen=True):
@@ -157,15 +165,17 @@ def prove(
     *,
     destination_region: str = "",
     incarnation: bytes = b"",
+    leaf: int | None = None,
 ) -> bytes:
     """The proof file for the record at this source offset, from an egress log's files.
 
-    Where the offset crossed to several regions, or in several incarnations of the stream, the caller says which.
+    Where the offset crossed to several regions, or in several incarnations of the stream, the caller says which, or in which leaf it
+    is announced. What is returned was checked, but for its cosignatures and receipt.
     Raises RequestError(NOT_FOUND | CONFLICT), TamperError where the log's files do not hold.
     """
     checkpoints = read_checkpoints(files, trust)
     (index, intent, data), ack = find_crossing(
-        files, checkpoints[0], stream, shard, offset, destination_region, incarnation
+        files, checkpoints[0], stream, shard, offset, destination_region, incarnation, leaf
     )
     # A cosigned checkpoint proves more; the newest one is for what lies behind it.
     needed = 1 + (index if ack is None else max(index, ack[0]))
@@ -181,7 +191,11 @@ def prove(
         () if ack is None else _parts(files, chosen, index, intent, ack[1].header),
         beside,
     )
-    return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+    made = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
+    proof = _parse(made)
+    if proof.format == FORMAT:
+        _approved(proof, chosen, trust, trust.log(chosen.checkpoint.origin), intent)
+    return made
 
 
 Found = tuple[int, Leaf, bytes]
@@ -196,15 +210,18 @@ def find_crossing(
     offset: int,
     destination_region: str = "",
     incarnation: bytes = b"",
+    leaf: int | None = None,
 ) -> tuple[Found, Found | None]:
-    """The INTENT leaf that lists this record, and the ACK leaf that answers it. Raises RequestError(NOT_FOUND | CONFLICT)."""
+    """The INTENT leaf that lists this record (`leaf`: this one), and the ACK leaf that answers it. Raises RequestError(NOT_FOUND | CONFLICT)."""
     wanted = (stream, shard, offset, destination_region, incarnation)
     intents = list(find_leaves(files, newest.checkpoint.size, Kind.INTENT, Side.EGRESS, *wanted))
-    intents = [found for found in intents if find_entry(found[1], offset) is not None]
+    intents = [
+        found for found in intents if leaf in (None, found[0]) and find_entry(found[1], offset) is not None
+    ]
     if not intents:
         withheld = any(
-            find_entry(leaf, offset)
-            for _, leaf, _ in find_leaves(files, newest.checkpoint.size, Kind.WITHHELD, Side.EGRESS, *wanted)
+            find_entry(found, offset)
+            for _, found, _ in find_leaves(files, newest.checkpoint.size, Kind.WITHHELD, Side.EGRESS, *wanted)
         )
         raise RequestError(
             f"No record {offset} of {stream} shard {shard} crossed, as far as the log's checkpoint goes"
@@ -212,26 +229,29 @@ def find_crossing(
             code=Code.NOT_FOUND,
             hint="`felix audit show` lists what crossed.",
         )
-    if len(intents) > 1:
+    if len({_crossing_of(found.header) for _, found, _ in intents}) > 1:
         choices = ", ".join(
-            f"{leaf.header.destination_region} (incarnation {leaf.header.incarnation.hex()})"
-            for _, leaf, _ in intents
+            f"{found.header.destination_region} (incarnation {found.header.incarnation.hex()}, leaf {at})"
+            for at, found, _ in intents
         )
         raise RequestError(
             f"Record {offset} of {stream} shard {shard} crossed more than once: to {choices}.",
             code=Code.CONFLICT,
-            hint="Say to which region, and of which incarnation.",
+            hint="Say to which region, or which leaf.",
         )
-    intent = intents[0]
-    ack = next(
-        (
-            found
-            for found in find_leaves(files, newest.checkpoint.size, Kind.ACK, Side.EGRESS, *wanted)
-            if found[1].header.envelope_sha256 == intent[1].header.envelope_sha256
-        ),
-        None,
-    )
-    return intent, ack
+    acks: dict[bytes, Found] = {}
+    for found in find_leaves(files, newest.checkpoint.size, Kind.ACK, Side.EGRESS, *wanted):
+        if _crossing_of(found[1].header) == _crossing_of(intents[0][1].header):
+            acks.setdefault(found[1].header.envelope_sha256, found)
+    # What was announced again, under another grant, counts once (audit.accounting): where it was answered, else where it was last.
+    answered = [found for found in intents if found[1].header.envelope_sha256 in acks]
+    intent = (answered or intents)[-1]
+    return intent, acks.get(intent[1].header.envelope_sha256)
+
+
+def _crossing_of(header: Header) -> tuple[str, str, str, bytes]:
+    """Within one link and incarnation a record crosses once."""
+    return header.destination_region, header.destination_stream, header.bridge, header.incarnation
 
 
 def read_checkpoints(files: Files, trust: Trust) -> list[SignedCheckpoint]:
@@ -261,35 +281,34 @@ def choose_checkpoint(checkpoints: list[SignedCheckpoint], needed: int, trust: T
 def _papers(
     files: Files, signed: SignedCheckpoint, trust: Trust, intent_index: int, intent: Leaf
 ) -> tuple[tuple[_Included, ...], dict[str, str]]:
-    """The document leaves before the INTENT that it rests on, and the documents that stand beside the log.
+    """The document leaves before the INTENT that it rests on, and the documents that stand beside the log. However many the log has of
+    the grant: what later ones have replaced, and who says no more than was asked for, is left out.
 
-    Raises TamperError where they do not hold.
+    Raises TamperError where they do not hold, or do not let it cross.
     """
-    header = intent.header
+    header, size = intent.header, signed.checkpoint.size
     agreements = Agreements(trust, Origin.parse(signed.checkpoint.origin))
-    policies: dict[bytes, tuple[int, bytes, Header]] = {}
-    chosen: list[tuple[int, bytes, Header]] = []
-    for at, data in read_entries(files, 0, intent_index, signed.checkpoint.size):
-        try:
-            found = decode_header(data)
-        except CorruptionError:
+    problems: list[str] = []
+    for at, data in read_entries(files, 0, intent_index, size):
+        found = read_header(data)
+        if found is None or found.kind not in DOCUMENT_KINDS:
             continue
-        if found.kind is Kind.POLICY and found.source_region == header.source_region:
-            policies[found.policy_hash] = (at, bytes(data), found)
-        elif found.kind in DOCUMENT_KINDS and found.grant_id == header.grant_id:
-            chosen.append((at, bytes(data), found))
-    made = next((found.policy_hash for _, _, found in reversed(chosen) if found.kind is Kind.GRANT), b"")
-    own = policies.get(made) or max(policies.values(), default=None, key=lambda each: each[2].policy_version)
-    papers = sorted((*chosen, *([own] if own is not None else [])), key=lambda each: each[0])
+        is_policy = found.kind is Kind.POLICY and found.source_region == header.source_region
+        if is_policy or found.grant_id == header.grant_id:
+            problems += agreements.take(at, decode_leaf(data), lambda header: read_document(header, files))
+    problems = problems or agreements.judge(header)
+    if problems:
+        raise TamperError(problems[0], hint="Run `felix audit verify` on the log.")
     beside: dict[str, str] = {}
-    for at, paper, found in papers:
+    papers: list[_Included] = []
+    for at in agreements.rests_on(header, APPROVALS_SHOWN):
+        ((_, data),) = read_entries(files, at, at + 1, size)
+        found = decode_leaf(data).header
         document = read_document(found, files)
         if document is not None and not found.document:
             beside[found.document_sha256.hex()] = b64encode(document).decode()
-        problems = agreements.take(at, decode_leaf(paper), lambda header: read_document(header, files))
-        if problems:
-            raise TamperError(problems[0], hint="Run `felix audit verify` on the log.")
-    return tuple(_include(files, signed, at, paper) for at, paper, _ in papers), beside
+        papers.append(_include(files, signed, at, bytes(data)))
+    return tuple(papers), beside
 
 
 def _parts(
@@ -500,6 +519,7 @@ def _approved(proof: _Proof, signed: SignedCheckpoint, trust: Trust, log: LogTru
         found.place(terms.from_region)[0],
         found.place(terms.to_region)[0],
         found.export.policy_revision,
+        agreements.lets(intent.header).revision,
     )
 
 
@@ -535,7 +555,7 @@ def check_record(proven: Proven, key: CommitmentKey, record: SourceRecord) -> No
 
 def looks_like_proof(data: bytes) -> bool:
     """False where a file is something else altogether, so that nobody takes the wrong file for a proof that was changed."""
-    return data.lstrip().startswith(b"{") or b'"format"' in data
+    return any(name in data for name in _FIELDS)
 
 
 def _parse(data: bytes) -> _Proof:

@@ -6,7 +6,8 @@ equal to those of the source's INTENT byte for byte, or the receipt is for other
 and do not say which records of their range arrived.
 
 Invariants: `open_receipt(sign_receipt(r, …), …) == r`; a receipt is used only after
-`open_receipt` returned; it was then signed by the region that it calls its destination, about that region's own log. Callers: region ingest (signs), bridge (checks), audit.verify, audit.proof, audit.spark.
+`open_receipt` returned; it was then signed by the region that it calls its destination, about that region's own log, and is for no more
+records than its range has offsets. Callers: region ingest (signs), bridge (checks), audit.verify, audit.proof, audit.spark.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def open_receipt(data: bytes, keys: ReceiptKeys) -> Receipt:
     """Verify and read. `keys`: those of the region that the receipt must be from.
 
     Raises TamperError where the key is none of that region's, the signature does not hold, the body is no receipt, or
-    it is about another destination or another region's log.
+    it is about another destination or another region's log, or for more records than its range has offsets.
     """
     receipt = _form.open(data, keys)
     if receipt.destination_region != keys.region:
@@ -84,6 +85,12 @@ def open_receipt(data: bytes, keys: ReceiptKeys) -> Receipt:
     if receipt.ingress_origin != keys.ingress_origin:
         raise TamperError(
             f"A receipt of {keys.region} names the log {receipt.ingress_origin!r}, which is not {keys.ingress_origin}."
+        )
+    offsets = receipt.last_offset - receipt.first_offset + 1
+    if receipt.records > offsets:
+        raise TamperError(
+            f"A receipt of {keys.region} is for {receipt.records} records of {receipt.first_offset}..{receipt.last_offset}, "
+            "which are not so many offsets."
         )
     return receipt
 

@@ -6,7 +6,7 @@ minute. Nothing here holds up the log, and nothing of it is on an event loop.
 
 Invariants: all witnesses are shown the same checkpoint (audit.trail, `offer`); what a witness answers counts only where
 its key's signature holds; a witness that has more leaves than the log ever checkpointed says that the log was rolled back,
-or lies: it is reported, and asked again only rarely. Callers: bridge.agent, region.node.
+or lies: it is reported, and asked again only rarely. Callers: bridge.agent, region.startup.
 """
 
 from __future__ import annotations

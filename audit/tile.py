@@ -31,7 +31,7 @@ class Files(Protocol):
     """The files of one log, by path relative to its folder, with / between the parts."""
 
     def read(self, path: str) -> bytes | None:
-        """The file's bytes, None where there is none."""
+        """The file's bytes, None where there is none. Raises TamperError of what cannot be a file of a log."""
         ...
 
     def names(self, folder: str) -> list[str]:
@@ -91,6 +91,8 @@ def decode_bundle(data: bytes, width: int) -> list[memoryview]:
     leaves: list[memoryview] = []
     view, at = memoryview(data), 0
     while at < len(data):
+        if len(leaves) == width:
+            raise TamperError(f"An entry bundle holds more than the {width} entries that belong there.")
         if at + 2 > len(data):
             raise TamperError("An entry bundle ends inside a length.")
         (length,) = _LENGTH.unpack_from(data, at)

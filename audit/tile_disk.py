@@ -7,15 +7,20 @@ the caller stops. Blocking: never call from an event loop. Callers: audit.trail,
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Final
 
+from audit.file_size import file_bytes_max, too_long
+from felix.errors import TamperError
 from felix.storage.disk import SHARED_FILES
 from felix.storage.port import Files, write_all
 from felix.storage.small_file import read_file
 
 _TEMPORARY: Final = ".new"
+_NO_FILE: Final = frozenset((errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENXIO))
+"""What opening or measuring a folder, a pipe, a device, a socket or links in a circle ends with."""
 
 
 class Folder:
@@ -33,11 +38,18 @@ class Folder:
         return Folder(self.path, self.storage)
 
     def read(self, path: str) -> bytes | None:
-        """The file's bytes, None where there is none."""
+        """The file's bytes, None where there is none. Raises TamperError of a longer one than any of its kind, and of what is no file."""
+        bytes_max = file_bytes_max(path)
         try:
-            return read_file(self.storage, self.path / path)
+            return read_file(self.storage, self.path / path, bytes_max)
         except NotADirectoryError:
             return None
+        except OSError as error:
+            if error.errno == errno.EFBIG and bytes_max is not None:
+                raise too_long(path, bytes_max) from error
+            if error.errno in _NO_FILE:
+                raise TamperError(f"What is at {path} is not a file.") from error
+            raise
 
     def names(self, folder: str) -> list[str]:
         """The names in a folder, sorted; empty where there is none. Files being written are left out."""

@@ -238,12 +238,19 @@ def _covers(leaf: Leaf, offset: int) -> bool:
 
 
 def prove_leaves(
-    files: Files, trust: Trust, stream: str, shard: int, offset: int, *, destination_region: str = ""
+    files: Files,
+    trust: Trust,
+    stream: str,
+    shard: int,
+    offset: int,
+    *,
+    destination_region: str = "",
+    leaf: int | None = None,
 ) -> list[bytes]:
     """The proofs of the record's INTENT leaf and, where there is one, of its ACK leaf, under one checkpoint. Errors as
     audit.proof.prove."""
     checkpoints = read_checkpoints(files, trust)
-    intent, ack = find_crossing(files, checkpoints[0], stream, shard, offset, destination_region)
+    intent, ack = find_crossing(files, checkpoints[0], stream, shard, offset, destination_region, leaf=leaf)
     found = [intent] if ack is None else [intent, ack]
     chosen = choose_checkpoint(checkpoints, 1 + max(index for index, _, _ in found), trust)
     proofs = [prove_leaf(files, chosen, intent[0], intent[2], offset)]

@@ -57,6 +57,7 @@ from audit.tile import (
     tile_path,
 )
 from audit.tile_disk import Folder
+from audit.unjudged import Unjudged
 from audit.wal_disk import SEGMENT_BYTES_MAX, Recovery, Torn, Wal
 from felix.errors import Code, CorruptionError, RequestError, TamperError, UnavailableError
 from felix.runtime.port import Clock, Runtime
@@ -758,6 +759,7 @@ class _Opening:
         self._keys = (*(signer.key for signer in signers), *earlier)
         self._name = signers[0].key.name
         self._wal_path = folder.path / WAL_FOLDER
+        self._unjudged = Unjudged(self._name)
 
     def open(self, remembered: tuple[bytes, ...]) -> _Opened:
         """Recover. The numbers are those of docs/audit.md, "Opening a log"."""
@@ -856,8 +858,17 @@ class _Opening:
             except CorruptionError:
                 pass  # a shortcut that does not hold is not taken
         for number, leaf in read_entries(self._folder, start, size, size):
-            positions.apply(number, read_header(leaf))
+            self._apply(positions, number, read_header(leaf))
         return positions, start
+
+    def _apply(self, positions: Positions, number: int, header: Header | None) -> None:
+        """A leaf that stands in the log keeps it from being opened for nothing that it says: what cannot be judged moves no position, as
+        what cannot be read."""
+        try:
+            positions.apply(number, header)
+        except Exception as error:
+            self._unjudged.sentence(error, f"Leaf {number}")
+            positions.apply(number, None)
 
     def _mend_index(self, size: int) -> None:
         full = size >> TILE_HEIGHT
@@ -891,7 +902,7 @@ class _Opening:
                     )
                 continue
             header = read_header(leaf)
-            state.positions.apply(number, header)
+            self._apply(state.positions, number, header)
             bundle.append(leaf)
             headers.append(header)
             last_hash = leaf_hash(leaf)

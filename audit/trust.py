@@ -28,8 +28,8 @@ from audit.receipt import Receipt, open_receipt, read_unverified
 from audit.signed_body import ReceiptKeys
 from audit.witness_policy import WitnessPolicy
 from felix.errors import Code, RequestError, TamperError
-from felix.identity import TrustAnchor, TrustBundle
 from felix.names import trust_domain
+from felix.peer import TrustAnchor, TrustBundle
 from keys.bundle import RegionBundle
 
 COSIGNATURES_MIN: Final = 1

@@ -2,22 +2,24 @@
 
 The steps are those of docs/audit.md, in the same order; every finding names its step, and where it can the leaf and
 the file. Nothing here trusts the writer: tiles, roots and the order of leaves are all computed anew. Each statement is
-held to the keys of the region that makes it (audit.trust). `Files` may block. Callers: cli, audit.spark, tests.
+held to the keys of the region that makes it (audit.trust). Where judging a leaf fails in a way that nobody foresaw, that is a finding of the
+leaf (audit.unjudged). `Files` may block. Callers: cli, audit.spark, tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from audit.accounting import AnnouncedAgain
+from audit.accounting import AnnouncedAgain, Skipped
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.continuity import Continuity
 from audit.crossed import CROSSED_BEFORE
 from audit.document_leaf import read_document
-from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, decode_leaf
+from audit.largest import Largest
+from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, decode_leaf, leaf_version
 from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash
 from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, differences
 from audit.tile import (
@@ -31,14 +33,31 @@ from audit.tile import (
     partial_widths,
     read_bundle,
     read_tile,
+    read_tree,
     tile_path,
 )
 from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
+from audit.unjudged import Unjudged
 from audit.wal_disk import Torn, read_segment, segment_first
 from felix.errors import CorruptionError, TamperError
+from policy.truncation import TRUNCATIONS_MAX
 
 FINDINGS_MAX: Final = 1_000
-"""A log that is all wrong does not fill memory; further findings are counted."""
+"""A log that is all wrong does not fill memory; further findings are counted, but for the first in each kind of leaf about a link shard or a
+grant."""
+MISSING_BUNDLES_MAX: Final = 64
+"""Bundles of which neither entries nor tile is there, after which the rest is not gone through. A log states its size itself, and may
+state 2^62 leaves; what is there of it costs its owner as much as whoever reads it."""
+WAL_FINDINGS_MAX: Final = 64
+"""After which the rest of the write-ahead files is not looked at: damaged ones may be many, and long, and nothing on their owner's disk."""
+NOTICES_MAX: Final = 1_000
+"""Times that run back, told one by one, the farthest."""
+TIME_BACK_MS: Final = 60_000
+"""Leaves are made by several writers and take their times before they are appended, a revocation's as long before as what was on its way
+takes. A leaf whose time is more than this before the latest one so far tells of a clock that was set back, or of a time that was made up."""
+PLACES_MAX: Final = 1 << 17
+"""Grants, in each kind of leaf, whose first finding is listed behind so many others: a log may name any number. Link shards have
+places of their own (`audit.places`)."""
 
 TITLES: Final = (
     "The checkpoint is signed by the log, and cosigned",
@@ -55,6 +74,15 @@ TITLES: Final = (
 """Step 1 is the first."""
 
 
+_MOVES: Final = frozenset((Kind.INTENT, Kind.ACK, Kind.WITHHELD, Kind.GAP))
+"""Leaves about records."""
+
+
+SKIPPED: Final = "skipped"
+TIME_BACK: Final = "time-back"
+"""Kinds of notices."""
+
+
 class Finding(NamedTuple):
     """Something that does not hold."""
 
@@ -62,6 +90,34 @@ class Finding(NamedTuple):
     leaf: int | None
     path: str
     sentence: str
+
+
+class Place(NamedTuple):
+    """What a finding is about: no number of findings about one thing hides another's."""
+
+    about: tuple[object, ...]
+    is_limited: bool
+    """whether a log may have any number of such things: PLACES_MAX of them have a place"""
+
+
+class Version1(NamedTuple):
+    """The leaves of version 1 that a log begins with, where records crossed by them. Nothing in them was signed but the log itself, and
+    they may have been written today: they count where the verifier was told of them, by the root of just these leaves."""
+
+    size: int
+    """how many leaves stand before the first of version 2, or in all"""
+    root: bytes
+    """of the tree at that size"""
+    accepted: bool
+
+
+class Notice(NamedTuple):
+    """Something that breaks no rule, and that who relies on the log should see. `records`: source offsets that it is about."""
+
+    leaf: int
+    name: str
+    sentence: str
+    records: int = 0
 
 
 @dataclass(slots=True)
@@ -77,7 +133,8 @@ class Step:
 
 @dataclass(slots=True)
 class Report:
-    """What verification found. `ok` only where every step went through without a finding."""
+    """What verification found. `ok` only where every step went through without a finding, and nothing crossed in leaves of version 1 that
+    the verifier was not told of."""
 
     origin: str
     """what the checkpoint says, once a trusted key is known for it"""
@@ -100,30 +157,58 @@ class Report:
     """signed documents that were verified"""
     unsupported: tuple[str, ...] = ()
     """what the log does not show, because crossings in it stand in leaves of version 1"""
+    version_1: Version1 | None = None
+    """None: nothing crossed in leaves of version 1"""
     unanswered: int = 0
     """batches with an INTENT and without an ACK"""
     skipped: int = 0
+    notices: tuple[Notice, ...] = ()
+    """of each kind the largest, so many as are told one by one"""
+    notices_left_off: int = 0
     announced_again: tuple[AnnouncedAgain, ...] = ()
     """leaves that count no more, since another grant announced their offsets again"""
     followed: tuple[int, ...] = ()
     """see `audit.accounting.Accounts`"""
     miscounted: tuple[int, ...] = ()
     """leaves with which source offsets are not accounted for as they must be"""
+    uncounted_from: int | None = None
+    """the first leaf about a link shard that is not counted, since the log has too many: what such shards' leaves add up to is not known"""
+    places: set[tuple[object, ...]] = field(default_factory=set, repr=False)
+    """what findings are about, step by step: of each the first is listed"""
+    places_limited: int = 0
+    """how many of them share PLACES_MAX"""
     uncovered: int = 0
     """leaves in the write-ahead file that no checkpoint covers yet"""
 
     @property
     def ok(self) -> bool:
-        """True where nothing was found."""
-        return not self.findings
+        """True where nothing was found, and all of it is of version 2 or was accepted."""
+        return not self.findings and (self.version_1 is None or self.version_1.accepted)
 
-    def find(self, step: int, sentence: str, leaf: int | None = None, path: str = "") -> None:
-        """Note a finding."""
+    def find(
+        self,
+        step: int,
+        sentence: str,
+        leaf: int | None = None,
+        path: str = "",
+        place: Place | None = None,
+    ) -> None:
+        """Note a finding. `place`: what it is about; None: the log."""
         self.steps[step - 1].findings += 1
-        if len(self.findings) < FINDINGS_MAX:
+        first = place is not None and self._takes_place(step, place)
+        if first or len(self.findings) < FINDINGS_MAX:
             self.findings.append(Finding(step, leaf, path, sentence))
         else:
             self.left_off += 1
+
+    def _takes_place(self, step: int, place: Place) -> bool:
+        """Whether this is the first finding of a step about that, and there is room to remember that there was one."""
+        key = (step, *place.about)
+        if key in self.places or (place.is_limited and self.places_limited >= PLACES_MAX):
+            return False
+        self.places.add(key)
+        self.places_limited += place.is_limited
+        return True
 
 
 def verify_log(
@@ -133,6 +218,7 @@ def verify_log(
     origin: str = "",
     cosignatures_min: int = COSIGNATURES_MIN,
     remembered: Iterable[bytes] = (),
+    accept_version_1: Collection[bytes] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Verify one log. Damage makes findings, never an exception; only `files` itself may raise OSError.
@@ -140,21 +226,32 @@ def verify_log(
     `trust`: the bundles of the log's region, of the region that its receipts are from, and of its witnesses. `origin`:
     which log it must be; without it, the one that its checkpoint names. `cosignatures_min` regions or outside witnesses
     other than the log's own region must have cosigned the checkpoint or the newest cosigned one. `remembered`:
-    checkpoint notes that cosigners kept of this log. `progress(leaves done, leaves)` is called per bundle.
+    checkpoint notes that cosigners kept of this log. `accept_version_1`: root hashes of leaves of version 1 that are taken for what
+    they are (`Version1`). `progress(leaves done, leaves)` is called per bundle.
     """
-    return _Run(files, trust, origin).verify(cosignatures_min, tuple(remembered), progress)
+    run = _Run(files, trust, origin, accept_version_1)
+    return run.verify(cosignatures_min, tuple(remembered), progress)
 
 
 class _Run:
-    def __init__(self, files: Files, trust: Trust, origin: str) -> None:
+    def __init__(self, files: Files, trust: Trust, origin: str, accept_version_1: Collection[bytes]) -> None:
         self._files, self._trust = files, trust
+        self._accept_version_1 = accept_version_1
+        self._before_version_2: tuple[int, bytes] | None = None
+        self._crossed_by_version_1 = False
+        self._latest_ms: int | None = None
+        """the latest time of a leaf since the last one that ran back"""
+        self._back = Largest[Notice](NOTICES_MAX)
         self._log: LogTrust
         self._report = Report(origin)
         self._continuity = Continuity()
         self._agreements: Agreements
         self._version = 1
+        self._unjudged = Unjudged(origin or "a log")
+        self._storage_failed: OSError | None = None
         self._tree = Tree()
         self._roots_due: list[tuple[Checkpoint, str]] = []
+        self._missing = 0
 
     def verify(
         self,
@@ -174,11 +271,27 @@ class _Run:
         self._remembered(signed, remembered, cosignatures_min)
         # 3. to 8. and 10. in one pass over the entries.
         bundles = -(-report.size // TILE_WIDTH)
+        missing = self._end_missing(bundles)
+        if missing:
+            report.find(5, missing, path=CHECKPOINT_PATH)
+            for step in (*report.steps[2:4], *report.steps[5:]):
+                step.note = "not checked: the log's end is missing"
+            return report
         for number in range(bundles):
             self._bundle(number)
             if progress is not None:
                 progress(min((number + 1) * TILE_WIDTH, report.size), report.size)
-        self._edge()
+            if self._missing >= MISSING_BUNDLES_MAX and number + 1 < bundles:
+                following = (number + 1) * TILE_WIDTH
+                report.find(
+                    3,
+                    f"{self._missing} bundles and their tiles are missing by here; the {report.size - following} leaves from {following} "
+                    "on were not gone through.",
+                    leaf=following,
+                )
+                break
+        else:
+            self._edge()
         # 5. The tree has the checkpoint's root.
         self._root(signed)
         # 9. The write-ahead file says the same.
@@ -187,9 +300,14 @@ class _Run:
         report.leaves, report.records = dict(continuity.leaves), dict(continuity.records)
         accounts = continuity.accounts
         report.unanswered, report.skipped = accounts.unanswered, accounts.skipped
+        report.notices = (*map(_skipped, accounts.skips.in_order()), *self._back.in_order())
+        report.notices_left_off = accounts.skips.left_off + self._back.left_off
         report.announced_again, report.followed = tuple(accounts.announced_again), tuple(accounts.followed)
-        report.miscounted = tuple(continuity.miscounted)
+        report.miscounted, report.uncounted_from = tuple(continuity.miscounted), continuity.uncounted_from
         report.documents = self._agreements.documents
+        if self._crossed_by_version_1:
+            size, root = self._before_version_2 or (report.size, self._tree.root())
+            report.version_1 = Version1(size, root, root in self._accept_version_1)
         return report
 
     # Step 1
@@ -197,11 +315,11 @@ class _Run:
     def _checkpoint(self) -> SignedCheckpoint | None:
         report = self._report
         report.steps[0].checked = 1
-        data = self._files.read(CHECKPOINT_PATH)
-        if data is None:
-            report.find(1, "The checkpoint is missing.", path=CHECKPOINT_PATH)
-            return None
         try:
+            data = self._files.read(CHECKPOINT_PATH)
+            if data is None:
+                report.find(1, "The checkpoint is missing.", path=CHECKPOINT_PATH)
+                return None
             self._log = self._trust.log(report.origin) if report.origin else self._trust.log_of(data)
             report.origin = self._log.name
             signed = self._log.open(data)
@@ -222,12 +340,15 @@ class _Run:
         missing, quorum_size = self._log.missing(signed.cosigned, cosignatures_min), 0
         if not missing:
             quorum_size = signed.checkpoint.size
-        own, witnessed = self._files.read(COSIGNED_PATH), self._files.read(WITNESSED_PATH)
         notes = [(data, f"remembered checkpoint {at + 1}") for at, data in enumerate(remembered)]
-        if own is not None:
-            notes.append((own, COSIGNED_PATH))
-        if witnessed is not None:
-            notes.append((witnessed, WITNESSED_PATH))
+        for path in (COSIGNED_PATH, WITNESSED_PATH):
+            try:
+                held = self._files.read(path)
+            except TamperError as error:
+                report.find(2, error.sentence, path=path)
+                continue
+            if held is not None:
+                notes.append((held, path))
         for data, path in notes:
             report.steps[1].checked += 1
             try:
@@ -284,6 +405,22 @@ class _Run:
 
     # Steps 3, 4, 6, 7, 8, 10
 
+    def _end_missing(self, bundles: int) -> str:
+        """Of a log too long to be gone through whatever is missing: that neither the edge of its tree nor its last bundle is there, if so."""
+        size = self._report.size
+        if bundles <= MISSING_BUNDLES_MAX:
+            return ""
+        try:
+            read_tree(self._files, size)
+        except TamperError as error:
+            try:
+                read_bundle(self._files, bundles - 1, size)
+            except TamperError:
+                return (
+                    f"The log does not reach to the {size} leaves that its checkpoint signs. {error.sentence}"
+                )
+        return ""
+
     def _bundle(self, number: int) -> None:
         report, size = self._report, self._report.size
         start = number * TILE_WIDTH
@@ -302,6 +439,7 @@ class _Run:
         except TamperError as error:
             report.find(3, error.sentence, leaf=start, path=path)
             self._continuity.forget()
+            self._missing += not tile
         # 4. Every tile follows from the entries.
         for at in range(width):
             expected = tile[at * HASH_BYTES : (at + 1) * HASH_BYTES]
@@ -313,6 +451,8 @@ class _Run:
                     leaf=start + at,
                     path=tile_path(0, number, width),
                 )
+            if self._before_version_2 is None and leaves and leaf_version(leaves[at]) != 1:
+                self._before_version_2 = self._tree.size, self._tree.root()
             full = self._tree.add(found or bytes(HASH_BYTES))
             self._check_roots()
             if full:
@@ -323,47 +463,94 @@ class _Run:
             self._leaf(start + at, data, path)
 
     def _leaf(self, index: int, data: memoryview, path: str) -> None:
-        report = self._report
+        """Every question about one leaf, each asked by itself: one that cannot be answered is a finding, and the others are asked."""
         # 6. Every leaf is whole, and in its place.
-        report.steps[5].checked += 1
+        self._report.steps[5].checked += 1
         try:
             leaf = decode_leaf(data)
-        except CorruptionError as error:
-            report.find(6, error.sentence, leaf=index, path=path)
+        except Exception as error:
+            sentence = (
+                error.sentence
+                if isinstance(error, CorruptionError)
+                else self._unjudged.sentence(error, f"Leaf {index}")
+            )
+            self._report.find(6, sentence, leaf=index, path=path)
             self._continuity.forget()
             return
-        self._place(index, leaf, path)
-        # 10. Every document is there, and signed by the region that it speaks for.
-        if leaf.header.kind in DOCUMENT_KINDS:
-            report.steps[9].checked += leaf.version > 1
-            for sentence in self._agreements.take(index, leaf, self._document):
-                report.find(10, sentence, leaf=index, path=path)
-        # 7. Every record is accounted for once, under a grant.
-        if leaf.header.kind is not Kind.ACK or leaf.header.side is not Side.EGRESS:
-            # A receipt is about records that their INTENT counts already.
-            report.steps[6].checked += leaf.header.records
-        continued = self._continuity.apply(leaf, index, lambda: not self._agreements.named(leaf.header))
-        for sentence in (*self._granted(leaf), *continued, *self._again(leaf)):
-            report.find(7, sentence, leaf=index, path=path)
-        # 8. Every delivery has its receipt.
-        if leaf.header.kind is Kind.ACK and leaf.header.side is Side.EGRESS:
-            self._receipt(index, leaf, path)
+        header = leaf.header
+        is_receipt = header.kind is Kind.ACK and header.side is Side.EGRESS
+        self._report.steps[9].checked += header.kind in DOCUMENT_KINDS and leaf.version > 1
+        # A receipt is about records that their INTENT counts already.
+        self._report.steps[6].checked += 0 if is_receipt else header.records
+        self._report.steps[7].checked += is_receipt
+        self._look_at_time(index, header)
+        self._crossed_by_version_1 |= leaf.version == 1 and header.kind in _MOVES
+        questions: tuple[tuple[int, Callable[[], Iterable[str]]], ...] = (
+            (6, lambda: self._place(leaf)),
+            # 10. Every document is there, and signed by the region that it speaks for.
+            (10, lambda: self._agreements.take(index, leaf, self._document)),
+            # 7. Every record is accounted for once, under a grant.
+            (7, lambda: self._granted(leaf)),
+            (7, lambda: self._accounted(index, leaf)),
+            (7, lambda: self._again(leaf)),
+            # 8. Every delivery has its receipt.
+            (8, lambda: self._receipt(leaf) if is_receipt else ()),
+        )
+        for step, question in questions:
+            for sentence in self._ask(index, question):
+                self._report.find(step, sentence, leaf=index, path=path, place=self._place_of(index, header))
 
-    def _place(self, index: int, leaf: Leaf, path: str) -> None:
+    def _look_at_time(self, index: int, header: Header) -> None:
+        latest = header.time_ms if self._latest_ms is None else self._latest_ms
+        self._latest_ms = max(latest, header.time_ms)
+        by_ms = latest - header.time_ms
+        if by_ms <= TIME_BACK_MS:
+            return
+        # Told once: from here on the leaves behind it are held to its time.
+        self._latest_ms = header.time_ms
+        self._back.add(by_ms, _ran_back(index, by_ms))
+
+    def _ask(self, index: int, question: Callable[[], Iterable[str]]) -> Iterable[str]:
+        """What does not hold; where nobody foresaw how asking fails, that it failed. Raises what the storage raises, and nothing else."""
+        try:
+            return question()
+        except Exception as error:
+            if error is self._storage_failed:
+                raise
+            return [self._unjudged.sentence(error, f"Leaf {index}")]
+
+    def _accounted(self, index: int, leaf: Leaf) -> list[str]:
+        try:
+            return self._continuity.apply(leaf, index, lambda: not self._agreements.named(leaf.header))
+        except Exception:
+            if leaf.header.kind in _MOVES:
+                self._continuity.miscount(leaf.header, index)
+            # Of what it had counted by then nobody knows how much.
+            self._continuity.forget_shard(leaf.header)
+            raise
+
+    def _place_of(self, index: int, header: Header) -> Place:
+        """What a finding about this leaf is about. All link shards that are not counted share one place."""
+        if header.kind in _MOVES:
+            return Place((header.side, self._continuity.place(header, index), header.kind), is_limited=False)
+        return Place((header.kind, header.grant_id), is_limited=True)
+
+    def _place(self, leaf: Leaf) -> list[str]:
         """Step 6, for a leaf that was read: it is of this log, and versions do not go back."""
+        found = []
         if misplaced := self._log.origin.misplaced(leaf.header):
-            self._report.find(6, misplaced, leaf=index, path=path)
+            found.append(misplaced)
         if leaf.version < self._version:
-            self._report.find(
-                6,
-                f"A leaf of version {leaf.version} stands behind one of version {self._version}.",
-                index,
-                path,
-            )
+            found.append(f"A leaf of version {leaf.version} stands behind one of version {self._version}.")
         self._version = max(self._version, leaf.version)
+        return found
 
     def _document(self, header: Header) -> bytes | None:
-        return read_document(header, self._files)
+        try:
+            return read_document(header, self._files)
+        except OSError as error:
+            self._storage_failed = error
+            raise
 
     def _granted(self, leaf: Leaf) -> list[str]:
         """Step 7, the grant: what the documents before a crossing of version 2 say about it."""
@@ -386,6 +573,11 @@ class _Run:
     def _again(self, leaf: Leaf) -> list[str]:
         """Step 7, after a resend: what crossed before does not cross again; and without one nothing is passed by as if it had."""
         crossed, header = self._agreements.crossed, leaf.header
+        if header.kind in _MOVES and crossed.is_too_long(header.incarnation):
+            return [
+                f"{header.kind.name} of {header.stream}, shard {header.shard}: its incarnation goes on from more than {TRUNCATIONS_MAX} "
+                "others, more than any link does."
+            ]
         passed_by = header.kind is Kind.WITHHELD and header.reason == CROSSED_BEFORE
         if passed_by and not crossed.is_resent(header.incarnation):
             return [
@@ -402,22 +594,18 @@ class _Run:
             else []
         )
 
-    def _receipt(self, index: int, leaf: Leaf, path: str) -> None:
-        report, header = self._report, leaf.header
-        report.steps[7].checked += 1
+    def _receipt(self, leaf: Leaf) -> list[str]:
+        header = leaf.header
         if not header.receipt:
-            report.find(8, "The ACK carries no receipt.", leaf=index, path=path)
-            return
+            return ["The ACK carries no receipt."]
         try:
             receipt = self._trust.open_receipt(header.receipt)
         except TamperError as error:
-            report.find(8, error.sentence, leaf=index, path=path)
-            return
+            return [error.sentence]
         if not receipt.entries_sha256:
             self._does_not_show(WITHOUT_ENTRIES_UNSUPPORTED)
         differing = differences(receipt, header)
-        if differing:
-            report.find(8, f"Receipt and ACK differ in {', '.join(differing)}.", leaf=index, path=path)
+        return [f"Receipt and ACK differ in {', '.join(differing)}."] if differing else []
 
     def _full(self, full: list[Tile]) -> None:
         """Tiles that the entries just filled. Level 0 was compared hash by hash already."""
@@ -442,15 +630,20 @@ class _Run:
         held = [found for found in partial_widths(self._files, kind, number) if found != width]
         if not held:
             return
-        whole = self._files.read(path)
+        try:
+            whole = self._files.read(path)
+        except TamperError:
+            # Told where it was read before.
+            return
         for found in held:
-            base = path.partition(".p/")[0]
-            data = self._files.read(f"{base}.p/{found}") or b""
-            where = f"{base}.p/{found}"
-            if found > width:
-                # A checkpoint was put back, or is about to be written by a process that is still running.
+            where = f"{path.partition('.p/')[0]}.p/{found}"
+            if found > width or whole is None:
+                # Wider: a checkpoint was put back, or is about to be written by a process that is still running.
                 continue
-            if whole is None:
+            try:
+                data = self._files.read(where) or b""
+            except TamperError as error:
+                self._report.find(4, error.sentence, path=where)
                 continue
             prefix = whole[: found * HASH_BYTES] if kind != "entries" else whole[: len(data)]
             short = kind == "entries" and not _holds_entries(data, found)
@@ -493,6 +686,9 @@ class _Run:
             elif following is None and first > report.size:
                 report.find(9, f"Leaves {report.size}..{first - 1} are missing.", leaf=report.size, path=path)
             following = self._segment(name, first, at == len(names) - 1)
+            if report.steps[8].findings >= WAL_FINDINGS_MAX:
+                report.find(9, "What follows was not looked at.", leaf=following, path=path)
+                break
         assert following is not None
         if following < report.size:
             report.find(
@@ -526,6 +722,19 @@ class _Run:
         except CorruptionError as error:
             report.find(9, error.sentence, leaf=following, path=path)
         return following
+
+
+def _skipped(found: Skipped) -> Notice:
+    return Notice(
+        found.leaf,
+        SKIPPED,
+        f"Source offsets {found.first} to {found.last} are in no leaf: under another grant the link began behind them.",
+        found.last - found.first + 1,
+    )
+
+
+def _ran_back(leaf: int, by_ms: int) -> Notice:
+    return Notice(leaf, TIME_BACK, f"Its time is {by_ms // 1000:,} s before that of a leaf before it: the order of leaves is sure, the time is the writer's word.")  # fmt: skip
 
 
 def _holds_entries(data: bytes, width: int) -> bool:

@@ -48,7 +48,8 @@ class Words(Generic[T]):
         """Take a word whose leaf has this time (ms)."""
         if self._goes_on is not None and rank <= self._goes_on:
             return
-        above = [stop for stop in self._stops if stop.rank > rank]
+        # The same word again, in another leaf, does not count from later on.
+        above = [stop for stop in self._stops if stop.rank >= rank]
         if not stops:
             self._goes_on, self._stops = rank, above
             return

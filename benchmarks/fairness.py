@@ -1,6 +1,8 @@
 """The measurement of fairness: what a tenant that works quietly notices of one that takes all it gets.
 
-One round is three phases with the same broker: the quiet tenant alone; beside a noisy one without a quota; beside the same with a quota.
+One round is four phases: the quiet tenant alone; beside a noisy one at a broker of its own on the same machine; beside the same at the
+same broker, without a quota; and with one. The second is the control: there the two share processors and disk, and nothing of Felix's, so
+that what the third costs beyond it is the broker's own doing.
 The quiet tenant publishes single durable records at an even pace, and its latency is from the making of a record to its
 subscriber's hand. The noisy tenant publishes as much as it can into several shards, and reads it as well. Ratios are
 taken round by round, each against the phase alone of its own round. Both tenants keep the books of everything that they publish.
@@ -41,9 +43,10 @@ from felix.quota import QuotaLimits
 QUIET: Final = "quiet"
 NOISY: Final = "noisy"
 ALONE: Final = "alone"
+ELSEWHERE: Final = "beside noise at another broker"
 UNBOUND: Final = "beside noise"
 BOUND: Final = "beside noise with a quota"
-PHASES: Final = (ALONE, UNBOUND, BOUND)
+PHASES: Final = (ALONE, ELSEWHERE, UNBOUND, BOUND)
 LEAD_S: Final = 0.4
 """The noise begins so long before what is measured."""
 TRAIL_S: Final = 0.3
@@ -67,13 +70,15 @@ class FairnessPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One phase over all rounds. `p50_ratio`, `p99_ratio`: against the phase alone; `noise`: bytes per second that reached the noisy
+    """One phase over all rounds. `p50_ratio`, `p99_ratio`: against the phase alone; `p99_of_control`: against that beside noise at another
+    broker; `noise`: bytes per second that reached the noisy
     tenant's subscriber."""
 
     phase: str
     latency: LatencySpread
     p50_ratio: Spread
     p99_ratio: Spread
+    p99_of_control: Spread
     noise: Spread
     account: Account
 
@@ -107,15 +112,18 @@ def measure_fairness(
         tempfile.TemporaryDirectory(prefix="felix-bench-", dir=folder) as home,
         Processes(begun + WHOLE_TIMEOUT_S, what="The measurement of fairness") as processes,
     ):
-        processes.answer(processes.start(broker, Path(home), plan.engine))
-        quiet = _Tenant(processes, Path(home), plan.engine, QUIET)
-        noisy = _Tenant(processes, Path(home), plan.engine, NOISY)
+        shared, other = Path(home) / "shared", Path(home) / "other"
+        for each in (shared, other):
+            processes.answer(processes.start(broker, each, plan.engine))
+        quiet = _Tenant(processes, shared, plan.engine, QUIET)
+        noisy, far = (_Tenant(processes, each, plan.engine, NOISY) for each in (shared, other))
         for number in range(plan.repeats):
             for phase in PHASES:
                 said(f"{phase}, round {number + 1} of {plan.repeats}")
                 limits = QuotaLimits(publish_bytes=plan.quota_bytes, delivery_bytes=plan.quota_bytes)
-                asyncio.run(_set_quota(Path(home), limits if phase == BOUND else None))
-                latency, noise, account = _phase(plan, quiet, noisy, phase)
+                asyncio.run(_set_quota(shared, limits if phase == BOUND else None))
+                beside = {ALONE: None, ELSEWHERE: far}.get(phase, noisy)
+                latency, noise, account = _phase(plan, quiet, beside)
                 latencies[phase].append(latency)
                 noises[phase].append(noise)
                 accounts[phase] += account
@@ -128,7 +136,7 @@ def measure_fairness(
     )
 
 
-def _phase(plan: FairnessPlan, quiet: _Tenant, noisy: _Tenant, phase: str) -> tuple[Latency, float, Account]:
+def _phase(plan: FairnessPlan, quiet: _Tenant, noisy: _Tenant | None) -> tuple[Latency, float, Account]:
     """One phase on new streams: the quiet tenant's latency, the noise, and the books of both."""
     lone = Load(plan.seconds, 1 << 20, batches_per_second=plan.per_second)
     quiet.prepare(Case(plan.engine, "fsync", plan.quiet_bytes, 1), 1)
@@ -136,14 +144,14 @@ def _phase(plan: FairnessPlan, quiet: _Tenant, noisy: _Tenant, phase: str) -> tu
     quiet.begin(Load(0.2, 1 << 20, batches_per_second=plan.per_second))
     quiet.finish()
     noise, account = 0.0, Account()
-    if phase != ALONE:
+    if noisy is not None:
         noisy.prepare(Case(plan.engine, "fsync", plan.noisy_bytes, plan.noisy_batch), plan.noisy_shards)
         noisy.begin(Load(LEAD_S + plan.seconds + TRAIL_S, plan.noisy_records_max))
         time.sleep(LEAD_S)
     quiet.begin(lone)
     got = quiet.finish()
     account += got.account
-    if phase != ALONE:
+    if noisy is not None:
         heard = noisy.finish()
         account += heard.account
         noise = heard.rate * plan.noisy_bytes
@@ -207,11 +215,13 @@ def _result(
     spread = LatencySpread.of(latencies[phase])
     assert spread is not None
     pairs = list(zip(latencies[phase], latencies[ALONE], strict=True))
+    controls = zip(latencies[phase], latencies[ELSEWHERE], strict=True)
     return PhaseResult(
         phase=phase,
         latency=spread,
         p50_ratio=Spread.of([held.p50_us / alone.p50_us for held, alone in pairs]),
         p99_ratio=Spread.of([held.p99_us / alone.p99_us for held, alone in pairs]),
+        p99_of_control=Spread.of([held.p99_us / control.p99_us for held, control in controls]),
         noise=Spread.of(noises),
         account=account,
     )

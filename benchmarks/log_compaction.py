@@ -20,9 +20,9 @@ from felix.names import StreamName
 from felix.settings import Compaction
 from keys.envelope import BatchSealer, DataKey, open_batch
 from keys.key_id import RANDOM_BYTES, KeyKind, new_key_id
-from region.log.disk import SegmentLimits
 from region.log.maintenance import COMPACTION_SHARE
 from region.log.segment import ShardIdentity
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
 IDENTITY = ShardIdentity("us-east", "bench/log/compact", bytes(16), 0)

@@ -29,5 +29,5 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with the v
 def measured(measure: Callable[[Callable[[str], None]], R], level: int) -> R:
     """What `measure` finds, with how far it is for people; `level`: below it Felix logs nothing meanwhile."""
     logging.getLogger("felix").setLevel(level)
-    with err.status("starting") as status:
+    with err.console.status("starting") as status:
         return measure(status.update)

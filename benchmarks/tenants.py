@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from benchmarks.fairness import FairnessPlan, FairnessReport, measure_fairness
+from benchmarks.fairness import ELSEWHERE, FairnessPlan, FairnessReport, measure_fairness
 from benchmarks.options import FolderOption, JsonOption, QuickOption, measured
 from benchmarks.slow_consumer import SlowPlan, SlowReport, measure_slow_consumer
 from cli.benchmark.accounting import Account
@@ -57,7 +57,7 @@ def fairness(
     folder: FolderOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Latency of a quiet tenant alone, beside a noisy one, and beside it with a quota."""
+    """Latency of a quiet tenant alone, beside a noisy one at another broker and at its own, and beside it with a quota."""
     plan = QUICK_FAIRNESS if quick else FairnessPlan()
     plan = msgspec.structs.replace(
         plan,
@@ -137,7 +137,7 @@ def print_fairness(report: FairnessReport) -> None:
     table = _table(
         f"A quiet tenant, {plan.per_second:.0f} durable records a second, beside a noisy one: median of the rounds "
         "(lowest – highest)",
-        ("p50 / p99 ms", "p50 of alone", "p99 of alone", "noise MB/s"),
+        ("p50 / p99 ms", "p50 of alone", "p99 of alone", "p99 of control", "noise MB/s"),
     )
     for result in report.results:
         table.add_row(
@@ -145,9 +145,11 @@ def print_fairness(report: FairnessReport) -> None:
             _latency(result.latency),
             _spread(result.p50_ratio),
             _spread(result.p99_ratio),
+            _spread(result.p99_of_control),
             f"{result.noise.median / 1e6:,.1f}" if result.noise.median else "",
         )
     out.print(table)
+    out.print(f"the control: {ELSEWHERE}, where only processors and disk are shared")
     out.print(f"the quota: {Rate(plan.quota_bytes)} of publishing, and the same of delivery")
     _closing(sum((result.account for result in report.results), Account()), plan.repeats, report.seconds)
 

@@ -30,7 +30,7 @@ from bridge.config import BridgeConfig, BridgePaths, paths_of
 from bridge.document_feed import DocumentFeed
 from bridge.document_sync import KINDS, Documents, DocumentSync, parse_documents
 from bridge.documents import POLICY, EgressDocuments
-from bridge.egress_disk import open_egress, save_ledger
+from bridge.egress_disk import open_egress, read_words, save_ledger
 from bridge.endpoint import RegionEndpoint
 from bridge.failpoint import Failpoints
 from bridge.health import AgentCollector
@@ -44,7 +44,7 @@ from felix.connection import Link
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.expiry import Life, Stage, stage_of, until_text
 from felix.health import HealthServer
-from felix.identity import Identity, TrustBundle
+from felix.identity import Identity
 from felix.identity_file import load_identity
 from felix.messages import (
     Cosign,
@@ -58,6 +58,7 @@ from felix.messages import (
 )
 from felix.names import NamePattern, SpiffeId, StreamName, trust_domain
 from felix.page import pages
+from felix.peer import TrustBundle
 from felix.periodic import every
 from felix.profile import Profile
 from felix.renewal import request_renewal, store_renewed
@@ -179,41 +180,69 @@ def region_profile(
 
 
 class Agent:
-    """`start`, then `stop`; an agent is not started twice. `base` is the folder of bridge.yaml."""
+    """Made and begun by `start`; ended by `stop`."""
 
     def __init__(
         self,
         config: BridgeConfig,
         base: Path,
+        files: AgentFiles,
+        quorum: Quorum | None,
         *,
-        engine: Engine | None = None,
-        runtime: Runtime = REAL,
-        storage: Files = SHARED_FILES,
+        engine: Engine | None,
+        runtime: Runtime,
+        storage: Files,
     ) -> None:
-        """`storage`: what the egress log is in."""
+        """`quorum`: without whose cosignatures nothing crosses."""
         self.config = config
         self.base = base
         self.paths = paths_of(config, base)
         self.health: HealthServer | None = None
         self.rows: tuple[PlannedLink, ...] = ()
-        self.context: LinkContext
-        self._engine = engine
         self._runtime = runtime
         self._storage = storage
         self._clock_ms = runtime.clock.now_ms
-        self._files: AgentFiles
-        self._endpoints: dict[str, RegionEndpoint] = {}
+        self._files = files
+        self._quorum = quorum
+        reached = (
+            (config.source, config.source_addresses, config.source_server_name),
+            *((each.region, each.addresses, each.server_name) for each in config.destinations),
+        )
+        self._endpoints = {
+            region: RegionEndpoint(
+                region_profile(files.bundles[region], addresses, server_name, files.identity, config.engine),
+                files.bundles[region],
+                engine,
+                runtime,
+            )
+            for region, addresses, server_name in reached
+        }
+        self.context = LinkContext(
+            bridge=files.identity.spiffe_id,
+            identity=files.identity,
+            handoff=files.handoff,
+            source=self._endpoints[config.source],
+            limits=config.limits,
+            failpoints=Failpoints.of(os.environ),
+            runtime=runtime,
+            log_grant=self._log_grant,
+            check_history=self._check_history,
+            held=self._held,
+            notice=self._notice,
+            tracing=CrossingTracing() if config.tracing.exporter != "none" else None,
+        )
+        self._egress_documents = EgressDocuments(self.context)
+        self._document_sync = DocumentSync(
+            self._clock_ms, self._egress_documents.is_logged, self._documents_brought
+        )
         self._workers: dict[tuple[str, str, int], tuple[LinkWorker, asyncio.Task[None]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._feeds: dict[str, DocumentFeed] = {}
+        self._soon = asyncio.Event()
+        self._reasons: dict[str, str] = {}
+        self._feeds = {region: self._new_feed(region, each) for region, each in self._endpoints.items()}
         self._book = GrantBook()
         self._book_of: object = None
-        self._document_sync: DocumentSync
-        self._soon = asyncio.Event()
         self._submissions: Submissions | None = None
-        self._quorum: Quorum | None = None
-        self._egress_documents: EgressDocuments
-        self._reasons: dict[str, str] = {}
         self._expiry_told = Stage.FRESH
         self._expiry_reasons: set[Code] = set()
         """why the identity could not be renewed, as far as it was told at this stage: each once"""
@@ -227,33 +256,33 @@ class Agent:
 
     # -- life ------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Read the files and begin. Raises RequestError where they are not as they must be."""
-        config = self.config
-        self._files = files = await asyncio.to_thread(load_files, config, self.paths)
+    @classmethod
+    async def start(
+        cls,
+        config: BridgeConfig,
+        base: Path,
+        *,
+        engine: Engine | None = None,
+        runtime: Runtime = REAL,
+        storage: Files = SHARED_FILES,
+    ) -> Agent:
+        """Read the files and begin. `base` is the folder of bridge.yaml, `storage` what the egress log is in. Raises RequestError
+        where the files are not as they must be.
+        """
+        files = await asyncio.to_thread(load_files, config, paths_of(config, base))
+        quorum = None
         if config.require_quorum is not None:
-            self._quorum = await asyncio.to_thread(load_quorum, config, self.base)
-        source = self._endpoint(config.source, config.source_addresses, config.source_server_name)
-        for each in config.destinations:
-            self._endpoint(each.region, each.addresses, each.server_name)
-        self.context = LinkContext(
-            bridge=files.identity.spiffe_id,
-            identity=files.identity,
-            handoff=files.handoff,
-            source=source,
-            limits=config.limits,
-            failpoints=Failpoints.of(os.environ),
-            runtime=self._runtime,
-            log_grant=self._log_grant,
-            check_history=self._check_history,
-            held=self._held,
-            notice=self._notice,
-            tracing=CrossingTracing() if config.tracing.exporter != "none" else None,
-        )
-        self._egress_documents = EgressDocuments(self.context)
-        self._document_sync = DocumentSync(
-            self._clock_ms, self._egress_documents.is_logged, self._documents_brought
-        )
+            quorum = await asyncio.to_thread(load_quorum, config, base)
+        agent = cls(config, base, files, quorum, engine=engine, runtime=runtime, storage=storage)
+        try:
+            agent._begin()
+        except BaseException:
+            await agent.stop()
+            raise
+        return agent
+
+    def _begin(self) -> None:
+        config = self.config
         if config.health is not None:
             collector = AgentCollector(
                 self._stats,
@@ -266,8 +295,7 @@ class Agent:
             self.health = HealthServer(config.health.host, config.health.port, collector, self.not_ready)
         for region, endpoint in self._endpoints.items():
             endpoint.start()
-            feed = self._feeds[region] = self._new_feed(region, endpoint)
-            self._spawn(feed.run())
+            self._spawn(self._feeds[region].run())
         for work in (
             self._open_log(),
             self._plan_loop(),
@@ -280,13 +308,6 @@ class Agent:
             failure = "looking for a quorum of witnesses failed"
             self._spawn(every(QUORUM_S, self._look_for_quorum, failure, log))
 
-    def _endpoint(self, region: str, addresses: tuple[str, ...], server_name: str) -> RegionEndpoint:
-        files = self._files
-        bundle = files.bundles[region]
-        profile = region_profile(bundle, addresses, server_name, files.identity, self.config.engine)
-        endpoint = self._endpoints[region] = RegionEndpoint(profile, bundle, self._engine, self._runtime)
-        return endpoint
-
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(work))
 
@@ -294,8 +315,7 @@ class Agent:
         """Finish what is on the way, have the last checkpoint cosigned, close. Safe to call twice."""
         await end_tasks(*self._tasks)
         self._tasks.clear()
-        if hasattr(self, "_document_sync"):
-            await self._document_sync.close()
+        await self._document_sync.close()
         for worker, _ in self._workers.values():
             worker.leave()
         running = [task for _, task in self._workers.values()]
@@ -303,7 +323,7 @@ class Agent:
             await asyncio.wait(running, timeout=CLOSE_S)
         await end_tasks(*running)
         self._workers.clear()
-        trail = self.context.trail if hasattr(self, "context") else None
+        trail = self.context.trail
         if trail is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
@@ -398,6 +418,7 @@ class Agent:
                 trail.expect_cosigners(len(config.destinations) + len(config.witnesses))
                 self._submissions = Submissions(trail, outside, self._runtime)
                 self._submissions.start()
+                self._egress_documents.recall(await asyncio.to_thread(read_words, trail, context.ledger))
                 context.trail = trail
                 log.info("the egress log %s is open, %d leaves", self.paths.egress, trail.status().durable)
                 return
@@ -527,20 +548,21 @@ class Agent:
                 feed.look()
 
     def _make_book(self) -> None:
-        """Anew where a document changed."""
+        """Anew where a document changed, or the egress log has another word."""
         listed = self._documents
-        if self._book_of != listed:
+        made_of = (listed, self._egress_documents.said.changes)
+        if self._book_of != made_of:
             documents: list[Document] = []
             for held in listed.values():
                 documents += parse_documents({kind: held.get(kind, {}) for kind in KINDS})
             trusted = {region: endpoint.bundle.policy_keys for region, endpoint in self._endpoints.items()}
             anchors = TrustBundle(endpoint.bundle.anchor() for endpoint in self._endpoints.values())
-            self._book = GrantBook(documents, trusted, anchors)
+            self._book = self._egress_documents.counting(GrantBook(documents, trusted, anchors))
             self._egress_documents.take(listed, trusted, anchors, self._book)
             for problem in self._book.problems:
                 log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
             # What a region said is never changed: it says something else.
-            self._book_of = listed
+            self._book_of = made_of
 
     async def _plan(self) -> None:
         """Tell the workers what the book says."""

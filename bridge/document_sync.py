@@ -23,9 +23,9 @@ from felix.errors import Code, FelixError, UnavailableError
 from felix.messages import ListDocuments, PutDocument
 from felix.page import pages
 from felix.tasks import end_tasks
-from policy.approval import Approval, Document, parse_document
-from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, ImportGrant, Standing
-from policy.signed import Purpose, SignatureError, decode_body
+from policy.approval import Approval, Document, parse_document, require_size
+from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, ImportGrant, Standing, half_rank
+from policy.signed import Purpose, SignatureError, SignedDocument, decode_body
 
 log = logging.getLogger("felix.bridge.document_sync")
 
@@ -33,6 +33,8 @@ KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """In the order in which they are brought: a grant before what is said about it."""
 DOCUMENTS_MAX: Final = 10_000
 """Of one kind, of one region: a bridge has its own grants only."""
+LISTED_BYTES_MAX: Final = 64 << 20
+"""Of one region: ten thousand grants with both halves are some 50 MB. What lies behind is not listed; whoever shows more is not an honest broker."""
 SAID_MAX: Final = 1_000
 """Unreadable documents that were logged and are not logged again."""
 REFUSED_AGAIN_MS: Final = 30_000
@@ -52,16 +54,30 @@ async def list_documents(
     do not go on: another region's broker says what stands in them."""
     found: dict[str, dict[str, bytes]] = {}
     revision: bytes | None = None
+    size = 0
     for kind in kinds:
         held: dict[str, bytes] = {}
+        listed_of_kind = 0
         listed = ListDocuments(kind, "", 100)
         async for page in pages(connection, listed, "documents", lambda page: max(page.documents)):
             revision = page.revision if revision is None else revision
-            held.update(page.documents)
-            if len(held) >= DOCUMENTS_MAX:
+            held.update({name: data for name, data in page.documents.items() if _has_size(kind, name, data)})
+            size += sum(map(len, page.documents.values()))
+            listed_of_kind += len(page.documents)
+            if listed_of_kind >= DOCUMENTS_MAX or size >= LISTED_BYTES_MAX:
                 break
         found[kind] = held
     return found, revision or b""
+
+
+def _has_size(kind: str, name: str, data: bytes) -> bool:
+    """Whether a document of this kind may be so long; what is longer is neither held nor read."""
+    try:
+        require_size(kind, data)
+    except SignatureError as error:
+        _say_unreadable(name, str(error))
+        return False
+    return True
 
 
 def parse_documents(documents: Documents) -> list[Document]:
@@ -96,11 +112,35 @@ def missing(giver: Documents, taker: Documents, from_region: str, to_region: str
                 if not _concerns(document, to_region, own):
                     continue
                 # A half that was signed again takes the place of the one before; the rest is never replaced.
-                if name not in held or (kind in ("export", "import") and held[name] != data):
+                if name not in held or (held[name] != data and _outranks(document, held[name])):
                     wanted.append((kind, name))
             except SignatureError:
                 continue
     return wanted
+
+
+def _outranks(document: Document, held: bytes) -> bool:
+    """Whether a half takes the place of the one that a region holds, which takes no other. What cannot be read is replaced."""
+    rank = _rank_of(document)
+    if rank is None:
+        return False
+    try:
+        before = _rank_of(parse_document(held))
+    except SignatureError:
+        return True
+    return before is None or rank > before
+
+
+def _rank_of(document: Document) -> tuple[int, bytes] | None:
+    """None where it is no half. Raises SignatureError."""
+    match document.purpose:
+        case Purpose.EXPORT:
+            assert isinstance(document, SignedDocument)
+            return half_rank(decode_body(document, ExportGrant, Purpose.EXPORT))
+        case Purpose.IMPORT:
+            assert isinstance(document, SignedDocument)
+            return half_rank(decode_body(document, ImportGrant, Purpose.IMPORT))
+    return None
 
 
 def _concerns(document: Document, region: str, own: dict[str, str]) -> bool:

@@ -6,6 +6,8 @@ residency policy of its own region; of them, those whose signatures hold and who
 those that accept its terms: what another region signs besides has no place in this log. A revocation's leaf comes once no link under
 its grant is in session any more: what is on its way is dealt with first.
 
+What has its leaf counts until a later word does, whatever is listed (bridge.said).
+
 Invariants: a leaf is durable, and its document beside the log where it is too long for it, before `log` returns; what is not
 in the ledger is brought nowhere (`is_logged`), and nothing crosses under a grant one of whose documents is not
 (`require_logged`).
@@ -15,8 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from hashlib import sha256
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 from audit.document_disk import keep_document
@@ -24,9 +27,10 @@ from audit.leaf import Side
 from audit.signed_leaf import signed_leaf
 from bridge.document_sync import Documents, parse_documents
 from bridge.link_worker import LinkContext
+from bridge.said import BYTES_MAX, WORDS_MAX, Said
 from felix.errors import FelixError, RequestError, UnavailableError
-from felix.identity import TrustBundle
 from felix.pace import Pace
+from felix.peer import TrustBundle
 from policy.approval import APPROVERS_MAX, Approval, Document, earliest
 from policy.grant import (
     EVERYWHERE,
@@ -75,6 +79,8 @@ class Paper(NamedTuple):
     grant: str = ""
     revokes: bool = False
     policy: ResidencyPolicy | None = None
+    made_under: int = 0
+    """of an export half, the revision of its region's policy"""
 
 
 class EgressDocuments:
@@ -84,32 +90,49 @@ class EgressDocuments:
         self._context = context
         self._papers: tuple[Paper, ...] = ()
         self._book = GrantBook()
+        self.said = Said()
         self._seen_ms: dict[bytes, int] = {}
         self._logging = asyncio.Lock()
         self._pace = Pace(FOREIGN_PER_S, FOREIGN_BURST, REGIONS_MAX, context.runtime.clock.monotonic)
         self._held_back: set[str] = set()
         """regions of which documents wait"""
+        self._no_room: set[bytes] = set()
+        """documents that get no leaf for want of room"""
         self._unwritable: set[bytes] = set()
         """Documents of which no leaf can be made."""
+
+    def recall(self, words: Iterable[Document]) -> None:
+        """Take what stands in the egress log, which is open now."""
+        for document in words:
+            self.said.take(document)
+
+    def counting(self, listed: GrantBook) -> GrantBook:
+        """What counts: the book of what the regions list now, with what the log has of later words than are genuine there."""
+        beside = self.said.beside(listed.believed)
+        return listed.including(beside) if beside else listed
 
     def take(
         self, held: Mapping[str, Documents], trusted: Trusted, anchors: TrustBundle, book: GrantBook
     ) -> None:
         """Take what the regions hold now; `book` was made of it."""
         context = self._context
-        doubted = {problem.document for problem in book.problems}
         papers: dict[bytes, Paper] = {}
         own, regions = book.carried_by(str(context.bridge))
         source = context.source.region
-        for region, documents in held.items():
-            for document in parse_documents(documents):
+        listed = {region: parse_documents(documents) for region, documents in held.items()}
+        believed = book.believed
+        current = self.said.current(believed)
+        logged = context.ledger.documents
+        for region, documents in listed.items():
+            for document in documents:
                 if document.purpose is Purpose.POLICY:
                     paper = self._policy(document, trusted) if region == document.region == source else None
-                elif document in doubted:
+                elif document not in believed:
                     continue
                 else:
                     paper = _paper(document, own, regions, book)
-                if paper is not None:
+                # Of a word that another one took the place of, none is made any more: whoever verifies may have forgotten the later one.
+                if paper is not None and (paper.policy or paper.digest in logged or document in current):
                     papers[paper.digest] = paper
         papers = _without_more_approvers(papers)
         now = context.clock_ms()
@@ -131,11 +154,17 @@ class EgressDocuments:
         return Paper(document, file, sha256(file).digest(), policy=policy)
 
     @property
+    def _policies(self) -> Iterator[Paper]:
+        """Of the papers those that are policies, which come first."""
+        return takewhile(lambda paper: paper.policy is not None, self._papers)
+
+    @property
     def is_waiting(self) -> bool:
         """True while a document has no leaf yet that may get it now."""
         return any(
             paper.digest not in self._context.ledger.documents
             and paper.digest not in self._unwritable
+            and paper.digest not in self._no_room
             and paper.document.region not in self._held_back
             for paper in self._papers
         )
@@ -147,7 +176,7 @@ class EgressDocuments:
     def require_logged(self, grant: str) -> None:
         """Raises UnavailableError unless all that the grant rests on stands in the egress log, the source's policy included."""
         logged = self._context.ledger.documents
-        if not any(paper.policy is not None and paper.digest in logged for paper in self._papers):
+        if not any(paper.digest in logged for paper in self._policies):
             raise UnavailableError(
                 f"The residency policy of {self._context.source.region} does not stand in the egress log yet.",
                 retry_after_ms=500,
@@ -172,8 +201,10 @@ class EgressDocuments:
         ]
         written = 0
         self._held_back.clear()
+        self._no_room.clear()
         for paper in missing:
-            if not (paper.revokes and is_busy(paper.grant)) and self._may_log(paper.document.region):
+            waits = (paper.revokes and is_busy(paper.grant)) or not self._has_policy(paper)
+            if not waits and self._may_log(paper):
                 try:
                     written += await asyncio.shield(asyncio.ensure_future(self._append(paper)))
                 except RequestError as error:
@@ -181,10 +212,29 @@ class EgressDocuments:
                     log.error("a document of %s gets no leaf: %s", paper.document.region, error)
         return written
 
-    def _may_log(self, region: str) -> bool:
-        """Whether one more document that this region signed gets its leaf now."""
+    def _has_policy(self, paper: Paper) -> bool:
+        """Whether an export half stands behind the policy that it was made under, or a later one, as whoever verifies the log
+        asks. The two are listed one after the other: a half may be seen before its policy."""
+        logged = self._context.ledger.documents
+        return not paper.made_under or any(
+            held.policy is not None and held.policy.revision >= paper.made_under and held.digest in logged
+            for held in self._policies
+        )
+
+    def _may_log(self, paper: Paper) -> bool:
+        """Whether this document gets its leaf now. Of another region's own words so many, and so many bytes, are held; and its leaves are
+        paced."""
+        region = paper.document.region
         if region == self._context.source.region:
             return True
+        if not self.said.has_room(paper.document):
+            if not self._no_room:
+                log.warning(
+                    "the egress log has %d grants, pauses and deny entries of %s, or %d MiB: no more get a leaf. Begin with a new bridge.",
+                    WORDS_MAX, region, BYTES_MAX >> 20,
+                )  # fmt: skip
+            self._no_room.add(paper.digest)
+            return False
         if region not in self._held_back and self._pace.take(region):
             log.warning("%s signs documents without end; their leaves wait", region)
             self._held_back.add(region)
@@ -210,6 +260,7 @@ class EgressDocuments:
             context.failpoints.at("document-kept")
             await trail.append([leaf])
             context.ledger.apply(leaf.header)
+            self.said.take(paper.document)
             context.failpoints.at("document-logged")
             return True
 
@@ -224,14 +275,21 @@ def _order(paper: Paper) -> tuple[bool, int, bytes]:
 
 
 def _without_more_approvers(papers: dict[bytes, Paper]) -> dict[bytes, Paper]:
-    """Of a grant's approvals by one region as many as whoever verifies the log holds."""
-    approvals: dict[tuple[str, str], list[tuple[tuple[int, str, str], bytes]]] = {}
+    """Of a grant's approvals by one region those that whoever verifies the log holds: of each person the earliest, and of more
+    people than are held those who approved first. Another one of the same person changes nothing, however many there are."""
+    people: dict[tuple[str, str], dict[str, tuple[tuple[int, str, str], bytes]]] = {}
     for digest, paper in papers.items():
         if isinstance(paper.document, Approval):
             claim = paper.document.claim
-            approvals.setdefault((claim.grant, claim.region), []).append((earliest(claim), digest))
-    more = {digest for found in approvals.values() for _, digest in sorted(found)[APPROVERS_MAX:]}
-    return {digest: paper for digest, paper in papers.items() if digest not in more}
+            found = people.setdefault((claim.grant, claim.region), {})
+            rank = earliest(claim), digest
+            found[claim.approver] = min(rank, found.get(claim.approver, rank))
+    kept = {digest for found in people.values() for _, digest in sorted(found.values())[:APPROVERS_MAX]}
+    return {
+        digest: paper
+        for digest, paper in papers.items()
+        if digest in kept or not isinstance(paper.document, Approval)
+    }
 
 
 def _paper(
@@ -240,6 +298,7 @@ def _paper(
     """A document that concerns the bridge; None for one that does not."""
     file = document.encode_file()
     digest = sha256(file).digest()
+    made_under = 0
     if isinstance(document, Approval):
         grant, revokes = document.claim.grant, False
     elif document.purpose is Purpose.DENY:
@@ -247,11 +306,12 @@ def _paper(
         concerned = entry.region in regions and (entry.peer == EVERYWHERE or entry.peer in regions)
         return Paper(document, file, digest) if concerned else None
     elif document.purpose is Purpose.EXPORT:
-        grant, revokes = decode_body(document, ExportGrant, Purpose.EXPORT).grant, False
+        export = decode_body(document, ExportGrant, Purpose.EXPORT)
+        grant, revokes, made_under = export.grant, False, export.policy_revision
     elif document.purpose is Purpose.IMPORT:
         accepted = decode_body(document, ImportGrant, Purpose.IMPORT)
-        export = book.half(accepted.grant)
-        if not isinstance(export, ExportGrant) or not agree(export, accepted):
+        granted = book.half(accepted.grant)
+        if not isinstance(granted, ExportGrant) or not agree(granted, accepted):
             return None
         grant, revokes = accepted.grant, False
     else:
@@ -263,4 +323,4 @@ def _paper(
         half.terms.to_region,
     ):
         return None
-    return Paper(document, file, digest, grant, revokes)
+    return Paper(document, file, digest, grant, revokes, made_under=made_under)

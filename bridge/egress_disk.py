@@ -6,21 +6,27 @@ and is taken only where the log's own tiles say that it is of this log.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 from audit.checkpoint import note_size
+from audit.document_disk import read_documents
 from audit.leaf import read_header
 from audit.note import NoteSigner, VerifierKey
 from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
+from audit.unjudged import Unjudged
 from bridge.ledger import Ledger
-from felix.errors import CorruptionError
+from felix.errors import CorruptionError, FelixError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import SHARED_FILES
 from felix.storage.port import Files
+from policy.approval import Document, parse_document
+
+log = logging.getLogger("felix.bridge.egress")
 
 SNAPSHOT_PATH: Final = "ledger"
 SNAPSHOT_LEAVES: Final = 8_192
@@ -51,11 +57,28 @@ def open_egress(
     return trail, ledger
 
 
+def read_words(trail: Trail, ledger: Ledger) -> list[Document]:
+    """The documents of the leaves that `ledger.words` names, in the log's order; those that cannot be read are left out, as by whoever
+    verifies."""
+    size, found = note_size(trail.checkpoint()), list[Document]()
+    for index, document in read_documents(trail.files, set(ledger.words.values()), size):
+        try:
+            found.append(parse_document(document))
+        except FelixError as error:
+            log.error("the document of leaf %d cannot be read: %s", index, error)
+    return found
+
+
 def _read(trail: Trail, ledger: Ledger, start: int, size: int) -> None:
-    for _, leaf in read_entries(trail.files, start, size, size):
+    unjudged = Unjudged(trail.key.name)
+    for number, leaf in read_entries(trail.files, start, size, size):
         header = read_header(leaf)
-        if header is not None:
-            ledger.apply(header)
+        try:
+            if header is not None:
+                ledger.apply(header, number)
+        except Exception as error:
+            # It stands in the log for good: the others are read all the same.
+            unjudged.sentence(error, f"Leaf {number}")
 
 
 def _snapshot(trail: Trail, size: int) -> tuple[Ledger, int]:

@@ -26,12 +26,12 @@ _COUNTERS: Final = (
 _GAUGES: Final = (
     ("position", "position", "The source offset that crosses next."),
     ("high_watermark", "high_watermark", "The source's high watermark."),
-    ("lag_records", "lag_records", "Records that are still to cross; -1: not known."),
+    ("lag_records", "lag_records", "Records that are still to cross; -1: not known, or the grant has ended."),
     ("lag_bytes", "lag_bytes", "The same in bytes, by their share of the shard; -1: not known."),
     (
         "lag_ms",
         "lag_ms",
-        "How long the oldest record that waits has waited, at most; 0 where none does; -1: not known.",
+        "How long the oldest record that waits has waited, at most; 0 where none does; -1: not known, or the grant has ended.",
     ),
 )
 _WITNESS_GAUGES: Final = (

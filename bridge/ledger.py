@@ -10,13 +10,14 @@ Invariants: the state is a function of the headers applied, in order; `Ledger.de
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import msgspec
 
 from audit.crossed import CROSSED_BEFORE
 from audit.leaf import GapKind, Header, Kind, Side
-from audit.position import LinkShard
+from audit.position import Crossing, LinkShard
 from audit.stream_statement import Span
 from felix.errors import CorruptionError
 
@@ -24,6 +25,10 @@ NOTHING: Final = hashlib.sha256(b"").digest()
 """What an INTENT names as its source batch that carries no records over a gap."""
 SPANS_MAX: Final = 64
 """Epochs of one shard that are remembered: where more were read since a copy was made that is put back, all crosses again."""
+GAPS_MAX: Final = 4_096
+"""Ranges that are gaps, and behind which nothing was answered, remembered of one shard: as many as there may be INTENTs without an answer."""
+WORDS: Final = frozenset((Kind.GRANT, Kind.ACCEPT, Kind.STANDING, Kind.REVOKE, Kind.DENY_ENTRY))
+"""Kinds of documents that count until a later word of the same region does (bridge.said)."""
 TRUNCATED_MAX: Final = 64
 """Ranges found gone that are remembered of one shard; the log has them all."""
 
@@ -53,6 +58,19 @@ class ShardAccount(msgspec.Struct):
     """offsets that could not be read"""
     truncated: list[tuple[int, int]] = []
     """ranges that are accounted for and were found gone afterwards: first and last offset"""
+    gap_ranges: list[tuple[int, int]] = []
+    """first and last offset of each gap behind which nothing was answered"""
+
+    def known_to(self, position: int, announced: Iterable[Crossing]) -> int:
+        """Where another grant, which goes on at `position`, begins: there or below, so that it cuts in two no gap, and no batch of
+        these, which were announced and have no answer. Above what is accounted for, where that ends."""
+        units = [*self.gap_ranges, *((each.first_offset, each.last_offset) for each in announced)]
+        return min([self.accounted_to, *(first for first, last in units if first < position <= last)])
+
+    def has_gap(self, first: int, last: int) -> None:
+        """These offsets are not there to be announced."""
+        del self.gap_ranges[: 1 - GAPS_MAX]
+        self.gap_ranges.append((first, last))
 
     def has_read(self, span: Span) -> None:
         """A batch up to there was read."""
@@ -81,6 +99,8 @@ class _Snapshot(msgspec.Struct):
     grants: dict[str, GrantAccount]
     shards: list[_Shard]
     documents: list[bytes]
+    words: dict[bytes, int] | None = None
+    """none in a snapshot of an earlier version, which is not taken"""
 
 
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
@@ -95,11 +115,15 @@ class Ledger:
         self._shards: dict[ShardKey, ShardAccount] = {}
         self.documents: set[bytes] = set()
         """SHA-256 of each signed document that has a leaf"""
+        self.words: dict[bytes, int] = {}
+        """of those that a later word may replace, their leaves, as far as the log was read from its files"""
 
-    def apply(self, header: Header) -> None:
-        """Take the next leaf's header into account."""
+    def apply(self, header: Header, index: int | None = None) -> None:
+        """Take the next leaf's header into account; `index`: its place, where that is known."""
         if header.document_sha256:
             self.documents.add(header.document_sha256)
+            if index is not None and header.kind in WORDS:
+                self.words.setdefault(header.document_sha256, index)
         match header.kind:
             case Kind.GRANT:
                 self._grant(header.grant_id).granted = True
@@ -111,6 +135,9 @@ class Ledger:
                 account = self._shards.get(ShardKey(LinkShard.of(header), header.incarnation))
                 if account is not None:
                     account.crossed += header.records
+                    account.gap_ranges = [
+                        each for each in account.gap_ranges if each[1] > (header.last_offset or 0)
+                    ]
 
     def _grant(self, grant_id: str) -> GrantAccount:
         return self._grants.setdefault(grant_id, GrantAccount())
@@ -129,9 +156,12 @@ class Ledger:
         elif account.grant_id != header.grant_id:
             # Another grant may begin again where the one before it was not answered any more.
             account.grant_id, account.accounted_to = header.grant_id, after
+            account.gap_ranges = [each for each in account.gap_ranges if each[1] < header.first_offset]
         else:
             account.accounted_to = max(account.accounted_to, after)
-        if header.kind is not Kind.GAP and header.source_batch_sha256 != NOTHING:
+        if header.kind is Kind.GAP:
+            account.has_gap(header.first_offset, header.last_offset)
+        elif header.source_batch_sha256 != NOTHING:
             account.has_read(Span(header.source_epoch, after))
         if header.kind is Kind.INTENT:
             grant = self._grant(header.grant_id)
@@ -168,7 +198,7 @@ class Ledger:
         """A snapshot after `size` leaves, the last of which has this hash."""
         shards = [_Shard(key, account) for key, account in self._shards.items()]
         return msgspec.msgpack.encode(
-            _Snapshot(size, last_leaf_hash, self._grants, shards, sorted(self.documents))
+            _Snapshot(size, last_leaf_hash, self._grants, shards, sorted(self.documents), self.words)
         )
 
     @classmethod
@@ -178,8 +208,10 @@ class Ledger:
             snapshot = _snapshot.decode(data)
         except msgspec.MsgspecError as error:
             raise CorruptionError(f"The snapshot of the ledger does not decode: {error}.") from error
+        if snapshot.words is None:
+            raise CorruptionError("The snapshot of the ledger is of an earlier version.")
         ledger = cls()
-        ledger._grants = snapshot.grants
+        ledger._grants, ledger.words = snapshot.grants, snapshot.words
         ledger.documents = set(snapshot.documents)
         ledger._shards = {each.key: each.account for each in snapshot.shards}
         return ledger, snapshot.size, snapshot.last_leaf_hash

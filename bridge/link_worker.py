@@ -212,6 +212,8 @@ class LinkWorker:
         self.row = row
         self.phase = LinkPhase.WAITING
         self.reason = "The link has just begun."
+        self._ended_by = 0
+        """the code of why it stopped, whether the plan or a broker said so; 0 while it has not"""
         self.alarm = ""
         self.stats = LinkStats()
         self._wake = asyncio.Event()
@@ -307,7 +309,8 @@ class LinkWorker:
         """What the link says of itself."""
         row, stats, context = self.row, self.stats, self._context
         window = self._window
-        known = stats.sessions > 0
+        # Under a grant that has ended nothing is still to cross, however far the stream goes on.
+        known = stats.sessions > 0 and self._ended_by not in (Code.GRANT_REVOKED, Code.GRANT_EXPIRED)
         behind = max(0, stats.high_watermark - stats.position)
         lag_ms = -1
         if known and not behind:
@@ -358,7 +361,7 @@ class LinkWorker:
             self._planned.clear()
             row = self.row
             if row.verdict is not Verdict.RUN or row.shard < 0 or row.export is None:
-                self._step(EVENT_OF.get(row.verdict, LinkEvent.HOLD), row.reason)
+                self._step(EVENT_OF.get(row.verdict, LinkEvent.HOLD), row.reason, row.code)
                 await self._planned.wait()
                 continue
             self._step(LinkEvent.ALLOW, "Opening.")
@@ -377,10 +380,11 @@ class LinkWorker:
                 async with asyncio.timeout(pause_ms / 1000):
                     await self._planned.wait()
 
-    def _step(self, event: LinkEvent, reason: str) -> None:
+    def _step(self, event: LinkEvent, reason: str, code: int = 0) -> None:
         before, said = self.phase, self.reason
         self.phase = advance(before, event)
         self.reason = reason
+        self._ended_by = code if event is LinkEvent.END else 0
         if self.phase is not before or (reason and reason != said):
             row = self.row
             log.info(
@@ -400,7 +404,7 @@ class LinkWorker:
         if error.code is Code.PAUSED:
             self._step(LinkEvent.PAUSE, str(error))
         elif error.code in (Code.GRANT_EXPIRED, Code.GRANT_REVOKED, Code.BUDGET_EXHAUSTED):
-            self._step(LinkEvent.END, str(error))
+            self._step(LinkEvent.END, str(error), error.code)
         elif error.code is Code.OFFSET_OUT_OF_RANGE:
             self._step(LinkEvent.GAP, str(error))
         elif error.code is Code.TRUNCATED:
@@ -637,15 +641,14 @@ class LinkWorker:
     def _log_elsewhere(self, trail: Trail) -> None:
         """Offsets that this log knows nothing of, and the destination says that it has: another bridge brought them, or it is not so.
         The GAP leaf says whose word it is, and the report holds the ingress log to it. Where another bridge brought a part of what this
-        one announced, it begins where that batch does: no batch counts in part (`audit.accounting`)."""
+        one announced, or the destination goes back into what this one has as a gap, it begins where that batch or gap does: none counts
+        in part (`audit.accounting`)."""
         source, channel, context, row = self._source, self._channel, self._context, self.row
         assert source is not None and channel is not None
         account = context.ledger.shard(self.link_shard, source.live.incarnation)
-        known = source.begins_at if account is None else account.accounted_to
         position, live = channel.opened.position, source.live.incarnation
-        for each in trail.unanswered(self.link_shard):
-            if each.incarnation == live and each.first_offset < position <= each.last_offset:
-                known = min(known, each.first_offset)
+        announced = (each for each in trail.unanswered(self.link_shard) if each.incarnation == live)
+        known = source.begins_at if account is None else account.known_to(position, announced)
         # Under the grant that it accounts for, a destination that is further is refused (bridge.link).
         if position <= known or (account is not None and account.grant_id == row.grant):
             return

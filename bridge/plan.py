@@ -27,6 +27,7 @@ from policy.grant import (
     ImportGrant,
     Refusal,
     RefusalKind,
+    carrying_rank,
 )
 from policy.quantity import Instant
 from policy.truncation import Accepted
@@ -197,15 +198,19 @@ def _verdict(
 
 
 def _within(rows: list[PlannedLink], links_max: int) -> tuple[PlannedLink, ...]:
-    """Beyond the limit nothing runs, and says so. Two grants for one shard and one destination stream: the first runs."""
+    """Beyond the limit nothing runs, and says so. Two grants for one shard and one destination stream: the one signed first runs."""
     running = 0
-    taken: set[tuple[str, int, str, str]] = set()
+    first: dict[tuple[str, int, str, str], tuple[int, str]] = {}
+    for row in rows:
+        if row.verdict is Verdict.RUN and row.export is not None:
+            rank = carrying_rank(row.export)
+            first[_where(row)] = min(first.get(_where(row), rank), rank)
     kept = []
     for row in rows:
-        where = (row.stream, row.shard, row.destination_region, row.destination_stream)
         if row.verdict is Verdict.RUN:
-            if where in taken:
-                reason = f"Another grant already lets this stream cross to {row.destination_stream} of {row.destination_region}."
+            _, carrier = first[_where(row)]
+            if carrier != row.grant:
+                reason = f"{carrier} already lets this stream cross to {row.destination_stream} of {row.destination_region}."
                 row = row._replace(verdict=Verdict.WAIT, reason=reason, code=Code.CONFLICT)
             elif running >= links_max:
                 reason = (
@@ -214,6 +219,9 @@ def _within(rows: list[PlannedLink], links_max: int) -> tuple[PlannedLink, ...]:
                 row = row._replace(verdict=Verdict.WAIT, reason=reason, code=Code.UNAVAILABLE)
             else:
                 running += 1
-                taken.add(where)
         kept.append(row)
     return tuple(kept)
+
+
+def _where(row: PlannedLink) -> tuple[str, int, str, str]:
+    return row.stream, row.shard, row.destination_region, row.destination_stream

@@ -27,6 +27,7 @@ from felix.messages import (
     GetDataKey,
     GetLinkSecret,
     ListDocuments,
+    ShardState,
     StreamState,
 )
 from felix.names import StreamName
@@ -63,6 +64,16 @@ class SampledRecord(NamedTuple):
     headers: dict[str, bytes]
 
 
+class SampledField(NamedTuple):
+    """What happens to one field: in how many records, and in one of them as JSON text (`after` is empty where it does not cross)."""
+
+    path: str
+    action: str
+    records: int
+    before: str
+    after: str
+
+
 class Sample(NamedTuple):
     """A sample of one stream under one grant. `is_exact`: hashes and pseudonyms are those that would cross."""
 
@@ -78,6 +89,21 @@ class Sample(NamedTuple):
     def count(self, outcome: str) -> int:
         """How many records have this outcome."""
         return sum(record.outcome == outcome for record in self.records)
+
+    def fields(self) -> list[SampledField]:
+        """Each field with what happens to it, by path; the example is of one record, where possible one that crosses and has a value."""
+        shown: dict[tuple[str, str], tuple[int, int, FieldOutcome]] = {}
+        for record in self.records:
+            for each in record.fields:
+                worth = 2 * (record.outcome == "crosses") + (each.before not in ("", "null"))
+                count, best, example = shown.get((each.path, each.action), (0, -1, each))
+                if worth > best:
+                    best, example = worth, each
+                shown[each.path, each.action] = (count + 1, best, example)
+        return [
+            SampledField(path, action, count, example.before, example.after or "")
+            for (path, action), (count, _, example) in sorted(shown.items())
+        ]
 
 
 def judge(
@@ -129,7 +155,7 @@ async def sample_as_reader(
     state = await client.describe_stream(name)
     found: list[SampledRecord] = []
     payloads: list[bytes] = []
-    for shard, first, left in _shares(state, count):
+    for shard, first, left in shares_of(state.state, count):
         subscription = client.stream(name).subscribe(start=first, shards=[shard])
         with suppress(TimeoutError):
             async with asyncio.timeout(SAMPLE_TIMEOUT_S):
@@ -185,7 +211,7 @@ async def sample_as_bridge(
 
         found: list[SampledRecord] = []
         payloads: list[bytes] = []
-        for shard, first, left in _shares(state, count):
+        for shard, first, left in shares_of(state.state, count):
             records = await _read_shard(connection, name, grant_id, state, shard, first, left, data_key)
             found += judge(shard, records, grant_id, terms, transform)
             payloads += [bytes(record.payload) for record in records]
@@ -270,16 +296,21 @@ def _check_count(count: int) -> None:
         raise RequestError(f"A sample has 1 to {SAMPLE_RECORDS_MAX} records, not {count}.")
 
 
-def _shares(state: StreamState, count: int) -> list[tuple[int, int, int]]:
-    """Shard, first offset and number of records: the newest ones, shared out over the shards that have any."""
-    filled = [shard for shard in state.state if shard.high_watermark > shard.log_start]
-    shares = []
-    for at, shard in enumerate(filled):
-        share = count // len(filled) + (at < count % len(filled))
-        held = min(share, shard.high_watermark - shard.log_start)
-        if held:
-            shares.append((shard.shard, shard.high_watermark - held, held))
-    return shares
+def shares_of(shards: Sequence[ShardState], count: int) -> list[tuple[int, int, int]]:
+    """Shard, first offset and number of records: the newest ones, shared out over the shards that have any.
+
+    What a short shard leaves of its share goes to longer ones: `count` records are read where the stream has so many.
+    """
+    held = {shard.shard: shard.high_watermark - shard.log_start for shard in shards}
+    ends = {shard.shard: shard.high_watermark for shard in shards}
+    shares, left = [], count
+    shortest_first = sorted((shard for shard, records in held.items() if records > 0), key=held.__getitem__)
+    for at, shard in enumerate(shortest_first):
+        share = min(-(-left // (len(shortest_first) - at)), held[shard])
+        if share:
+            shares.append((shard, ends[shard] - share, share))
+        left -= share
+    return sorted(shares)
 
 
 def _sample(

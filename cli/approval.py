@@ -12,9 +12,11 @@ from cli.output import note, out, print_json, styled
 from cli.setting import JsonOption, RegionOption, folder_of, known_regions, read_file, run
 from cli.terms import confirm, show_terms
 from felix.errors import Code, RequestError
-from felix.identity import Identity, TrustBundle
+from felix.files import write_output
+from felix.identity import Identity
 from felix.identity_file import load_identity
 from felix.names import SpiffeId
+from felix.peer import TrustBundle
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle
 from policy.approval import APPROVER, open_approval, parse_document, sign_approval
@@ -132,7 +134,7 @@ def approve(
         brought = run(put_document(context.region, "approval", approval))
     else:
         output = output or Path(f"{export.grant}.{who.region}.{who.name}.approval")
-        output.write_bytes(approval.encode_file())
+        write_output(output, approval.encode_file())
     if json:
         print_json(
             {

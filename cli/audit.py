@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -11,18 +11,19 @@ import msgspec
 import typer
 
 from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
+from audit.merkle import HASH_BYTES
 from audit.note import parse_note
 from audit.origin import Origin
 from audit.proof import Proven, check_proof, looks_like_proof, prove
 from audit.receipt import Receipt
-from audit.tile import CHECKPOINT_PATH, read_entries
+from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, read_entries
 from audit.tile_disk import Folder
 from audit.tlog_proof import SUFFIX, ProvenLeaf, check_leaf, is_tlog_proof, prove_leaves
 from audit.trust import COSIGNATURES_MIN, Trust
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from audit.witness_policy import WitnessPolicy, format_policy
-from cli.exits import EXIT_DAMAGED
+from cli.exits import EXIT_DAMAGED, EXIT_VERSION_1
 from cli.grants import known_bundles, parse_moment
 from cli.output import err, iso, note, out, print_json, progress, styled, table, verdict
 from cli.process import read_state
@@ -34,7 +35,8 @@ from cli.setting import (
     preferred_region,
     read_file,
 )
-from felix.errors import Code, CorruptionError, RequestError, TamperError
+from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError
+from felix.files import write_output
 from felix.names import StreamName
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, changes_of, decode_bundle
@@ -67,6 +69,14 @@ PolicyFile = Annotated[
 RememberedNotes = Annotated[
     list[Path] | None,
     typer.Option(help="A checkpoint that a witness remembered of the log elsewhere; may be repeated."),
+]
+AcceptVersion1 = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--accept-version-1",
+        metavar="ROOT",
+        help="Take leaves of Felix 0.1 for old: those whose tree has this root, as `verify` shows it; may be repeated.",
+    ),
 ]
 Bundles = Annotated[
     list[Path] | None,
@@ -106,7 +116,7 @@ def _newest(held: RegionBundle, other: RegionBundle) -> RegionBundle:
 
 def require_log(path: Path) -> None:
     """Raises RequestError where no log is in this folder."""
-    if not path.is_dir() or Folder(path).read(CHECKPOINT_PATH) is None:
+    if not (path / CHECKPOINT_PATH).exists():
         raise RequestError(
             f"There is no audit log at {path}: it has no checkpoint.",
             code=Code.NOT_FOUND,
@@ -135,6 +145,32 @@ def choose_logs(logs: list[Path] | None, region: str) -> list[Path]:
     return chosen
 
 
+# What a report is about: a log with one of these leaves is never left out of it.
+_REPORTED: Final = frozenset(
+    kind.name for kind in (Kind.INTENT, Kind.ACK, Kind.WITHHELD, Kind.GAP, Kind.DENY)
+)
+
+
+def to_report(paths: Sequence[Path], trust: Trust, notes: Sequence[bytes]) -> list[Path]:
+    """Of this machine's logs, those that a report is made of: without regions that are founded and lead nowhere yet.
+
+    Left out, with a sentence, is a log that nobody has cosigned, that is whole, and that tells of no crossing and no refusal. That
+    hides nothing: a crossing into such a region stands in the log of its bridge, and is then one side's word alone.
+    """
+    kept = []
+    for path in paths:
+        if not (path / COSIGNED_PATH).exists():
+            alone = verify_one(path, trust, 0, notes)
+            if alone.ok and not _REPORTED & set(alone.leaves):
+                note(
+                    f"{alone.origin} is left out: nobody has cosigned it yet, and nothing has crossed by it. "
+                    f"felix audit report --cosignatures 0 --log {path} reports it."
+                )
+                continue
+        kept.append(path)
+    return kept or list(paths)
+
+
 # -- verify --------------------------------------------------------------------------------------------
 
 
@@ -145,6 +181,7 @@ def verify(
     cosignatures: Cosignatures = COSIGNATURES_MIN,
     policy: PolicyFile = None,
     remembered: RememberedNotes = None,
+    accept_version_1: AcceptVersion1 = None,
     region: RegionOption = "",
     every: Annotated[
         bool, typer.Option("--all", help="The logs of all regions of this machine, whatever is set.")
@@ -154,13 +191,14 @@ def verify(
     ] = "20s",
     json: JsonOption = False,
 ) -> None:
-    """Verify logs from their files alone: every leaf, the tree, signatures, continuity. Exit code 5 if not."""
-    trust, notes = trusted(bundle, policy), remembered_notes(remembered)
+    """Verify logs from their files alone: every leaf, the tree, signatures, continuity. Exit code 5 if not, 13 where all is well but what
+    crossed in leaves of Felix 0.1."""
+    trust, notes, old = trusted(bundle, policy), remembered_notes(remembered), _roots(accept_version_1)
     reports: list[tuple[Path, Report]] = []
     until_ms = now_ms() + Duration.parse(wait)
     for path in choose_logs(logs, "" if every else region or preferred_region()):
         require_log(path)
-        report = verify_one(path, trust, cosignatures, notes)
+        report = verify_one(path, trust, cosignatures, notes, old)
         told = False
         while _awaits_cosignatures(path, report, trust, cosignatures) and now_ms() < until_ms:
             if not told:
@@ -169,7 +207,7 @@ def verify(
                 )
                 told = True
             time.sleep(COSIGNATURE_POLL_S)
-            report = verify_one(path, trust, cosignatures, notes)
+            report = verify_one(path, trust, cosignatures, notes, old)
         reports.append((path, report))
     if json:
         print_json(
@@ -181,15 +219,41 @@ def verify(
     else:
         for path, report in reports:
             _print_report(path, report)
-        bad = sum(not report.ok for _, report in reports)
+        bad = sum(bool(report.findings) for _, report in reports)
         closing = f"{bad} of them {'does' if bad == 1 else 'do'} not verify" if bad else "verified"
+        if any(is_of_version_1(report) for _, report in reports):
+            closing += ", but for what crossed in leaves of version 0.1"
         out.print(f"{len(reports)} log{'s' if len(reports) > 1 else ''}: {closing}")
         if policy is None:
             hints = (cosignature_hint(report, trust, cosignatures) for _, report in reports)
             for hint in dict.fromkeys(filter(None, hints)):
                 note(hint)
-    if not all(report.ok for _, report in reports):
+    if any(report.findings for _, report in reports):
         raise typer.Exit(EXIT_DAMAGED)
+    if not all(report.ok for _, report in reports):
+        raise typer.Exit(EXIT_VERSION_1)
+
+
+def is_of_version_1(report: Report) -> bool:
+    """Whether records crossed in leaves of version 1 that were not accepted."""
+    return report.version_1 is not None and not report.version_1.accepted
+
+
+def _roots(given: list[str] | None) -> frozenset[bytes]:
+    """Raises RequestError where one is no root hash."""
+    found = set()
+    for text in given or ():
+        try:
+            root = bytes.fromhex(text)
+        except ValueError:
+            root = b""
+        if len(root) != HASH_BYTES:
+            raise RequestError(
+                f"{text[:80]!r} is no root hash: 64 hexadecimal digits.",
+                hint="`felix audit verify` shows the root of a log's leaves of version 0.1.",
+            )
+        found.add(root)
+    return frozenset(found)
 
 
 def _awaits_cosignatures(path: Path, report: Report, trust: Trust, cosignatures_min: int) -> bool:
@@ -222,7 +286,11 @@ def cosignature_hint(report: Report, trust: Trust, cosignatures_min: int) -> str
 
 
 def verify_one(
-    path: Path, trust: Trust, cosignatures_min: int = COSIGNATURES_MIN, notes: Sequence[bytes] = ()
+    path: Path,
+    trust: Trust,
+    cosignatures_min: int = COSIGNATURES_MIN,
+    notes: Sequence[bytes] = (),
+    accept_version_1: Collection[bytes] = (),
 ) -> Report:
     """Verify one log, with a progress bar. Findings are in the report; nothing raises for damage.
 
@@ -240,13 +308,27 @@ def verify_one(
             trust,
             cosignatures_min=cosignatures_min,
             remembered=[note for note in (*notes, *remembered_here(origin)) if note_origin(note) == origin],
+            accept_version_1=accept_version_1,
             progress=show_progress,
         )
 
 
 def origin_of(path: Path) -> str:
     """The origin of the log in this folder; empty if it has no readable checkpoint."""
-    return note_origin(Folder(path).read(CHECKPOINT_PATH) or b"")
+    try:
+        return note_origin(Folder(path).read(CHECKPOINT_PATH) or b"")
+    except TamperError:
+        return ""
+
+
+def _origin_at(place: str) -> str:
+    """As `origin_of`, of a folder or a URL that a report is given; what is no log there the report says."""
+    from audit.spark.files import open_files
+
+    try:
+        return note_origin(open_files(place).read(CHECKPOINT_PATH) or b"")
+    except (FelixError, OSError):
+        return ""
 
 
 def note_origin(data: bytes) -> str:
@@ -289,9 +371,19 @@ def _plain(report: Report) -> dict[str, Any]:
         "cosigners": report.cosigners,
         "documents": report.documents,
         "unsupported": report.unsupported,
+        "version_1": None
+        if report.version_1 is None
+        else {
+            "leaves": report.version_1.size,
+            "root": report.version_1.root.hex(),
+            "accepted": report.version_1.accepted,
+        },
         "leaves": report.leaves,
         "records": report.records,
         "unanswered": report.unanswered,
+        "skipped": report.skipped,
+        "notices": [seen._asdict() for seen in report.notices],
+        "notices_left_off": report.notices_left_off,
         "uncovered": report.uncovered,
         "steps": report.steps,
         "findings": [finding._asdict() for finding in report.findings],
@@ -304,7 +396,10 @@ def _print_report(path: Path, report: Report) -> None:
     told = f": {report.size:,} leaves, root {report.root.hex()[:16]}…  ({path})" if report.root else ""
     out.print(
         styled(
-            (report.origin or str(path), "bold"), " ", verdict(report.ok, "verifies", "DOES NOT VERIFY"), told
+            (report.origin or str(path), "bold"),
+            " ",
+            verdict(report.ok, "verifies", "OF VERSION 0.1" if not report.findings else "DOES NOT VERIFY"),
+            told,
         )
     )
     if not report.root:
@@ -323,10 +418,21 @@ def _print_report(path: Path, report: Report) -> None:
         ["step#", "what is checked", "checked#", "findings#", "note"],
         [[step.number, step.title, step.checked, step.findings, step.note] for step in report.steps],
     )
+    if (old := report.version_1) is not None:
+        out.print(
+            f"  of version 0.1: records crossed in its first {old.size:,} leaves, root {old.root.hex()}"
+        )
+        if not old.accepted:
+            out.print(f"  if these are known to be old, say so: --accept-version-1 {old.root.hex()}")
     if report.unsupported:
-        out.print("  Crossings in leaves of version 1, which do not show:")
+        out.print("  cannot support:")
         for each in report.unsupported:
             out.print(f"    - {each}")
+    for seen in report.notices[:20]:
+        out.print(f"  notice, leaf {seen.leaf}: {seen.sentence}")
+    if len(report.notices) + report.notices_left_off > 20:
+        more = len(report.notices) + report.notices_left_off - 20
+        out.print(f"  … and {more:,} more notices ({len(report.notices):,} of them with --json)")
     for finding in report.findings[:20]:
         where = f"leaf {finding.leaf}" if finding.leaf is not None else finding.path
         err.print(f"  step {finding.step}, {where}: {finding.sentence}", style="red")
@@ -412,6 +518,9 @@ def prove_(
     offset: Annotated[int, typer.Option(help="The record's offset at the source.")],
     shard: Annotated[int, typer.Option(help="Its shard.")] = 0,
     to: Annotated[str, typer.Option(help="The destination region, where it crossed to several.")] = "",
+    leaf: Annotated[
+        int | None, typer.Option(help="The INTENT leaf, where it crossed more than once to one region.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--out", help="Where to write the proof.")] = None,
     log: Annotated[
         Path | None, typer.Option(help="The egress log; the region's only one if left out.")
@@ -430,16 +539,16 @@ def prove_(
     require_log(path)
     trust = trusted(bundle, policy)
     if form == "tlog-proof":
-        proofs = prove_leaves(Folder(path), trust, str(name), shard, offset, destination_region=to)
+        proofs = prove_leaves(Folder(path), trust, str(name), shard, offset, destination_region=to, leaf=leaf)
         target = output or Path(f"{name.name}-{shard}-{offset}{SUFFIX}")
         for kind, data in zip(("", ".ack"), proofs, strict=False):
             written = target.with_name(f"{target.name.removesuffix(SUFFIX)}{kind}{SUFFIX}")
-            written.write_bytes(data)
+            write_output(written, data)
             out.print(f"{written}: {'ACK' if kind else 'INTENT'} leaf, {len(data):,} bytes")
     else:
-        data = prove(Folder(path), trust, str(name), shard, offset, destination_region=to)
+        data = prove(Folder(path), trust, str(name), shard, offset, destination_region=to, leaf=leaf)
         target = output or Path(f"{name.name}-{shard}-{offset}.proof.json")
-        target.write_bytes(data)
+        write_output(target, data)
         out.print(f"{target}: {stream} shard {shard} offset {offset}, {len(data):,} bytes")
     out.print(f"Anybody can check it:  felix audit check-proof {target} --bundle BUNDLE")
 
@@ -484,7 +593,8 @@ def check_proof_(
     policy: PolicyFile = None,
     json: JsonOption = False,
 ) -> None:
-    """Check a proof against trusted bundles; no log is needed. Exit code 5 if it does not hold."""
+    """Check a proof against trusted bundles; no log is needed. Exit code 5 if it does not hold, 13 if it holds and the record crossed in a
+    leaf of Felix 0.1."""
     data = read_file(file, "The proof")
     trust = trusted(bundle, policy)
     if is_tlog_proof(data):
@@ -498,6 +608,8 @@ def check_proof_(
     proven = check_proof(data, trust, cosignatures_min=cosignatures)
     if json:
         print_json(proven)
+        if proven.intent_version == 1:
+            raise typer.Exit(EXIT_VERSION_1)
         return
     out.print(styled(("The proof holds.", "green"), f" {file}"))
     intent, receipt = proven.intent, proven.receipt
@@ -517,8 +629,10 @@ def check_proof_(
         ["cosigned", _cosigners(proven.cosigned)],
     ]
     if proven.unsupported:
-        rows.append(["does not show", "; ".join(proven.unsupported)])
+        rows.append(["cannot support", "; ".join(proven.unsupported)])
     table("What it proves", ["", ""], rows)
+    if proven.intent_version == 1:
+        raise typer.Exit(EXIT_VERSION_1)
 
 
 def _cosigners(cosigned: Iterable[tuple[str, int]]) -> str:
@@ -590,17 +704,26 @@ def report(
     cosignatures: Cosignatures = COSIGNATURES_MIN,
     policy: PolicyFile = None,
     remembered: RememberedNotes = None,
+    accept_version_1: AcceptVersion1 = None,
     region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
     """Turn audit logs into the transfer register, reconciliation, exceptions, volumes and lineage, with Spark."""
+    from audit.spark.session import require_spark
+
+    require_spark()
     from audit.spark.report import EXIT_DIFFERENCES, run_report
 
-    logs: list[str] = log or [str(path) for path in choose_logs(None, region)]
     trust = trusted(bundle, policy)
     now = now_ms()
     moments = [parse_moment(text, now) if text else None for text in (since, until)]
-    notes = remembered_notes(remembered)
+    told = remembered_notes(remembered)
+    logs: list[str] = list(log or ())
+    if not logs:
+        found = choose_logs(None, region)
+        logs = [str(path) for path in (to_report(found, trust, told) if cosignatures else found)]
+    notes = [*told, *(note for each in logs for note in remembered_here(_origin_at(each)))]
+    old = _roots(accept_version_1)
     with progress(counted=False) as bar:
         task = bar.add_task("starting", total=None)
         result = run_report(
@@ -613,6 +736,7 @@ def report(
             openlineage_url=openlineage_url or None,
             cosignatures_min=cosignatures,
             remembered=notes,
+            accept_version_1=old,
             tell=lambda sentence: bar.update(task, description=sentence),
         )
     if json:
@@ -627,6 +751,12 @@ def report(
         note(sentence)
     for name, rows in result.report.left_off.items():
         note(f"The table {name} has {rows:,} rows more than a report lists; the totals count them.")
+    for log_ in result.report.logs:
+        if log_.version_1 is not None and log_.is_of_version_1:
+            note(
+                f"{log_.origin}: of version 0.1. If its first {log_.version_1.size:,} leaves are known to be old, say so: "
+                f"--accept-version-1 {log_.version_1.root.hex()}. They cannot support {'; '.join(log_.unsupported)}."
+            )
     if result.exit_code == EXIT_DIFFERENCES:
         note(
             "The logs differ, or something crossed outside its terms: see the reconciliation and the exceptions."

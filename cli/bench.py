@@ -130,7 +130,7 @@ def bridge(
     """Records per second from one region into another under a grant, audited, and how long a record takes."""
     plan = crossing_plan_of(engine, records, batch, shards, repeats, quick)
     logging.getLogger("felix").setLevel(logging.WARNING)
-    with err.status("starting") as status:
+    with err.console.status("starting") as status:
         report = measure_crossing(plan, folder, status.update)
     if not report.is_reconciled:
         for result in report.results:
@@ -209,7 +209,7 @@ def plan_of(
 def _bench(plan: Plan, folder: Path | None, json: bool) -> None:
     # The broker's sessions come and go a lot here; only what is wrong is of interest.
     logging.getLogger("felix").setLevel(logging.WARNING)
-    with err.status("starting") as status:
+    with err.console.status("starting") as status:
         report = measure(plan, folder, status.update)
     if json:
         print_json(report)

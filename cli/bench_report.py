@@ -55,7 +55,7 @@ def report(
         shards=shards,
         master=master or None,
     )
-    with err.status("starting") as status:
+    with err.console.status("starting") as status:
         times = measure_reports(plan, folder, status.update)
     if not times.is_accounted:
         for size in times.sizes:

@@ -56,6 +56,7 @@ from cli.setting import (
 from cli.terms import confirm, short_tallies, show_terms, tally_rows, terms_rows
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
+from felix.files import write_output
 from felix.messages import ApprovalTally, CrossingExplained, ExpiryState, Start, Subscribe
 from felix.names import NamePattern, SpiffeId
 from felix.runtime.real import now_ms
@@ -210,7 +211,7 @@ def allow(
     run(add_right(config.region, terms.bridge, f"{Verb.BRIDGE_READ} {name}"))
     export = open_export(document, {config.region: own_bundle(folder).policy_keys})
     path = output or Path(f"{export.grant}.grant")
-    path.write_bytes(document.encode_file())
+    write_output(path, document.encode_file())
     if json:
         print_json(
             {"grant": export.grant, "file": str(path), "token": document.encode_token(), "terms": terms}
@@ -320,7 +321,7 @@ def accept(
     run(put_document(config.region, "import", accepted, identity))
     asked = open_import(accepted, trusted).approvals
     path = output or Path(f"{export.grant}.acceptance")
-    path.write_bytes(accepted.encode_file())
+    write_output(path, accepted.encode_file())
     if json:
         print_json(
             {
@@ -680,22 +681,17 @@ def plan(
         print_json(plan_rows(found))
         return
     out.print(
-        f"{found.stream} to {found.destination_region}, as {found.destination_stream}: of {len(found.records)} records "
-        f"{found.count('crosses')} would cross, {found.count('withheld')} be withheld, {found.count('filtered')} be filtered"
+        f"{found.stream} to {found.destination_region}, as {found.destination_stream}: of {len(found.records):,} records "
+        f"{found.count('crosses'):,} would cross, {found.count('withheld'):,} be withheld, {found.count('filtered'):,} be filtered"
     )
     for absent in found.absent:
         note(str(absent))
-    fields: dict[tuple[str, str], tuple[int, str, str]] = {}
-    for record in found.records:
-        for each in record.fields:
-            count, before, after = fields.get((each.path, each.action), (0, "", ""))
-            fields[each.path, each.action] = (count + 1, before or each.before, after or each.after or "")
     table(
         "Fields",
         ["field", "what happens", "records#", "for example", "becomes"],
         [
-            [path, action, count, before[:60], after[:60]]
-            for (path, action), (count, before, after) in sorted(fields.items())
+            [each.path, each.action, each.records, each.before[:60], each.after[:60]]
+            for each in found.fields()
         ],
     )
     rest = [record for record in found.records if record.outcome != "crosses"]
@@ -916,10 +912,9 @@ async def _run_agent(config: BridgeConfig, path: Path, pid: PidFile) -> None:
     stop_tracing = configure_tracing(
         config.tracing, path.parent, service="felix-bridge", instance=config.name, region=config.source
     )
-    agent = Agent(config, path.parent)
     ended = stop_signals()
     async with Notifier.from_environment() as notifier:
-        await agent.start()
+        agent = await Agent.start(config, path.parent)
         try:
             health = agent.health.address if agent.health is not None else None
             pid.announce(health="" if health is None else f"{health[0]}:{health[1]}", started_ms=now_ms())

@@ -50,6 +50,7 @@ COMMANDS: Final[dict[str, Entry]] = {
     "top": Entry("cli.top", "top", "Show what goes through a region's broker now."),
     "mesh": Entry("cli.mesh", "mesh", "Draw the mesh: regions, grants, links and their states."),
     "console": Entry("cli.console", "console", "Serve a page that shows the mesh as it is now."),
+    "version": Entry("cli.version", "version", "Show the version, as `felix --version` does."),
     "doctor": Entry("cli.doctor", "doctor", "Look at what Felix needs on this machine."),
     "demo": Entry("cli.demo", "demo", "Two regions, one bridge, one report."),
     "completion": Entry(

@@ -412,6 +412,9 @@ def _headers(path: Path) -> Iterator[tuple[Kind, int]]:
 
 
 def _report(home: Path, figures: Figures) -> None:
+    from audit.spark.session import require_spark
+
+    require_spark()
     from audit.spark.report import run_report
 
     trust = trusted(None)

@@ -15,6 +15,8 @@ EXIT_DAMAGED: Final = 5
 EXIT_UNRECONCILED: Final = 6
 EXIT_NOT_FOUND: Final = 7
 """Of caches: the key is not there, or not as it was expected."""
+EXIT_VERSION_1: Final = 13
+"""Of the evidence: nothing is wrong, and records crossed in leaves of version 1 that were not accepted. As `audit.spark.report` has it."""
 EXIT_INTERRUPTED: Final = 130
 
 _WRONG_VALUES: Final = (Code.INVALID, Code.NAME_INVALID)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from felix.messages import LinkState, StreamState
 from felix.names import SpiffeId
-from policy.grant import GrantState, GrantView
+from policy.grant import GrantState, GrantView, carrying_rank
 from policy.terms import GrantTerms
 
 
@@ -46,16 +46,14 @@ def backlog_note(
     A link continues where the previous one stopped, under whichever grant that was: `views` are the grants of the region's grant
     book, `links` what agents last reported of theirs.
     """
-    into = terms.destination_stream or terms.stream
-    before = [
-        view.grant
-        for view in views
-        if view.export is not None
-        and view.accepted is not None
-        and view.export.terms.to_region == terms.to_region
-        and view.export.terms.stream == terms.stream
-        and (view.export.terms.destination_stream or view.export.terms.stream) == into
-    ]
+    leading = _leading_there(terms, views)
+    holding = [view.grant for view in leading if view.state is GrantState.ACTIVE]
+    if holding:
+        return (
+            f"{holding[0]} holds, and leads into the same stream there: nothing crosses under this grant before that one ends "
+            f"(felix bridge revoke {holding[0]})"
+        )
+    before = [view.grant for view in leading]
     known = [link for link in links if link.grant in before and link.stream == terms.stream]
     waiting, held = 0, 0
     for shard, each in enumerate(state.state):
@@ -86,6 +84,36 @@ def backlog_note(
             "resend sends again under this one"
         )
     return ". ".join(said)
+
+
+def carried_by_another(view: GrantView, views: Iterable[GrantView]) -> str:
+    """The grant that carries this one's stream into the same one in its place, since it holds and was signed first; empty where there
+    is none."""
+    if view.export is None:
+        return ""
+    others = (other for other in views if other.grant != view.grant)
+    holding = [
+        other.export
+        for other in _leading_there(view.export.terms, others)
+        if other.state is GrantState.ACTIVE and other.export is not None
+    ]
+    if view.state is GrantState.ACTIVE:
+        holding.append(view.export)
+    first = min(holding, key=carrying_rank, default=view.export)
+    return "" if first is view.export else first.grant
+
+
+def _leading_there(terms: GrantTerms, views: Iterable[GrantView]) -> list[GrantView]:
+    into = terms.destination_stream or terms.stream
+    return [
+        view
+        for view in views
+        if view.export is not None
+        and view.accepted is not None
+        and view.export.terms.to_region == terms.to_region
+        and view.export.terms.stream == terms.stream
+        and (view.export.terms.destination_stream or view.export.terms.stream) == into
+    ]
 
 
 def _records(count: int) -> str:

@@ -10,9 +10,9 @@ import msgspec
 
 from cli.setting import connect, run
 from felix.errors import Code, RequestError
-from felix.identity import TrustBundle
 from felix.messages import ListDocuments, PutDocument
 from felix.page import pages
+from felix.peer import TrustBundle
 from felix.profile import load_credentials, load_profile
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle

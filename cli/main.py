@@ -5,6 +5,7 @@ What a command needs is imported when it is called (cli.commands). How it may en
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -109,6 +110,8 @@ def main(command: typer.Typer = app) -> None:
         )
         _say(f"{where}{error.strerror or error}.", "", "system", error.errno or 0, ended)
         _leave_stdout()
+    # Python looks for cycles once more at its end, in everything that was imported: nothing of it has to be found.
+    gc.freeze()
     sys.exit(ended if isinstance(ended, int) else 0)
 
 

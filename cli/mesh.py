@@ -9,7 +9,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from cli.form import chosen
-from cli.mesh_map import Crossing, MeshMap, RegionOnMap, draw_map, survey_all
+from cli.mesh_map import ENDED, Crossing, MeshMap, RegionOnMap, draw_map, survey_all
 from cli.output import counted, iso, note, out, print_json, styled
 from cli.setting import IdentityOption, JsonOption, choose_region, known_regions, run
 from felix.messages import AuditLog, Denial
@@ -73,12 +73,17 @@ def _add_crossing(tree: Tree, crossing: Crossing) -> None:
     made = tree.add(_line(stream, "  ", _state(crossing.state)))
     figures = []
     if crossing.shards:
-        lag = (
-            "lag unknown" if crossing.lag_records < 0 else f"{counted(crossing.lag_records, 'record')} behind"
-        )
-        if crossing.lag_ms > 0:
-            lag += f", {crossing.lag_ms / 1000:,.1f} s"
-        figures = [lag, f"{crossing.crossed:,} crossed"]
+        figures = [f"{crossing.crossed:,} crossed"]
+        if crossing.state in ENDED:
+            # What the bridge counts goes on from grant to grant: under this one, nothing may have crossed.
+            figures[0] += " under all grants of the stream"
+        else:
+            lag = (
+                "lag unknown"
+                if crossing.lag_records < 0
+                else f"{counted(crossing.lag_records, 'record')} behind"
+            )
+            figures.insert(0, lag + (f", {crossing.lag_ms / 1000:,.1f} s" if crossing.lag_ms > 0 else ""))
         figures += [f"{crossing.withheld:,} withheld"] if crossing.withheld else []
         figures += [f"{crossing.filtered:,} filtered"] if crossing.filtered else []
         made.add(_line("; ".join(figures)))

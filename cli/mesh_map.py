@@ -19,6 +19,8 @@ from cli.top import Sample
 from felix.errors import FelixError
 from felix.messages import AuditLog, Denial, GrantSummary, LinkState, MeshPage
 
+ENDED: Final = frozenset(("revoked", "expired"))
+"""States of a grant under which nothing is still to cross."""
 SILENT_AFTER_MS: Final = 30_000
 """An agent reports its links every second: who said nothing for so long is gone, whatever its last word was."""
 
@@ -181,8 +183,8 @@ def _crossing(said: dict[str, GrantSummary], links: Sequence[LinkState], told: d
         reason=reason,
         expires_ms=grant.expires_ms,
         shards=len(links),
-        lag_records=sum(lags) if lags and min(lags) >= 0 else -1,
-        lag_ms=max(times, default=-1) if times and min(times) >= 0 else -1,
+        lag_records=sum(lags) if lags and min(lags) >= 0 and state not in ENDED else -1,
+        lag_ms=max(times, default=-1) if times and min(times) >= 0 and state not in ENDED else -1,
         # Counters are of a stream and shard, under all its grants.
         crossed=sum(link.crossed for link in links),
         withheld=sum(link.withheld for link in links),

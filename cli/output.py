@@ -2,7 +2,7 @@
 
 Most of what is printed was written by somebody else: names, sentences of refusals, headers, keys. So nothing that is
 printed is read as markup, a string is one line, and control and format characters are shown as escapes
-(`felix.visible`). `SafeConsole` sees to it, whatever is printed; what a command wants bold it says with `styled`.
+(`felix.visible`). `cli.safe_console` sees to it, whatever is printed; what a command wants bold it says with `styled`.
 
 Objects have one shape in every command (docs/schemas/felix-output-1-0-0.json, cli.kinds): `kind` says what it is, a list is
 `{"kind": "<Kind>List", "items": [...]}`, a kind that the thing has of its own is its `type`, every field is there, also with
@@ -20,74 +20,58 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
-from rich.table import Table
-from rich.text import Text
 
 from cli.exits import UnwritableError
 from cli.form import chosen
 from cli.kinds import DATA_FIELDS, kind_of, name_in
-from cli.tables import fitted
+from felix.collector import collector_paused
 from felix.visible import visible, visible_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from rich.text import Text
+
+    from cli.safe_console import SafeConsole
 
 PIPE_COLUMNS: Final = 200
 """Where output goes into a file or a pipe there is no terminal to fit; COLUMNS says another width."""
 
 
-class SafeConsole(Console):
-    """A console for text from outside: no markup, no emoji codes, and nothing that a terminal would obey.
+class Printer:
+    """Prints for people, on one of the standard streams. rich is imported with the first line: who prints data alone does not wait for it."""
 
-    Styles are ours: they come as `Text`, `style=` or a table's own. A string that is printed is one line.
-    """
+    def __init__(self, *, stderr: bool) -> None:
+        self._stderr = stderr
 
-    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
-        super().__init__(stderr=stderr, width=width, markup=False, emoji=False, highlight=False)
+    @cached_property
+    def console(self) -> SafeConsole:
+        """The console behind it, for what draws on one by itself."""
+        with collector_paused():
+            from cli.safe_console import SafeConsole
+
+        stream = sys.stderr if self._stderr else sys.stdout
+        columns = os.environ.get("COLUMNS", "")
+        wide = int(columns) if columns.isdecimal() and int(columns) else PIPE_COLUMNS
+        return SafeConsole(stderr=self._stderr, width=None if stream.isatty() else wide)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As rich prints, strings as plain text; a line is broken on a terminal's standard error alone, so that it can be copied."""
-        if chosen.is_data and not self.stderr:
-            chosen.sentences += [str(each) for each in objects if isinstance(each, str | Text)]
-            return
-        shown = [Text(visible(each)) if isinstance(each, str) else each for each in objects]
-        if not (self.stderr and self.is_terminal) and all(isinstance(each, Text) for each in shown):
-            options.setdefault("soft_wrap", True)
-        super().print(*shown, **options)
-
-    def on_broken_pipe(self) -> None:
-        """cli.main decides the exit code of a process whose output is not read; rich would exit with 1."""
-        raise BrokenPipeError
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of anything printed, each without a character that a terminal would obey."""
-        for segment in super().render(renderable, options):
-            # Control segments are rich's own (move the cursor, clear a line): data never makes one.
-            if segment.control or segment.text.isprintable() or segment.text == "\n":
-                yield segment
-            else:
-                yield Segment(visible(segment.text, keep="\n"), segment.style)
+        """As `SafeConsole.print`."""
+        self.console.print(*objects, **options)
 
 
-def _console(*, stderr: bool) -> SafeConsole:
-    stream = sys.stderr if stderr else sys.stdout
-    columns = os.environ.get("COLUMNS", "")
-    wide = int(columns) if columns.isdecimal() and int(columns) else PIPE_COLUMNS
-    return SafeConsole(stderr=stderr, width=None if stream.isatty() else wide)
-
-
-out = _console(stderr=False)
-err = _console(stderr=True)
+out = Printer(stderr=False)
+err = Printer(stderr=True)
 
 
 def styled(*parts: str | tuple[str, str]) -> Text:
     """A line of parts, some as (text, style): `styled(("acme/ops", "bold"), " is deleted")`."""
+    from rich.text import Text
+
     made = Text()
     for part in parts:
         text, style = part if isinstance(part, tuple) else (part, "")
@@ -294,8 +278,13 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     """
     if chosen.is_data:
         return
+    with collector_paused():
+        from rich.table import Table
+
+        from cli.tables import fitted
+
     cells = [[cell_text(cell) for cell in row] for row in rows]
-    width = None if chosen.form == "wide" else out.width
+    width = None if chosen.form == "wide" else out.console.width
     made = fitted(visible(title), columns, cells, width)
     if width is None and isinstance(made, Table):
         out.print(
@@ -307,11 +296,15 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 def cell_text(cell: object) -> Text:
     """The content of a cell: a number, or a text, made one line."""
+    from rich.text import Text
+
     return cell if isinstance(cell, Text) else Text(visible(format_cell(cell)))
 
 
 def lines(parts: Iterable[str]) -> Text:
     """A cell of several lines, each a text of its own."""
+    from rich.text import Text
+
     return Text("\n".join(visible(part) for part in parts))
 
 
@@ -359,7 +352,7 @@ def progress(*, counted: bool = True) -> Progress:
     columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn()]
     if counted:
         columns.append(MofNCompleteColumn())
-    return Progress(*columns, TimeElapsedColumn(), console=err, disable=not sys.stderr.isatty())
+    return Progress(*columns, TimeElapsedColumn(), console=err.console, disable=not sys.stderr.isatty())
 
 
 def note(text: str) -> None:

@@ -372,8 +372,9 @@ async def _consume(
                     done += 1
                 else:
                     failed += 1
-                    note(f"job {_handle(job)}: exit code {code}: {said}")
-                    job.nack(reason=f"exit code {code}: {said}")
+                    why = f"exit code {code}{': ' if said else ''}{said}"
+                    note(f"job {_handle(job)}: {why}")
+                    job.nack(reason=why)
 
         async def watch_empty() -> None:
             while True:

@@ -31,6 +31,7 @@ from cli.trust import offer, trust
 from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
+from felix.files import write_output
 from felix.messages import RegionState
 from felix.profile import load_profile
 from felix.runtime.real import now_ms
@@ -38,6 +39,7 @@ from keys.bundle import AuditKey, decode_bundle
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
+    from region.config import RegionConfig
     from region.node import Node
 
 app = typer.Typer(no_args_is_help=True)
@@ -55,7 +57,9 @@ OptionalName = Annotated[
 @app.command()
 def init(
     name: Name,
-    mesh: Annotated[str, typer.Option(help="The mesh it belongs to.")],
+    mesh: Annotated[
+        str, typer.Option(help="Needed. The mesh it belongs to: regions exchange records within one.")
+    ] = "",
     country: Annotated[str, typer.Option(help="ISO 3166-1 alpha-2, for reports.")] = "",
     jurisdiction: Annotated[str, typer.Option(help="As policies call it, for example EU.")] = "",
     entity: Annotated[str, typer.Option(help="The legal entity that runs it, for reports.")] = "",
@@ -71,6 +75,8 @@ def init(
 
     folder = RegionFolder.of(name)
     taken = [load_config(RegionFolder.of(other).config) for other in known_regions()]
+    if not mesh:
+        raise _no_mesh(name, sorted({config.mesh for config in taken}))
     address = (
         parse_option(listen, "--listen")
         if listen
@@ -112,6 +118,14 @@ def init(
     out.print(f"Next: felix region up {name}")
     out.print(
         f"Who approves grants has an identity for it: felix identity issue NAME --kind approver --region {name}"
+    )
+
+
+def _no_mesh(name: str, known: list[str]) -> RequestError:
+    """`known`: the meshes that this machine's regions are of."""
+    return RequestError(
+        f"Region {name} needs a mesh: the regions that may exchange records with each other, under one name that stays.",
+        hint=f"Give all of them the same name: felix region init {name} --mesh {known[0] if known else 'acme'}",
     )
 
 
@@ -193,7 +207,6 @@ def up(
 ) -> None:
     """Run the region's broker, in the foreground until it is interrupted, or apart with --detach."""
     from cli.clash import told
-    from region.node import Node
 
     name = choose_region(name)
     folder, config = folder_of(name)
@@ -211,22 +224,22 @@ def up(
     pid = PidFile(folder.broker_pid, f"The broker of {name}")
     try:
         with told(f"set another address in {folder.config} (listen:, or health:)."):
-            run(_serve(folder, Node(folder, config), pid))
+            run(_serve(folder, config, pid))
     finally:
         pid.close()
 
 
-async def _serve(folder: RegionFolder, node: Node, pid: PidFile) -> None:
+async def _serve(folder: RegionFolder, config: RegionConfig, pid: PidFile) -> None:
     from felix.telemetry import configure_tracing
     from region.bootstrap import write_profile
+    from region.node import Node
 
-    config = node.config
     stop_tracing = configure_tracing(
         config.tracing, folder.root, service="felix-broker", instance=config.broker, region=config.region
     )
     stop = stop_signals()
     async with Notifier.from_environment() as notifier:
-        await node.start()
+        node = await Node.start(folder, config)
         try:
             address = node.address
             if config.listen.port == 0 or _is_outdated(folder, config.region, address):
@@ -499,7 +512,7 @@ def csr(
 
     folder, config = folder_of(region)
     path = output or Path(f"{config.region}.csr")
-    path.write_bytes(request_certificate(load_authority(folder.authority, config.region, config.mesh)))
+    write_output(path, request_certificate(load_authority(folder.authority, config.region, config.mesh)))
     out.print(f"The request of {config.region}.{config.mesh} is in {path}")
     out.print("Have it signed as an authority with path length 1, then: felix region certify FILE")
 

@@ -8,6 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
+from cli.grant_notes import carried_by_another
 from cli.grants import fetch_book, stand
 from cli.output import out
 from cli.setting import RegionOption, connect, folder_of, run
@@ -46,9 +47,15 @@ def resend(
     book = run(_book_when_accepted(config.region, folder, grant, Duration.parse(wait)))
     view = book.get(grant, now_ms())
     name = _stream(view, config.region, stream)
+    if other := carried_by_another(view, book.list(now_ms())):
+        raise RequestError(
+            f"{other} holds, and leads {name} into the same stream there: what is sent again would cross under its terms.",
+            code=Code.CONFLICT,
+            hint=f"Revoke it first: felix bridge revoke {other}",
+        )
     state = run(_describe(config.region, name))
     if shard >= state.shards:
-        raise RequestError(f"{name} has {state.shards} shards, counted from 0; there is no shard {shard}.")
+        raise RequestError(f"{name} has no shard {shard}: it has {state.shards}, from 0 on.")
     back = []
     for at in range(state.shards) if shard < 0 else [shard]:
         held = state.state[at]

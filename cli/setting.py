@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 import typer
 
 import felix
+from felix.collector import collector_paused
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, replace_file
 from felix.profile import HOME_VARIABLE, felix_home
@@ -113,7 +114,8 @@ def folder_of(region: str) -> tuple[RegionFolder, RegionConfig]:
 
 def connect(region: str, identity: str = "") -> felix.RegionClient:
     """A client of the region, not yet open."""
-    return felix.connect(choose_region(region), identity=identity or None, wait_for_broker=False)
+    with collector_paused():
+        return felix.connect(choose_region(region), identity=identity or None, wait_for_broker=False)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

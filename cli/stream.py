@@ -23,7 +23,7 @@ from cli.output import (
     write_json_line,
 )
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, reader_watched, run
-from felix.errors import RequestError
+from felix.errors import Code, RequestError
 from felix.messages import StreamState
 from felix.settings import Compaction, Deduplication, Offload, Views
 from policy.quantity import Duration, Size
@@ -338,7 +338,14 @@ def delete(
     identity: IdentityOption = "",
 ) -> None:
     """Delete a stream and its records. This cannot be undone."""
-    state = run(_describe(region, identity, name))
+    try:
+        state = run(_describe(region, identity, name))
+    except RequestError as error:
+        if error.code is not Code.NOT_FOUND_OR_FORBIDDEN:
+            raise
+        # Describing asks for any right, deleting for another than to subscribe.
+        sentence = f"There is no stream {name} that this identity may delete."
+        raise RequestError(sentence, code=error.code, hint=error.hint) from error
     records = sum(shard.high_watermark - shard.log_start for shard in state.state)
     if not yes:
         typer.confirm(f"Delete {name} and its {records:,} records?", abort=True, err=True)

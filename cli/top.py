@@ -508,12 +508,14 @@ async def _watch(
             if json:
                 print_json(found)
             else:
-                out.print(picture(found, rows, out.width))
+                out.print(picture(found, rows, out.console.width))
             return
         stop = stop_signals()
         with (
             _keys(stop),
-            Live(Text("looking …"), console=out, screen=out.is_terminal, auto_refresh=False) as live,
+            Live(
+                Text("looking …"), console=out.console, screen=out.console.is_terminal, auto_refresh=False
+            ) as live,
         ):
             while True:
                 try:
@@ -528,7 +530,11 @@ async def _watch(
                     live.update(Text(f"{error}  Looking again …", style="red"), refresh=True)
                     continue
                 found = figures(before, after, sort=sort, tenant=tenant)
-                screen = (out.width, out.height) if out.is_terminal else (out.width, None)
+                screen = (
+                    (out.console.width, out.console.height)
+                    if out.console.is_terminal
+                    else (out.console.width, None)
+                )
                 live.update(picture(found, rows, *screen), refresh=True)
                 before = after
 

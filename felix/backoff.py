@@ -5,14 +5,13 @@ Pure: randomness comes in, and waiting is the caller's affair.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from felix.errors import Code, RequestError
 from felix.runtime.port import Random
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackoffPolicy:
+class BackoffPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of the wait, in ms."""
 
     first_ms: int = 50
@@ -29,12 +28,11 @@ class BackoffPolicy:
             )
 
 
-@dataclass(slots=True)
-class Backoff:
+class Backoff(msgspec.Struct):
     """The waits of one series of failures: the ceiling doubles, the wait is drawn from its upper half."""
 
     policy: BackoffPolicy
-    random: Random = field(repr=False)
+    random: Random
     failures: int = 0
 
     def next_ms(self, at_least_ms: int | None = None) -> int:

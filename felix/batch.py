@@ -33,12 +33,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, repeat
 from operator import gt
 from typing import Final, NamedTuple
 
+import msgspec
 import xxhash
 import zstandard
 
@@ -173,8 +173,7 @@ def body_checksum(body: Buffer) -> int:
     return int(xxhash.xxh3_64_intdigest(body))
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """A header and its body. `body` may be a view into a larger buffer; it is never changed in place."""
 
     header: BatchHeader
@@ -186,7 +185,7 @@ class Batch:
 
     def with_header(self, header: BatchHeader) -> Batch:
         """The same body under another header."""
-        return replace(self, header=header)
+        return Batch(header, self.body)
 
 
 def decode_batch(data: Buffer) -> Batch:

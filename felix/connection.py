@@ -21,9 +21,10 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Final, Protocol, cast
+
+import msgspec
 
 from felix.address import Address
 from felix.backoff import Backoff, BackoffPolicy
@@ -91,8 +92,7 @@ _EVENT_TYPES: Final = frozenset({FrameType.ANSWER, FrameType.BATCH, FrameType.GA
 _log = logging.getLogger("felix.connection")
 
 
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
+class SessionInfo(msgspec.Struct, frozen=True):
     """The session that stands now: who answered, as whom we came, what is allowed."""
 
     session: str
@@ -208,8 +208,11 @@ class Link:
         prove: Callable[[Challenge, Binding], Proof],
         limits: TransportLimits,
         random: Random,
+        over: Callable[[Link, FelixError], None],
     ) -> None:
+        """`over` is called with the error that ended the session, once everybody who waits on this link was told."""
         self._loop = asyncio.get_running_loop()
+        self._told_over = over
         self._region = region
         self._prove = prove
         self._random = random
@@ -239,7 +242,6 @@ class Link:
         self.limits: Limits | None = None
         self._throttle: Throttled | None = None
         self._throttled_until = 0.0
-        self.on_over: Callable[[Link, FelixError], None] | None = None
 
     # -- what the transport calls ---------------------------------------------------------------------
 
@@ -428,8 +430,7 @@ class Link:
                 waiting.refused(error)
         for exchange in exchanges.values():
             exchange.exchange_end(error)
-        if self.on_over is not None:
-            self.on_over(self, error)
+        self._told_over(self, error)
 
     def close(self) -> None:
         """End the connection from our side."""
@@ -891,6 +892,7 @@ class RegionConnection:
             prove=lambda challenge, binding: self._prove(credentials, challenge, binding),
             limits=self._limits,
             random=self.runtime.random,
+            over=self._link_over,
         )
         tls = ClientTls(credentials.root_pem, self.profile.tls_name)
         try:
@@ -911,7 +913,6 @@ class RegionConnection:
             welcome.session, welcome.identity, challenge.region, challenge.mesh, challenge.broker,
             tuple(welcome.rights), welcome.limits, link.connection.engine_name, address,
         )  # fmt: skip
-        link.on_over = self._link_over
         self._link = link
         self.identity = credentials.identity
         if link.is_over:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -31,12 +32,29 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError the file's name where the system gives none, as where a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write what a user asked for at a path of theirs, which may be a pipe or a device. Raises OSError, which names the path."""
+    with naming(path):
+        path.write_bytes(data)
+
+
 def stage_file(path: Path, data: bytes, mode: int = PRIVATE) -> Path:
     """Write the new content of `path` to a synced file next to it; `commit_file` renames it. Leaves nothing if it fails."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.{REAL.random.randbytes(4).hex()}.new")
     handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with naming(path), os.fdopen(handle, "wb") as file:
             os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()

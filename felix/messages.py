@@ -6,6 +6,7 @@ Bodies of signed documents are opaque bytes here: the code that acts on them ver
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Final, Generic, TypeVar, Union, get_args
 
 import msgspec
@@ -1014,7 +1015,6 @@ ANSWERS: Final[Mapping[type[Request[Any]], type[Message]]] = _answers()
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _handshake_decoder: Final = msgspec.msgpack.Decoder(Handshake)
-_request_decoder: Final = msgspec.msgpack.Decoder(Union[tuple(ANSWERS)])  # noqa: UP007 - a union of what is in the table
 _answer_decoder: Final = msgspec.msgpack.Decoder(Union[tuple({*ANSWERS.values(), Throttled})])  # noqa: UP007
 _error_decoder: Final = msgspec.msgpack.Decoder(ErrorBody)
 _goodbye_decoder: Final = msgspec.msgpack.Decoder(Goodbye)
@@ -1040,9 +1040,15 @@ def decode_handshake(body: memoryview) -> Handshake:
     return message
 
 
+@cache
+def request_decoder() -> Any:
+    """Of all requests: brokers ask for it when they are loaded. It takes milliseconds, and clients read no requests."""
+    return msgspec.msgpack.Decoder(Union[tuple(ANSWERS)])  # noqa: UP007 - a union of what is in the table
+
+
 def decode_request(body: memoryview) -> Request[Any]:
     """Raises ProtocolError(FRAME_MALFORMED)."""
-    message: Request[Any] = _decode(_request_decoder, body, "request")
+    message: Request[Any] = _decode(request_decoder(), body, "request")
     return message
 
 

@@ -24,7 +24,7 @@ import msgspec
 
 from felix.address import Address
 from felix.errors import Code, RequestError
-from felix.identity import Identity, TrustAnchor
+from felix.identity import Identity, check_root
 from felix.identity_file import load_identity
 from felix.names import parse_region
 
@@ -207,8 +207,7 @@ def _load_root(profile: Profile) -> bytes:
                     hint="Take the region's bundle.json again from somebody who runs it.",
                 ) from error
             root = signed.bundle.root_pem.encode()
-    # The anchor checks that the certificate says itself that it is of this region.
-    TrustAnchor(profile.region, profile.mesh, root)
+    check_root(profile.region, profile.mesh, root)
     return root
 
 

@@ -15,16 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from cryptography import x509
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256
-
 from felix.connection import RegionConnection
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import Life, Stage, stage_of, until_text
 from felix.files import PUBLIC, replace_file
-from felix.identity import Identity, TrustAnchor, TrustBundle, verify_chain
+from felix.identity import Identity
 from felix.identity_file import load_identity, save_identity
 from felix.messages import RenewIdentity
 from felix.profile import identity_files, load_credentials
@@ -48,6 +43,14 @@ async def request_renewal(
 
     Raises what the broker refuses it with, RequestError(IDENTITY_REFUSED) where what it gave is not what was asked for.
     """
+    # Here: a client seldom renews, and all of X.509 takes long to import.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    from felix.peer import TrustAnchor, TrustBundle, verify_chain
+
     key = identity.private_key if same_key else ec.generate_private_key(ec.SECP256R1())
     csr = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, SHA256())
     answer = await connection.request(RenewIdentity(csr.public_bytes(serialization.Encoding.DER)))

@@ -11,9 +11,10 @@ HANDSHAKE_BYTES_MAX of them; credit only ever grows; a session that has raised i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
 
 from felix.errors import Code, FelixError, ProtocolError, RequestError
 from felix.frames import (
@@ -29,7 +30,7 @@ from felix.frames import (
     decode_offsets,
     encode_frame,
 )
-from felix.identity import NONCE_BYTES, Binding, Peer, Proof
+from felix.identity import NONCE_BYTES, Binding, Proof
 from felix.messages import (
     PROTOCOL_VERSIONS,
     Answer,
@@ -47,6 +48,9 @@ from felix.messages import (
     decode_request,
     encode_message,
 )
+
+if TYPE_CHECKING:
+    from felix.peer import Peer
 
 
 class State(Enum):
@@ -134,8 +138,7 @@ ServerEvent = Authenticated | Requested | CreditGranted
 ClientEvent = Established | Answered | Acknowledged | Refused | CreditGranted | LeaveAsked
 
 
-@dataclass(slots=True)
-class CreditLine:
+class CreditLine(msgspec.Struct):
     """A sender's side of credit: how far it may go, how far it has gone, in bytes since the beginning."""
 
     limit_bytes: int
@@ -155,8 +158,7 @@ class CreditLine:
         self.used_bytes += amount
 
 
-@dataclass(slots=True)
-class CreditWindow:
+class CreditWindow(msgspec.Struct):
     """A receiver's side of credit: what it has granted, what came in, what it has dealt with.
 
     `granted` = `done` + window: a peer that keeps to it never has more than `window_bytes` on the way or

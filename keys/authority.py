@@ -36,10 +36,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from felix.certificate import RENEWAL_OID, RenewalTerms, encode_renewal
 from felix.errors import Code, RequestError
 from felix.files import PRIVATE, PUBLIC, create_file, read_file, replace_file, sync_folder
-from felix.identity import Identity, RenewalTerms, TrustAnchor, encode_chain, encode_renewal
+from felix.identity import Identity
 from felix.names import SpiffeId, trust_domain
+from felix.peer import TrustAnchor, encode_chain
 
 ROOT_LIFETIME: Final = timedelta(days=3650)
 ISSUING_LIFETIME: Final = timedelta(days=365)
@@ -186,7 +188,8 @@ class RegionAuthority:
             )
         )
         if renewal is not None:
-            builder = builder.add_extension(encode_renewal(renewal), critical=False)
+            said = x509.UnrecognizedExtension(x509.ObjectIdentifier(RENEWAL_OID), encode_renewal(renewal))
+            builder = builder.add_extension(said, critical=False)
         return encode_chain([builder.sign(self.issuing_key, SHA256()), self.issuing])
 
     def issue_identity(

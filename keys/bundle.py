@@ -25,8 +25,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from felix.errors import Code, RequestError, TamperError
-from felix.identity import TrustAnchor
 from felix.names import trust_domain
+from felix.peer import TrustAnchor
 from keys.hybrid import PUBLIC_BYTES, HybridPublicKey
 from keys.post_quantum import ML_DSA_PUBLIC_BYTES
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey

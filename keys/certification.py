@@ -41,21 +41,13 @@ from cryptography.x509.verification import PolicyBuilder, Store, VerificationErr
 
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, read_file, replace_file
-from felix.identity import encode_chain
 from felix.names import SpiffeId
+from felix.peer import UNREADABLE, encode_chain
 from keys.authority import RegionAuthority
 
 CHAIN_BYTES_MAX: Final = 65_536
 """Four levels of an organisation's authorities with RSA keys take about 8 KiB."""
 _FILE: Final = "organisation.pem"
-_UNREADABLE: Final = (
-    ValueError,
-    UnsupportedAlgorithm,
-    x509.DuplicateExtension,
-    x509.InvalidVersion,
-    x509.UnsupportedGeneralNameType,
-    x509.ExtensionNotFound,
-)
 
 
 def request_certificate(authority: RegionAuthority) -> bytes:
@@ -97,7 +89,7 @@ def certify(authority: RegionAuthority, chain_pem: bytes, now_ms: int) -> list[x
         certificate, *above = _load(chain_pem)
         _check_order([certificate, *above])
         _check_certificate(certificate, authority)
-    except _UNREADABLE as error:
+    except (x509.ExtensionNotFound, *UNREADABLE) as error:
         raise _refused(f"The certificate for {domain} cannot be read: {error}.") from error
     # 6. what tools will verify
     broker = authority.issue_identity(

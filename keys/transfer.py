@@ -50,8 +50,9 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from felix.batch import BATCH_BYTES_MAX, FLAG_SEALED, OFFSET_MAX, RECORDS_MAX, Batch, Buffer, decode_batch
 from felix.context import bind, purpose_prefix
 from felix.errors import Code, RequestError, TamperError
-from felix.identity import SIGNATURE_BYTES_MAX, Identity, Peer
+from felix.identity import Identity
 from felix.names import SpiffeId, StreamName
+from felix.peer import SIGNATURE_BYTES_MAX, Peer
 from keys.errors import KeyScopeError
 from keys.hybrid import OVERHEAD_BYTES, HybridKeyPair, HybridPublicKey
 from keys.key_id import KEY_ID_BYTES, KeyKind, check_key_id

@@ -141,10 +141,12 @@ class Rights:
         return type(self)(MappingProxyType(table))
 
 
-def not_found_or_forbidden(verb: Verb, name: StreamName) -> RequestError:
-    """The one answer for a stream that does not exist and for one that the caller may not use."""
+def not_found_or_forbidden(verb: Verb, name: StreamName, what: str = "stream") -> RequestError:
+    """The one answer for a stream that does not exist and for one that the caller may not use. `what` the caller took it for: a
+    stream, a queue or a cache.
+    """
     return RequestError(
-        f"There is no stream {name} that this identity may use with {verb}.",
+        f"There is no {what} {name} that this identity may use with {verb}.",
         code=Code.NOT_FOUND_OR_FORBIDDEN,
         hint="Check the name, or ask the region's operator for the right.",
     )

@@ -9,7 +9,7 @@ Checked by `open_approval`, in this order:
 
 1. the body is of a version that is known here, and its grant id is that of its terms hash;
 2. the approver is an identity of kind `approver` of the region that the approval speaks for;
-3. the chain leads to the root of that region in its bundle, and was valid at `at` (felix.identity, steps 1 to 5);
+3. the chain leads to the root of that region in its bundle, and was valid at `at` (felix.peer, steps 1 to 5);
 4. the signature is by the leaf's key, over these bytes and for this purpose.
 
 Invariants:
@@ -24,28 +24,22 @@ Pure. Anyone may call.
 from __future__ import annotations
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import msgspec
 from cryptography import x509
 
 from felix.errors import FelixError, RequestError
-from felix.identity import (
-    CHAIN_BYTES_MAX,
-    SIGNATURE_BYTES_MAX,
-    Identity,
-    TrustAnchor,
-    TrustBundle,
-    encode_chain,
-    verify_chain,
-)
+from felix.identity import CHAIN_BYTES_MAX, Identity
 from felix.names import SpiffeId, parse_region
+from felix.peer import SIGNATURE_BYTES_MAX, TrustAnchor, TrustBundle, encode_chain, verify_chain
+from felix.remembered import Remembered, digest_of
 from policy.signed import (
+    BODIES_BYTES_MAX,
     FILE_BYTES_MAX,
-    VERIFIED_MAX,
+    VERDICTS_BYTES_MAX,
     Purpose,
     SignatureError,
     SignedDocument,
@@ -58,6 +52,17 @@ from policy.terms import GrantId, Hash, Number, OptionalLine, grant_id
 
 APPROVAL_BYTES_MAX: Final = 2 * CHAIN_BYTES_MAX
 """A chain of the largest size, its line feeds escaped, and a body of some 500 bytes."""
+KIND_BYTES_MAX: Final[Mapping[str, int]] = {
+    "export": 128 << 10,
+    "import": 16 << 10,
+    "approval": 2 * APPROVAL_BYTES_MAX,
+    "standing": 16 << 10,
+    "deny": 16 << 10,
+    "policy": FILE_BYTES_MAX,
+}
+"""Of a document's file, by the kind under which regions list it to each other and put it there: what is longer nobody takes, and refuses before
+it is read. An export has some 2 KiB; one with 256 transform rules over the longest field paths in ASCII fits, and `sign_export` signs no
+longer one. The others are of a few texts of 256 characters."""
 CLOCK_SKEW_MS: Final = 300_000
 """An approver's clock may be so much ahead; what is dated later than that does not count yet."""
 APPROVERS_MAX: Final = 256
@@ -247,8 +252,16 @@ def _rewritten(chain: bytes) -> bytes:
     return encode_chain(x509.load_pem_x509_certificates(chain))
 
 
-@lru_cache(maxsize=VERIFIED_MAX)
+_claims: Final = Remembered[ApprovalBody](BODIES_BYTES_MAX // 4)
+_documents: Final = Remembered[Document | tuple[str, str]](BODIES_BYTES_MAX // 2)
+_verdicts: Final = Remembered[str](VERDICTS_BYTES_MAX)
+
+
 def _decode(body: bytes) -> ApprovalBody:
+    return _claims.ask(digest_of(body), lambda: _read(body), lambda _: 4 * len(body))
+
+
+def _read(body: bytes) -> ApprovalBody:
     try:
         claim = msgspec.json.decode(body, type=ApprovalBody)
     except FelixError as error:
@@ -260,17 +273,32 @@ def _decode(body: bytes) -> ApprovalBody:
     return claim
 
 
+def require_size(kind: str, data: bytes) -> None:
+    """Raises SignatureError where a document of this kind cannot be so long."""
+    most = KIND_BYTES_MAX.get(kind, FILE_BYTES_MAX)
+    if len(data) > most:
+        raise SignatureError(
+            f"A document of the kind {kind!r} has {len(data)} bytes, and {most} are allowed.",
+            hint="Fetch it again from the region that signed it, or shorten what it says and sign it anew.",
+        )
+
+
 def parse_document(data: bytes | str) -> Document:
     """A signed document or an approval, from a file or a token. Raises SignatureError."""
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-    found = _parsed(raw)
+    found = _documents.ask(digest_of(raw), lambda: _parsed(raw), _weight)
     if isinstance(found, tuple):
         sentence, hint = found
         raise SignatureError(sentence, hint=hint)
     return found
 
 
-@lru_cache(maxsize=VERIFIED_MAX)
+def _weight(found: Document | tuple[str, str]) -> int:
+    if isinstance(found, tuple):
+        return 2 * sum(map(len, found))
+    return len(found.body) + (len(found.chain_pem) if isinstance(found, Approval) else 0)
+
+
 def _parsed(raw: bytes) -> Document | tuple[str, str]:
     """The document, or why it cannot be read and what to do. Both are remembered, as what `verify` finds is."""
     try:
@@ -335,9 +363,13 @@ def open_approval(approval: Approval, trust: TrustBundle) -> ApprovalBody:
     if anchor is None:
         raise SignatureError(
             f"The approval is by {claim.approver}, and the root of {approver.trust_domain} is not known here.",
-            hint="Import that region's bundle first.",
+            hint="Take that region's bundle.json and trust it first: felix region trust FILE --fingerprint …",
         )
-    failure = _verified(approval, anchor)
+    # Remembered, because a changed grant book is a new one, of mostly the same documents.
+    question = digest_of(
+        approval.body, approval.chain_pem, approval.signature, anchor.region, anchor.mesh, anchor.root_pem
+    )
+    failure = _verdicts.ask(question, lambda: _failure(approval, anchor, claim.at), len)
     if failure:
         raise SignatureError(failure, hint="Do not use it; have the approver sign again.")
     return claim
@@ -354,12 +386,6 @@ def refuse_ended(approval: Approval, trust: TrustBundle, now: int) -> None:
         raise SignatureError(
             failure, hint="Renew the approver's identity, and have the grant approved with the new one."
         )
-
-
-@lru_cache(maxsize=VERIFIED_MAX)
-def _verified(approval: Approval, anchor: TrustAnchor) -> str:
-    """Remembered, because a changed grant book is a new one, of mostly the same documents."""
-    return _failure(approval, anchor, approval.claim.at)
 
 
 def _failure(approval: Approval, anchor: TrustAnchor, at: int) -> str:

@@ -36,8 +36,8 @@ from enum import IntEnum
 from typing import Final, NamedTuple, Self
 
 from felix.errors import Code
-from felix.identity import TrustBundle
 from felix.names import NamePattern, SpiffeId, StreamName
+from felix.peer import TrustBundle
 from policy.approval import (
     Approval,
     ApprovalBody,
@@ -54,12 +54,14 @@ from policy.grant_documents import (
     EVERYWHERE,
     DenyEntry,
     ExportGrant,
+    Fit,
     GrantError,
     ImportGrant,
     OutdatedError,
     Standing,
     StandingAction,
     agree,
+    fit_of,
     open_export,
     open_import,
     sign_deny,
@@ -95,6 +97,7 @@ __all__ = [
     "Carried",
     "DenyEntry",
     "ExportGrant",
+    "Fit",
     "GrantBook",
     "GrantError",
     "GrantEvent",
@@ -114,6 +117,7 @@ __all__ = [
     "denial",
     "deny_key",
     "deny_rank",
+    "fit_of",
     "half_rank",
     "open_export",
     "open_import",
@@ -314,6 +318,12 @@ class GrantBook:
     def problems(self) -> tuple[Problem, ...]:
         """Documents that were not believed, for the operator and the audit log."""
         return tuple(problem for found in self._problems.values() for problem in found)
+
+    @property
+    def believed(self) -> set[Document]:
+        """Documents that it was made of and whose signatures hold."""
+        doubted = {problem.document for problem in self.problems}
+        return {document for held in self._groups.values() for document in held} - doubted
 
     def including(self, documents: Iterable[Document]) -> Self:
         """A grant book with these documents in addition."""
@@ -786,6 +796,9 @@ class GrantBook:
             return _Step.PATH, strayed
         decision = None if policy is None else self._decide(policy, attempt, terms, name, now)
         if policy is not None and decision is not None:
+            later = made_under_later(export if policy.region == terms.from_region else accepted, policy)
+            if later is not None:
+                return _Step.POLICY, later
             if not decision.allowed:
                 return _Step.POLICY, Refusal(
                     RefusalKind.DENIED if decision.denied else RefusalKind.AGAINST_POLICY,
@@ -993,6 +1006,11 @@ def half_rank(half: ExportGrant | ImportGrant) -> tuple[int, bytes]:
     return half.signed_at, canonical(half)
 
 
+def carrying_rank(export: ExportGrant) -> tuple[int, str]:
+    """Of grants that lead one stream into the same one, that of the lowest rank carries it until it ends: the one that was signed first."""
+    return export.signed_at, export.grant
+
+
 def _agreeing(export: ExportGrant, halves: Iterable[ImportGrant]) -> ImportGrant | None:
     """Of the import grants that name the export's terms, the one that was signed last."""
     return max((half for half in halves if agree(export, half)), key=half_rank, default=None)
@@ -1044,6 +1062,20 @@ def paused(standing: Standing) -> Refusal:
         f"{standing.region} paused the grant {standing.grant} at {Instant(standing.at)}{_because(standing.reason)}.",
         f"Only {standing.region} can resume it, with `felix bridge resume`.",
         standing.grant,
+    )
+
+
+def made_under_later(half: ExportGrant | ImportGrant, policy: ResidencyPolicy) -> Refusal | None:
+    """A region's half, and its policy in force. Under a half of a later revision nothing crosses: no log could show that it was allowed, as that
+    policy has no leaf yet. None: it is of this revision, or of an earlier one."""
+    if policy.revision >= half.policy_revision:
+        return None
+    return Refusal(
+        RefusalKind.AGAINST_POLICY,
+        f"The grant {half.grant} was made under revision {half.policy_revision} of the policy of {policy.region}; revision "
+        f"{policy.revision} is in force.",
+        "Put that revision in force first: felix policy apply FILE.",
+        half.grant,
     )
 
 

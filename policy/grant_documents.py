@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from felix.errors import Code, RequestError
 from felix.names import NamePattern, SpiffeId, parse_region
+from policy.approval import require_size
 from policy.quantity import Instant
 from policy.residency import APPROVALS_MAX, Decision, ResidencyPolicy, decide_grant
 from policy.signed import (
@@ -151,7 +152,7 @@ def sign_export(
     terms: GrantTerms, policy: ResidencyPolicy, key: Ed25519PrivateKey, now: int
 ) -> SignedDocument:
     """The source region's half. Raises ResidencyError where its policy does not allow these terms, GrantError
-    where they have expired already."""
+    where they have expired already, SignatureError where they are longer than other regions take."""
     if policy.region != terms.from_region:
         raise GrantError(f"The terms are for data of {terms.from_region}; this region is {policy.region}.")
     _refuse_expired(terms, now)
@@ -168,7 +169,9 @@ def sign_export(
         policy_hash=policy.hash.hex(),
         signed_at=now,
     )
-    return sign(Purpose.EXPORT, policy.region, canonical(body), key)
+    signed = sign(Purpose.EXPORT, policy.region, canonical(body), key)
+    require_size("export", signed.encode_file())
+    return signed
 
 
 def open_export(document: SignedDocument, trusted: Trusted) -> ExportGrant:
@@ -280,6 +283,22 @@ def _refuse_expired(terms: GrantTerms, now: int) -> None:
         raise GrantError(
             f"The terms expired at {Instant(terms.expires)}.", code=Code.GRANT_EXPIRED, hint="Make new terms."
         )
+
+
+Fit = tuple[str, str, str, str, str, str]
+"""What an acceptance accepts."""
+
+
+def fit_of(accepted: ImportGrant) -> Fit:
+    """Of two acceptances of one fit both agree with an export, or neither."""
+    return (
+        accepted.terms_hash,
+        accepted.stream,
+        accepted.destination_stream,
+        accepted.from_region,
+        accepted.to_region,
+        accepted.bridge,
+    )
 
 
 def agree(export: ExportGrant, accepted: ImportGrant) -> bool:

@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import hashlib
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
 from typing import Any, Final, Self, TypeVar, cast
 
 import msgspec
@@ -30,13 +29,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from felix.errors import Code, FelixError, RequestError
 from felix.names import parse_region
+from felix.remembered import Remembered, digest_of
 
 FILE_BYTES_MAX: Final = 768 * 1024
 """A policy of the largest size, escaped as a JSON text, fits; a grant is some 2 KiB."""
 KEY_ID_BYTES: Final = 16
-VERIFIED_MAX: Final = 1 << 15
-"""Documents whose verification and body are remembered, some 100 MB of grants at worst: more than six regions may keep in another.
-A changed grant book is a new object, of mostly the same documents."""
+VERDICTS_BYTES_MAX: Final = 12 << 20
+"""What is remembered of which documents hold, some 30,000 of them: more than six regions may keep in another. A changed grant book is a
+new object, of mostly the same documents."""
+BODIES_BYTES_MAX: Final = 16 << 20
+"""What is remembered of documents' bodies. Reading one again costs much less than a signature. Verdicts and bodies, of documents and of approvals,
+stay below what strangers may make a broker hold."""
 NUMBER_MAX: Final = (1 << 53) - 1
 """What every JSON reader holds exactly (RFC 7493)."""
 
@@ -200,20 +203,31 @@ def verify(document: SignedDocument, trusted: Trusted) -> None:
 
     1. the region is known; 2. the key id is one of that region's keys; 3. the signature holds.
     """
-    refused = _refusal(document, tuple(trusted.get(document.region, ())))
+    keys = tuple(trusted.get(document.region, ()))
+    question = digest_of(
+        document.purpose, document.region, document.key, document.body, document.signature, *keys
+    )
+    refused = _verdicts.ask(question, lambda: _refusal(document, keys), _weight_of_words)
     if refused is not None:
         sentence, hint = refused
         raise SignatureError(sentence, hint=hint)
 
 
-@lru_cache(maxsize=VERIFIED_MAX)
+_verdicts: Final = Remembered[tuple[str, str] | None](VERDICTS_BYTES_MAX)
+_bodies: Final = Remembered[Any](BODIES_BYTES_MAX)
+
+
+def _weight_of_words(words: tuple[str, str] | None) -> int:
+    return 0 if words is None else 2 * sum(map(len, words))
+
+
 def _refusal(document: SignedDocument, keys: tuple[bytes, ...]) -> tuple[str, str] | None:
     """Why the document is not believed, and what to do; None where the signature holds. Both outcomes are remembered: each change of a
     book verifies all its documents again, and forged ones must not cost more than genuine ones."""
     if not keys:
         return (
             f"The document is signed by {document.region}, whose policy key is not known here.",
-            "Import that region's bundle first.",
+            "Take that region's bundle.json and trust it first: felix region trust FILE --fingerprint …",
         )
     found = next((key for key in keys if key_id(key) == document.key), None)
     if found is None:
@@ -237,10 +251,11 @@ def decode_body(document: SignedDocument, type_: type[T], purpose: Purpose) -> T
     """The body as a struct. Raises SignatureError where it is of another purpose, malformed or not canonical."""
     if document.purpose is not purpose:
         raise _unreadable(f"it is a {document.purpose}, where a {purpose} is needed")
-    return cast(T, _decode(document.body, cast(Hashable, type_)))
+    body = document.body
+    question = digest_of(type_.__qualname__, body)
+    return cast(T, _bodies.ask(question, lambda: _decode(body, type_), lambda _: 4 * len(body)))
 
 
-@lru_cache(maxsize=VERIFIED_MAX)
 def _decode(body: bytes, type_: Any) -> Any:
     try:
         value = msgspec.json.decode(body, type=type_)

@@ -8,7 +8,7 @@ stream's log (region.log.ahead), and until they are durable nobody reads the rec
 - a log that does not take the leaves at once is asked until it does (`LeafQueue`); the agent has no part in it.
 
 Invariants: leaves of one queue are in the log in the order in which they came; a range gets its leaves once; what was not
-appended gets none. Callers: region.ingest, region.node.
+appended gets none. Callers: region.ingest.
 """
 
 from __future__ import annotations

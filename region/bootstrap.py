@@ -16,9 +16,10 @@ import msgspec
 
 from audit.origin import Origin, egress_origin, region_origin, witness_name
 from felix.address import Address
+from felix.certificate import RenewalTerms
 from felix.errors import Code, RequestError
 from felix.files import PUBLIC, create_file, replace_file
-from felix.identity import Identity, RenewalTerms
+from felix.identity import Identity
 from felix.identity_file import load_identity, save_identity
 from felix.names import SpiffeId, parse_region
 from keys.authority import create_authority, load_authority, save_authority

@@ -1,6 +1,6 @@
 """The state and decisions of one broker: access rights, hosted streams, and the audit entries about them.
 
-Sessions ask it; `region.node` feeds it. It owns no socket and no thread. Metadata is asked through the catalog's
+Sessions ask it; `region.startup` feeds it. It owns no socket and no thread. Metadata is asked through the catalog's
 mirror, in memory, so a changed right or grant takes effect with the change, and no decision waits for a store.
 
 Invariants: every answer about a stream that the asker has no right to is the same as for one that does not
@@ -16,9 +16,9 @@ from typing import Final
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.expiry import ExpiryWatch, Life
-from felix.identity import Binding, Peer, Proof, TrustBundle, verify_peer
 from felix.messages import ReaderTraffic
 from felix.names import RESERVED_TENANT, NamePattern, SpiffeId, StreamName
+from felix.peer import Peer
 from felix.quota import QuotaLimits, Scope
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
@@ -113,28 +113,15 @@ class Broker:
         self._making: dict[StreamName, asyncio.Task[None]] = {}
         self._not_made: dict[StreamName, FelixError] = {}
         self._retry: asyncio.TimerHandle | None = None
-        self.trust = TrustBundle()
         self.tracing = AppendTracing(config.region) if config.tracing.exporter != "none" else None
         self._operators = frozenset(
             SpiffeId(self.region, self.mesh, "operator", name) for name in config.operators
         )
         self._operator_rights = Rights.decode({str(operator): ALL_RIGHTS for operator in self._operators})
         self._rights = Rights()
+        streams.on_change(self._stream_changed)
 
-    # -- identity and rights ---------------------------------------------------------------------------
-
-    def verify(self, proof: Proof, binding: Binding) -> Peer:
-        """Who the client is. Another region's identity is let in only as a bridge."""
-        peer = verify_peer(proof, binding, self.trust, self.clock_ms())
-        identity = peer.spiffe_id
-        if identity.region != self.region and identity.kind != "bridge":
-            raise RequestError(
-                f"{identity} is of region {identity.region!r}; this is {self.region!r}, where only a bridge of "
-                "another region may come in.",
-                code=Code.WRONG_REGION,
-                hint=f"Use an identity that {self.region} issued.",
-            )
-        return peer
+    # -- sessions and rights ---------------------------------------------------------------------------
 
     def admit(self, session: LiveSession, peer: Peer) -> None:
         """Room for one more session, or a refusal with when to try again."""
@@ -184,6 +171,10 @@ class Broker:
     def session_closed(self, session: LiveSession) -> None:
         self.sessions.discard(session)
         self._waiting.discard(session)
+
+    def _stream_changed(self, stream: HostedStream) -> None:
+        if stream.deleted:
+            self.recheck_sessions()
 
     def set_rights(self, table: dict[str, list[str]]) -> None:
         """The region's rights have changed: sessions end what is no longer allowed."""
@@ -245,10 +236,10 @@ class Broker:
                 hint="Use another tenant.",
             )
 
-    def require(self, identity: SpiffeId, verb: Verb, name: StreamName) -> None:
+    def require(self, identity: SpiffeId, verb: Verb, name: StreamName, what: str = "stream") -> None:
         """Raises RequestError(NOT_FOUND_OR_FORBIDDEN), the same for no right and for no stream."""
         if not self.allows(identity, verb, name):
-            raise not_found_or_forbidden(verb, name)
+            raise not_found_or_forbidden(verb, name, what)
 
     def is_operator(self, identity: SpiffeId) -> bool:
         """True for those whom the configuration names, and for those of this region who have the right to operate."""
@@ -322,7 +313,8 @@ class Broker:
         if failed is not None:
             raise failed
         if settings is None or not settings.auto_create or name.tenant == RESERVED_TENANT:
-            raise not_found_or_forbidden(verb, name)
+            what = "stream" if views is NO_VIEWS else "cache" if views.cache is not None else "queue"
+            raise not_found_or_forbidden(verb, name, what)
         if name not in self._making:
             there = self.streams.count(name.tenant, name.namespace)
             if there + len(self._making) >= settings.streams_max:

@@ -19,13 +19,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from audit.checkpoint import note_size
-from audit.document_disk import keep_document
-from audit.document_leaf import read_document
-from audit.leaf import Buffer, Kind, Leaf, decode_leaf, read_header
-from audit.merkle import TILE_WIDTH
-from audit.tile import Files, TileHashes, read_entries
+from audit.document_disk import keep_document, read_documents
+from audit.leaf import Kind, Leaf, read_header
+from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
-from felix.errors import FelixError
 from felix.storage.small_file import read_file, replace_durably
 
 log = logging.getLogger("felix.region.governance")
@@ -79,14 +76,8 @@ class DocumentLog:
         """The documents of this log that last and are not among `known`, oldest first. Blocks."""
         digests = {sha256(document).digest() for document in known}
         missing = {index for digest, index in self._lasting.items() if digest not in digests}
-        files, size = self._trail.files, note_size(self._trail.publish())
-        found = []
-        # Each bundle of leaves once, however many of its documents are asked for.
-        for number in sorted({index // TILE_WIDTH for index in missing}):
-            for index, data in read_entries(files, number * TILE_WIDTH, (number + 1) * TILE_WIDTH, size):
-                if index in missing and (document := _document(data, index, files)) is not None:
-                    found.append(document)
-        return found
+        size = note_size(self._trail.publish())
+        return [document for _, document in read_documents(self._trail.files, missing, size)]
 
     def __contains__(self, digest: bytes) -> bool:
         """By the SHA-256 of the document's file."""
@@ -125,18 +116,6 @@ class DocumentLog:
             snapshot = _Snapshot(size, last, sorted(logged.documents), logged.lasting)
             replace_durably(files, self._path, msgspec.msgpack.encode(snapshot))
             self._saved_to = size
-
-
-def _document(leaf: Buffer, index: int, files: Files) -> bytes | None:
-    """A leaf's document; None, and a line in the log, where it cannot be had."""
-    try:
-        document = read_document(decode_leaf(leaf).header, files)
-    except FelixError as error:
-        log.error("the document of leaf %d cannot be read: %s", index, error)
-        return None
-    if document is None:
-        log.error("the document of leaf %d is not beside the log", index)
-    return document
 
 
 def _read(trail: Trail, logged: _Logged, start: int, size: int) -> None:

@@ -17,6 +17,7 @@ from hashlib import sha256
 from typing import Final
 
 from felix.names import SpiffeId
+from felix.news import News
 
 WAIT_MS_MAX: Final = 20_000
 """Shorter than a client waits for any answer (felix.connection), so that an unchanged revision is an answer and not a timeout."""
@@ -32,19 +33,17 @@ class DocumentWatch:
     def __init__(self, shown: Callable[[SpiffeId], Mapping[str, Mapping[str, bytes]]]) -> None:
         self._shown = shown
         self._revisions: dict[SpiffeId, bytes] = {}
-        self._next = asyncio.Event()
+        self._news = News()
         self._closed = False
 
     def changed(self) -> None:
         """Documents, or what is believed of them, may be others now."""
         self._revisions.clear()
-        self._next.set()
-        self._next = asyncio.Event()
+        self._news.tell()
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until something holds that only a change can bring about. Bound it with a timeout."""
-        while not holds():
-            await self._next.wait()
+        await self._news.until(holds)
 
     def close(self) -> None:
         """The broker is about to stop: answer all waiting callers."""
@@ -71,7 +70,7 @@ class DocumentWatch:
         try:
             async with asyncio.timeout(min(wait_ms, WAIT_MS_MAX) / 1000):
                 while not self._closed:
-                    following = self._next
+                    following = self._news.following
                     if self.revision(identity) != known:
                         return
                     await following.wait()

@@ -26,9 +26,10 @@ from audit.signed_leaf import signed_leaf
 from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from felix.identity import TrustBundle
+from felix.identity import Binding, Proof
 from felix.names import SpiffeId, StreamName
 from felix.pace import Pace
+from felix.peer import Peer, TrustBundle, verify_peer
 from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.keyring import Keyring
 from policy.access import Verb
@@ -41,6 +42,7 @@ from policy.approval import (
     open_approval,
     parse_document,
     refuse_ended,
+    require_size,
 )
 from policy.explanation import Explanation, explain_crossing
 from policy.grant import (
@@ -57,6 +59,8 @@ from policy.grant import (
     Standing,
     StandingAction,
     agree,
+    half_rank,
+    made_under_later,
     open_export,
     open_import,
 )
@@ -80,7 +84,7 @@ from region.held_document import (
 from region.key_service import KeyService
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
-from region.metadata.records import DocumentKind
+from region.metadata.records import DocumentKind, Policy
 from region.metadata.records import Side as DocumentSide
 from region.trust_store import Memory, Newest, Remembered, forbids, place_of
 from region.witnessing import Witnessing
@@ -96,6 +100,8 @@ CUT_OFF_MS_MAX: Final = 30_000
 PEER_DOCUMENTS_MAX: Final = 5_000
 """Documents signed by one other region: enough for years of grants, and still verified in less than a second. A pause that was lifted,
 and whatever else a later word took the place of, is removed from the store before anything is refused; it stands in the log."""
+PEER_BYTES_MAX: Final = 64 << 20
+"""And their bytes in all: five times what so many documents commonly are. A document may be 128 KiB (policy.approval)."""
 SIGNED_AGAIN_MAX: Final = 8
 """How often another region may sign one half again, as it does after a new policy; each time is a leaf, and may be a file, for ever."""
 SIGNED_AGAIN_PER_S: Final = 1 / 3_600
@@ -170,6 +176,8 @@ class ImportTerms(NamedTuple):
     destination: StreamName
     terms_hash: bytes
     terms: GrantTerms
+    decided_ms: int
+    """when this was true: the leaf of what crosses by it says so, and no later moment"""
 
 
 class Governance:
@@ -200,6 +208,8 @@ class Governance:
         self.keys = KeyService(keyring, trail, own.region, lambda: broker.clock_ms())
         self._own = own
         self._bundles: dict[str, RegionBundle] = {own.region: own}
+        self._trust = TrustBundle()
+        """of these bundles, once the catalog was read"""
         self._pinned = pinned
         self._believed = dict(pinned())
         self._memory = memory
@@ -207,6 +217,10 @@ class Governance:
         self._drain = drain
         self._parsed: dict[bytes, HeldDocument] = {}
         self._halves: dict[str, list[SignedDocument]] = {}
+        self._stand_ins: dict[bytes, HeldDocument] = {}
+        """by the digest of a half that waits for its leaf: the one whose place it takes, and which counts until then"""
+        self._waiting: set[bytes] = set()
+        """digests of what counts only with its leaf, and has none"""
         self._newest = Newest()
         self._unverified: dict[bytes, SignedDocument] = {}
         self._taken: set[bytes] = set()
@@ -215,11 +229,14 @@ class Governance:
         self._reloading: asyncio.TimerHandle | None = None
         self._closed = False
         self._signed_by: Counter[str] = Counter()
+        self._bytes_of: Counter[str] = Counter()
         self._cut_off_ms: int | None = None
         self._book = GrantBook()
         self._made: _Made | None = None
         self._policy: ResidencyPolicy | None = None
         self._newest_policy: ResidencyPolicy | None = None
+        self._in_force: Policy | None = None
+        """what `_policy` was read from"""
         self._read_from: tuple[bytes, SignedDocument, ResidencyPolicy] | None = None
         self._remember(remembered)
         self.denials = Denials(broker, trail, own.region, lambda: self._book, lambda: self._bundles)
@@ -234,6 +251,19 @@ class Governance:
         )
         self.witnessing = witnessing
         self.watch = DocumentWatch(self._shown)
+
+    def verify(self, proof: Proof, binding: Binding) -> Peer:
+        """Who the client is, by the roots of the regions that are trusted now. Another region's identity is let in only as a bridge."""
+        peer = verify_peer(proof, binding, self._trust, self.broker.clock_ms())
+        identity, own = peer.spiffe_id, self._own.region
+        if identity.region != own and identity.kind != "bridge":
+            raise RequestError(
+                f"{identity} is of region {identity.region!r}; this is {own!r}, where only a bridge of "
+                "another region may come in.",
+                code=Code.WRONG_REGION,
+                hint=f"Use an identity that {own} issued.",
+            )
+        return peer
 
     # -- following the catalog -------------------------------------------------------------------------
 
@@ -262,10 +292,12 @@ class Governance:
         self._book = GrantBook()
         made, self._made = self._made, None
         self._bundles = bundles = self._read_bundles()
-        self.broker.trust = TrustBundle(bundle.anchor() for bundle in bundles.values())
+        self._trust = TrustBundle(bundle.anchor() for bundle in bundles.values())
         self.trail.trust_witnesses(Trust.of(bundles.values()).witnesses_for(self._own.region))
+        self._waiting = set()
         self._policy = self._read_policy()
         documents, waiting = self._sorted_documents()
+        self._waiting |= {digest_of(document) for document in waiting if not _counts_at_once(document)}
         self._made = self._make_book(made, (*documents, *self._newest))
         self._book = self._made.book
         if self._book.left_out:
@@ -291,7 +323,7 @@ class Governance:
                 # The same document may stand in the store under two names.
                 gone = [document for document in gone if document not in documents]
                 return _Made(keys, bundles, now, made.book.changed(gone, come))
-        return _Made(keys, bundles, now, GrantBook(documents, keys, self.broker.trust))
+        return _Made(keys, bundles, now, GrantBook(documents, keys, self._trust))
 
     def _sorted_documents(self) -> tuple[list[Document], list[Document]]:
         """What the store holds: the documents of the book, besides those that `_newest` holds, and those whose leaf is missing.
@@ -307,12 +339,15 @@ class Governance:
                     parsed[data] = held if held is not None else HeldDocument.of(data)
                 except FelixError as error:
                     log.error("document %s/%s/%s cannot be read: %s", section, side, name, error)
-        self._parsed = parsed
+        before, self._parsed = self._parsed, parsed
         self._halves = {}
         for held in parsed.values():
             if held.half_of and isinstance(held.document, SignedDocument):
                 self._halves.setdefault(held.half_of, []).append(held.document)
         self._signed_by = Counter(held.document.region for held in parsed.values())
+        self._bytes_of = Counter()
+        for data, held in parsed.items():
+            self._bytes_of[held.document.region] += len(data)
         self._unverified |= {
             held.digest: held.document
             for held in parsed.values()
@@ -330,7 +365,30 @@ class Governance:
                 documents.append(held.document)
             elif self._has_place(held.document):
                 waiting.append(held.document)
+        self._stand_ins = self._stand_in(before, waiting)
+        documents += [held.document for held in self._stand_ins.values()]
         return documents, waiting
+
+    def _stand_in(
+        self, before: Mapping[bytes, HeldDocument], waiting: list[Document]
+    ) -> dict[bytes, HeldDocument]:
+        """For each half that waits for its leaf the one that counted in its place before: a link does not stop because a half is signed
+        again, and what the log has not is not asked for either."""
+        found: dict[bytes, HeldDocument] = {}
+        missing = {digest_of(document) for document in waiting}
+        halves = [held for held in self._parsed.values() if held.half_of and held.digest in missing]
+        if halves:
+            counted = {
+                _place_of_half(held): one
+                for held in before.values()
+                if held.half_of
+                and (one := held if held.digest in self.logged else self._stand_ins.get(held.digest))
+                is not None
+            }
+            for half in halves:
+                if (one := counted.get(_place_of_half(half))) is not None:
+                    found[half.digest] = one
+        return found
 
     def _take_lasting(self) -> list[Document]:
         """Take what forbids, and what lifts it once it has its leaf, into `_newest`. Returns those without a leaf."""
@@ -357,7 +415,7 @@ class Governance:
         """Whether the region that it names signed it, by what this broker believes of that region, and has a say in it."""
         try:
             if isinstance(document, Approval):
-                open_approval(document, self.broker.trust)
+                open_approval(document, self._trust)
             else:
                 verify(document, self._believed_policy_keys())
                 self._require_own_word(document)
@@ -494,12 +552,14 @@ class Governance:
                 if newest is not None and newest.hash != policy.hash:
                     check_successor(newest, policy)
                 self._log_soon(document)
-                return None
+                self._waiting.add(digest_of(document))
+                # Until then the one before it, as of a half that is signed again.
+                return self._policy
             if newest is not None and newest.hash != policy.hash:
                 check_successor(newest, policy)
             if newest is None or newest.hash != policy.hash:
                 self._memory.keep_policy(held.document)
-            self._newest_policy = policy
+            self._newest_policy, self._in_force = policy, held
             return policy
         except FelixError as error:
             log.error("the residency policy is not believed, so nothing may cross: %s", error)
@@ -537,7 +597,8 @@ class Governance:
             self.broker.require(bridge, Verb.BRIDGE_READ, stream)
             if not to_region:
                 self._book.get(grant_id, self.broker.clock_ms())
-            return self._check(Attempt(stream, self._own.region, to_region, bridge), grant_id)
+            now_ms = self.broker.clock_ms()
+            return self._check(Attempt(stream, self._own.region, to_region, bridge), grant_id, now_ms)
         except UnavailableError:
             # Nobody decided anything: no refusal of residency, and no leaf of one.
             raise
@@ -550,8 +611,9 @@ class Governance:
         self, bridge: SpiffeId, grant_id: str, from_region: str, stream: StreamName
     ) -> ImportTerms:
         """Whether a bridge may bring records of this stream in. Raises the refusal; the caller writes its leaf."""
-        allowed = self._check(Attempt(stream, from_region, self._own.region, bridge), grant_id)
-        return ImportTerms(allowed.destination_stream, allowed.terms_hash, allowed.terms)
+        now_ms = self.broker.clock_ms()
+        allowed = self._check(Attempt(stream, from_region, self._own.region, bridge), grant_id, now_ms)
+        return ImportTerms(allowed.destination_stream, allowed.terms_hash, allowed.terms, now_ms)
 
     def explain(self, stream: StreamName, source: str, destination: str) -> Explanation:
         """What `check_export` and `check_import` would decide of this stream, and why. Raises RequestError where neither region is
@@ -583,9 +645,8 @@ class Governance:
             return view.export.terms.to_region
         return view.accepted.to_region if view.accepted is not None else ""
 
-    def _check(self, attempt: Attempt, grant_id: str) -> Allowed:
+    def _check(self, attempt: Attempt, grant_id: str, now: int) -> Allowed:
         policy = self._require_policy()
-        now = self.broker.clock_ms()
         result = self._book.check(attempt, policy, now, grant=grant_id)
         if isinstance(result, Allowed):
             return result
@@ -628,6 +689,7 @@ class Governance:
         """Verify a signed document and put it in force. Returns a sentence for a person. Raises the refusal."""
         if kind == "bundle":
             return await self._put_bundle(body)
+        require_size(kind, body)
         document = parse_document(body)
         if document.purpose is not _PURPOSES.get(kind):
             raise RequestError(
@@ -647,22 +709,24 @@ class Governance:
             self._require_concerned(entry)
             if await self._is_outranked(actor, document):
                 return f"{entry.region} has a later word on {entry.streams} to or from {entry.peer}."
-            await self._log_and_store(actor, "denies", "state", document_id(document), document)
+            await self._store_and_log(actor, "denies", "state", document_id(document), document)
             return f"{entry.streams} to or from {entry.peer}: {'lifted' if entry.lifted else 'denied'}."
         if kind == "import":
             accepted = open_import(document, self._trusted_policy_keys())
             self._require_party(actor, accepted.bridge, accepted.from_region, accepted.to_region)
             self._require_same_terms(accepted)
+            self._require_policy_of(accepted, accepted.to_region)
             # By the region that signed it: nobody's acceptance stands in the place of another's.
             name = f"{accepted.grant}.{accepted.to_region}"
-            await self._require_newest("import", name, document, accepted.signed_at)
-            await self._log_and_store(actor, "grants", "import", name, document)
+            before = await self._require_newest("import", name, document, accepted)
+            await self._store_and_log(actor, "grants", "import", name, document, before)
             return f"{accepted.grant} is accepted by {accepted.to_region}."
         export = open_export(document, self._trusted_policy_keys())
         terms = export.terms
         self._require_party(actor, terms.bridge, terms.from_region, terms.to_region)
-        await self._require_newest("export", export.grant, document, export.signed_at)
-        await self._log_and_store(actor, "grants", "export", export.grant, document)
+        self._require_policy_of(export, terms.from_region)
+        before = await self._require_newest("export", export.grant, document, export)
+        await self._store_and_log(actor, "grants", "export", export.grant, document, before)
         return f"{export.grant} is granted by {terms.from_region}."
 
     async def _put_standing(self, actor: SpiffeId, document: SignedDocument) -> str:
@@ -679,21 +743,39 @@ class Governance:
             if await self._is_outranked(actor, document):
                 return f"{standing.region} has a later word on {standing.grant}."
             await self._require_room(document)
-            await self._log_and_store(actor, "revocations", "state", name, document)
+            await self._store_and_log(actor, "revocations", "state", name, document)
             return done
         # A revocation takes effect whether or not the log can be written, and its leaf comes behind what it found on its way.
-        self._actors[digest_of(document)] = actor
-        await self._store("revocations", "state", name, document)
+        revision = await self._store(actor, "revocations", "state", name, document)
+        await self._follow_to(revision)
         await asyncio.wait({self._log_soon(document)}, timeout=DRAIN_MS / 1000)
         return done
 
-    async def _log_and_store(
-        self, actor: SpiffeId, kind: DocumentKind, side: DocumentSide, name: str, document: Document
+    async def _store_and_log(
+        self,
+        actor: SpiffeId,
+        kind: DocumentKind,
+        side: DocumentSide,
+        name: str,
+        document: Document,
+        before: int | None = None,
     ) -> None:
-        """Its leaf first: nothing is in force that the log does not know of."""
-        self._actors[digest_of(document)] = actor
-        await self._log(document)
-        await self._store(kind, side, name, document)
+        """Into the store first, then its leaf, and wait until this broker judges by it. The log never knows of what the store does
+        not have: whatever ends this between the two, what stands in the store without a leaf gets one, and allows nothing
+        before that. `before`: the revision that it replaces, None for whichever there is."""
+        revision = await self._store(actor, kind, side, name, document, before)
+        await self._log_stored(document)
+        await self._follow_to(revision)
+        if digest_of(document) in self._waiting:
+            self._reload_now()
+
+    async def _log_stored(self, document: Document) -> None:
+        """The leaf of a document that the store has; where the log does not take it, it is tried again, and so at the next start."""
+        try:
+            await self._log(document)
+        except (FelixError, OSError):
+            self._log_soon(document)
+            raise
 
     def _log_soon(self, document: Document) -> asyncio.Task[None]:
         """Write the leaf of a document that the store holds and the log does not, and decide again with it."""
@@ -716,7 +798,10 @@ class Governance:
                 if self.trail.failure is not None:
                     return  # nothing crosses any more
             await asyncio.sleep(LOG_AGAIN_S)
-        if not (isinstance(document, SignedDocument) and forbids(document)):
+        if _counts_at_once(document):
+            # In force since it came; with its leaf it is shown to bridges, too.
+            self.watch.changed()
+        else:
             self._reload_soon()
 
     def _reload_soon(self) -> None:
@@ -777,7 +862,7 @@ class Governance:
         await self.logged.close()
 
     async def _put_approval(self, actor: SpiffeId, approval: Approval) -> str:
-        trust, now = self.broker.trust, self.broker.clock_ms()
+        trust, now = self._trust, self.broker.clock_ms()
         body = open_approval(approval, trust)
         approver = SpiffeId.parse(body.approver)
         export = self._require_say(body, self._book.get(body.grant, now).export)
@@ -798,7 +883,7 @@ class Governance:
             )
         await self._require_room(approval)
         name = f"{body.grant}.{hashlib.sha256(body.approver.encode()).hexdigest()[:24]}"
-        await self._log_and_store(actor, "grants", "approval", name, approval)
+        await self._store_and_log(actor, "grants", "approval", name, approval)
         found = next(
             (each for each in self._book.get(body.grant, now).approvals if each.region == body.region), None
         )
@@ -815,34 +900,46 @@ class Governance:
         if export is not None and not agree(export, accepted):
             raise _other_terms(accepted)
 
-    async def _require_newest(self, kind: str, name: str, document: SignedDocument, signed_at: int) -> None:
-        """A half does not take the place of one that was signed later, nor one of another region's again and again.
+    def _require_policy_of(self, half: ExportGrant | ImportGrant, region: str) -> None:
+        """An own half comes behind its policy: what crosses under it could not be shown to be allowed. Raises GrantError(CONFLICT)."""
+        if region != self._own.region or self._policy is None:
+            return
+        later = made_under_later(half, self._policy)
+        if later is not None:
+            raise GrantError(later.sentence, code=Code.CONFLICT, hint=later.hint)
+
+    async def _require_newest(
+        self, kind: str, name: str, document: SignedDocument, half: ExportGrant | ImportGrant
+    ) -> int:
+        """A half does not take the place of one that outranks it, nor one of another region's again and again. Returns the revision of what
+        it would replace.
 
         Raises GrantError(CONFLICT), UnavailableError(LIMIT_RATE).
         """
         stored = await self._catalog.document(*_STORED[kind], name)
         if stored is None:
-            return
+            return 0
         try:
             held, keys = SignedDocument.parse(stored.document), self._trusted_policy_keys()
-            half = open_export(held, keys) if kind == "export" else open_import(held, keys)
+            before = open_export(held, keys) if kind == "export" else open_import(held, keys)
         except FelixError:
-            return  # what is not believed is replaced
-        if half.signed_at > signed_at:
+            return stored.revision  # what is not believed is replaced
+        if half_rank(before) > half_rank(half):
             raise GrantError(
-                f"{held.region} signed {half.grant} again at {half.signed_at}; this is an older one.",
+                f"{held.region} signed {before.grant} again at {before.signed_at}; this is an older one.",
                 code=Code.CONFLICT,
             )
         if document.region == self._own.region or held == document:
-            return
+            return stored.revision
         wait_ms = self._signed_again.take(f"{kind}/{name}")
         if wait_ms:
             raise UnavailableError(
-                f"{document.region} has signed {half.grant} {SIGNED_AGAIN_MAX} times and more.",
+                f"{document.region} has signed {before.grant} {SIGNED_AGAIN_MAX} times and more.",
                 code=Code.LIMIT_RATE,
                 hint="Make a new grant, or bring this one later.",
                 retry_after_ms=wait_ms,
             )
+        return stored.revision
 
     def _require_party(self, actor: SpiffeId, bridge: str, from_region: str, to_region: str) -> None:
         """A grant concerns this region; a bridge may bring only documents of its own grants."""
@@ -903,9 +1000,11 @@ class Governance:
         policy = open_policy(document, {self._own.region: self._own.policy_keys}, "the policy")
         if self._policy is not None:
             check_successor(self._policy, policy)
-        self._actors[digest_of(document)] = actor
-        await self._log(document)
         await self._catalog.put_policy(policy.revision, document.encode_file())
+        self._actors[digest_of(document)] = actor
+        await self._log_stored(document)
+        if digest_of(document) in self._waiting:
+            self._reload_now()
         async with asyncio.timeout(MIRROR_TIMEOUT_S):
             await self.watch.until(
                 lambda: self._policy is not None and self._policy.revision >= policy.revision
@@ -954,18 +1053,35 @@ class Governance:
         return True
 
     async def _require_room(self, document: Document) -> None:
-        """Another region may have so many documents kept here, and one revocation of each grant besides."""
+        """Another region may have so many documents kept here, of so many bytes, and one revocation of each grant besides. A half takes the
+        place of the one before it; no newer document takes another's. Raises UnavailableError(LIMIT_MEMORY)."""
         region = document.region
-        if region == self._own.region or self._signed_by[region] < PEER_DOCUMENTS_MAX:
+        if region == self._own.region or self._has_room(document):
             return
         await self._compact(region)
         replaces = isinstance(document, SignedDocument) and self._newest.has(document)
-        if self._signed_by[region] >= PEER_DOCUMENTS_MAX and not replaces:
+        if not replaces and not self._has_room(document):
             raise UnavailableError(
-                f"{region} has {self._signed_by[region]} documents in {self._own.region}, the most that are kept.",
+                f"{region} has {self._signed_by[region]} documents of {self._bytes_of[region] >> 20} MiB in {self._own.region}; "
+                f"{PEER_DOCUMENTS_MAX} of {PEER_BYTES_MAX >> 20} MiB in all are the most that are kept.",
                 code=Code.LIMIT_MEMORY,
                 hint="Remove grants that ended long ago from the metadata store.",
             )
+
+    def _has_room(self, document: Document) -> bool:
+        """Whether a document of another region fits, in the place of the half before it, where it is one."""
+        region, data = document.region, document.encode_file()
+        halves = self._halves.get(HeldDocument.of(data).half_of, ())
+        before = next(
+            (
+                len(half.encode_file())
+                for half in halves
+                if (half.purpose, half.region) == (document.purpose, region)
+            ),
+            0,
+        )
+        fits = self._bytes_of[region] - before + len(data) <= PEER_BYTES_MAX
+        return fits and (before > 0 or self._signed_by[region] < PEER_DOCUMENTS_MAX)
 
     async def _compact(self, region: str) -> None:
         """Remove a region's documents from the store whose place a later word took: they stand in the log, and what this broker keeps
@@ -987,17 +1103,34 @@ class Governance:
                 lambda: all(self._mirror.document(*place) is None for place in outranked[:COMPACTED_MAX])
             )
 
-    async def _store(self, kind: DocumentKind, side: DocumentSide, name: str, document: Document) -> bool:
-        """Keep a verified document, and wait until this broker judges by it. False where it was there already."""
-        data = document.encode_file()
-        held = await self._catalog.document(kind, side, name)
-        if held is not None and held.document == data:
-            return False
-        written = await self._catalog.put_document(
-            kind, side, name, data, revision=held.revision if held is not None else 0
-        )
-        await asyncio.wait_for(self._mirror.wait_for(written.revision), MIRROR_TIMEOUT_S)
-        return True
+    async def _store(
+        self,
+        actor: SpiffeId,
+        kind: DocumentKind,
+        side: DocumentSide,
+        name: str,
+        document: Document,
+        before: int | None = None,
+    ) -> int:
+        """Keep a verified document in place of the one of revision `before`, or of whichever there is; its leaf names the actor.
+        Returns the revision that has it. Raises RequestError(CONFLICT)."""
+        digest = digest_of(document)
+        self._actors[digest] = actor
+        try:
+            data = document.encode_file()
+            held = await self._catalog.document(kind, side, name)
+            if held is not None and held.document == data:
+                return held.revision
+            if before is None:
+                before = 0 if held is None else held.revision
+            return (await self._catalog.put_document(kind, side, name, data, revision=before)).revision
+        except BaseException:
+            self._actors.pop(digest, None)
+            raise
+
+    async def _follow_to(self, revision: int) -> None:
+        """Wait until this broker judges by what the store had then."""
+        await asyncio.wait_for(self._mirror.wait_for(revision), MIRROR_TIMEOUT_S)
 
     def documents(self, identity: SpiffeId, kind: str) -> dict[str, bytes]:
         """Documents of one kind by id. A bridge sees those of its own grants and their regions, and what cut its streams; an
@@ -1009,6 +1142,8 @@ class Governance:
             return self._mirror.trusted()
         if kind == "policy":
             policy = self._mirror.policy
+            if identity.kind == "bridge" and policy is not None and self._policy is not None:
+                policy = self._in_force
             return {} if policy is None else {str(policy.version): policy.document}
         if kind not in _STORED:
             raise RequestError(
@@ -1018,11 +1153,7 @@ class Governance:
         if identity.kind != "bridge":
             return found
         # A document without a leaf in the log does not leave the region.
-        found = {
-            name: data
-            for name, data in found.items()
-            if (held := self._parsed.get(data)) is not None and held.digest in self.logged
-        }
+        found = {name: shown for name, data in found.items() if (shown := self._shown_as(data)) is not None}
         own, regions = self._book.carried_by(str(identity))
         if kind in ("export", "standing"):
             # What its streams cross under now may rest on what was accepted under another bridge's grant.
@@ -1030,6 +1161,14 @@ class Governance:
         if kind in ("export", "import", "approval", "standing"):
             return {name: data for name, data in found.items() if name.split(".")[0] in own}
         return {name: data for name, data in found.items() if denies_between(data, regions)}
+
+    def _shown_as(self, data: bytes) -> bytes | None:
+        """A document of the store, as bridges may see it: with its leaf, or what counts until it has one; None where there is nothing."""
+        held = self._parsed.get(data)
+        if held is None or held.digest in self.logged:
+            return None if held is None else data
+        before = self._stand_ins.get(held.digest)
+        return None if before is None else before.document.encode_file()
 
     def _shown(self, identity: SpiffeId) -> dict[str, dict[str, bytes]]:
         """All that an identity may list, by kind."""
@@ -1043,6 +1182,15 @@ class Governance:
     def audit_state(self) -> tuple[str, int]:
         """The audit log's origin and durable size in leaves."""
         return self.trail.key.name, self.trail.status().durable
+
+
+def _counts_at_once(document: Document) -> bool:
+    """What forbids, leaf or no leaf."""
+    return isinstance(document, SignedDocument) and forbids(document)
+
+
+def _place_of_half(held: HeldDocument) -> tuple[str, Purpose, str]:
+    return held.half_of, held.document.purpose, held.document.region
 
 
 def _ends(terms: GrantTerms) -> tuple[str, str]:

@@ -65,9 +65,9 @@ from felix.errors import (
     UnavailableError,
 )
 from felix.frames import CONTROL_BYTES_MAX, FRAME_HEADER_BYTES, Frame, FrameDecoder, FrameType, encode_frame
-from felix.identity import Peer
 from felix.messages import IngestOpened, OpenIngest, decode_request, encode_error, encode_message
 from felix.names import StreamName
+from felix.peer import Peer
 from felix.session import CreditWindow
 from keys.hybrid import HybridKeyPair
 from keys.link import commitment_secret
@@ -537,12 +537,14 @@ class IngestStream:
             )
         return hosted
 
-    def _check_grant(self) -> None:
+    def _check_grant(self) -> int:
+        """When it was that the grant let these records in. Raises the refusal."""
         peer = self._peer()
         scope = self._key.scope
-        self._service.governance.check_import(
+        terms = self._service.governance.check_import(
             peer.spiffe_id, self._grant_id, scope.source_region, scope.stream
         )
+        return terms.decided_ms
 
     def _peer(self) -> Peer:
         assert self._session.peer is not None
@@ -620,7 +622,7 @@ class IngestStream:
         if not await self._turn(charge if again is None else 0):
             return
         # From here to the append nothing waits: what is asked now is true then.
-        self._check_grant()
+        decided_ms = self._check_grant()
         landed = again or Landed(header.base_offset, self._shard.log_end_offset, found.records)
         if landed.records != found.records:
             raise RequestError(
@@ -631,7 +633,8 @@ class IngestStream:
         if again is None:
             self._check_budget(charge)
             self._service.leaves.check_room()
-        leaf = msgspec.structs.replace(leaf, time_ms=self._service.broker.clock_ms())
+        # Not the time now: the thread may have been taken away meanwhile, until the grant had ended.
+        leaf = msgspec.structs.replace(leaf, time_ms=decided_ms)
         leaves = [encode_part(leaf, part, landed.first_offset) for part in found.parts]
         # Producers are numbered by the region that they publish in: an agent must not fence one here.
         batch = None if found.batch is None else _without_producer(found.batch)

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from audit.leaf import Committer, Header, LeafPart, iter_leaf_parts, iter_packed
 from felix.batch import Batch, decode_columns
 from felix.errors import RequestError
-from felix.identity import Peer
+from felix.peer import Peer
 from keys.transfer import TransferEnvelope, TransferKey, open_envelope
 from policy.inspection import Inspection
 

@@ -28,7 +28,7 @@ import xxhash
 
 from felix.context import bind
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
-from region.log.disk import ANNOTATION_SLOTS_MAX
+from region.log.segment import ANNOTATION_SLOTS_MAX
 
 ENVELOPES_MAX: Final = 24
 """Ranges that a position remembers: as many as may be on the way without a receipt."""

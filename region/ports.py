@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from felix.errors import FelixError
-from felix.identity import Peer
 from felix.messages import Answer, Goodbye, ReaderTraffic
 from felix.names import SpiffeId
+from felix.peer import Peer
 from felix.session import CreditWindow
 from region.quota import Meter, Throttle
 

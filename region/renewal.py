@@ -30,11 +30,12 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from felix.bounded import BoundedMap
+from felix.certificate import RenewalTerms
 from felix.errors import Code, RequestError
 from felix.expiry import Life, until_text
-from felix.identity import Peer, RenewalTerms
 from felix.messages import IdentityRenewed, RenewIdentity
 from felix.names import SpiffeId
+from felix.peer import Peer
 from keys.authority import RegionAuthority
 from region.broker import Broker
 from region.config import KindConfig

@@ -14,14 +14,14 @@ import asyncio
 import contextlib
 import heapq
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from felix.batch import BATCH_BYTES_MAX
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES, FrameType
-from felix.identity import NONCE_BYTES, Peer
+from felix.identity import NONCE_BYTES, Binding, Proof
 from felix.messages import (
     Answer,
     Done,
@@ -39,8 +39,10 @@ from felix.messages import (
     Welcome,
     encode_error,
     encode_message,
+    request_decoder,
 )
 from felix.names import SpiffeId, StreamName
+from felix.peer import Peer
 from felix.session import Authenticated, CreditGranted, CreditWindow, Requested, ServerSession, grant_frame
 from felix.transport.port import Connection
 from policy.access import Verb
@@ -57,6 +59,9 @@ from region.renewal import IdentityRenewal
 from region.requests import Requests
 
 log = logging.getLogger("felix.region.session")
+
+# Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
+request_decoder()
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 """A peer that has not proved itself by then is sent away: pending handshakes stay bounded in time."""
@@ -102,6 +107,8 @@ class Services:
     """What a session's requests and streams are handed to; made by the node, one per broker."""
 
     broker: Broker
+    verify: Callable[[Proof, Binding], Peer]
+    """who a client is"""
     governance: Governance
     export: ExportService
     requests: Requests
@@ -154,7 +161,7 @@ class ClientSession:
             broker=broker.broker_id,
             nonce=broker.runtime.random.randbytes(NONCE_BYTES),
             leaf_sha256=connection.server_leaf_sha256,
-            verify=broker.verify,
+            verify=self.services.verify,
         )
         broker.sessions.add(self)
         loop = asyncio.get_running_loop()

@@ -31,10 +31,10 @@ from felix.settings import Views
 from region.at_once import at_once
 from region.budget import Budget
 from region.log.directory import LogDirectory
-from region.log.disk import SegmentLimits
 from region.log.epochs import next_epoch
 from region.log.open_logs import OpenLogs, logs_max_of
 from region.log.ring_pool import RingPool
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.log.shard_settings import always_allowed
 from region.metadata.records import SHARDS_MAX, Stream, StreamConfig
@@ -208,7 +208,7 @@ class HostedStream:
                 retry_after_ms=ELSEWHERE_RETRY_MS,
             )
         return RequestError(
-            f"{self.name} has {self.shard_count} shards; there is no shard {number}.",
+            f"{self.name} has no shard {number}: it has {self.shard_count}, from 0 on.",
             hint="Describe the stream, and send each record to the shard of its key.",
         )
 
@@ -300,8 +300,7 @@ def _places(name: StreamName) -> tuple[tuple[str, ...], ...]:
 
 
 class StreamTable:
-    """Opens, keeps and closes hosted streams. `changed` is called with a stream that came, or went (`deleted`); `refusal` says why nothing
-    may be appended to any of them now, or None.
+    """Opens, keeps and closes hosted streams. `refusal` says why nothing may be appended to any of them now, or None.
 
     Nothing here that one stream's coming or going asks for looks at all the others.
     """
@@ -311,7 +310,6 @@ class StreamTable:
         directory: LogDirectory,
         ring_budget: Budget,
         make_seal: MakeSeal,
-        changed: Callable[[HostedStream], None],
         refusal: Callable[[], FelixError | None] = always_allowed,
         runtime: Runtime = REAL,
         files_max: int = 1_024,
@@ -322,7 +320,6 @@ class StreamTable:
         self._ring_budget = ring_budget
         self._rings = RingPool(ring_budget)
         self._open_logs = OpenLogs(logs_max_of(files_max))
-        self._changed = changed
         self._refusal = refusal
         self._runtime = runtime
         self._start = runtime.random.randbytes(16)
@@ -340,6 +337,7 @@ class StreamTable:
         # Incarnations that were removed here: a record that was read before must not bring one back.
         self._removed: set[str] = set()
         self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
+        self._watchers: list[Callable[[HostedStream], None]] = []
         """Called with a stream whose shards are open, before anybody else sees it: what must be in them first."""
         self.offload_refused = 0
         """Offload runs that the configuration does not allow."""
@@ -386,6 +384,14 @@ class StreamTable:
             if not self._counts[place]:
                 del self._counts[place]
         self._changed(stream)
+
+    def on_change(self, watcher: Callable[[HostedStream], None]) -> None:
+        """Call `watcher` with each stream that came, or went (`deleted`), after those that asked before."""
+        self._watchers.append(watcher)
+
+    def _changed(self, stream: HostedStream) -> None:
+        for watcher in self._watchers:
+            watcher(stream)
 
     async def open(self, record: Stream) -> HostedStream:
         """Open the stream of this record, if it is not open yet.

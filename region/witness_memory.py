@@ -22,8 +22,9 @@ from audit.witness import DiskWitnessStore, ForkError, superseded
 from felix.errors import TamperError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
-from region.metadata.port import Entry, MetadataStore, ModRevision, Put
+from region.metadata.port import MetadataStore
 from region.metadata.records import Keys
+from region.metadata.transaction import Entry, ModRevision, Put
 
 log = logging.getLogger("felix.region.witness")
 

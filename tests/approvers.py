@@ -6,8 +6,9 @@ from functools import cache
 
 import msgspec
 
-from felix.identity import Identity, TrustBundle
+from felix.identity import Identity
 from felix.names import SpiffeId
+from felix.peer import TrustBundle
 from keys.authority import RegionAuthority, create_authority
 from policy.approval import Approval, Document, sign_approval
 from policy.grant import ExportGrant

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from ports import claim_port
 from region_home import make_region, running
 from warm.commands import warm_script
 
@@ -197,12 +198,11 @@ class Mesh:
         return self.us if region == "us-east" else self.eu
 
     async def start(self, region: str, **changes: Any) -> Node:
-        if region in self.ports:
-            changes["listen"] = Address("127.0.0.1", self.ports[region])
-        context = running(self.folder(region), **changes)
+        if region not in self.ports:
+            self.ports[region] = claim_port()
+        context = running(self.folder(region), listen=Address("127.0.0.1", self.ports[region]), **changes)
         node = await context.__aenter__()
         self._stack[region], self.nodes[region] = context, node
-        self.ports[region] = node.address.port
         return node
 
     async def stop(self, region: str) -> None:
@@ -237,6 +237,11 @@ class Mesh:
     async def put(self, region: str, kind: str, document: Document) -> None:
         async with self.operator(region) as client:
             await client.request(PutDocument(kind, document.encode_file()))
+
+    def documents(self, region: str, kind: str) -> dict[str, bytes]:
+        """What the region's broker holds of a kind, by id."""
+        operator = SpiffeId(region, "acme", "operator", "operator")
+        return self.nodes[region].services.governance.documents(operator, kind)
 
     async def enact_policies(self) -> None:
         for region in POLICIES:
@@ -283,7 +288,9 @@ class Mesh:
         for signer in ("us-east", "eu-west"):
             await self.put(region, "approval", self.sign_approval(signer, body.terms_hash))
 
-    async def stand(self, region: str, grant: str, action: StandingAction, sequence: int = 1) -> None:
+    async def stand(
+        self, region: str, grant: str, action: StandingAction, sequence: int = 1
+    ) -> SignedDocument:
         standing = Standing(
             grant=grant,
             action=action,
@@ -293,7 +300,9 @@ class Mesh:
             by="alice",
             reason="a test",
         )
-        await self.put(region, "standing", sign_standing(standing, self.key(region)))
+        document = sign_standing(standing, self.key(region))
+        await self.put(region, "standing", document)
+        return document
 
     async def deny(self, region: str, streams: str, sequence: int = 1, lifted: bool = False) -> None:
         entry = DenyEntry(
@@ -379,8 +388,7 @@ class Mesh:
 
     @asynccontextmanager
     async def agent(self, runtime: Runtime = REAL, **changes: Any) -> AsyncIterator[Agent]:
-        agent = Agent(self.bridge_config(**changes), self.us.root, runtime=runtime)
-        await agent.start()
+        agent = await Agent.start(self.bridge_config(**changes), self.us.root, runtime=runtime)
         try:
             yield agent
         finally:

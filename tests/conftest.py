@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import schedule
 from hypothesis import settings
+from slow_disk import slow_down
 
 settings.register_profile("felix", deadline=None, print_blob=True)
 settings.load_profile("felix")
+slow_down()
 
 REQUIRE = "FELIX_REQUIRE_PARTS"
 """Set by .ci/run, which installs the parts first: Java, etcd, chromium, systemd's and Prometheus' tools, and every package of the `dev` extra."""

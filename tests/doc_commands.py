@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from warm.commands import warm_command
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -18,6 +20,11 @@ class DocCommand(NamedTuple):
 
     text: str
     code: int
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Skips a file's tests where there is no such package. It is not imported: each process would wait seconds for what commands load."""
+    return pytest.mark.skipif(find_spec(package) is None, reason=f"could not import {package!r}")
 
 
 def commands(page: str) -> list[DocCommand]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import claim_port
 
 START_S = 30
 
@@ -29,13 +30,6 @@ def etcd_binary(name: str = "etcd") -> str | None:
     return str(path) if path.exists() else None
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class EtcdProcess:
     """One etcd member. `kill` and `start` again keep its data and its ports."""
 
@@ -46,8 +40,8 @@ class EtcdProcess:
         self.binary = binary
         self.folder = folder
         self.options = options
-        self.endpoint = f"{scheme}://127.0.0.1:{free_port()}"
-        self._peer = f"http://127.0.0.1:{free_port()}"
+        self.endpoint = f"{scheme}://127.0.0.1:{claim_port()}"
+        self._peer = f"http://127.0.0.1:{claim_port()}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

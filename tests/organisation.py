@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import NameOID
 
-from felix.identity import encode_chain
+from felix.peer import encode_chain
 
 START = datetime.now(UTC).replace(microsecond=0)
 

@@ -40,8 +40,7 @@ def make_region(home: Path, region: str, mesh: str = "acme", at_ms: int | None =
 async def running(folder: RegionFolder, **changes: object) -> AsyncIterator[Node]:
     """A broker of the region, in this process. `changes` replace fields of its configuration."""
     config: RegionConfig = msgspec.structs.replace(load_config(folder.config), **changes)
-    node = Node(folder, config)
-    await node.start()
+    node = await Node.start(folder, config)
     try:
         write_profile(folder, config.region, config.mesh, node.address)
         yield node

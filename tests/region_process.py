@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
+from ports import claim_port
 from region_home import make_region
 from warm.process import WarmProcess
 
@@ -21,17 +21,10 @@ ROOT = Path(__file__).parents[1]
 START_S = 120.0
 
 
-def free_port(kind: socket.SocketKind = socket.SOCK_DGRAM) -> int:
-    with socket.socket(socket.AF_INET, kind) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def fixed_region(home: Path, region: str = "us-east", extra: str = "") -> RegionFolder:
     """A founded region with a port that stays, and more lines for its region.yaml."""
     folder = make_region(home, region)
-    text = folder.config.read_text().replace("127.0.0.1:0", f"127.0.0.1:{free_port()}")
+    text = folder.config.read_text().replace("127.0.0.1:0", f"127.0.0.1:{claim_port()}")
     folder.config.write_text(text + extra)
     profile = json.loads(folder.profile.read_text())
     profile["addresses"] = [line.split('"')[1] for line in text.splitlines() if line.startswith("listen:")]

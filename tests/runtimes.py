@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL, SystemClock

@@ -7,8 +7,10 @@ its own, and a JVM's first queries cost most. What costs most is begun first, so
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 COSTS = Path(__file__).with_name("costs.json")
@@ -16,23 +18,24 @@ COSTS = Path(__file__).with_name("costs.json")
 COST_LEAST_S = 2.0
 """Shorter files fill the gaps in whatever order."""
 UNITS = {
-    "tests/spark": (
-        "tests/spark/",
-        "tests/attacks/test_half_told_evidence.py",
-        "tests/attacks/test_worlds.py",
-        "tests/cli/test_bench_report.py",
-        "tests/docs/test_spark_example.py",
-        "tests/e2e/test_tampering.py",
-    ),
+    "tests/spark": ("tests/spark/",),
     "tests/e2e": ("tests/e2e/test_crossing.py", "tests/e2e/test_refusal.py"),
 }
-"""Files that share more than a process: Spark's session (the `spark` fixture), and the mesh of tests/e2e/conftest.py."""
+"""Files that share more than a process: Spark's session, with every file that takes the `spark` fixture, and the mesh of tests/e2e/conftest.py."""
+TAKES_SPARK = re.compile(r"^(def |async def | {4}).*\bspark: Any", re.M)
+ROOT = Path(__file__).parents[1]
 
 
 def unit_of(nodeid: str) -> str:
     """What is run by one process without a pause: a file, or several that share what is dear."""
     path = nodeid.split("::", 1)[0]
-    return next((unit for unit, files in UNITS.items() if path.startswith(files)), path)
+    return next((unit for unit, files in UNITS.items() if path.startswith(files)), None) or _alone(path)
+
+
+@cache
+def _alone(path: str) -> str:
+    """The unit of a file that no unit names. Read from its text: who hands out tests knows no fixtures."""
+    return "tests/spark" if TAKES_SPARK.search((ROOT / path).read_text()) else path
 
 
 def costs() -> dict[str, float]:

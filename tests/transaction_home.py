@@ -78,7 +78,7 @@ class Home:
         config = msgspec.structs.replace(config, limits=self.limits)
         self.budgets = Budgets()
         self.directory = LogDirectory(self.folder / "streams", "us-east", files=self.files)
-        self.streams = StreamTable(self.directory, self.budgets.ring, lambda *_: Plain(), lambda _: None)
+        self.streams = StreamTable(self.directory, self.budgets.ring, lambda *_: Plain())
         self.catalog = Catalog(self.store, "us-east")
         self.broker = Broker(
             config,

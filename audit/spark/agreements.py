@@ -1,6 +1,6 @@
 """What the regions signed: the terms of every transfer, from which all tables take their legal fields, and the revocations.
 
-The document leaves of each log are read again on the driver, in order, and handed to `audit.agreement`, which verifies
+The document leaves of each log are read again on the driver, one after the other, and handed to `audit.agreement`, which verifies
 every signature under the keys of the region that it speaks for. A row stands for one terms hash whose export grant,
 acceptance and approvals are all there and hold: nothing in it is a leaf's own word.
 
@@ -16,11 +16,15 @@ Who may call: `audit.spark.report`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
 from audit.agreement import Agreement, Agreements, Stop
+from audit.continuity import GRANTS_MAX
+from audit.crossed import Derived
 from audit.document_leaf import read_document
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Terms, decode_leaf
 from audit.merkle import TILE_WIDTH
@@ -29,13 +33,13 @@ from audit.spark.files import open_files
 from audit.spark.verification import OpenedLog
 from audit.tile import Files
 from audit.trust import Trust
+from audit.unjudged import Unjudged
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-DOCUMENT_LEAVES_MAX: Final = 200_000
-"""Of one log, read on the driver: a grant has some five. What lies beyond is not looked at, so its crossings have no terms,
-and that is a breach."""
+_INDEXES_AT_ONCE: Final = 1 << 16
+"""Of how many leaves of a log the driver is told at once which are documents."""
 
 _PLACE: Final = (
     "terms_hash string, grant_id string, source_region string, destination_region string, stream string, actor string, "
@@ -68,8 +72,10 @@ class LogDocuments(NamedTuple):
 
     terms: list[tuple[Any, ...]]
     revocations: list[tuple[str, str, int]]
-    derived: dict[bytes, tuple[bytes, int | None]]
+    derived: dict[bytes, Derived]
     stops: tuple[Stop, ...] = ()
+    unjudged: tuple[tuple[str, int, str], ...] = ()
+    """of grants whose documents could not be judged: the log, a leaf, in words"""
 
 
 class Signed(NamedTuple):
@@ -78,8 +84,9 @@ class Signed(NamedTuple):
 
     terms: DataFrame
     revocations: DataFrame
-    derived: Mapping[bytes, tuple[bytes, int | None]]
+    derived: Mapping[bytes, Derived]
     stops: DataFrame | None
+    unjudged: tuple[tuple[str, int, str], ...] = ()
 
 
 def _row(place: Mapping[str, Any], legal: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -133,24 +140,35 @@ def _leaves(log: OpenedLog, indexes: Iterable[int]) -> Iterator[tuple[int, Leaf]
 
 def rows_of(origin: str, leaves: Iterable[tuple[int, Leaf]], files: Files, trust: Trust) -> LogDocuments:
     """The rows of one log, from its document leaves in order, with their indexes; `files` has documents beside the log."""
-    agreements = Agreements(trust, Origin.parse(origin))
+    agreements, unjudged = Agreements(trust, Origin.parse(origin)), Unjudged(origin)
     read: dict[str, tuple[int, Leaf]] = {}
     claims: dict[str, tuple[int, Leaf]] = {}
     for index, leaf in leaves:
-        # What does not hold about a document is a finding of the verification, and the document is not believed.
-        wrong = agreements.take(index, leaf, lambda header: read_document(header, files))
+        # What does not hold about a document, or cannot be judged, is a finding of the verification, and the document is not believed.
+        try:
+            wrong = agreements.take(index, leaf, lambda header: read_document(header, files))
+        except OSError:
+            raise
+        except Exception as error:
+            wrong = [unjudged.sentence(error, f"Leaf {index}")]
         if leaf.header.kind is Kind.GRANT and not wrong:
-            (claims if leaf.version == 1 else read).setdefault(leaf.header.grant_id, (index, leaf))
-    rows = []
+            held = claims if leaf.version == 1 else read
+            # Of those that nobody signed as many as the verifier holds: more are a finding there.
+            if held is read or len(held) < GRANTS_MAX:
+                held.setdefault(leaf.header.grant_id, (index, leaf))
+    rows, told = list[tuple[Any, ...]](), list[tuple[str, int, str]]()
     for grant_id, (index, leaf) in sorted(read.items()):
-        agreement = agreements.agreement(grant_id)
-        if agreement is not None and agreement.complete:
-            terms = agreement.terms
-            place = _place(origin, index, leaf.header) | {
-                "terms_hash": agreement.terms_hash.hex(), "source_region": terms.from_region, "destination_region": terms.to_region,
-                "stream": terms.stream, "actor": terms.drawn_up_by,
-            }  # fmt: skip
-            rows.append(_row(place, _signed(agreement)))
+        try:
+            agreement = agreements.agreement(grant_id)
+            if agreement is not None and agreement.complete:
+                terms = agreement.terms
+                place = _place(origin, index, leaf.header) | {
+                    "terms_hash": agreement.terms_hash.hex(), "source_region": terms.from_region, "destination_region": terms.to_region,
+                    "stream": terms.stream, "actor": terms.drawn_up_by,
+                }  # fmt: skip
+                rows.append(_row(place, _signed(agreement)))
+        except Exception as error:
+            told.append((origin, index, unjudged.sentence(error, f"The grant {grant_id} of leaf {index}")))
     for _, (index, leaf) in sorted(claims.items()):
         if leaf.header.terms is not None:
             claimed = {"signed": False, "unsigned": _claimed(leaf.header.terms)}
@@ -161,7 +179,7 @@ def rows_of(origin: str, leaves: Iterable[tuple[int, Leaf]], files: Files, trust
         for index in agreements.revocations(grant_id)
     ]
     stops = agreements.stops() if Origin.parse(origin).bridge is None else ()
-    return LogDocuments(rows, revocations, agreements.crossed.derived, stops)
+    return LogDocuments(rows, revocations, agreements.crossed.derived, stops, tuple(told))
 
 
 def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
@@ -179,25 +197,29 @@ def read_signed(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog
     kinds = ", ".join(f"'{kind.name}'" for kind in sorted(DOCUMENT_KINDS))
     places = spark.sql(
         f"""
-        SELECT log, slice(array_sort(collect_list(leaf_index)), 1, {DOCUMENT_LEAVES_MAX}) AS indexes
-        FROM {{leaves}} WHERE kind IN ({kinds}) GROUP BY log
+        SELECT log, array_sort(collect_list(leaf_index)) AS indexes
+        FROM {{leaves}} WHERE kind IN ({kinds}) GROUP BY log, leaf_index DIV {_INDEXES_AT_ONCE} ORDER BY log, min(leaf_index)
         """,  # noqa: S608  # constants
         leaves=leaves,
     )
-    indexes = {row["log"]: row["indexes"] for row in places.collect()}
+    opened, found = {log.checkpoint.origin: log for log in logs}, dict[str, LogDocuments]()
+    # Part by part: a log may have any number of documents, and all of them count.
+    for origin, rows in groupby(places.toLocalIterator(), key=itemgetter("log")):
+        log = opened[origin]
+        named = _leaves(log, (index for row in rows for index in row["indexes"]))
+        found[origin] = rows_of(origin, named, open_files(log.path), trust)
     signed: dict[str, tuple[Any, ...]] = {}
     claims: dict[tuple[str, ...], tuple[Any, ...]] = {}
     revocations: list[tuple[str, str, int]] = []
-    derived: dict[bytes, tuple[bytes, int | None]] = {}
+    derived: dict[bytes, Derived] = {}
     stops: list[tuple[Any, ...]] = []
-    for log in sorted(
-        logs, key=lambda log: (Origin.parse(log.checkpoint.origin).bridge is None, log.checkpoint.origin)
-    ):
-        named = _leaves(log, indexes.get(log.checkpoint.origin, ()))
-        read = rows_of(log.checkpoint.origin, named, open_files(log.path), trust)
+    unjudged: list[tuple[str, int, str]] = []
+    for origin in sorted(found, key=lambda origin: (Origin.parse(origin).bridge is None, origin)):
+        read = found[origin]
         revocations += read.revocations
         derived |= read.derived
-        stops += [(Origin.parse(log.checkpoint.origin).region, *stop) for stop in read.stops]
+        unjudged += read.unjudged
+        stops += [(Origin.parse(origin).region, *stop) for stop in read.stops]
         for row in read.terms:
             if row[_NAMES.index("signed")]:
                 signed.setdefault(row[0], row)
@@ -209,7 +231,7 @@ def read_signed(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog
         if key in crossed and row[0] not in signed:
             kept.setdefault(key[2:], row)
     terms = [signed[key] for key in sorted(signed)] + [kept[key] for key in sorted(kept)]
-    return signed_frames(spark, terms, revocations, derived, stops)
+    return signed_frames(spark, terms, revocations, derived, stops)._replace(unjudged=tuple(unjudged))
 
 
 _CLAIMED_FOR: Final = ("log", "grant_id", "terms_hash", "source_region", "destination_region")
@@ -225,7 +247,7 @@ def signed_frames(
     spark: SparkSession,
     terms: Sequence[tuple[Any, ...]],
     revocations: Sequence[tuple[str, str, int]],
-    derived: Mapping[bytes, tuple[bytes, int | None]],
+    derived: Mapping[bytes, Derived],
     stops: Sequence[tuple[Any, ...]] = (),
 ) -> Signed:
     """These rows as the queries take them."""

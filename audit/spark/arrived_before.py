@@ -13,21 +13,20 @@ One row for each shard goes to a worker, which reads the leaves again; a set of 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from audit.bundle_roots import BundleRoots
-from audit.crossed import Crossed, OffsetSet
-from audit.leaf import Kind, Leaf, iter_entries
-from audit.position import ShardName
-from audit.spark.comparison import FINDINGS, LeafReader
+from audit.crossed import Crossed, Derived
+from audit.leaf import Kind, Leaf
+from audit.spark.comparison import FINDINGS, LeafReader, not_judged
+from audit.unjudged import Unjudged
+from felix.errors import FelixError
 from felix.ranges import RangeSet
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
-
-Derived = Mapping[bytes, tuple[bytes, int | None]]
 
 _NAMES: Final = ("source_region", "destination_region", "stream", "destination_stream", "shard")
 """A shard as the destination has it, over all incarnations and bridges."""
@@ -45,11 +44,12 @@ _WORDS: Final = {
 class _Arrived:
     """What the ingress log has of one shard."""
 
-    def __init__(self, derived: Derived) -> None:
+    def __init__(self, derived: Mapping[bytes, Derived], ends: Collection[str]) -> None:
+        """`ends`: the shard's two regions. Nobody else says where it goes on."""
         self._crossed = Crossed()
-        for incarnation, (ended, truncated_at) in derived.items():
-            self._crossed.derive(incarnation, ended, truncated_at)
-        self._before: dict[bytes, OffsetSet] = {}
+        for incarnation, found in derived.items():
+            if found.by in ends:
+                self._crossed.derive(incarnation, *found)
         self._ranges: defaultdict[bytes, RangeSet] = defaultdict(RangeSet)
 
     def take(self, leaf: Leaf) -> None:
@@ -63,10 +63,7 @@ class _Arrived:
         if leaf.header.kind is Kind.GAP:
             missing = self._ranges[incarnation].missing(*_range(leaf))
             return [(first, following - 1) for first, following in missing]
-        if incarnation not in self._before:
-            self._before[incarnation] = self._crossed.before(ShardName.of(leaf.header), incarnation)
-        before = self._before[incarnation]
-        return [(entry.offset, entry.offset) for entry in iter_entries(leaf) if entry.offset not in before]
+        return [(offset, offset) for offset in self._crossed.lacks(leaf)]
 
 
 def _range(leaf: Leaf) -> tuple[int, int]:
@@ -77,10 +74,10 @@ def _range(leaf: Leaf) -> tuple[int, int]:
 
 
 def _missing(
-    reader: LeafReader, derived: Derived, row: Mapping[str, Any]
+    reader: LeafReader, derived: Mapping[bytes, Derived], row: Mapping[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], list[tuple[int, int]]]]:
     """Each place that is about offsets of which nothing says that they arrived, with these."""
-    arrived = _Arrived(derived)
+    arrived = _Arrived(derived, (row["source_region"], row["destination_region"]))
     for place in row["arrived"] or ():
         arrived.take(reader.leaf(place["log"], place["leaf_index"], place["entries_sha256"]))
     for place in row["trusting"]:
@@ -89,24 +86,36 @@ def _missing(
             yield place, missing
 
 
+def _of(place: Mapping[str, Any]) -> dict[str, Any]:
+    """What a finding says of the link that a leaf is of."""
+    return {"bridge": place["bridge"], "incarnation": place["incarnation"]}
+
+
 def _look(
-    logs: Mapping[str, tuple[str, BundleRoots]], derived: Derived, fields: Any
+    logs: Mapping[str, tuple[str, BundleRoots]], derived: Mapping[bytes, Derived], fields: Any
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def work(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
-        reader = LeafReader(logs)
+        reader, unjudged = LeafReader(logs), Unjudged("looking for what had arrived")
         for batch in batches:
             for row in batch.to_pylist():
-                made = [
-                    {
-                        **{name: row[name] for name in _NAMES}, "bridge": place["bridge"], "incarnation": place["incarnation"],
-                        "status": "differs", "finding": f"{place['what']}-without-arrival", "first_offset": missing[0][0],
-                        "last_offset": missing[-1][1], "records": sum(last - first + 1 for first, last in missing),
-                        "egress_leaf": place["leaf_index"], "sentence": _WORDS[place["what"]],
-                    }
-                    for place, missing in _missing(reader, derived, row)
-                ]  # fmt: skip
+                shard = {name: row[name] for name in _NAMES} | {"status": "differs"}
+                try:
+                    made = [
+                        {
+                            **shard, **_of(place), "finding": f"{place['what']}-without-arrival", "first_offset": missing[0][0],
+                            "last_offset": missing[-1][1], "records": sum(last - first + 1 for first, last in missing),
+                            "egress_leaf": place["leaf_index"], "sentence": _WORDS[place["what"]],
+                        }
+                        for place, missing in _missing(reader, derived, row)
+                    ]  # fmt: skip
+                except (FelixError, OSError):
+                    raise
+                except Exception as error:
+                    said = not_judged(unjudged, error, "What is said to have arrived before")
+                    links = {tuple(_of(place).items()) for place in row["trusting"]}
+                    made = [{**shard, **dict(link), **said} for link in sorted(links)]
                 if made:
                     yield pa.RecordBatch.from_pylist(made, schema=fields)
 
@@ -114,7 +123,10 @@ def _look(
 
 
 def unfounded(
-    leaves: DataFrame, trusting: DataFrame, logs: Mapping[str, tuple[str, BundleRoots]], derived: Derived
+    leaves: DataFrame,
+    trusting: DataFrame,
+    logs: Mapping[str, tuple[str, BundleRoots]],
+    derived: Mapping[bytes, Derived],
 ) -> DataFrame:
     """A finding for each leaf of `trusting` (`reconciliation.TAKEN_ON_TRUST`) about offsets that did not arrive. `logs` is path and bundles of each log, by origin."""
     from pyspark.sql.pandas.types import to_arrow_schema

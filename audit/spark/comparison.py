@@ -20,8 +20,9 @@ from audit.leaf import Leaf, decode_leaf
 from audit.merkle import TILE_WIDTH
 from audit.spark.files import open_files
 from audit.tile import Files
+from audit.unjudged import Unjudged
 from felix.bounded import BoundedMap
-from felix.errors import TamperError
+from felix.errors import FelixError, TamperError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -99,24 +100,34 @@ def _listed(reader: LeafReader, places: Iterable[Mapping[str, Any]], side: str) 
     return found
 
 
+def not_judged(unjudged: Unjudged, error: Exception, what: str) -> dict[str, Any]:
+    """Of a finding's fields those that say so."""
+    return {"finding": "not-judged", "sentence": unjudged.sentence(error, what)}
+
+
 def _compare(
     logs: Mapping[str, tuple[str, BundleRoots]], fields: Any
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     def work(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
 
-        reader = LeafReader(logs)
+        reader, unjudged = LeafReader(logs), Unjudged("comparing records")
         for batch in batches:
             for row in batch.to_pylist():
-                place = {name: row[name] for name in fields.names if name in row}
-                sides = (_listed(reader, row["places"], side) for side in ("egress", "ingress"))
-                made = [
-                    {
-                        **place, "status": "differs", "finding": finding, "first_offset": offset, "last_offset": offset,
-                        "records": 1, "egress_leaf": sent, "ingress_leaf": got, "sentence": _WORDS[finding],
-                    }
-                    for finding, offset, sent, got in unlike_records(*sides)
-                ]  # fmt: skip
+                place = {name: row[name] for name in fields.names if name in row} | {"status": "differs"}
+                try:
+                    sides = (_listed(reader, row["places"], side) for side in ("egress", "ingress"))
+                    made = [
+                        {
+                            **place, "finding": finding, "first_offset": offset, "last_offset": offset,
+                            "records": 1, "egress_leaf": sent, "ingress_leaf": got, "sentence": _WORDS[finding],
+                        }
+                        for finding, offset, sent, got in unlike_records(*sides)
+                    ]  # fmt: skip
+                except (FelixError, OSError):
+                    raise
+                except Exception as error:
+                    made = [{**place, **not_judged(unjudged, error, "An envelope")}]
                 if made:
                     yield pa.RecordBatch.from_pylist(made, schema=fields)
 

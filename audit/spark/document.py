@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from audit.spark.table import Table, iso, json_rows
+from audit.verify import Version1
 
 STATEMENT: Final = (
     "This report is evidence drawn from signed audit logs. It is not a statement that any law was complied with: "
@@ -46,6 +47,15 @@ class VerifiedLog:
     receipts: int
     """receipts whose signatures were checked"""
     steps: tuple[str, ...]
+    version_1: Version1 | None = None
+    """the leaves of version 1 that records crossed by"""
+    unsupported: tuple[str, ...] = ()
+    """what it does not show"""
+
+    @property
+    def is_of_version_1(self) -> bool:
+        """Whether it rests on leaves of version 1 that nobody accepted."""
+        return self.version_1 is not None and not self.version_1.accepted
 
     @property
     def checkpoint(self) -> str:
@@ -140,6 +150,14 @@ def as_json(report: Report) -> dict[str, Any]:
                 "receipts_checked": log.receipts,
                 "steps": list(log.steps),
                 "verification": "verified",
+                "version_1": None
+                if log.version_1 is None
+                else {
+                    "leaves": log.version_1.size,
+                    "root": log.version_1.root.hex(),
+                    "accepted": log.version_1.accepted,
+                },
+                "does_not_show": list(log.unsupported),
             }
             for log in report.logs
         ],

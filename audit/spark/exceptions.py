@@ -164,17 +164,18 @@ def _terms_events() -> list[str]:
 
 _PLACE: Final = "source_region, destination_region, stream, grant_id, time_ms, log, leaf_index"
 """Where an exception was found: columns of leaves and terms alike."""
+_LEAVES_PLACE: Final = ", ".join(f"leaves.{name}" for name in _PLACE.split(", "))
+"""The same, where leaves are joined with something."""
 
 
 def _rules_broken() -> str:
     """SQL: what the verification found, where nothing above says it better."""
-    named = ", ".join(f"leaves.{name}" for name in _PLACE.split(", "))
     broken = _event(
         BREACH, "'rule-broken'", "true", "story.sentence", actor="coalesce(leaves.bridge, leaves.actor)", records="leaves.records"
     )  # fmt: skip
     return f"""
         UNION ALL
-        SELECT {named}, {one_row_each([broken])}
+        SELECT {_LEAVES_PLACE}, {one_row_each([broken])}
         FROM {{story}} AS story JOIN {{all_leaves}} AS leaves
             ON story.log = leaves.log AND story.leaf_index = leaves.leaf_index
         LEFT ANTI JOIN (SELECT log, leaf_index FROM told WHERE severity = '{BREACH}') AS told
@@ -182,15 +183,26 @@ def _rules_broken() -> str:
         """  # noqa: S608  # constants of this module
 
 
+def _noticed() -> str:
+    """SQL: what the verification saw that breaks no rule."""
+    seen = _event(
+        NOTICE, "notices.notice", "true", "notices.sentence", actor="coalesce(leaves.bridge, leaves.actor)", records="notices.records"
+    )  # fmt: skip
+    return f"""
+        UNION ALL
+        SELECT {_LEAVES_PLACE}, {one_row_each([seen])}
+        FROM {{notices}} AS notices JOIN {{leaves}} AS leaves ON notices.log = leaves.log AND notices.leaf_index = leaves.leaf_index
+        """  # noqa: S608  # constants of this module
+
+
 def _arrived_though() -> str:
     """SQL: what arrived against the source's own word."""
-    named = ", ".join(f"leaves.{name}" for name in _PLACE.split(", "))
     sentence = """concat('Records arrived more than a minute after ', leaves.source_region, ' had ', word,
         ' it, by its own log: its word had not been brought to the destination.')"""
     arrived = _event(BREACH, "concat('arrived-though-', word)", "true", sentence, records="records")
     return f"""
         UNION ALL
-        SELECT {named}, {one_row_each([arrived])}
+        SELECT {_LEAVES_PLACE}, {one_row_each([arrived])}
         FROM {{leaves}} AS leaves JOIN {{stops}} AS stops ON leaves.source_region = stops.source_region
         WHERE kind = 'ACK' AND side = 'ingress' AND records > 0
             AND time_ms >= from_ms + {BROUGHT_MS} AND (until_ms IS NULL OR time_ms < until_ms - {BROUGHT_MS})
@@ -199,11 +211,17 @@ def _arrived_though() -> str:
         """  # noqa: S608  # constants of this module
 
 
-def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataFrame | None) -> DataFrame:
+def found(
+    leaves: DataFrame,
+    all_leaves: DataFrame,
+    signed: Signed,
+    story: DataFrame | None,
+    notices: DataFrame | None = None,
+) -> DataFrame:
     """The exceptions of the window, each leaf's by itself; what the source forbade and the destination was not told is looked for in the
     source's own log. `all_leaves` and `signed` are of the whole logs: a revocation before
     the window forbids crossings inside it. `story`: what the verification's steps 7 and 10 found in whole logs (log, leaf_index,
-    sentence); None: nothing.
+    sentence); None: nothing. `notices`: what it saw that breaks no rule (log, leaf_index, notice, sentence, records).
 
     Of version 2, what ends a grant is a revocation that one of its regions signed. Leaves of version 1 have no documents: there
     the log's own word is all there is, and it holds for crossings of version 1 alone, as in the verification.
@@ -213,6 +231,8 @@ def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataF
         asked["story"] = story
     if signed.stops is not None:
         asked["stops"] = signed.stops
+    if notices is not None:
+        asked["notices"] = notices
     return leaves.sparkSession.sql(
         f"""
         WITH revocations AS (
@@ -241,6 +261,7 @@ def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataF
         SELECT {_PLACE}, {one_row_each(_terms_events())} FROM {{terms}}
         {_rules_broken() if story is not None else ""}
         {_arrived_though() if signed.stops is not None else ""}
+        {_noticed() if notices is not None else ""}
         """,  # noqa: S608  # constants of this module
         leaves=leaves,
         all_leaves=all_leaves,
@@ -250,9 +271,15 @@ def found(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataF
     )
 
 
-def listed(leaves: DataFrame, all_leaves: DataFrame, signed: Signed, story: DataFrame | None) -> DataFrame:
+def listed(
+    leaves: DataFrame,
+    all_leaves: DataFrame,
+    signed: Signed,
+    story: DataFrame | None,
+    notices: DataFrame | None = None,
+) -> DataFrame:
     """What `found` finds, in order, alike events in one row of `COLUMNS`."""
-    gathered = found(leaves, all_leaves, signed, story)
+    gathered = found(leaves, all_leaves, signed, story, notices)
     return leaves.sparkSession.sql(
         f"""
         SELECT severity, exception, source_region, destination_region, stream, grant_id, actor, action, rule, code,

@@ -227,9 +227,9 @@ def time_svg(
 ) -> str:
     """Records per bucket as stacked bars: each stream's crossed records, and on top what was withheld.
 
-    `buckets` are (start ms, stream, records, bytes, withheld); `label` gives the words for a start.
+    `buckets` are (start ms, stream, records, bytes, withheld); `label` gives the words for a start. Empty where they count no record.
     """
-    if not buckets:
+    if not any(records or withheld for _, _, records, _, withheld in buckets):
         return ""
     first, last = buckets[0][0], buckets[-1][0]
     slots = (last - first) // width_ms + 1

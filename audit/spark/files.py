@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from audit.file_size import file_bytes_max, too_long
 from audit.tile import CHECKPOINT_PATH, Files
 from audit.tile_disk import Folder
 from felix.errors import Code, RequestError
@@ -34,12 +35,32 @@ class RemoteFiles:
                 hint="fsspec names the package that brings this scheme; install it on every machine of the job.",
             ) from error
 
+    @property
+    def folder(self) -> Path | None:
+        """Where this is on this machine's disk."""
+        protocol = self._system.protocol
+        # A tuple, where a file system goes by several names.
+        return (
+            Path(self._root) if "file" in ((protocol,) if isinstance(protocol, str) else protocol) else None
+        )
+
     def read(self, path: str) -> bytes | None:
-        """The file's bytes, None where there is none."""
+        """The file's bytes, None where there is none. Raises TamperError of a longer one than any of its kind."""
+        where, bytes_max = f"{self._root}/{path}", file_bytes_max(path)
         try:
-            return bytes(self._system.cat_file(f"{self._root}/{path}"))
+            if bytes_max is None:
+                return bytes(self._system.cat_file(where))
+            data = bytes(self._system.cat_file(where, start=0, end=bytes_max + 1))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError:
+            # Some stores have no part of what is empty.
+            if self._system.size(where) == 0:
+                return b""
+            raise
+        if len(data) > bytes_max:
+            raise too_long(path, bytes_max)
+        return data
 
     def names(self, folder: str) -> list[str]:
         """The names in a folder, sorted; empty where there is none."""
@@ -52,7 +73,11 @@ class RemoteFiles:
 
 def open_files(path: str) -> Files:
     """The files of the log at `path`. Raises RequestError where a URL cannot be opened; reads nothing yet."""
-    return RemoteFiles(path) if "://" in path else Folder(Path(path))
+    if "://" not in path:
+        return Folder(Path(path))
+    remote = RemoteFiles(path)
+    # A URL of a folder here: what is no file in it is known, and is not waited for.
+    return remote if remote.folder is None else Folder(remote.folder)
 
 
 def read_checkpoint(files: Files, path: str) -> bytes:

@@ -26,6 +26,7 @@ from audit.spark.table import iso
 from audit.spark.volumes import DAY_MS
 from felix.visible import visible
 from policy.lineage import EFFECTS
+from policy.quantity import AFTER_CALENDAR
 from policy.transform import Action
 
 ROWS_MAX: Final = 200
@@ -36,6 +37,7 @@ _STATUS: Final = {
     reconciliation.RECONCILED: "good",
     reconciliation.OPEN: "warn",
     reconciliation.DIFFERS: "bad",
+    reconciliation.VERSION_1: "bad",
     reconciliation.ONE_SIDE: "info",
 }
 _SEVERITY: Final = {BREACH: "bad", REFUSED: "warn"}
@@ -64,10 +66,12 @@ def _cell(value: Any) -> str:
 
 
 def moment(time_ms: int | None) -> str:
-    """A time for people, in UTC, to the second."""
+    """A time for people, in UTC, to the second; in words where no calendar has it."""
     if not time_ms:
         return _EMPTY
-    return f"{datetime.fromtimestamp(time_ms // 1000, UTC):%Y-%m-%d %H:%M:%S}"
+    told = iso(time_ms)
+    assert told is not None
+    return told if told == AFTER_CALENDAR else told[:19].replace("T", " ")
 
 
 def _own_name(spiffe: str | None) -> str:
@@ -135,6 +139,8 @@ def _verdict(report: Report) -> tuple[str, str]:
     statuses = {row["status"] for row in report.reconciliation.records()}
     if reconciliation.DIFFERS in statuses or report.totals.differences:
         return "bad", f"{count(report.totals.differences)} differences between the logs"
+    if any(log.is_of_version_1 for log in report.logs):
+        return "bad", "Of version 0.1: cannot support under which terms, by whose approval, or when"
     if report.left_off:
         return "warn", "Not whole: more rows than a report lists"
     if reconciliation.OPEN in statuses:

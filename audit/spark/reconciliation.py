@@ -30,7 +30,7 @@ accounting, and whether it had arrived is the destination's word alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from audit.crossed import CROSSED_BEFORE
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 RECONCILED: Final = "reconciled"
 OPEN: Final = "open"
 DIFFERS: Final = "differs"
+VERSION_1: Final = "of version 0.1"
+"""Its records crossed in leaves of version 1, for which nobody had to sign anything and which anybody with the logs' keys can write today; and
+whoever asked for the report did not say that these leaves are known to be old."""
 ONE_SIDE: Final = "one side only"
 """The counterpart's log was not among those given: nothing to hold this one against."""
 
@@ -90,6 +93,9 @@ COLUMNS: Final = (
     Column("delivered", Type.COUNT, "Records delivered"),
     Column("crossed_bytes", Type.COUNT, "Bytes crossed"),
     Column("delivered_bytes", Type.COUNT, "Bytes delivered"),
+    Column(
+        "version_1", Type.FLAG, "In leaves of version 1", "of Felix 0.1: for their terms nobody had to sign"
+    ),
     Column("findings", Type.COUNT, "Differences"),
     Column("open", Type.COUNT, "Open"),
     Column("status", Type.TEXT, "Status"),
@@ -404,9 +410,27 @@ def coverage_findings(leaves: DataFrame) -> DataFrame:
     )
 
 
-def shards(leaves: DataFrame, findings: DataFrame, miscounted: DataFrame, given: Given) -> DataFrame:
+def _stands_from(first: Mapping[str, int]) -> str:
+    """SQL: whether a leaf stands at its log's index there or behind it."""
+    if not first:
+        return "false"
+    # Parsed names have no quotes.
+    cases = " ".join(f"WHEN '{log}' THEN leaf_index >= {index}" for log, index in first.items())
+    return f"CASE log {cases} ELSE false END"
+
+
+def shards(
+    leaves: DataFrame,
+    findings: DataFrame,
+    miscounted: DataFrame,
+    given: Given,
+    version_1: Sequence[str],
+    uncounted: Mapping[str, int],
+) -> DataFrame:
     """One row per link, stream, incarnation and shard: the sums, the accounting, the status. `miscounted`: the leaves (log,
-    leaf_index) with which, by the verification, source offsets are not accounted for once."""
+    leaf_index) with which, by the verification, source offsets are not accounted for once. `version_1`: the logs whose leaves of version 1
+    are not accepted. `uncounted`: of logs with more link shards than the verification counts the first leaf about one that it does not:
+    such a shard differs, since nobody knows whether its offsets are accounted for once."""
     return leaves.sparkSession.sql(
         f"""
         WITH sums AS (
@@ -421,13 +445,17 @@ def shards(leaves: DataFrame, findings: DataFrame, miscounted: DataFrame, given:
                        AS crossed_bytes,
                    coalesce(sum(record_bytes) FILTER (WHERE side = 'ingress' AND kind = 'ACK'), 0)
                        AS delivered_bytes,
-                   coalesce(sum(unanswered), 0) AS unanswered
+                   coalesce(sum(unanswered), 0) AS unanswered,
+                   bool_or(version = 1) AS version_1, bool_or(version = 1 AND {_is_one_of("log", version_1)}) AS is_of_version_1,
+                   coalesce(bool_and(is_uncounted) FILTER (WHERE side = 'egress'), false)
+                       OR coalesce(bool_and(is_uncounted) FILTER (WHERE side = 'ingress'), false) AS is_uncounted
             FROM (
-                SELECT {SHARD}, side, reason, record_bytes, records,
+                SELECT {SHARD}, log, version, side, reason, record_bytes, records,
                        CASE WHEN NOT {BEGUN_AGAIN} THEN first_offset END AS first_offset,
                        CASE WHEN NOT {BEGUN_AGAIN} THEN last_offset END AS last_offset,
                        CASE WHEN NOT {BEGUN_AGAIN} THEN kind END AS kind,
-                       CASE WHEN {BEGUN_AGAIN} AND kind = 'INTENT' THEN records END AS unanswered
+                       CASE WHEN {BEGUN_AGAIN} AND kind = 'INTENT' THEN records END AS unanswered,
+                       CASE WHEN NOT (gap <=> '{GapKind.TRUNCATION}') THEN {_stands_from(uncounted)} END AS is_uncounted
                 FROM {{leaves}} WHERE kind IN ('INTENT', 'ACK') OR (side = 'egress' AND kind IN ('WITHHELD', 'GAP'))
             )
             GROUP BY {SHARD}
@@ -452,7 +480,7 @@ def shards(leaves: DataFrame, findings: DataFrame, miscounted: DataFrame, given:
             SELECT {SHARD}, true AS is_broken FROM {{leaves}} LEFT SEMI JOIN {{miscounted}} USING (log, leaf_index) GROUP BY {SHARD}
         ),
         joined AS (
-            SELECT sums.*, coalesce(broken.is_broken, false) AS is_broken, coalesce(reach.covered, 0) AS covered, coalesce(reach.gap, 0) AS gap,
+            SELECT sums.*, sums.is_uncounted OR coalesce(broken.is_broken, false) AS is_broken, coalesce(reach.covered, 0) AS covered, coalesce(reach.gap, 0) AS gap,
                    coalesce(reach.skipped, 0) AS skipped,
                    coalesce(reach.covered - sums.crossed - sums.withheld - sums.passed_by - reach.gap, 0) AS unaccounted,
                    coalesce(counted.findings, 0) AS findings, coalesce(counted.open, 0) AS open
@@ -463,6 +491,7 @@ def shards(leaves: DataFrame, findings: DataFrame, miscounted: DataFrame, given:
         )
         SELECT *,
                CASE WHEN findings > 0 OR unaccounted <> 0 OR is_broken THEN '{DIFFERS}'
+                    WHEN is_of_version_1 THEN '{VERSION_1}'
                     WHEN NOT ({given.egress} AND {given.ingress}) THEN '{ONE_SIDE}'
                     WHEN open > 0 THEN '{OPEN}'
                     ELSE '{RECONCILED}' END AS status

@@ -57,6 +57,9 @@ COLUMNS: Final = (
         "true where signed documents with this hash stand in the logs, and hold",
     ),
     Column("unsigned", Type.LIST, "Claims that nobody signed", "what leaves of version 1 say of the terms"),
+    Column(
+        "version_1", Type.FLAG, "In leaves of version 1", "of Felix 0.1: for their terms nobody had to sign"
+    ),
     Column("not_before", Type.TIME, "Valid from"),
     Column("expires", Type.TIME, "Valid until"),
     Column("filter", Type.TEXT, "Filter"),
@@ -233,6 +236,7 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
                    coalesce(sum(records) FILTER (WHERE is_unanswered), 0) AS unanswered,
                    coalesce(sum(record_bytes) FILTER (WHERE is_unanswered), 0) AS unanswered_bytes,
                    count(*) FILTER (WHERE is_denial) AS denied,
+                   bool_or(version = 1 AND NOT is_denial) AS version_1,
                    array_sort(collect_set(source_key_id)) AS source_key_ids,
                    array_sort(collect_set(destination_key_id)) AS destination_key_ids,
                    array_sort(collect_set(commitment_key_id)) AS commitment_key_ids

@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import time
 from base64 import b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,11 +36,12 @@ from audit.spark.comparison import compare_records
 from audit.spark.document import TABLES, Cosigner, Missing, Report, Totals, VerifiedLog, as_json
 from audit.spark.java import Java
 from audit.spark.session import default_master, open_session
-from audit.spark.table import Table, encode_csv, from_rows, iso, write_parquet
+from audit.spark.table import COUNT_MAX, Table, encode_csv, from_rows, iso, total, write_parquet
 from audit.spark.verification import (
     OpenedLog,
     Problem,
     miscounted_of,
+    notices_of,
     open_log,
     problem_of,
     problems_of,
@@ -63,6 +64,9 @@ EXIT_ONE_SIDE: Final = 11
 no reconciliation."""
 EXIT_NOT_WHOLE: Final = 12
 """The report was made, and nothing in it differs; but a table has more rows than a report lists. Totals count all of them."""
+EXIT_VERSION_1: Final = 13
+"""The report was made, and nothing in it differs; but records crossed in leaves of version 1 that nobody said are known to be old. Whoever has the
+logs' keys can write them today, and nothing in them was signed by those who answer for the terms."""
 EXIT_REFUSED: Final = 20
 """No report: a log does not verify."""
 
@@ -119,13 +123,15 @@ class ReportResult:
 
     @property
     def exit_code(self) -> int:
-        """EXIT_DIFFERENCES where the logs differ or something crossed outside its terms; else EXIT_NOT_WHOLE where a table lacks
-        rows; else EXIT_ONE_SIDE where a link's counterpart was not given; else EXIT_CLEAN."""
+        """EXIT_DIFFERENCES where the logs differ or something crossed outside its terms; else EXIT_VERSION_1 where something rests on leaves of
+        version 1 that were not accepted; else EXIT_NOT_WHOLE where a table lacks rows; else EXIT_ONE_SIDE where a link's counterpart was not given; else EXIT_CLEAN."""
         totals = self.report.totals
         statuses = {row["status"] for row in self.report.reconciliation.records()}
         differs = totals.differences or totals.breaches or reconciliation.DIFFERS in statuses
         if differs:
             return EXIT_DIFFERENCES
+        if any(log.is_of_version_1 for log in self.report.logs):
+            return EXIT_VERSION_1
         if self.report.left_off:
             return EXIT_NOT_WHOLE
         return EXIT_ONE_SIDE if self.report.missing.counterparts else EXIT_CLEAN
@@ -146,6 +152,7 @@ def run_report(
     java: Java | None = None,
     cosignatures_min: int = COSIGNATURES_MIN,
     remembered: Sequence[bytes] = (),
+    accept_version_1: Collection[bytes] = (),
     openlineage_url: str | None = None,
     session: SparkSession | None = None,
     tell: Callable[[str], None] = _say_nothing,
@@ -154,7 +161,7 @@ def run_report(
     """Verify `logs` (folders or fsspec URLs, one log each) and write their report into the folder `out`.
 
     `cosignatures_min`: how many regions or witnesses other than a log's own region must have cosigned it. `remembered`
-    are checkpoint notes that cosigners kept, of these logs or of others. `since` and `until` are ms since the Unix epoch
+    are checkpoint notes that cosigners kept, of these logs or of others. `accept_version_1`: as `audit.verify.verify_log` takes it. `since` and `until` are ms since the Unix epoch
     and limit which leaves count (from, and before); verification and reconciliation always take whole logs. `session` is a running Spark session to use instead of one of its own.
     `tell` is given a sentence per step, for progress. An earlier report in `out` is replaced; other files stay.
 
@@ -179,7 +186,7 @@ def run_report(
 
     def work(spark: SparkSession) -> ReportResult:
         # Everything that verification can find belongs into one refusal, so the scan runs even if step 1 failed.
-        wanted = _Wanted(target, trust, cosignatures_min, remembered, since, until, master)
+        wanted = _Wanted(target, trust, cosignatures_min, remembered, accept_version_1, since, until, master)
         return _make(spark, opened, problems, wanted, tell, began, clock)
 
     if session is not None:
@@ -204,6 +211,7 @@ class _Wanted(NamedTuple):
     trust: Trust
     cosignatures_min: int
     remembered: Sequence[bytes]
+    accept_version_1: Collection[bytes]
     since: int | None
     until: int | None
     master: str | None
@@ -265,7 +273,13 @@ def _make(
     with ThreadPoolExecutor(1) as aside:
         # Both jobs at once: where one log is longer than the others, its task does not leave the cores idle.
         verifying = aside.submit(
-            verify_all, spark, opened, wanted.trust, wanted.cosignatures_min, wanted.remembered
+            verify_all,
+            spark,
+            opened,
+            wanted.trust,
+            wanted.cosignatures_min,
+            wanted.remembered,
+            wanted.accept_version_1,
         )
         # Checkpointed, not cached: what was verified is what is reported, and no query reads the files again. Signed documents
         # and receipts are left out, which no table shows and every cache would hold.
@@ -365,15 +379,17 @@ def _totals(transfers: DataFrame, daily: DataFrame, findings: DataFrame, unusual
 
     names = ("records", "record_bytes", "withheld", "acknowledged", "delivered")
     moved = sums(
-        transfers, **{name: f"sum({name})" for name in names}, transfers="count_if(terms_hash IS NOT NULL)"
+        transfers,
+        **{name: total(name, "true") for name in names},
+        transfers="count_if(terms_hash IS NOT NULL)",
     )
-    (denied,) = sums(daily, denied="sum(denied)")
+    (denied,) = sums(daily, denied=total("denied", "true"))
     differences, is_open = sums(
         findings,
         differences=f"count_if(status = '{reconciliation.DIFFERS}')",
         open=f"count_if(status = '{reconciliation.OPEN}')",
     )
-    (breaches,) = sums(unusual, breaches=f"sum(events) FILTER (WHERE severity = '{exceptions.BREACH}')")
+    (breaches,) = sums(unusual, breaches=total("events", f"severity = '{exceptions.BREACH}'"))
     records, record_bytes, withheld, acknowledged, delivered, count = moved
     return Totals(
         records=records,
@@ -409,8 +425,12 @@ def _compute(
     by_day = volumes.by_day(window, terms)
     daily = listed.rows("volumes", by_day, volumes.WORTH)
     fields = listed.rows("lineage", lineage.fields(transfers))
-    noticed = exceptions.listed(window, leaves, signed, story_of(spark, verified))
+    story = story_of(spark, verified, signed.unjudged)
+    noticed = exceptions.listed(window, leaves, signed, story, notices_of(spark, verified))
     unusual = listed.rows("exceptions", noticed)
+    untold = sum(one.left_off + one.notices_left_off for one in verified)
+    if untold:
+        listed.left_off["exceptions"] = listed.left_off.get("exceptions", 0) + untold
 
     tell("Reconciling egress with ingress")
     given = reconciliation.Given(log.checkpoint.origin for log in opened)
@@ -427,7 +447,9 @@ def _compute(
         found = found.unionByName(compare_records(reconciliation.places(leaves, unlike), places))
     found = found.localCheckpoint()
     differing = listed.rows("findings", reconciliation.in_order(found))
-    shards = reconciliation.shards(leaves, found, miscounted_of(spark, verified), given)
+    version_1 = [one.origin for one in verified if one.version_1 is not None and not one.version_1.accepted]
+    uncounted = {one.origin: one.uncounted_from for one in verified if one.uncounted_from is not None}
+    shards = reconciliation.shards(leaves, found, miscounted_of(spark, verified), given, version_1, uncounted)
     by_shard = listed.rows("reconciliation", shards, reconciliation.WORTH)
 
     times = [row for row in moved if row["records"] or row["delivered"] or row["withheld"]]
@@ -458,13 +480,15 @@ def _compute(
             records=table.total("records"),
             record_bytes=table.total("record_bytes"),
             withheld=table.total("withheld"),
-            denied=sum(row["denied"] for row in daily),
+            denied=min(COUNT_MAX, sum(row["denied"] for row in daily)),
             acknowledged=table.total("acknowledged"),
             delivered=table.total("delivered"),
             transfers=sum(1 for row in filled if row["terms_hash"]),
             differences=differences.count(reconciliation.DIFFERS),
             open=differences.count(reconciliation.OPEN),
-            breaches=sum(row["events"] for row in unusual if row["severity"] == exceptions.BREACH),
+            breaches=min(
+                COUNT_MAX, sum(row["events"] for row in unusual if row["severity"] == exceptions.BREACH)
+            ),
         )
         links = by_shard
     return Report(
@@ -498,6 +522,8 @@ def _verified(log: OpenedLog, found: VerificationReport, said: Mapping[str, Any]
             + (f" ({step.note})" if step.note else "")
             for step in found.steps
         ),
+        found.version_1,
+        found.unsupported,
     )
 
 
@@ -547,6 +573,7 @@ def _fill(moved: Sequence[Any], logs: Mapping[str, VerifiedLog], reconciled: Tab
     """The register's rows with what is known of whole logs: checkpoints, cosigners, reconciliation."""
     worst = (
         reconciliation.DIFFERS,
+        reconciliation.VERSION_1,
         reconciliation.ONE_SIDE,
         reconciliation.OPEN,
         reconciliation.RECONCILED,
@@ -566,7 +593,9 @@ def _fill(moved: Sequence[Any], logs: Mapping[str, VerifiedLog], reconciled: Tab
             row[f"{side}_cosigners"] = [] if log is None else [_covers(by, last) for by in log.cosigners]
         row["not_before"] = row["not_before_ms"] or None
         row["expires"] = row["expires_ms"] or None
-        row["verification"] = "verified"
+        held = [logs.get(row[f"{side}_log"] or "") for side in ("egress", "ingress")]
+        is_old = row["version_1"] and any(log is not None and log.is_of_version_1 for log in held)
+        row["verification"] = reconciliation.VERSION_1 if is_old else "verified"
         moved_any = row["records"] or row["delivered"] or row["withheld"]
         key = (row["source_region"], row["destination_region"], row["stream"])
         row["reconciliation"] = states.get(key) if moved_any else None

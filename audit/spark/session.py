@@ -179,9 +179,11 @@ def _reason(log: Path, error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def _require() -> None:
+def require_spark() -> None:
+    """Raises SparkMissingError where something of the extra `spark` is not installed, with what installs it. Loads none of Felix' own
+    modules that need it: call it before them."""
     missing = []
-    for module in ("pyspark", "pyarrow"):
+    for module in ("pyspark", "pyarrow", "jinja2"):
         try:
             __import__(module)
         except ImportError:
@@ -208,7 +210,7 @@ def open_session(
     settings; `small` as in `settings`. Raises SparkMissingError, JavaError, SparkStartError, or RequestError where this process already
     has a Spark context.
     """
-    _require()
+    require_spark()
     # PySpark warns of pandas 3 where it is installed; nothing here hands a frame to pandas.
     warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas", FutureWarning)
     from pyspark import SparkConf, SparkContext

@@ -9,7 +9,8 @@ Columns: `log` (the origin), `leaf_index`, `audit.leaf.LEAF_COLUMNS`, `batch_sha
 - `entries`   `true`: a column `entries`, the leaf's record entries as an array of structs. Off by default:
               sums over leaves must not drag 68 bytes per record along.
 - `tampered`  `fail` (the default): the first leaf that does not hold ends the job. `rows`: such a leaf becomes a row
-              whose column `problem` says what is wrong, so that one run finds them all.
+              whose column `problem` says what is wrong, so that one run finds them all. So does one of which, by a mistake of ours,
+              no row can be made.
 - `size`      how many leaves to read; by default what the checkpoint says. The report gives the size it verified.
 - `bundles`   entry bundles per partition.
 - `roots`     what each bundle hashes to (`audit.bundle_roots`), in base64: the report gives what it held to the checkpoint.
@@ -52,6 +53,7 @@ from audit.receipt import differences, read_unverified
 from audit.spark.files import open_files, read_checkpoint
 from audit.tile import Files, bundle_path, read_bundle, read_tile, tile_path
 from audit.trust import Trust
+from audit.unjudged import Unjudged
 from felix.errors import CorruptionError, RequestError, TamperError
 
 if TYPE_CHECKING:
@@ -186,10 +188,17 @@ def check_bundle(
             continue
         try:
             leaf = decode_leaf(data)
+            problem = _receipt_problem(index, leaf, trust)
         except CorruptionError as error:
             yield Found(index, None, f"Leaf {index} cannot be read: {error.sentence}")
             continue
-        yield Found(index, leaf, _receipt_problem(index, leaf, trust))
+        except Exception as error:
+            yield Found(index, None, _unjudged.sentence(error, f"Leaf {index}"))
+            continue
+        yield Found(index, leaf, problem)
+
+
+_unjudged: Final = Unjudged(FORMAT)
 
 
 def _receipt_problem(index: int, leaf: Leaf, trust: Trust | None) -> str | None:
@@ -257,6 +266,37 @@ def _row(origin: str, found: Found, settings: Settings, batches: BatchDigests) -
             row["entries"] = [entry._asdict() for entry in iter_entries(found.leaf)]
     if settings.as_rows:
         row["problem"] = found.problem
+    return row
+
+
+def _judged(origin: str, found: Found, settings: Settings, batches: BatchDigests) -> dict[str, Any]:
+    """The row of a leaf, or of what could not be made of it."""
+    try:
+        return _row(origin, found, settings, batches)
+    except Exception as error:
+        return _unlisted(origin, found.leaf_index, error, settings)
+
+
+def _unlisted(origin: str, leaf_index: int, error: Exception, settings: Settings) -> dict[str, Any]:
+    problem = _unjudged.sentence(error, f"Leaf {leaf_index}")
+    if not settings.as_rows:
+        raise TamperError(f"{origin}: {problem}") from error
+    return {"log": origin, "leaf_index": leaf_index, "problem": problem}
+
+
+def _batch(rows: list[dict[str, Any]], schema: pa.Schema, settings: Settings) -> pa.RecordBatch:
+    """The rows; one with a value that its column has no room for as what could not be made of its leaf."""
+    try:
+        return _arrow(rows, schema)
+    except Exception:
+        return _arrow([_fitting(row, schema, settings) for row in rows], schema)
+
+
+def _fitting(row: dict[str, Any], schema: pa.Schema, settings: Settings) -> dict[str, Any]:
+    try:
+        _arrow([row], schema)
+    except Exception as error:
+        return _unlisted(row["log"], row["leaf_index"], error, settings)
     return row
 
 
@@ -328,8 +368,8 @@ class AuditReader(DataSourceReader):
             for found in check_bundle(files, bundle, partition.size, settings.trust, partition.root(bundle)):
                 if found.problem is not None and not settings.as_rows:
                     raise TamperError(f"{partition.origin}: {found.problem}")
-                rows.append(_row(partition.origin, found, settings, batches))
-            yield _arrow(rows, schema)
+                rows.append(_judged(partition.origin, found, settings, batches))
+            yield _batch(rows, schema, settings)
 
 
 def _ddl(settings: Settings) -> str:

@@ -72,9 +72,9 @@ class Table:
         return [dict(zip(names, row, strict=True)) for row in self.rows]
 
     def total(self, column: str) -> int:
-        """The sum of a COUNT column, empty cells as nothing."""
+        """The sum of a COUNT column, empty cells as nothing; at most what such a column holds."""
         index = [each.name for each in self.columns].index(column)
-        return sum(value for row in self.rows if isinstance(value := row[index], int))
+        return min(COUNT_MAX, sum(value for row in self.rows if isinstance(value := row[index], int)))
 
 
 def iso(time_ms: int | None) -> str | None:

@@ -15,7 +15,7 @@ faithfully kept by a faulty bridge is authentic, and its report names every rule
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final
@@ -45,9 +45,10 @@ from audit.tile import (
     tile_path,
 )
 from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
+from audit.unjudged import Unjudged
 from audit.verify import Report as VerificationReport
 from audit.verify import verify_log
-from felix.errors import CorruptionError, TamperError
+from felix.errors import CorruptionError, FelixError, TamperError
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -107,7 +108,9 @@ def open_log(
     check_tree(files, checkpoint)
     bundles = read_bundle_roots(files, checkpoint.size, checkpoint.root)
     held = {name: found for name in _PINNED[1:] if (found := files.read(name)) is not None}
-    before = [log.open(found) for found in held.values()]
+    # As verify_log counts them: also those that stand on what witnesses remember.
+    kept = [log.open(note) for note in notes_of(remembered, origin)]
+    before = [*(log.open(found) for found in held.values()), *kept]
     cosigners = _cosigners(files, signed, before, log)
     if log.policy is not None:
         missing = [log.missing(note.cosigned, cosignatures_min) for note in (*before, signed)]
@@ -118,8 +121,8 @@ def open_log(
             f"{len(cosigners)} trusted regions or witnesses other than {log.region} cosigned {origin}, "
             f"{cosignatures_min} are required."
         )
-    for note in notes_of(remembered, origin):
-        _check_prefix(files, checkpoint, log.open(note).checkpoint)
+    for note in kept:
+        _check_prefix(files, checkpoint, note.checkpoint)
     return OpenedLog(path, key, checkpoint, cosigners, bundles, {CHECKPOINT_PATH: data, **held})
 
 
@@ -141,7 +144,11 @@ class PinnedFiles:
 
 
 def verify_whole(
-    log: OpenedLog, trust: Trust, cosignatures_min: int, remembered: Sequence[bytes]
+    log: OpenedLog,
+    trust: Trust,
+    cosignatures_min: int,
+    remembered: Sequence[bytes],
+    accept_version_1: Collection[bytes] = (),
 ) -> VerificationReport:
     """All steps of `audit.verify.verify_log`. Memory is one entry bundle and the state of the link shards."""
     files = PinnedFiles(open_files(log.path), log.notes)
@@ -151,7 +158,27 @@ def verify_whole(
         origin=log.checkpoint.origin,
         cosignatures_min=cosignatures_min,
         remembered=remembered,
+        accept_version_1=accept_version_1,
     )
+
+
+def _verify_or_tell(
+    log: OpenedLog,
+    trust: Trust,
+    cosignatures_min: int,
+    notes: Sequence[bytes],
+    accept_version_1: Collection[bytes],
+) -> VerificationReport:
+    """A log of which nobody foresaw how its verification fails: the refusal names it, and what is wrong with the others."""
+    try:
+        return verify_whole(log, trust, cosignatures_min, notes, accept_version_1)
+    except (FelixError, OSError):
+        raise
+    except Exception as error:
+        origin = log.checkpoint.origin
+        report = VerificationReport(origin)
+        report.find(6, Unjudged(origin).sentence(error, "The log"))
+        return report
 
 
 def verify_all(
@@ -160,6 +187,7 @@ def verify_all(
     trust: Trust,
     cosignatures_min: int,
     remembered: Sequence[bytes],
+    accept_version_1: Collection[bytes] = (),
 ) -> list[VerificationReport]:
     """Every log by `verify_whole`, each in a task of its own, all at once; the longest first. In the order of `logs`.
 
@@ -173,7 +201,7 @@ def verify_all(
         at, log, notes = item
         trusted = Trust.decode(encoded)
         trusted = trusted if policy is None else trusted.under(policy)
-        return at, verify_whole(log, trusted, cosignatures_min, notes)
+        return at, _verify_or_tell(log, trusted, cosignatures_min, notes, accept_version_1)
 
     found = dict(spark.sparkContext.parallelize(work, len(work)).map(verify).collect())
     return [found[at] for at in range(len(logs))]
@@ -199,15 +227,30 @@ def problems_of(report: VerificationReport) -> list[Problem]:
     ]
 
 
-def story_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> DataFrame | None:
-    """What these steps found, as rows: log, leaf_index, sentence; None: nothing."""
-    rows = [
+def story_of(
+    spark: SparkSession, reports: Sequence[VerificationReport], more: Sequence[tuple[str, int, str]] = ()
+) -> DataFrame | None:
+    """What these steps found, and `more` of the kind, as rows: log, leaf_index, sentence; None: nothing."""
+    found = (
         (report.origin, finding.leaf, finding.sentence)
         for report in reports
         for finding in report.findings
         if finding.step in STORY_STEPS
-    ]
+    )
+    rows = [*found, *more]
     return spark.createDataFrame(rows, "log string, leaf_index bigint, sentence string") if rows else None
+
+
+def notices_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> DataFrame | None:
+    """What breaks no rule and should be seen, as rows: log, leaf_index, notice, sentence, records; None: nothing."""
+    rows = [(report.origin, *each[:3], each.records) for report in reports for each in report.notices]
+    return (
+        spark.createDataFrame(
+            rows, "log string, leaf_index bigint, notice string, sentence string, records bigint"
+        )
+        if rows
+        else None
+    )
 
 
 def miscounted_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> DataFrame:

@@ -71,7 +71,7 @@ def time_line(leaves: DataFrame, width_ms: int) -> DataFrame:
                coalesce(sum(records) FILTER (WHERE kind = 'INTENT'), 0) AS records,
                coalesce(sum(record_bytes) FILTER (WHERE kind = 'INTENT'), 0) AS record_bytes,
                coalesce(sum(records) FILTER (WHERE kind = 'WITHHELD'), 0) AS withheld
-        FROM {{leaves}} WHERE kind IN ('INTENT', 'WITHHELD') AND side = 'egress' AND NOT ({PASSED_BY}) AND NOT {BEGUN_AGAIN}
+        FROM {{leaves}} WHERE kind IN ('INTENT', 'WITHHELD') AND side = 'egress' AND records > 0 AND NOT ({PASSED_BY}) AND NOT {BEGUN_AGAIN}
         GROUP BY ALL ORDER BY start_ms, stream
         """,  # noqa: S608  # an int
         leaves=leaves,

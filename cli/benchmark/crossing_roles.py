@@ -122,8 +122,7 @@ async def serve_region(pipe: Pipe, home: Path, region: str, engine: str) -> None
     """Serve a founded region. Answers with its address."""
     folder = RegionFolder.of(region, home)
     config: RegionConfig = msgspec.structs.replace(load_config(folder.config), engine=engine)
-    node = Node(folder, config)
-    await node.start()
+    node = await Node.start(folder, config)
     try:
         write_profile(folder, config.region, config.mesh, node.address)
         pipe.send(str(node.address))
@@ -140,8 +139,7 @@ async def carry(pipe: Pipe, config: BridgeConfig, base: Path) -> None:
     try:
         while not isinstance(command := await next_message(pipe), Finish | None):
             if isinstance(command, Begin):
-                agent = Agent(config, base)
-                await agent.start()
+                agent = await Agent.start(config, base)
             elif agent is not None:
                 await agent.stop()
                 agent = None

@@ -144,8 +144,7 @@ def found_bench_region(home: Path) -> RegionFolder:
 @asynccontextmanager
 async def serving(folder: RegionFolder, config: RegionConfig) -> AsyncIterator[None]:
     """The region's broker, and a profile that finds it, until the block ends."""
-    node = Node(folder, config)
-    await node.start()
+    node = await Node.start(folder, config)
     try:
         write_profile(folder, config.region, config.mesh, node.address)
         yield

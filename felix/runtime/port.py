@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from random import Random as Random
 from typing import Any, Protocol
+
+import msgspec
 
 
 class Clock(Protocol):
@@ -51,8 +52,7 @@ Step = Callable[[], float | None]
 the last one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Runtime:
+class Runtime(msgspec.Struct, frozen=True):
     """The runtime of one process, real or simulated."""
 
     clock: Clock

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
@@ -33,7 +35,8 @@ class DiskFiles:
         self._mode, self._folder_mode = mode, folder_mode
 
     def open(self, path: Path, flags: int) -> int:
-        return os.open(path, flags | os.O_CLOEXEC, self._mode)
+        # Not to wait for the other end of a pipe; of files it changes nothing.
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, self._mode)
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
@@ -48,7 +51,10 @@ class DiskFiles:
         os.ftruncate(descriptor, length)
 
     def size(self, descriptor: int) -> int:
-        return os.fstat(descriptor).st_size
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a file")
+        return found.st_size
 
     def sync(self, descriptor: int) -> None:
         os.fdatasync(descriptor)

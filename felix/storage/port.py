@@ -40,7 +40,8 @@ class Files(Protocol):
     """One process's view of its disk. Each call raises OSError as an operating system does."""
 
     def open(self, path: Path, flags: int) -> int:
-        """A descriptor. `flags`: of `os.O_RDONLY`, `O_WRONLY`, `O_RDWR`, `O_CREAT`, `O_EXCL`, `O_TRUNC`."""
+        """A descriptor. `flags`: of `os.O_RDONLY`, `O_WRONLY`, `O_RDWR`, `O_CREAT`, `O_EXCL`, `O_TRUNC`. Never waits, as for whoever
+        would write into a pipe."""
 
     def close(self, descriptor: int) -> None: ...
 
@@ -51,7 +52,8 @@ class Files(Protocol):
 
     def truncate(self, descriptor: int, length: int) -> None: ...
 
-    def size(self, descriptor: int) -> int: ...
+    def size(self, descriptor: int) -> int:
+        """Raises OSError (EINVAL) of what is no file: a folder, a pipe, a device."""
 
     def sync(self, descriptor: int) -> None:
         """The bytes of the file, and its length, are durable. After an OSError they never will be by another `sync`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,14 +40,17 @@ def replace_durably(files: Files, path: Path, data: bytes) -> None:
     files.close(create_durably(files, path, (data,)))
 
 
-def read_file(files: Files, path: Path) -> bytes | None:
-    """The whole of a small file; None where there is none."""
+def read_file(files: Files, path: Path, bytes_max: int | None = None) -> bytes | None:
+    """The whole of a small file; None where there is none. Raises OSError (EFBIG) of a longer one than `bytes_max`, unread."""
     try:
         descriptor = files.open(path, os.O_RDONLY)
     except FileNotFoundError:
         return None
     try:
-        return files.pread(descriptor, files.size(descriptor), 0)
+        size = files.size(descriptor)
+        if bytes_max is not None and size > bytes_max:
+            raise OSError(errno.EFBIG, f"{size} bytes where {bytes_max} are allowed", str(path))
+        return files.pread(descriptor, size, 0)
     finally:
         files.close(descriptor)
 

@@ -24,9 +24,10 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Protocol
+
+import msgspec
 
 from felix.errors import (
     AddressInUseError,
@@ -38,7 +39,6 @@ from felix.errors import (
 )
 from felix.runtime.real import REAL
 from felix.transport import packet
-from felix.transport.certificate import explain_refusal
 from felix.transport.intake import Arrival, Intake
 from felix.transport.port import (
     ALPN,
@@ -231,11 +231,12 @@ class DriverConnection:
         "_allowed_bytes",
         "_alpn",
         "_busy",
-        "_closed_event",
+        "_closing",
         "_flush_scheduled",
         "_handler",
         "_handshake_deadline",
         "_heard_at",
+        "_is_over",
         "_keepalive_s",
         "_leaf_sha256",
         "_liveness",
@@ -318,7 +319,9 @@ class DriverConnection:
         self._above_high = False
         self._released = False
         self._transmit_failed = False
-        self._closed_event = asyncio.Event()
+        self._is_over = False
+        self._closing: asyncio.Event | None = None
+        """For those who wait for the end; few do, and an event takes 0.8 KiB."""
         self._timer: asyncio.Handle | None = None
         self._timer_at = 0.0
         self._spins = 0
@@ -437,7 +440,11 @@ class DriverConnection:
         self._end(code, reason, None)
 
     async def wait_closed(self) -> None:
-        await self._closed_event.wait()
+        if self._is_over:
+            return
+        if self._closing is None:
+            self._closing = asyncio.Event()
+        await self._closing.wait()
 
     # the socket's side
 
@@ -573,6 +580,10 @@ class DriverConnection:
         if self._handshake_deadline is not None:
             self._handshake_deadline.cancel()
             self._handshake_deadline = None
+        if (why := self._machine.closing()) is not None:
+            # It ended in the same moment: nobody can use it. The engine's own event of the end releases it.
+            self._machine_closed(why)
+            return
         self.is_established = True
         if self.is_client:
             self._liveness = self._loop.call_later(LIVENESS_TICK_S, self._check_liveness)
@@ -882,7 +893,7 @@ class DriverConnection:
         self._loop.call_soon(self._tell_closed, int(code), reason)
 
     def _tell_closed(self, code: int, reason: str) -> None:
-        self._closed_event.set()
+        self._tell_over()
         if self._handler is None:
             return
         try:
@@ -892,6 +903,11 @@ class DriverConnection:
                 "the handler of the connection with %s failed in closed()", _shown(self._peer_address)
             )
 
+    def _tell_over(self) -> None:
+        self._is_over = True
+        if self._closing is not None:
+            self._closing.set()
+
     def _fail(self, error: FelixError) -> None:
         """Never established."""
         if self.is_closed:
@@ -900,7 +916,7 @@ class DriverConnection:
         if self._handshake_deadline is not None:
             self._handshake_deadline.cancel()
             self._handshake_deadline = None
-        self._closed_event.set()
+        self._tell_over()
         self._owner.failed(self, error)
 
     def _release(self) -> None:
@@ -940,6 +956,8 @@ class DriverConnection:
         ):
             return self._alpn_error()
         if why.frame_type is not None and alert in _ALERTS_CERTIFICATE and self._tls is not None:
+            from felix.transport.certificate import explain_refusal  # here: it needs all of X.509
+
             return explain_refusal(
                 self._machine.peer_chain_der(),
                 self._tls.authorities_pem,
@@ -1046,6 +1064,14 @@ class DriverListener:
     @property
     def strangers_evicted(self) -> int:
         return self._evicted
+
+    @property
+    def intake_bytes(self) -> int:
+        return self._intake.held_bytes
+
+    @property
+    def intake_dropped_bytes(self) -> int:
+        return self._intake.dropped_bytes
 
     def renew(self, tls: ServerTls) -> None:
         self._identity = _read_identity(self._machinery, tls)
@@ -1335,8 +1361,7 @@ class _Dialer:
     def admitted(self, connection: DriverConnection) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class DriverEngine:
+class DriverEngine(msgspec.Struct, frozen=True):
     """`felix.transport.port.Engine` over one machinery."""
 
     machinery: Machinery

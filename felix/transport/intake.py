@@ -97,8 +97,8 @@ class Intake(Generic[K]):
         self._taken: dict[K, int] = {}
         """Bytes of this burst that were processed at once, by connection."""
         self.held_bytes = 0
-        self.dropped = 0
-        """Arrivals that were dropped at the limit."""
+        self.dropped_bytes = 0
+        """What was dropped at the limit, since the start."""
 
     def takes(self, key: K, size: int, now: float) -> bool:
         """Whether the connection may process `size` bytes, just read, at once; where it may not, `put` them. `now`: seconds, monotonic."""
@@ -125,7 +125,7 @@ class Intake(Generic[K]):
         if self.held_bytes + size > self._held_bytes_max:
             count = len(self._waiting) + (waiting is None)
             if (waiting.held_bytes if waiting is not None else 0) + size > self._held_bytes_max // count:
-                self.dropped += 1
+                self.dropped_bytes += len(arrival.data)
                 return False
             self._make_room(size)
         if waiting is None:
@@ -139,10 +139,11 @@ class Intake(Generic[K]):
         """Drop the newest arrivals of the connection that holds most, which holds more than its share."""
         while self.held_bytes + size > self._held_bytes_max:
             most = max(self._waiting.values(), key=lambda each: each.held_bytes)
-            gone = _cost(most.arrivals.pop())
+            arrival = most.arrivals.pop()
+            gone = _cost(arrival)
             most.held_bytes -= gone
             self.held_bytes -= gone
-            self.dropped += 1
+            self.dropped_bytes += len(arrival.data)
 
     def __bool__(self) -> bool:
         """Whether it keeps anything."""

@@ -326,6 +326,7 @@ class MemoryListener:
     """`felix.transport.port.Listener`."""
 
     handshake_count = stranger_count = stranger_bytes = strangers_evicted = 0
+    intake_bytes = intake_dropped_bytes = 0
 
     def __init__(
         self,

@@ -8,9 +8,9 @@ invariants), RFC 9000 sections 8.1 and 17.2, RFC 9001 section 5.8.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -130,8 +130,7 @@ class RetryClaim(NamedTuple):
     retry_source_cid: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSeal:
+class TokenSeal(msgspec.Struct, frozen=True):
     """Makes and checks Retry tokens under a key of 16 random bytes that lives as long as the listener.
 
     A token is sealed, bound to the client's address, and ends by itself.

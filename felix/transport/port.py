@@ -29,10 +29,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Final, Literal, Protocol
 
+import msgspec
+
+from felix.collector import collector_paused
 from felix.errors import Code, RequestError, UnavailableError
 from felix.extras import SDK, install_command
 
@@ -64,8 +66,7 @@ class NobodyListensError(UnavailableError):
     """The kernel was told (ICMP) that no process has the address: there is no point in waiting for an answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerTls:
+class ServerTls(msgspec.Struct, frozen=True):
     """A server's certificate chain (leaf first) and the leaf's private key, both PEM, the key unencrypted."""
 
     chain_pem: bytes
@@ -75,8 +76,7 @@ class ServerTls:
         return "ServerTls(chain_pem=…, key_pem=…)"
 
 
-@dataclass(frozen=True, slots=True)
-class ClientTls:
+class ClientTls(msgspec.Struct, frozen=True):
     """Whom a client trusts, and whom it expects: authorities as PEM, and the DNS name in the certificate."""
 
     authorities_pem: bytes
@@ -91,8 +91,7 @@ class ClientTls:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransportLimits:
+class TransportLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Every bound of the transport, with its reason. Bytes, milliseconds and counts, as the names say."""
 
     idle_timeout_ms: int = 30_000
@@ -289,6 +288,14 @@ class Listener(Protocol):
     def strangers_evicted(self) -> int:
         """How many were sent away, since the start, because there were too many or they sent too much."""
 
+    @property
+    def intake_bytes(self) -> int:
+        """Read from the socket, and kept until their connections' next round."""
+
+    @property
+    def intake_dropped_bytes(self) -> int:
+        """Dropped since the start, because the intake was full; QUIC sends them again."""
+
     def renew(self, tls: ServerTls) -> None:
         """Use another certificate for connections from now on; those that exist stay. Raises RequestError where
         the certificate or key cannot be read, and then keeps the old one."""
@@ -340,7 +347,8 @@ def engine_named(name: str | None = None) -> Engine:
     if module is not None:
         # Imported here, by name: an application that uses one engine does not load the other.
         try:
-            engine: Engine = import_module(module).engine()
+            with collector_paused():
+                engine: Engine = import_module(module).engine()
         except ModuleNotFoundError as error:
             if error.name is None or error.name.partition(".")[0] != chosen:
                 raise

@@ -10,9 +10,9 @@ Only the driver calls these.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 from aioquic.quic import events
 from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection, QuicConnectionError
@@ -248,8 +248,7 @@ class PortableMachine:
         return [c.public_bytes(Encoding.DER) for c in (leaf, *self._quic.tls._peer_certificate_chain)]
 
 
-@dataclass(frozen=True, slots=True)
-class PortableMachinery:
+class PortableMachinery(msgspec.Struct, frozen=True):
     """`felix.transport.driver.Machinery` for aioquic."""
 
     name: str = NAME

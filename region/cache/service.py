@@ -173,11 +173,12 @@ class CacheService:
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
         self._caches: dict[HostedStream, Cache] = {}
+        broker.streams.on_change(self._stream_changed)
 
-    def stream_opened(self, stream: HostedStream) -> None:
+    def _stream_changed(self, stream: HostedStream) -> None:
         """A stream came: where it is a cache, read its log."""
         settings = stream.record.config.views.cache
-        if settings is None:
+        if stream.deleted or settings is None:
             return
         cache = self._caches[stream] = Cache(stream, settings, self.broker)
         stream.closing.append(partial(self._close, cache))
@@ -232,7 +233,7 @@ class CacheCalls:
             name = StreamName.parse(request.stream)
             self._take_rights(name)
             if not self._may_read and not self._may_write:
-                raise not_found_or_forbidden(Verb.SUBSCRIBE, name)
+                raise not_found_or_forbidden(Verb.SUBSCRIBE, name, "cache")
             self._cache = cache = self._service.cache(name, Verb.SUBSCRIBE)
         except (RequestError, UnavailableError) as error:
             exchange.fail(error, correlation)
@@ -259,7 +260,8 @@ class CacheCalls:
                 return
         reads, method, shards_of = _CALLS[kind]
         if not (self._may_read if reads else self._may_write):
-            raise not_found_or_forbidden(Verb.SUBSCRIBE if reads else Verb.PUBLISH, self._cache.stream.name)
+            verb = Verb.SUBSCRIBE if reads else Verb.PUBLISH
+            raise not_found_or_forbidden(verb, self._cache.stream.name, "cache")
         if reads:
             self._may_deliver()
         shards = shards_of(self._cache, call)
@@ -446,7 +448,7 @@ class CacheCalls:
         if stream.deleted:
             self._exchange.fail(RequestError(f"The cache {stream.name} was deleted.", code=Code.NOT_FOUND))
         elif not self._may_read and not self._may_write:
-            self._exchange.fail(not_found_or_forbidden(Verb.SUBSCRIBE, stream.name))
+            self._exchange.fail(not_found_or_forbidden(Verb.SUBSCRIBE, stream.name, "cache"))
 
     def closed(self) -> None: ...
 

@@ -79,7 +79,7 @@ class CacheWatch:
         exchange = self._exchange
         try:
             name = StreamName.parse(request.stream)
-            exchange.broker.require(exchange.identity, Verb.SUBSCRIBE, name)
+            exchange.broker.require(exchange.identity, Verb.SUBSCRIBE, name, "cache")
             if request.credit_bytes < CREDIT_BYTES_MIN:
                 raise RequestError(
                     f"A watch with {request.credit_bytes} bytes of credit could not take every change.",
@@ -161,7 +161,7 @@ class CacheWatch:
         if cache.stream.deleted:
             return RequestError(f"The cache {name} was deleted.", code=Code.NOT_FOUND)
         if not exchange.broker.allows(exchange.identity, Verb.SUBSCRIBE, name):
-            return not_found_or_forbidden(Verb.SUBSCRIBE, name)
+            return not_found_or_forbidden(Verb.SUBSCRIBE, name, "cache")
         return None
 
     def closed(self) -> None:

@@ -23,13 +23,13 @@ from felix.runtime.real import REAL
 from felix.storage.port import Files
 from felix.storage.small_file import TEMPORARY_SUFFIX, create_durably, save_checked
 from region.log.compaction import COMPACTION_NAME, CompactionState, encode_compaction
-from region.log.disk import beginning, encode_beginning, no_commitment
+from region.log.disk import beginning, encode_beginning
 from region.log.durable_mark import MARK_NAME, Mark
 from region.log.index import INDEX_SUFFIX, SparseIndex
 from region.log.origin import Origin
 from region.log.point import LogPoint, PointCounter
 from region.log.producer_snapshots import ProducerSnapshots
-from region.log.recovery import EPOCHS_NAME, damaged, encode_epochs, scan_file, write_index
+from region.log.recovery import EPOCHS_NAME, encode_epochs
 from region.log.segment import (
     HEADER_BYTES_MAX,
     SEGMENT_SUFFIX,
@@ -38,8 +38,11 @@ from region.log.segment import (
     SegmentHeader,
     ShardIdentity,
     decode_segment_header,
+    no_commitment,
     segment_name,
 )
+from region.log.segment_scan import damaged, scan_file
+from region.log.segment_state import write_index
 
 
 def adopt_segments(

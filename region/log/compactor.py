@@ -51,7 +51,6 @@ from region.log.compaction import (
 from region.log.disk import DiskLog
 from region.log.epochs import EpochStart
 from region.log.index import SparseIndex
-from region.log.recovery import SegmentState, damaged, scan_bytes
 from region.log.segment import (
     EntryDamagedError,
     Kind,
@@ -60,6 +59,8 @@ from region.log.segment import (
     encode_entry_header,
     segment_name,
 )
+from region.log.segment_scan import damaged, scan_bytes
+from region.log.segment_state import SegmentState
 
 WRITE_BYTES: Final = 1 << 20
 """Gathered before a write."""

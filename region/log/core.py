@@ -33,12 +33,12 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from region.log.admission import Admission, Admitted, Appended, Repeated, misfit
 from region.log.ahead import Note
 from region.log.counters import ShardCounters
-from region.log.disk import ANNOTATION_SLOTS_MAX, FULL_RETRY_MS, disk_full
+from region.log.errors import FULL_RETRY_MS, disk_full
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
-from region.log.recovery import annotate
 from region.log.ring import Entry
-from region.log.segment import ANNOTATION_BYTES_MAX, ShardIdentity
+from region.log.segment import ANNOTATION_BYTES_MAX, ANNOTATION_SLOTS_MAX, ShardIdentity
+from region.log.segment_scan import annotate
 from region.log.shard_settings import ShardSettings
 from region.log.states import TRANSITIONS, State
 from region.log.states import Event as Turn

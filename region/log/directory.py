@@ -25,8 +25,8 @@ from felix.storage.port import Files
 from felix.storage.small_file import load_checked
 from region.log.clean_stop import save_clean_stop, take_clean_stop
 from region.log.compaction import CompactionReport
-from region.log.disk import storage_error
 from region.log.durable_mark import MARK_NAME
+from region.log.errors import storage_error
 from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, OffloadReport, delete_object
 from region.log.segment import ShardIdentity

@@ -14,171 +14,49 @@ Invariants:
 
 from __future__ import annotations
 
-import errno
-import os
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
-from felix.batch import HEADER_BYTES, Batch, BatchHeader, body_checksum
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import Code, RequestError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.settings import Retention
 from felix.storage.disk import DiskFiles
-from felix.storage.port import Files, is_full, write_all
+from felix.storage.port import Files, is_full
 from felix.storage.small_file import create_durably, read_file, save_checked
 from region.log.compaction import COMPACTION_NAME, CompactionState, DirtySpan, encode_compaction
 from region.log.durable_mark import MARK_NAME, Mark
 from region.log.epochs import EpochHistory
-from region.log.index import INDEX_INTERVAL_BYTES, SparseIndex, decode_index
+from region.log.errors import OffsetOutOfRangeError, StorageFailedError, compacted
+from region.log.frame import Frame, SealedBatch, misfit
+from region.log.index import SparseIndex
 from region.log.offload import OFFLOADED_NAME, Offloaded, OffloadState, encode_offload
 from region.log.open_logs import OpenLogs
 from region.log.origin import Origin
-from region.log.point import LogPoint, PointCounter
+from region.log.point import LogPoint
 from region.log.producer_snapshots import ProducerSnapshots
 from region.log.producers import ProducerTable, decode_snapshot
-from region.log.recovery import (
-    EPOCHS_NAME,
-    Recovered,
-    SegmentState,
-    annotate,
-    count_batch,
-    damaged,
-    encode_epochs,
-    recover,
-    scan_bytes,
-    scan_file,
-    told_from,
-    write_index,
-)
+from region.log.recovery import EPOCHS_NAME, Recovered, encode_epochs, recover
 from region.log.retention import SegmentSpan, plan_deletion, segment_age_ms
 from region.log.segment import (
-    ANNOTATION_BYTES_MAX,
-    ENTRY_BYTES_MAX,
-    EntryDamagedError,
-    EntryIncompleteError,
     Head,
     Kind,
-    SegmentEntry,
     SegmentHeader,
     ShardIdentity,
-    decode_entry,
     encode_entry_header,
+    no_commitment,
     segment_name,
 )
-
-SEGMENT_BYTES_MAX: Final = 256 << 20
-"""Large enough that a roll is rare, small enough that retention is fine-grained and a tail scan takes a second."""
-SEGMENT_AGE_MS: Final = 24 * 3_600_000
-"""Retention by age deletes whole segments, so one must not stay open for longer than a day."""
-ANNOTATION_SLOTS_MAX: Final = 384
-"""Every roll carries all annotations over: 384 of them stay under 420 KB."""
-FULL_RETRY_MS: Final = 250
-"""While the disk is full, one append in this time is let through to find out whether there is room."""
-_INDEXES_HELD_MAX: Final = 16
-"""Indexes of closed segments in memory per shard, about 100 KiB each."""
-
-
-class OffsetOutOfRangeError(RequestError):
-    """The offset is not in the log: `first_offset` is the oldest one held, `next_offset` the one to come."""
-
-    default_code = Code.OFFSET_OUT_OF_RANGE
-
-    def __init__(self, offset: int, first_offset: int, next_offset: int) -> None:
-        super().__init__(
-            f"Offset {offset} is not in the log, which holds {first_offset} to {next_offset}.",
-            hint=f"Go on from {first_offset}; what was before it is gone."
-            if offset < first_offset
-            else f"The next record will be {next_offset}.",
-        )
-        self.offset = offset
-        self.first_offset = first_offset
-        self.next_offset = next_offset
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentLimits:
-    """When a segment is closed and the next one begins: bytes, or ms since its first batch."""
-
-    segment_bytes_max: int = SEGMENT_BYTES_MAX
-    segment_age_ms: int = SEGMENT_AGE_MS
-
-
-class NotLocalError(Exception):
-    """The segment is in a store only, and no copy of it is fetched: fetch it, and read again."""
-
-    def __init__(self, segment: SegmentState) -> None:
-        super().__init__(str(segment.path))
-        self.segment = segment
-
-
-class StorageFailedError(UnavailableError):
-    """A sync failed, or a write left the file in an unknown state: this log must not be used any more."""
-
-    default_code = Code.SHARD_STOPPED
-
-
-class Frame(NamedTuple):
-    """What `write` puts into the file as one entry, and what is the same on every copy of a log. The batch, if any, is sealed and
-    carries its final header.
-
-    Without batch and annotation it frees the slot.
-    """
-
-    batch: Batch | None
-    base_offset: int
-    leader_epoch: int
-    slot: int = 0
-    annotation: bytes = b""
-
-
-class _Rescanned(NamedTuple):
-    """What is in a segment; `note` and `epoch` are those of its last entry."""
-
-    places: SparseIndex
-    annotations: dict[int, bytes]
-    note: int
-    epoch: int
-
-
-class SealedBatch(NamedTuple):
-    """A batch as it stands on disk; `data` is header and body."""
-
-    header: BatchHeader
-    data: memoryview
-
-
-def no_commitment() -> bytes:
-    """The key commitment of a stream that is kept unsealed."""
-    return b""
-
-
-def disk_full() -> UnavailableError:
-    """The answer to a write that found no room."""
-    return UnavailableError(
-        "The disk is full: nothing was written.",
-        code=Code.DISK_FULL,
-        hint="Free some room or shorten the stream's retention; writing resumes by itself.",
-        retry_after_ms=FULL_RETRY_MS,
-    )
-
-
-def storage_error(error: OSError, folder: Path) -> UnavailableError:
-    """What an OSError in a shard's folder means to the callers above."""
-    if is_full(error):
-        return disk_full()
-    return StorageFailedError(
-        f"{error.filename or folder} cannot be used: {error.strerror or error}.",
-        hint="Look after the disk or its permissions, then restart the broker.",
-    )
+from region.log.segment_limits import SegmentLimits
+from region.log.segment_reader import SegmentReader
+from region.log.segment_scan import annotate, damaged
+from region.log.segment_state import SegmentState, told_from, write_index
+from region.log.written_files import WrittenFiles
 
 
 class DiskLog:
@@ -201,31 +79,23 @@ class DiskLog:
         self.report = recovered.report
         self.annotations = recovered.annotations
         self._files = files
-        self._limits = limits
+        self.limits = limits
+        """When a segment is closed."""
         self._commitment = commitment
         self.runtime = runtime
         self.compaction = recovered.compaction
         self._snapshots = ProducerSnapshots(files, folder)
         self.offload = recovered.offload
         self._segments: tuple[SegmentState, ...] = tuple(recovered.segments)
-        self._indexes: OrderedDict[Path, SparseIndex] = OrderedDict()
-        self._indexes_lock = Lock()
+        self._reader = SegmentReader(files, identity.shard)
         self.epochs = recovered.epochs
         self._epochs_saved = False
-        self._synced_to = 0
-        self._cut_unsynced = False
-        """What a full disk took a part of was cut off again, and the next sync brings that to the disk: a closed segment has
-        nothing behind its last entry."""
         self.synced_offset = self._segments[-1].next_offset if self._segments else 0
         """Every offset below is on the disk: recovery syncs what it lets stand, and `sync` moves it."""
-        # Of the last segment and the mark; -1 while nobody writes (region.log.open_logs).
-        self._active = -1
-        self._mark = -1
-        self._mark_unsynced = False
+        self._written = WrittenFiles(files, folder)
         self._open_logs = open_logs
         self.writer: Final = Lock()
         """Held by whoever writes."""
-        self._failure: StorageFailedError | None = None
 
     @classmethod
     def open(
@@ -267,7 +137,7 @@ class DiskLog:
         try:
             with log.writer:
                 if log._segments:
-                    log._synced_to = log._segments[-1].segment_bytes
+                    log._written.synced_to = log._segments[-1].segment_bytes
                 else:
                     log._begin((origin or Origin()).point, recovered.producers, now_ms)
                 log._begin_mark()
@@ -276,7 +146,7 @@ class DiskLog:
                 if recovered.offload.pending_deletion:
                     log.save_offload(recovered.offload)
         except OSError:
-            log._close_descriptors()
+            log.abandon()
             raise
         return log, recovered
 
@@ -322,38 +192,11 @@ class DiskLog:
 
     # Writing.
 
-    @contextmanager
-    def _fatal(self, what: str, path: Path) -> Iterator[None]:
-        """An OSError in here ends the log: no later write or sync is tried, whoever asks."""
-        if self._failure:
-            raise self._failure
-        try:
-            yield
-        except OSError as error:
-            self._failure = StorageFailedError(
-                f"{what} failed in {path}: {error.strerror or error}. The shard stops; nothing that waited for "
-                "this was acknowledged.",
-                hint="Look after the disk, then restart the broker: recovery will say what the shard holds.",
-            )
-            raise self._failure from error
-
     def _open_files(self) -> None:
         """The last segment and the mark are open for writing. Raises UnavailableError where the process has too many files open:
         nothing was written."""
         self._open_logs.used(self)
-        try:
-            if self._active < 0:
-                self._active = self._files.open(self._segments[-1].path, os.O_RDWR)
-            if self._mark < 0:
-                self._mark = self._files.open(self.folder / MARK_NAME, os.O_RDWR)
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
-                raise
-            raise UnavailableError(
-                f"{self.folder} cannot be written to: {error.strerror}.",
-                hint="Let the broker open more files: LimitNOFILE= of its service, ulimit -n.",
-                retry_after_ms=FULL_RETRY_MS,
-            ) from error
+        self._written.open(self._segments[-1].path)
 
     def release_files(self) -> bool:
         """region.log.open_logs.OpenLog: what is written is synced, and the files are closed until the next write."""
@@ -362,7 +205,7 @@ class DiskLog:
         try:
             self.sync()
             self.sync_mark()
-            self._close_descriptors()
+            self.abandon()
         except StorageFailedError:
             # Whoever writes next hears of it.
             return False
@@ -376,8 +219,7 @@ class DiskLog:
         Raises OSError for want of room: nothing of them is left, the log is as it was. Raises
         StorageFailedError where the caller must stop using the log.
         """
-        if self._failure:
-            raise self._failure
+        self._written.require_sound()
         self._open_files()
         active = self._segments[-1]
         if self._roll_due(active, now_ms):
@@ -399,7 +241,7 @@ class DiskLog:
                 Kind.BATCH if batch else Kind.POSITION,
                 base_offset=frame.base_offset,
                 leader_epoch=frame.leader_epoch,
-                synced_to=self._synced_to,
+                synced_to=self._written.synced_to,
                 batch_length=length,
                 slot=frame.slot,
                 annotation=frame.annotation,
@@ -417,15 +259,7 @@ class DiskLog:
                 note += 1
                 notes.append((frame.base_offset, next_offset, position, end, -1))
             position = end
-        try:
-            written = write_all(self._files, self._active, buffers, active.segment_bytes)
-        except OSError as error:
-            with self._fatal("Writing", active.path):
-                if not is_full(error):
-                    raise
-                self._files.truncate(self._active, active.segment_bytes)
-                self._cut_unsynced = True
-            raise
+        written = self._written.append(active.path, buffers, active.segment_bytes)
         assert written == position
         index = active.index
         assert index is not None
@@ -462,7 +296,7 @@ class DiskLog:
                     code=Code.CONFLICT,
                     hint="A newer leader was elected; ask the metadata store which one.",
                 )
-            if wrong := self._misfit(frame, offset):
+            if wrong := misfit(frame, offset, self.identity.shard):
                 raise RequestError(
                     f"A frame at offset {frame.base_offset} cannot follow offset {offset}: {wrong}.",
                     code=Code.BATCH_MALFORMED,
@@ -472,46 +306,22 @@ class DiskLog:
         if frames:
             self.write(frames, now_ms)
 
-    def _misfit(self, frame: Frame, offset: int) -> str:
-        """Why a frame of another copy cannot stand at `offset`; empty where it can."""
-        if frame.base_offset != offset:
-            return "they do not follow each other"
-        if len(frame.annotation) > ANNOTATION_BYTES_MAX:
-            return f"its annotation has {len(frame.annotation)} bytes"
-        if frame.batch is None:
-            return ""
-        header, body = frame.batch.header, frame.batch.body
-        if (header.base_offset, header.leader_epoch) != (offset, frame.leader_epoch):
-            return "its batch's header is of another place"
-        if header.shard != self.identity.shard:
-            return f"its batch is of shard {header.shard}"
-        if len(body) != header.body_length or body_checksum(body) != header.body_checksum:
-            return "its body's checksum does not hold"
-        return ""
-
     def sync(self) -> None:
         """Bring everything written to the disk, then write the mark. Raises StorageFailedError."""
         active = self._segments[-1]
-        if active.segment_bytes > self._synced_to or self._cut_unsynced:
-            with self._fatal("A sync", active.path):
-                self._files.sync(self._active)
-            self._cut_unsynced = False
-            self._synced_to = active.segment_bytes
+        if self._written.sync(active.path, active.segment_bytes):
             self.synced_offset = active.next_offset
             self._write_mark()
 
     def sync_mark(self) -> None:
         """Bring the mark itself to the disk. Raises StorageFailedError."""
-        if self._mark_unsynced:
-            with self._fatal("A sync", self.folder / MARK_NAME):
-                self._files.sync(self._mark)
-            self._mark_unsynced = False
+        self._written.sync_mark()
 
     def _roll_due(self, active: SegmentState, now_ms: int) -> bool:
         # A segment without a batch stays: the next one would have its base offset, and so its name.
         return active.next_offset > active.base_offset and (
-            active.segment_bytes >= self._limits.segment_bytes_max
-            or self._aged(active, now_ms, self._limits.segment_age_ms)
+            active.segment_bytes >= self.limits.segment_bytes_max
+            or self._aged(active, now_ms, self.limits.segment_age_ms)
         )
 
     def _aged(self, active: SegmentState, now_ms: int, age_ms: int) -> bool:
@@ -531,13 +341,13 @@ class DiskLog:
         try:
             self._create_segment(active.end_point, now_ms)
         except OSError as error:
-            with self._fatal("Creating a segment", self.folder):
+            with self._written.fatal("Creating a segment", self.folder):
                 if not is_full(error):
                     raise
             raise
         self._write_mark()
         self.sync_mark()
-        self._remember_index(active)
+        self._reader.keep_index(active)
 
     def new_salt(self) -> int:
         """For the header of a new segment."""
@@ -574,10 +384,7 @@ class DiskLog:
         start, position = len(buffers[0]), sum(map(len, buffers))
         path = self.folder / segment_name(base_offset)
         descriptor = create_durably(self._files, path, buffers)
-        if self._active >= 0:
-            self._files.close(self._active)
-        self._active = descriptor
-        self._synced_to = position
+        self._written.begin(descriptor, position)
         index = SparseIndex(base_offset, start)
         index.add_position(position)
         self._segments += (
@@ -596,24 +403,21 @@ class DiskLog:
 
     def _begin_mark(self) -> None:
         """The mark says what the log holds; what recovery found, it has synced."""
-        path = self.folder / MARK_NAME
-        encoded = self._current_mark().encode()
-        found = read_file(self._files, path)
+        mark = self._current_mark()
+        found = read_file(self._files, self.folder / MARK_NAME)
         if found is None:
             self._open_logs.used(self)
-            self._mark = create_durably(self._files, path, (encoded,))
-        elif found != encoded:
+            self._written.create_mark(mark)
+        elif found != mark.encode():
             self._open_files()
             self._write_mark()
             self.sync_mark()
 
     def _current_mark(self) -> Mark:
-        return Mark(self._segments[-1].base_offset, self._synced_to, self._segments[0].base_offset)
+        return Mark(self._segments[-1].base_offset, self._written.synced_to, self._segments[0].base_offset)
 
     def _write_mark(self) -> None:
-        with self._fatal("Writing", self.folder / MARK_NAME):
-            self._mark_unsynced = True
-            write_all(self._files, self._mark, (self._current_mark().encode(),), 0)
+        self._written.write_mark(self._current_mark())
 
     # Reading.
 
@@ -632,11 +436,7 @@ class DiskLog:
                 return []
             segment = segments[bisect_right(segments, offset, key=_base_offset) - 1]
             try:
-                descriptor = self._open_segment(segment)
-                try:
-                    found = self._read_segment(descriptor, segment, offset, max_bytes, limit)
-                finally:
-                    self._files.close(descriptor)
+                found = self._reader.read(segment, offset, max_bytes, limit)
             except FileNotFoundError:
                 # Retention or compaction was faster; the segments that there are now say so above.
                 if self._segments is segments:
@@ -657,31 +457,13 @@ class DiskLog:
             segments = self._segments
             first = segments[-1 if is_last else 0]
             if first.header.span:
-                raise _compacted(first, first.base_offset)
-            annotations: dict[int, bytes] = {}
-            counter = PointCounter(first.header, first.base_note)
+                raise compacted(first, first.base_offset)
             try:
-                descriptor = self._open_segment(first)
+                annotations = self._reader.copies(first)
             except FileNotFoundError:
                 if self._segments is segments:
                     raise damaged(first.path, 0, first.base_offset, "the file is gone") from None
                 continue
-            try:
-                for entry in scan_file(
-                    self._files,
-                    descriptor,
-                    first.header,
-                    first.start,
-                    first.segment_bytes,
-                    verify_bodies=False,
-                ):
-                    if counter.follow(entry):
-                        break
-                    annotate(annotations, entry.slot, entry.annotation, alone=True)
-            except EntryDamagedError as error:
-                raise damaged(first.path, first.start, first.base_offset, str(error)) from error
-            finally:
-                self._files.close(descriptor)
             return Origin(first.base_point, annotations, producers, self.epochs.starts)
 
     def read_frames(self, point: LogPoint, max_bytes: int, limit: LogPoint) -> list[Frame]:
@@ -699,230 +481,29 @@ class DiskLog:
                 return []
             segment = segments[bisect_right(segments, point, key=_base_point) - 1]
             if segment.header.span:
-                raise _compacted(segment, point.offset)
+                raise compacted(segment, point.offset)
             try:
-                descriptor = self._open_segment(segment)
+                return self._reader.read_frames(segment, point, max_bytes, limit)
             except FileNotFoundError:
                 if self._segments is segments:
                     raise damaged(segment.path, 0, point.offset, "the file is gone") from None
-                continue
-            try:
-                return self._read_frames(descriptor, segment, point, max_bytes, limit)
-            finally:
-                self._files.close(descriptor)
-
-    def _read_frames(
-        self, descriptor: int, segment: SegmentState, point: LogPoint, max_bytes: int, limit: LogPoint
-    ) -> list[Frame]:
-        found: list[Frame] = []
-        size = 0
-        # From the batch that ends at the point, so that the positions behind it are counted.
-        within = point.offset > segment.base_offset
-        position = self._index(segment).position_for_offset(point.offset - 1) if within else segment.start
-        counter = PointCounter(segment.header, segment.base_note)
-        reached = counter.point if position == segment.start else None
-        try:
-            for entry, data in scan_bytes(
-                self._files,
-                descriptor,
-                segment.header,
-                position,
-                segment.segment_bytes,
-                verify_bodies=True,
-                window_bytes=ENTRY_BYTES_MAX + INDEX_INTERVAL_BYTES + max_bytes,
-            ):
-                position = entry.end
-                if not counter.follow(entry):
-                    continue
-                if counter.point > limit or (found and size + entry.length > max_bytes):
-                    break
-                if counter.point > point:
-                    if not found and reached != point:
-                        break
-                    header = entry.header
-                    batch = Batch(header, data[entry.length - header.body_length :]) if header else None
-                    found.append(
-                        Frame(batch, entry.base_offset, entry.leader_epoch, entry.slot, entry.annotation)
-                    )
-                    size += entry.length
-                reached = counter.point
-        except EntryDamagedError as error:
-            raise damaged(segment.path, position, counter.offset, str(error)) from error
-        if not found:
-            raise OffsetOutOfRangeError(point.offset, segment.base_offset, limit.offset)
-        return found
-
-    def _open_segment(self, segment: SegmentState) -> int:
-        """For reading: the local file, else a fetched copy. Raises NotLocalError where there is neither."""
-        try:
-            return self._files.open(segment.path, os.O_RDONLY)
-        except FileNotFoundError:
-            if segment.is_local:
-                raise
-        try:
-            return self._files.open(segment.fetched_path, os.O_RDONLY)
-        except FileNotFoundError:
-            raise NotLocalError(segment) from None
-
-    def _read_segment(
-        self, descriptor: int, segment: SegmentState, offset: int, max_bytes: int, limit: int
-    ) -> list[SealedBatch]:
-        found: list[SealedBatch] = []
-        size = 0
-        position = self._index(segment).position_for_offset(offset)
-        end_offset = min(limit, segment.next_offset)
-        # With holes, only its length says where a segment ends; a compacted one is never written to again.
-        compacted = segment.header.span is not None
-        wanted = INDEX_INTERVAL_BYTES + max_bytes
-        reached = -1
-        while True:
-            window = memoryview(self._files.pread(descriptor, wanted, position))
-            index = 0
-            try:
-                while reached < end_offset and not (compacted and position + index >= segment.segment_bytes):
-                    entry = decode_entry(
-                        window,
-                        index,
-                        at=position,
-                        salt=segment.header.salt,
-                        shard=self.identity.shard,
-                        verify_body=False,
-                    )
-                    if reached >= 0 and entry.base_offset != reached:
-                        if not compacted or entry.base_offset < reached:
-                            raise EntryDamagedError(f"offset {entry.base_offset} where {reached} is next")
-                        if entry.base_offset >= end_offset:
-                            return found
-                    header = entry.header
-                    if header and entry.next_offset > offset:
-                        if found and size + header.total_length > max_bytes:
-                            return found
-                        if index + entry.length > len(window):
-                            raise EntryIncompleteError("the window ends", entry.length)
-                        data = window[index + entry.length - header.total_length : index + entry.length]
-                        if body_checksum(data[HEADER_BYTES:]) != header.body_checksum:
-                            raise EntryDamagedError("the body's checksum does not hold")
-                        found.append(SealedBatch(header, data))
-                        size += header.total_length
-                    reached = entry.next_offset
-                    index += entry.length
-                return found
-            except EntryIncompleteError as error:
-                if found:
-                    return found
-                if index == 0 and len(window) < wanted:
-                    raise damaged(segment.path, position, max(reached, 0), str(error)) from error
-                position += index
-                wanted = max(wanted, error.needed)
-            except EntryDamagedError as error:
-                raise damaged(segment.path, position + index, max(reached, 0), str(error)) from error
 
     def offset_for_time(self, time_ms: int, limit: int) -> int:
         """Base offset of the first batch below `limit` appended at or after `time_ms`; `limit` where there is none."""
         while True:
             segments = self._segments
             try:
-                return self._offset_for_time(segments, time_ms, limit)
+                for segment in segments:
+                    if segment.last_time_ms >= time_ms:
+                        found = self._reader.first_since(segment, time_ms)
+                        if found is not None:
+                            return min(found, limit)
+                return limit
             except FileNotFoundError as error:
                 if self._segments is segments:
                     raise damaged(
                         Path(error.filename), 0, segments[0].base_offset, "the file is gone"
                     ) from None
-
-    def _offset_for_time(self, segments: Sequence[SegmentState], time_ms: int, limit: int) -> int:
-        for segment in segments:
-            if segment.last_time_ms < time_ms:
-                continue
-            position = self._index(segment).position_for_time(time_ms)
-            descriptor = self._open_segment(segment)
-            try:
-                for entry in self._entries(descriptor, segment, position):
-                    if entry.base_offset >= limit:
-                        return limit
-                    if entry.header and entry.header.append_time_ms >= time_ms:
-                        return entry.base_offset
-            finally:
-                self._files.close(descriptor)
-        return limit
-
-    def _entries(self, descriptor: int, segment: SegmentState, position: int) -> list[SegmentEntry]:
-        """The entries of one index interval and the batch after it: enough to find a place within."""
-        index = self._index(segment)
-        at = bisect_right(index.positions, position)
-        end = index.positions[at + 1] if at + 1 < len(index.positions) else segment.segment_bytes
-        try:
-            return list(
-                scan_file(self._files, descriptor, segment.header, position, end, verify_bodies=False)
-            )
-        except EntryDamagedError as error:
-            raise damaged(segment.path, position, segment.base_offset, str(error)) from error
-
-    def _index(self, segment: SegmentState) -> SparseIndex:
-        """A segment's index: the active one's own, a closed one's from a small cache, its file, or made anew."""
-        if segment.index is not None:
-            return segment.index
-        with self._indexes_lock:
-            held = self._indexes.get(segment.path)
-            if held:
-                self._indexes.move_to_end(segment.path)
-                return held
-        stored = read_file(self._files, segment.index_path)
-        index = stored and decode_index(
-            stored,
-            base_offset=segment.base_offset,
-            segment_bytes=segment.segment_bytes,
-            start=segment.start,
-        )
-        if not index:
-            index = self._rescan(segment, segment.segment_bytes).places
-            write_index(self._files, segment.index_path, index.encode())
-        self._hold_index(segment.path, index)
-        return index
-
-    def _hold_index(self, path: Path, index: SparseIndex) -> None:
-        with self._indexes_lock:
-            self._indexes[path] = index
-            while len(self._indexes) > _INDEXES_HELD_MAX:
-                self._indexes.popitem(last=False)
-
-    def _remember_index(self, segment: SegmentState) -> None:
-        """A closed segment's index moves to the cache."""
-        assert segment.index is not None
-        self._hold_index(segment.path, segment.index)
-        segment.index = None
-
-    def _rescan(self, segment: SegmentState, end: int, cut: LogPoint | None = None) -> _Rescanned:
-        """What is in a segment, from its bytes; with `cut`, of the entries up to that point."""
-        index = SparseIndex(segment.base_offset, segment.start)
-        annotations: dict[int, bytes] = {}
-        counter = PointCounter(segment.header, segment.base_note)
-        note, epoch = counter.note, 0
-        descriptor = self._open_segment(segment)
-        try:
-            for entry in scan_file(
-                self._files, descriptor, segment.header, segment.start, end, verify_bodies=False
-            ):
-                if counter.follow(entry) and cut is not None and counter.point > cut:
-                    break
-                note, epoch = counter.note, entry.leader_epoch
-                if header := entry.header:
-                    index.add(
-                        header.base_offset,
-                        header.next_offset,
-                        entry.position,
-                        entry.end,
-                        header.append_time_ms,
-                    )
-                else:
-                    index.add_position(entry.end)
-                annotate(annotations, entry.slot, entry.annotation, alone=header is None)
-        except EntryDamagedError as error:
-            raise damaged(segment.path, index.segment_bytes, index.next_offset, str(error)) from error
-        finally:
-            self._files.close(descriptor)
-        if segment.header.span:
-            index.end_at(segment.header.span.end_offset)
-        return _Rescanned(index, annotations, note, epoch)
 
     # Deleting.
 
@@ -943,7 +524,7 @@ class DiskLog:
 
     def _outlived(self, retention: Retention, now_ms: int) -> bool:
         """Whether the active segment is to be closed by its age, so that what is in it can go, or be compacted."""
-        age_ms = self._limits.segment_age_ms
+        age_ms = self.limits.segment_age_ms
         by_age = segment_age_ms(retention)
         if by_age is not None:
             age_ms = min(age_ms, by_age)
@@ -996,15 +577,6 @@ class DiskLog:
         """The segments as they are now, oldest first; the last one is written to, the others never change."""
         return self._segments
 
-    @property
-    def limits(self) -> SegmentLimits:
-        """When a segment is closed."""
-        return self._limits
-
-    @limits.setter
-    def limits(self, limits: SegmentLimits) -> None:
-        self._limits = limits
-
     def dirty_spans(self, below: int) -> list[DirtySpan]:
         """The closed segments that lie wholly below offset `below`."""
         return [
@@ -1015,7 +587,7 @@ class DiskLog:
 
     def position_for_offset(self, segment: SegmentState, offset: int) -> int:
         """Where in a segment to scan from for the batch that holds `offset`, or the first one behind it."""
-        return self._index(segment).position_for_offset(offset)
+        return self._reader.index(segment).position_for_offset(offset)
 
     def save_compaction(self, state: CompactionState) -> None:
         """Make what is known of the compaction durable. Raises OSError."""
@@ -1037,12 +609,12 @@ class DiskLog:
         assert new.next_offset == old[-1].next_offset
         new.base_note, new.end_note = old[0].base_note, old[-1].end_note
         self._files.rename(aside, new.path)
-        with self._fatal("A sync", self.folder):
+        with self._written.fatal("A sync", self.folder):
             self._files.sync_folder(self.folder)
         write_index(self._files, new.index_path, new.index.encode())
-        self._remember_index(new)
+        self._reader.keep_index(new)
         self._segments = (*segments[:at], new, *segments[at + len(old) :])
-        with self._fatal("Deleting what was compacted", self.folder):
+        with self._written.fatal("Deleting what was compacted", self.folder):
             for segment in old:
                 self._files.remove(segment.path)
                 self._files.remove(segment.index_path)
@@ -1080,7 +652,7 @@ class DiskLog:
         if segment.remote is None or segment not in self._segments[:-1]:
             return
         if read_file(self._files, segment.index_path) is None:
-            write_index(self._files, segment.index_path, self._index(segment).encode())
+            write_index(self._files, segment.index_path, self._reader.index(segment).encode())
         segment.is_local = False
         self._files.remove(segment.path)
         self._files.sync_folder(self.folder)
@@ -1114,7 +686,7 @@ class DiskLog:
         if offset < self.compaction.clean_to:
             self.save_compaction(msgspec.structs.replace(self.compaction, clean_to=offset))
         target, later = self._segments[at], self._segments[at + 1 :]
-        index, annotations, note, epoch = self._rescan(target, target.segment_bytes, cut)
+        index, annotations, note, epoch = self._reader.rescan(target, target.segment_bytes, cut)
         end = index.next_offset
         producers = self._producers_at(end)
         # What no longer holds goes first: snapshots, then the claim that these bytes are there.
@@ -1127,9 +699,8 @@ class DiskLog:
         target.index, target.next_offset, target.end_note = index, index.next_offset, note
         target.segment_bytes, target.last_time_ms = index.segment_bytes, index.last_time_ms
         self._segments = self._segments[: at + 1]
-        self._synced_to, self.synced_offset = index.segment_bytes, index.next_offset
-        with self._indexes_lock:
-            self._indexes.clear()
+        self._written.synced_to, self.synced_offset = index.segment_bytes, index.next_offset
+        self._reader.forget_indexes()
         self._write_mark()
         self.sync_mark()
         for segment in reversed(later):
@@ -1137,11 +708,7 @@ class DiskLog:
             self._files.remove(segment.index_path)
         self._files.remove(target.index_path)
         self._files.sync_folder(self.folder)
-        if self._active >= 0:
-            self._files.close(self._active)
-        self._active = self._files.open(target.path, os.O_RDWR)
-        self._files.truncate(self._active, index.segment_bytes)
-        self._files.sync(self._active)
+        self._written.cut(target.path, index.segment_bytes)
         self.annotations = annotations
         history = EpochHistory(list(self.epochs.starts))
         history.truncate(end, epoch)
@@ -1156,26 +723,7 @@ class DiskLog:
         for segment in self._segments:
             if segment.next_offset <= begin or segment.base_offset >= end:
                 continue
-            descriptor = self._open_segment(segment)
-            position = self._index(segment).position_for_offset(begin)
-            try:
-                for entry in scan_file(
-                    self._files,
-                    descriptor,
-                    segment.header,
-                    position,
-                    segment.segment_bytes,
-                    verify_bodies=False,
-                ):
-                    if entry.next_offset > end:
-                        break
-                    header = entry.header
-                    if header and header.producer_id and header.base_offset >= begin:
-                        count_batch(producers, header)
-            except EntryDamagedError as error:
-                raise damaged(segment.path, position, begin, str(error)) from error
-            finally:
-                self._files.close(descriptor)
+            self._reader.count_producers(segment, producers, begin, end)
         producers.settle(end)
         return producers
 
@@ -1207,18 +755,12 @@ class DiskLog:
             self.sync()
             self.sync_mark()
         finally:
-            self._close_descriptors()
+            self.abandon()
 
     def abandon(self) -> None:
-        """Close the files of a log whose state is unknown, and promise nothing."""
-        self._close_descriptors()
-
-    def _close_descriptors(self) -> None:
+        """Close the files, and promise nothing."""
         self._open_logs.closed(self)
-        for descriptor in (self._active, self._mark):
-            if descriptor >= 0:
-                self._files.close(descriptor)
-        self._active = self._mark = -1
+        self._written.close()
 
 
 def _base_offset(segment: SegmentState) -> int:
@@ -1227,14 +769,6 @@ def _base_offset(segment: SegmentState) -> int:
 
 def _base_point(segment: SegmentState) -> LogPoint:
     return segment.base_point
-
-
-def _compacted(segment: SegmentState, offset: int) -> RequestError:
-    return RequestError(
-        f"What follows offset {offset} was compacted up to {segment.next_offset}.",
-        code=Code.UNSUPPORTED,
-        hint="Copy the closed segments, and go on behind them.",
-    )
 
 
 def encode_beginning(header: SegmentHeader, annotations: Mapping[int, bytes]) -> list[bytes]:

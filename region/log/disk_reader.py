@@ -24,9 +24,11 @@ from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from felix.storage.port import Files
 from region.log.compactor import ROOM_BYTES_MIN
 from region.log.counters import ShardCounters
-from region.log.disk import DiskLog, NotLocalError, SealedBatch, storage_error
+from region.log.disk import DiskLog
+from region.log.errors import NotLocalError, storage_error
+from region.log.frame import SealedBatch
 from region.log.offloader import Throttle, fetch
-from region.log.recovery import SegmentState
+from region.log.segment_state import SegmentState
 from region.log.shard_settings import ShardStore
 
 FETCHES_PER_READ_MAX: Final = 4

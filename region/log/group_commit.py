@@ -21,7 +21,7 @@ from typing import Final
 from felix.errors import FelixError
 from felix.storage.port import is_full
 from region.log.core import Pending, WriteRefused, Written
-from region.log.disk import StorageFailedError, disk_full, storage_error
+from region.log.errors import StorageFailedError, disk_full, storage_error
 
 GROUP_BYTES_MAX: Final = 8 << 20
 """Written before one sync: bounds how long the first of a group waits for the last."""

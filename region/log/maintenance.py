@@ -24,8 +24,9 @@ from felix.storage.port import Files
 from region.log.compaction import CompactionReport, is_due
 from region.log.compactor import Compactor, PassSettings, WorkEndedError
 from region.log.counters import ShardCounters
-from region.log.disk import DiskLog, StorageFailedError, storage_error
+from region.log.disk import DiskLog
 from region.log.epochs import EpochHistory
+from region.log.errors import StorageFailedError, storage_error
 from region.log.offloader import Offloader, OffloadReport, Throttle
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.states import State

@@ -45,8 +45,10 @@ from region.log.offload import (
     encode_offload,
     object_url,
 )
-from region.log.recovery import EPOCHS_NAME, SegmentState, damaged, encode_epochs, scan_file
+from region.log.recovery import EPOCHS_NAME, encode_epochs
 from region.log.segment import SEGMENT_SUFFIX, EntryDamagedError, ShardIdentity
+from region.log.segment_scan import damaged, scan_file
+from region.log.segment_state import SegmentState
 
 RATE_BYTES: Final = 64 << 20
 """Moved per second unless the region says otherwise: uploads leave the network and the disk to the brokers' clients."""

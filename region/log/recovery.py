@@ -41,7 +41,6 @@ Called once per shard, when it opens, in a thread; nothing else uses the folder 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -49,39 +48,36 @@ from typing import Final
 
 import msgspec
 
-from felix.batch import HEADER_BYTES, BatchHeader
+from felix.batch import HEADER_BYTES
 from felix.errors import CorruptionError
-from felix.storage.port import Files, is_full, write_all
+from felix.storage.port import Files, write_all
 from felix.storage.small_file import TEMPORARY_SUFFIX, load_checked, read_file, save_checked
 from region.log.compaction import COMPACTION_NAME, CompactionState, decode_compaction, encode_compaction
 from region.log.durable_mark import MARK_NAME, Mark, decode_mark
 from region.log.epochs import EpochHistory, EpochStart
 from region.log.index import INDEX_SUFFIX, SparseIndex, decode_index
-from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, OffloadState, decode_offload
-from region.log.point import LogPoint, PointCounter
+from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, OffloadState, decode_offload
+from region.log.point import PointCounter
 from region.log.producer_snapshots import ProducerSnapshots
-from region.log.producers import ProducerTable, Remembered
+from region.log.producers import ProducerTable
 from region.log.segment import (
     ANNOTATION_BYTES_MAX,
-    ENTRY_BYTES_MAX,
     ENTRY_HEADER_BYTES,
     HEADER_BYTES_MAX,
     SEGMENT_SUFFIX,
     EntryDamagedError,
-    EntryIncompleteError,
     SegmentEntry,
     SegmentHeader,
     ShardIdentity,
     decode_segment_header,
     find_entries,
     parse_segment_name,
-    scan_window,
     segment_name,
 )
+from region.log.segment_scan import WINDOW_BYTES, annotate, count_batch, damaged, scan_file
+from region.log.segment_state import SegmentState, counter_of, told_from, write_index
 
 EPOCHS_NAME: Final = "epochs"
-WINDOW_BYTES: Final = 4 * ENTRY_BYTES_MAX
-"""Read at once while scanning: a few of the largest entries, so memory stays bounded whatever a segment holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,58 +98,6 @@ class RecoveryReport:
 
 
 @dataclass(slots=True)
-class SegmentState:
-    """One segment file, as the log keeps it in memory. `index` of a closed segment is loaded when it is asked for."""
-
-    path: Path
-    header: SegmentHeader
-    start: int
-    next_offset: int
-    segment_bytes: int
-    last_time_ms: int
-    index: SparseIndex | None
-    remote: Offloaded | None = None
-    """Where a verified copy is."""
-    is_local: bool = True
-    """False once the local file was let go; never so without `remote`."""
-    base_note: int = 0
-    """Position entries between the last batch before the segment and its beginning."""
-    end_note: int = 0
-    """Those behind its last batch, or behind the one before it where it has none. 0 where they are not known: in a compacted
-    segment, and in one that is in a store only."""
-
-    @property
-    def fetched_path(self) -> Path:
-        """Where a copy for reading is kept for a while, of a segment that is not local."""
-        return self.path.with_suffix(FETCHED_SUFFIX)
-
-    @property
-    def base_offset(self) -> int:
-        """The first offset of the segment."""
-        return self.header.base_offset
-
-    @property
-    def base_point(self) -> LogPoint:
-        """Where the log stands before the segment's first own entry."""
-        return LogPoint(self.header.base_offset, self.base_note)
-
-    @property
-    def end_point(self) -> LogPoint:
-        """Where the log stands behind its last entry."""
-        return LogPoint(self.next_offset, self.end_note)
-
-    @property
-    def generation(self) -> int:
-        """0, or which compaction wrote it."""
-        return self.header.span.generation if self.header.span else 0
-
-    @property
-    def index_path(self) -> Path:
-        """Where the segment's index is kept."""
-        return self.path.with_suffix(INDEX_SUFFIX)
-
-
-@dataclass(slots=True)
 class Recovered:
     """A folder's content: segments oldest first (empty for a new shard) and what was replayed from them."""
 
@@ -164,66 +108,6 @@ class Recovered:
     report: RecoveryReport = field(default_factory=RecoveryReport)
     compaction: CompactionState = field(default_factory=CompactionState)
     offload: OffloadState = field(default_factory=OffloadState)
-
-
-def annotate(annotations: dict[int, bytes], slot: int, annotation: bytes, *, alone: bool) -> None:
-    """Let an entry's annotation count. An entry that stands `alone`, without a batch, and has no bytes frees its slot."""
-    if annotation:
-        annotations[slot] = annotation
-    elif alone:
-        annotations.pop(slot, None)
-
-
-def damaged(path: Path, position: int, offset: int, what: str) -> CorruptionError:
-    """The error that names file, position and offset."""
-    return CorruptionError(
-        f"Damage in {path} at byte {position} (offset {offset}): {what}.",
-        hint="The shard does not serve. Restore the file from a replica or a backup; nothing was changed.",
-    )
-
-
-def scan_file(
-    files: Files, descriptor: int, segment: SegmentHeader, start: int, end: int, *, verify_bodies: bool
-) -> Iterator[SegmentEntry]:
-    """Every entry from `start` on, window by window. Raises EntryDamagedError where one is not whole before `end`."""
-    for entry, _ in scan_bytes(files, descriptor, segment, start, end, verify_bodies=verify_bodies):
-        yield entry
-
-
-def scan_bytes(
-    files: Files,
-    descriptor: int,
-    segment: SegmentHeader,
-    start: int,
-    end: int,
-    *,
-    verify_bodies: bool,
-    window_bytes: int = WINDOW_BYTES,
-) -> Iterator[tuple[SegmentEntry, memoryview]]:
-    """As `scan_file`, with each entry's bytes; of a body that was not verified perhaps only a part. `window_bytes`, read at a time,
-    hold the largest entry."""
-    position = start
-    while position < end:
-        window = files.pread(descriptor, min(window_bytes, end - position), position)
-        if not window:
-            raise EntryIncompleteError("the file is shorter than it was", 1)
-        entries, stopped = scan_window(
-            window, at=position, salt=segment.salt, shard=segment.identity.shard, verify_body=verify_bodies
-        )
-        view, begin = memoryview(window), position
-        for entry in entries:
-            if entry.end > end:
-                raise EntryIncompleteError(
-                    f"{end - entry.position} bytes of an entry's {entry.length}", entry.length
-                )
-            yield entry, view[entry.position - begin : entry.end - begin]
-            position = entry.end
-        # An entry that only the window cuts off stands whole at the beginning of the next one.
-        cut_by_window = (
-            isinstance(stopped, EntryIncompleteError) and entries and position + stopped.needed <= end
-        )
-        if stopped and not cut_by_window:
-            raise stopped
 
 
 def evidence_beyond(
@@ -308,34 +192,6 @@ def _load_offload(files: Files, folder: Path) -> OffloadState:
 def _load_compaction(files: Files, folder: Path) -> CompactionState | None:
     payload = load_checked(files, folder / COMPACTION_NAME)
     return None if payload is None else decode_compaction(payload)
-
-
-def count_batch(producers: ProducerTable, header: BatchHeader) -> None:
-    """Let a batch of the log count for its producer."""
-    producers.settle(header.base_offset)
-    producers.record(
-        header.producer_id,
-        Remembered(
-            header.producer_epoch,
-            header.base_sequence,
-            header.base_sequence + header.records,
-            header.base_offset,
-            header.append_time_ms,
-        ),
-    )
-
-
-def told_from(segments: Sequence[SegmentState]) -> int:
-    """Below this offset the log no longer has all its batches within reach: what producers did there only snapshots know."""
-    gone = [one.next_offset for one in segments if one.header.span or not one.is_local]
-    return max([*(one.base_offset for one in segments[:1]), *gone], default=0)
-
-
-def counter_of(header: SegmentHeader, before: SegmentState | None) -> PointCounter:
-    """Of a segment that follows `before`. Version 1 does not say at which point it begins: the one before it tells, or it is 0."""
-    if header.head:
-        return PointCounter(header, header.head.note)
-    return PointCounter(header, before.end_note if before and not header.span else 0)
 
 
 class _Recovery:
@@ -756,19 +612,6 @@ def _place(path: Path) -> tuple[int, int]:
     parsed = parse_segment_name(path.name)
     assert parsed is not None
     return parsed
-
-
-def write_index(files: Files, path: Path, encoded: bytes) -> None:
-    """Write an index file. Neither synced nor insisted on: a torn or missing one is made anew from its segment."""
-    try:
-        descriptor = files.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            write_all(files, descriptor, (encoded,), 0)
-        finally:
-            files.close(descriptor)
-    except OSError as error:
-        if not is_full(error):
-            raise
 
 
 def recover(

@@ -51,6 +51,8 @@ SEGMENT_SUFFIX: Final = ".seg"
 ENTRY_HEADER_BYTES: Final = 48
 ANNOTATION_BYTES_MAX: Final = 1_024
 """A source position with its ids fits many times; entries stay small enough to carry over at every roll."""
+ANNOTATION_SLOTS_MAX: Final = 384
+"""Every roll carries all annotations over: 384 of them stay under 420 KB."""
 COMMITMENT_BYTES_MAX: Final = 256
 """A key commitment is a hash or two."""
 ENTRY_BYTES_MAX: Final = ENTRY_HEADER_BYTES + ANNOTATION_BYTES_MAX + BATCH_BYTES_MAX
@@ -352,3 +354,8 @@ def parse_segment_name(name: str) -> tuple[int, int] | None:
         return None
     parsed = int(offset), int(generation or 0)
     return parsed if name == segment_name(*parsed) else None
+
+
+def no_commitment() -> bytes:
+    """The key commitment of a stream that is kept unsealed."""
+    return b""

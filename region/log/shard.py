@@ -23,7 +23,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from threading import Event as ThreadEvent
 from threading import Lock
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from felix.batch import FLAG_HEADERS, HEADER_BYTES, Batch
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
@@ -36,16 +36,11 @@ from region.log.compaction import KEYS_BYTES_MAX, CompactionReport
 from region.log.compactor import WorkEndedError
 from region.log.core import CommitPort, Done, LogCore, Pending, Ready
 from region.log.counters import ShardCounters
-from region.log.disk import (
-    DiskLog,
-    Frame,
-    OffsetOutOfRangeError,
-    SealedBatch,
-    StorageFailedError,
-    storage_error,
-)
+from region.log.disk import DiskLog
 from region.log.disk_reader import DiskReader
 from region.log.epochs import EpochHistory, next_epoch
+from region.log.errors import OffsetOutOfRangeError, StorageFailedError, storage_error
+from region.log.frame import Frame, SealedBatch
 from region.log.group_commit import GroupCommit
 from region.log.maintenance import COMPACTION_SHARE, Maintenance
 from region.log.message_ids import Identified, MessageIds, identified
@@ -91,6 +86,17 @@ class AppendObserver(Protocol):
         """Batches from `offset` on were refused after all, or cut; the next one may get the same offsets."""
 
 
+class _Kept(NamedTuple):
+    """What a durable log found on the disk."""
+
+    folder: Path
+    files: Files
+    disk: DiskLog
+    recovered: Recovered
+    ahead: Ahead
+    notes: list[Note]
+
+
 class ShardLog:
     """See the module. Construct with `open`; all methods are called on the loop that opened it."""
 
@@ -103,23 +109,16 @@ class ShardLog:
         read_pool: Executor,
         store: ShardStore | None = None,
         commit: CommitPort | None = None,
+        kept: _Kept | None = None,
     ) -> None:
+        """`kept`: what is on the disk; None for an ephemeral log."""
         self.identity = identity
-        self.report = RecoveryReport()
         self.observer: AppendObserver | None = None
         self._hooks = hooks
-        self._core = LogCore.beginning(
-            identity, settings, LogPoint(settings.first_offset), self._plain_entry, commit=commit
-        )
         self._commit_pool = commit_pool
         self._read_pool = read_pool
         self._loop = asyncio.get_running_loop()
-        self._folder = Path()
-        self._ephemeral = settings.durability.kind == "ephemeral"
-        self._ring = self._new_ring(settings.first_offset)
-        self._disk: DiskLog | None = None
-        self._epochs = EpochHistory()
-        self._log_start = settings.first_offset
+        self._ephemeral = kept is None
         self._tail_callbacks: list[Callable[[], None]] = []
         self._tail_scheduled = False
         self._start_scheduled = False
@@ -127,22 +126,34 @@ class ShardLog:
         self._drained.set()
         self._sync_timer: asyncio.TimerHandle | None = None
         self._mark_timer: asyncio.TimerHandle | None = None
-        self._segments_seen = 1
         self._epoch_due = False
         # With `acked` retention nothing goes before the subscriptions have said what they need.
         self._held_from: int | None = 0
         self._closed = False
+        # Ends what moves to and from a store.
+        self._ending = ThreadEvent()
+        self._store = store or ShardStore(read_pool)
+        self._folder = Path()
         self._files: Files = DiskFiles()
+        self._disk: DiskLog | None = None
         self._group_commit: GroupCommit | None = None
         self._reader: DiskReader | None = None
         self._maintenance: Maintenance | None = None
         self._ahead: Ahead | None = None
         self._notes_found: list[Note] = []
-        # Ends what moves to and from a store.
-        self._ending = ThreadEvent()
-        self._store = store or ShardStore(read_pool)
-        # One writer of the folder at a time.
-        self._writer = Lock()
+        if kept is None:
+            self.report = RecoveryReport()
+            self._core = LogCore.beginning(
+                identity, settings, LogPoint(settings.first_offset), self._plain_entry, commit=commit
+            )
+            self._epochs = EpochHistory()
+            self._log_start = settings.first_offset
+            self._segments_seen = 1
+            self._ring = self._new_ring(settings.first_offset)
+            # One writer of the folder at a time.
+            self._writer = Lock()
+        else:
+            self._adopt(kept, settings, commit)
 
     @classmethod
     async def open(
@@ -165,22 +176,20 @@ class ShardLog:
 
         Raises CorruptionError where it must not serve, UnavailableError where the disk does not let it.
         """
-        shard = cls(identity, settings, hooks, commit_pool, read_pool, store, commit)
-        if shard._ephemeral:
+        if settings.durability.kind == "ephemeral":
+            shard = cls(identity, settings, hooks, commit_pool, read_pool, store, commit)
             shard._core.turn(Event.OPENED)
             return shard
         assert folder is not None
-        shard_folder = shard._folder = folder
-        shard._files = files or DiskFiles()
+        shard_folder, shard_files = folder, files or DiskFiles()
 
-        ahead = shard._ahead = Ahead(shard_folder, shard._files)
-
-        def recover() -> tuple[DiskLog, Recovered, list[Note]]:
+        def recover() -> _Kept:
+            ahead = Ahead(shard_folder, shard_files)
             disk, recovered = DiskLog.open(
                 shard_folder,
                 identity,
                 now_ms=hooks.clock_ms(),
-                files=files,
+                files=shard_files,
                 limits=settings.segments,
                 commitment=hooks.commitment,
                 runtime=hooks.runtime,
@@ -191,16 +200,16 @@ class ShardLog:
             )
             # Here, and not when they are asked for: one visit to a thread less for each shard of a start.
             try:
-                return disk, recovered, ahead.read()
+                return _Kept(shard_folder, shard_files, disk, recovered, ahead, ahead.read())
             except OSError:
                 disk.abandon()
                 raise
 
         try:
-            disk, recovered, shard._notes_found = await shard._loop.run_in_executor(commit_pool, recover)
+            kept = await asyncio.get_running_loop().run_in_executor(commit_pool, recover)
         except OSError as error:
             raise storage_error(error, shard_folder) from error
-        shard._adopt(disk, recovered, commit)
+        shard = cls(identity, settings, hooks, commit_pool, read_pool, store, commit, kept)
         shard._core.turn(Event.OPENED)
         if shard._core.admission.ids is not None:
             await shard._read_ids(shard._core.admission.ids)
@@ -241,14 +250,17 @@ class ShardLog:
             pool=None if self._ephemeral else self._hooks.rings,
         )
 
-    def _adopt(self, disk: DiskLog, recovered: Recovered, commit: CommitPort | None) -> None:
+    def _adopt(self, kept: _Kept, settings: ShardSettings, commit: CommitPort | None) -> None:
+        disk, recovered = kept.disk, kept.recovered
+        self._folder, self._files = kept.folder, kept.files
+        self._ahead, self._notes_found = kept.ahead, kept.notes
         self._disk = disk
         self._writer = disk.writer
         self.report = recovered.report
         self._epochs = recovered.epochs
         self._core = LogCore.beginning(
             self.identity,
-            self.settings,
+            settings,
             disk.end_point,
             self._plain_entry,
             producers=recovered.producers,

@@ -12,11 +12,12 @@ from felix.errors import FelixError
 from felix.runtime.port import Clock, Runtime
 from felix.runtime.real import REAL
 from felix.settings import FSYNC, Compaction, Deduplication, Durability, Offload, Retention
-from region.log.disk import SegmentLimits, no_commitment
 from region.log.offloader import RATE_BYTES, FetchedCache
 from region.log.open_logs import OpenLogs
 from region.log.ring import RING_BYTES_MAX, RING_ENTRIES_MAX
 from region.log.ring_pool import RingPool
+from region.log.segment import no_commitment
+from region.log.segment_limits import SegmentLimits
 
 PENDING_BYTES_MAX: Final = 32 << 20
 """Appended and not yet durable, per shard: several groups ahead of a slow disk, and no more."""

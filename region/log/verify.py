@@ -41,13 +41,7 @@ from region.log.offload import FETCHED_SUFFIX, OFFLOADED_NAME, Offloaded, Offloa
 from region.log.point import LogPoint, PointCounter
 from region.log.producer_snapshots import PRODUCERS_NAME, parse_snapshot_name
 from region.log.producers import decode_snapshot
-from region.log.recovery import (
-    EPOCHS_NAME,
-    decode_epochs,
-    evidence_beyond,
-    judge_tail,
-    scan_bytes,
-)
+from region.log.recovery import EPOCHS_NAME, decode_epochs, evidence_beyond, judge_tail
 from region.log.segment import (
     HEADER_BYTES_MAX,
     SEGMENT_SUFFIX,
@@ -59,6 +53,7 @@ from region.log.segment import (
     parse_segment_name,
     segment_name,
 )
+from region.log.segment_scan import scan_bytes
 
 FINDINGS_MAX: Final = 1_000
 """Of one shard: a folder of rubbish must not fill the memory with sentences."""

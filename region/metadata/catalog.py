@@ -22,17 +22,7 @@ from felix.errors import Code, CorruptionError, RequestError
 from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
 from felix.settings import NamespaceSettings
-from region.metadata.port import (
-    Absent,
-    Compare,
-    Delete,
-    Entry,
-    MetadataStore,
-    ModRevision,
-    OutcomeUnknownError,
-    Put,
-    Write,
-)
+from region.metadata.port import MetadataStore, OutcomeUnknownError
 from region.metadata.records import (
     INCARNATION_BYTES,
     DeletedStream,
@@ -55,6 +45,7 @@ from region.metadata.records import (
     encode,
     encode_subscription,
 )
+from region.metadata.transaction import Absent, Compare, Delete, Entry, ModRevision, Put, Write
 
 _SWAPS_MAX: Final = 16
 """Tries of a compare-and-swap against other writers of the same record."""

@@ -35,9 +35,8 @@ from region.metadata.local import (
     check_revision,
     unavailable,
 )
-from region.metadata.port import (
-    FIRST_REVISION,
-    PAGE_BYTES_MAX,
+from region.metadata.port import FIRST_REVISION, PAGE_BYTES_MAX
+from region.metadata.transaction import (
     Change,
     Compare,
     Delete,

@@ -29,19 +29,16 @@ from aetcd import rpc
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from region.metadata.lease import lease_lost
-from region.metadata.port import (
+from region.metadata.port import PAGE_BYTES_MAX, CompactedError, MetadataStore, OutcomeUnknownError
+from region.metadata.transaction import (
     KEY_BYTES_MAX,
-    PAGE_BYTES_MAX,
     VALUE_BYTES_MAX,
     Absent,
     Change,
-    CompactedError,
     Compare,
     Entry,
     Event,
-    MetadataStore,
     ModRevision,
-    OutcomeUnknownError,
     Page,
     Put,
     TransactResult,

@@ -19,7 +19,8 @@ import msgspec
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import parse_region
 from keys.signing import SigningKey, VerifyKey
-from region.metadata.port import Absent, Entry, MetadataStore, OutcomeUnknownError, Put
+from region.metadata.port import MetadataStore, OutcomeUnknownError
+from region.metadata.transaction import Absent, Entry, Put
 
 ROOT: Final = "/felix/1/"
 OWNER_KEY: Final = ROOT + "owner"

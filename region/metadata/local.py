@@ -16,15 +16,8 @@ from felix.errors import Code, FelixError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from region.metadata.lease import Deadlines, cancel_and_wait, lease_lost
-from region.metadata.port import (
-    Change,
-    CompactedError,
-    Compare,
-    MetadataStore,
-    Put,
-    TransactResult,
-    Write,
-)
+from region.metadata.port import CompactedError, MetadataStore
+from region.metadata.transaction import Change, Compare, Put, TransactResult, Write
 
 _log = logging.getLogger(__name__)
 

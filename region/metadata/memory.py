@@ -16,9 +16,8 @@ from region.metadata.local import (
     LocalStore,
     check_revision,
 )
-from region.metadata.port import (
-    FIRST_REVISION,
-    PAGE_BYTES_MAX,
+from region.metadata.port import FIRST_REVISION, PAGE_BYTES_MAX
+from region.metadata.transaction import (
     Change,
     Compare,
     Delete,

@@ -28,11 +28,12 @@ from typing import Final, Literal
 
 from felix.errors import FelixError, UnavailableError
 from felix.names import SpiffeId, StreamName
+from felix.news import News
 from felix.quota import QuotaLimits, Scope
 from felix.settings import NamespaceSettings
 from policy.access import Right, parse_rights
 from region.metadata.lease import cancel_and_wait
-from region.metadata.port import Change, CompactedError, Entry, Event, MetadataStore
+from region.metadata.port import CompactedError, MetadataStore
 from region.metadata.records import (
     DeletedStream,
     DocumentKind,
@@ -47,6 +48,7 @@ from region.metadata.records import (
     decode_stream,
     decode_subscription,
 )
+from region.metadata.transaction import Change, Entry, Event
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +113,7 @@ class CatalogMirror:
         self._faults: dict[str, str] = {}
         self._callbacks: list[Callable[[MirrorChange], None]] = []
         self._revision = 0
-        self._advanced = asyncio.Event()
+        self._news = News()
         self._is_current = False
         self._follower: asyncio.Task[None] | None = None
 
@@ -222,12 +224,11 @@ class CatalogMirror:
         """Set at the next change. To wait for a condition without missing a change: take this event, check the condition, then
         wait for the event.
         """
-        return self._advanced
+        return self._news.following
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until something holds that only a change can bring about. Bound it with a timeout."""
-        while not holds():
-            await self._advanced.wait()
+        await self._news.until(holds)
 
     async def wait_for(self, revision: int) -> None:
         """Wait until the mirror has seen `revision`, such as one's own write's. Bound it with a timeout."""
@@ -315,8 +316,7 @@ class CatalogMirror:
         if any(one.section == "policy" for one in told):
             self._take_policy()
         self._revision = change.revision
-        self._advanced.set()
-        self._advanced = asyncio.Event()
+        self._news.tell()
         for one in told:
             for callback in tuple(self._callbacks):
                 try:

@@ -11,7 +11,7 @@ Invariants:
   lease must have ended;
 - a broker that lost its lease registers again by itself, as if it had just started.
 
-Used by `region.node` for stores that several processes can open; an embedded store is locked by its file.
+Used by `region.startup` for stores that several processes can open; an embedded store is locked by its file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import msgspec
 from felix.errors import Code, FelixError, UnavailableError
 from region.metadata.genesis import region_prefix
 from region.metadata.lease import Lease
-from region.metadata.port import Delete, Entry, MetadataStore, ModRevision, OutcomeUnknownError, Put, Write
+from region.metadata.port import MetadataStore, OutcomeUnknownError
+from region.metadata.transaction import Delete, Entry, ModRevision, Put, Write
 
 log = logging.getLogger("felix.region.registration")
 

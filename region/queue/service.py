@@ -345,7 +345,7 @@ class QueueService:
         """Whether these leases may be acknowledged by a transaction that is about to commit; they do not run out for a minute.
         Returns the incarnation that `apply_acks` asks for. Raises RequestError: LEASE_LOST, NOT_FOUND_OR_FORBIDDEN, UNSUPPORTED;
         UnavailableError."""
-        self._broker.require(identity, Verb.SUBSCRIBE, name)
+        self._broker.require(identity, Verb.SUBSCRIBE, name, "queue")
         stream = self._broker.stream(name)
         queue = await self.queue(stream)
         by_shard = runs_by_shard(held, len(queue.shards))
@@ -420,7 +420,7 @@ def runs_by_shard(held: Sequence[Held], shards: int) -> dict[int, list[Run]]:
     total = 0
     for shard, first, records, token in ((h.shard, h.first, h.records, h.token) for h in held):
         if shard >= shards:
-            raise RequestError(f"The queue has {shards} shards; there is no shard {shard}.")
+            raise RequestError(f"The queue has no shard {shard}: it has {shards}, from 0 on.")
         total += records
         if total > JOBS_MAX:
             raise RequestError(f"More than {JOBS_MAX} jobs in one call.", hint="Settle fewer at a time.")

@@ -33,7 +33,7 @@ from felix.queue_messages import LEASE_BYTES_MAX, Job
 from felix.settings import DURATION_MS_MAX, QueueSettings
 from region.broker import Broker
 from region.gather import Done, ignore
-from region.log.disk import OffsetOutOfRangeError
+from region.log.errors import OffsetOutOfRangeError
 from region.log.ring import Entry
 from region.log.shard import ShardLog
 from region.metadata.records import SHARDS_MAX

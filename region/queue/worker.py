@@ -130,11 +130,11 @@ class QueueWorker:
         try:
             name = StreamName.parse(request.stream)
             if not any(self._broker.allows(self.identity, verb, name) for verb in _VERBS):
-                raise not_found_or_forbidden(Verb.SUBSCRIBE, name)
+                raise not_found_or_forbidden(Verb.SUBSCRIBE, name, "queue")
             stream = self._broker.use_stream(name, views=Views(queue=QueueSettings()))
             self._queue = await self.service.queue(stream)
             if stream.deleted:
-                raise not_found_or_forbidden(Verb.SUBSCRIBE, name)
+                raise not_found_or_forbidden(Verb.SUBSCRIBE, name, "queue")
         except FelixError as error:
             self._exchange.fail(error, correlation)
             return
@@ -176,7 +176,9 @@ class QueueWorker:
         allowed = [verb for verb in _VERBS if self._broker.allows(self.identity, verb, self._name)]
         lost = [verb for verb in self._used if verb not in allowed]
         if self._queue.stream.deleted or not allowed or lost:
-            self._exchange.fail(not_found_or_forbidden(lost[0] if lost else Verb.SUBSCRIBE, self._name))
+            self._exchange.fail(
+                not_found_or_forbidden(lost[0] if lost else Verb.SUBSCRIBE, self._name, "queue")
+            )
 
     def closed(self) -> None:
         if not self._is_open:
@@ -238,7 +240,7 @@ class QueueWorker:
             self._metered = now
 
     def _require(self, verb: Verb) -> None:
-        self._broker.require(self.identity, verb, self._name)
+        self._broker.require(self.identity, verb, self._name, "queue")
         self._used.add(verb)
 
     def _visibility(self, asked_ms: int) -> int:
@@ -433,7 +435,7 @@ class QueueWorker:
 
     def _describe(self, correlation: int, call: Describe) -> None:
         if not any(self._broker.allows(self.identity, verb, self._name) for verb in _VERBS):
-            raise not_found_or_forbidden(Verb.SUBSCRIBE, self._name)
+            raise not_found_or_forbidden(Verb.SUBSCRIBE, self._name, "queue")
 
         async def describe() -> None:
             state = self._queue.describe(await self.service.dead(self._queue))

@@ -88,6 +88,7 @@ class SubscriptionService:
         self._tasks: set[asyncio.Task[None]] = set()
         self._unfollow: Callable[[], None] | None = None
         self._closed = False
+        broker.streams.on_change(self._stream_changed)
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -114,9 +115,9 @@ class SubscriptionService:
             return
         self._spawn(self._load_quietly(name))
 
-    def stream_opened(self, stream: HostedStream) -> None:
+    def _stream_changed(self, stream: HostedStream) -> None:
         """A stream came: load what is defined for it."""
-        if any(self._definitions(stream.name)):
+        if not stream.deleted and any(self._definitions(stream.name)):
             self._spawn(self._load_quietly(stream.name))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:

@@ -40,8 +40,8 @@ from keys.envelope import SEAL_BYTES
 from policy.access import Verb
 from region.broker import Broker
 from region.gather import ignore
-from region.log.disk import ANNOTATION_SLOTS_MAX
 from region.log.message_ids import message_ids
+from region.log.segment import ANNOTATION_SLOTS_MAX
 from region.log.shard import Appended, ShardLog, State
 from region.metadata.records import StreamConfig
 from region.streams import HostedStream, StreamTable

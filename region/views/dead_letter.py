@@ -48,7 +48,7 @@ from keys.envelope import SEALABLE_BYTES_MAX
 from policy.access import Verb
 from region.broker import Broker
 from region.gather import Done, Gather, awaited
-from region.log.disk import OffsetOutOfRangeError
+from region.log.errors import OffsetOutOfRangeError
 from region.log.producers import BATCHES_REMEMBERED
 from region.log.ring import Entry
 from region.log.shard import Appended, ShardLog

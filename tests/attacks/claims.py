@@ -253,12 +253,21 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("terms", "both"): Cell(_Y, "they sign both halves, and may sign them late with an early date"),
     ("terms", "both-witnessed"): Cell(
         _F,
-        "both halves stand in the log before the first record under them, and where they stand is under a cosigned checkpoint",
-        ("audit/test_agreement.py",),
+        "both halves stand in the log before the first record under them, and where they stand is under a cosigned checkpoint; a log in the "
+        "format of version 0.1, for which no halves are needed, does not pass unless its very leaves are accepted",
+        ("audit/test_agreement.py", "attacks/test_logs_of_version_1.py"),
     ),
     # -- approved by these people
     ("approved", "agent"): Cell(
-        _C, "it holds no approver's key", ("attacks/test_f06_approvals.py", "attacks/test_one_party_alone.py")
+        _C,
+        "it holds no approver's key; and who may approve is said by the policy that the half names, or by the newest later one, as brokers ask the "
+        "one in force: an older one in its log says nothing, and a proof says by which revision its record was allowed",
+        (
+            "attacks/test_f06_approvals.py",
+            "attacks/test_one_party_alone.py",
+            "attacks/test_older_policy.py",
+            "attacks/test_later_policy.py",
+        ),
     ),
     ("approved", "source"): Cell(
         _Y,
@@ -388,8 +397,14 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("else", "destination"): Cell(
         _F,
         "it has no door into the source: it gets what the agent sends, whose INTENT was durable before. What it took without an answer before "
-        "another grant began is named with its records and bytes, under the terms that it was announced under",
-        ("attacks/test_f07_foreign_bridge.py", "attacks/test_one_party_alone.py", "spark/test_report.py"),
+        "another grant began is named with its records and bytes, under the terms that it was announced under. A half, a pause or a deny entry that "
+        "it shows for a moment counts for the agent as in the agent's log",
+        (
+            "attacks/test_f07_foreign_bridge.py",
+            "attacks/test_one_party_alone.py",
+            "attacks/test_words_unlisted.py",
+            "spark/test_report.py",
+        ),
     ),
     ("else", "third"): Cell(
         _C,

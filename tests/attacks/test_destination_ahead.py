@@ -2,20 +2,27 @@
 
 It can answer any position when a link opens, and bits for what crossed before a resend. An honest agent under a grant that its log
 does not know yet begins there. It writes down what it takes on trust, and the report holds the ingress log to that
-(tests/spark/test_truncation_report.py).
+(tests/spark/test_truncation_report.py). And it can go back on its word once a grant was renewed: the agent's log must account for each offset once
+all the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from attacks.conftest import Tally
+from audit_log import INCARNATION, Link
 from bridge_mesh import Mesh, flight, two_regions, until
 
-from audit.leaf import GapKind, Kind
+from audit.accounting import Accounts
+from audit.leaf import GapKind, Kind, Leaf
+from audit.position import Positions
+from bridge.ledger import Ledger
 from region.ingest import IngestStream
 from region.link_slot import LinkRecord, Position
 
@@ -51,3 +58,69 @@ async def test_what_a_destination_says_that_it_has_stands_in_the_egress_log_as_i
     assert (gap.gap, gap.first_offset, gap.last_offset) == (GapKind.ELSEWHERE, 0, CLAIMED - 1)
     assert min(header.first_offset or 0 for header in mesh.headers(mesh.ingress_folder, Kind.ACK)) == CLAIMED
     tally("offsets that a destination claims", CLAIMED)
+
+
+class Log:
+    """An egress log, what an agent knows of it, and what a verifier finds about how it accounts for offsets."""
+
+    def __init__(self) -> None:
+        self.link, self.ledger, self.positions, self.accounts = Link(), Ledger(), Positions(), Accounts()
+        self.found: list[str] = []
+        self.leaves = 0
+
+    def write(self, *leaves: Leaf) -> None:
+        for leaf in leaves:
+            header = leaf.header
+            self.ledger.apply(header)
+            self.positions.apply(self.leaves, header)
+            if header.kind is Kind.ACK:
+                self.found += self.accounts.answer(header)
+            elif header.kind is Kind.GAP:
+                self.found += self.accounts.gap(header, self.leaves, lambda: True)
+            else:
+                self.found += self.accounts.intent(leaf, self.leaves, lambda: True)
+            self.leaves += 1
+
+    def announce(self, count: int) -> list[Leaf]:
+        """A batch, in an envelope of its own."""
+        intents = [
+            Leaf(msgspec.structs.replace(leaf.header, envelope_sha256=b"%032d" % self.leaves), leaf.entries)
+            for leaf in self.link.intent(count)
+        ]
+        self.write(*intents)
+        return intents
+
+
+def test_wherever_a_destination_says_that_it_is_another_grant_cuts_nothing_in_two(tally: Tally) -> None:
+    """Gaps and batches, some of them answered, and then another grant that goes on anywhere behind the last answer, also inside a gap."""
+    random, again = Random(14), 0
+    for _ in range(200):
+        log, answered_to = Log(), 0
+        link = log.link
+        for grant in range(5):
+            link.grant_id = f"g-{grant}"
+            if grant:
+                account = log.ledger.shard(link.key, INCARNATION)
+                assert account is not None
+                position = random.randint(answered_to, account.accounted_to + 3)
+                known = account.known_to(position, log.positions.unanswered(link.key))
+                again += known < min(position, account.accounted_to)
+                link.offset = min(known, position)
+                if known < position:
+                    log.write(link.gap(position - known, GapKind.ELSEWHERE))
+            waiting: list[list[Leaf]] = []
+            for _ in range(random.randrange(1, 6)):
+                if random.random() < 0.4:
+                    kind = random.choice((GapKind.RETENTION, GapKind.COMPACTION))
+                    log.write(link.gap(random.randrange(1, 6), kind))
+                else:
+                    waiting.append(log.announce(random.randrange(1, 6)))
+            for intents in waiting[: random.randrange(3)]:
+                ack = link.ack(intents)
+                log.write(ack)
+                answered_to = (ack.header.last_offset or 0) + 1
+        assert log.found == []
+        held, size, last = Ledger.decode(log.ledger.encode(3, b"h" * 32))
+        assert held.encode(size, last) == log.ledger.encode(3, last)
+    assert again > 50
+    tally("grants that began again inside of a gap or batch", again)

@@ -36,6 +36,7 @@ from audit.signed_leaf import signed_leaf
 from audit.words import Words
 from bridge import documents as documents_module
 from bridge.documents import EgressDocuments
+from bridge.ledger import Ledger
 from felix.names import SpiffeId
 from policy.approval import APPROVERS_MAX, Document, sign_approval
 from policy.grant import GrantBook, Rank, StandingAction
@@ -92,6 +93,18 @@ def test_pauses_without_end_hide_no_revocation_and_make_no_log_wrong(tally: Tall
     assert "revoked before" in found.judge(crossing(signed, late))[0]
     assert found.revocations(signed.grant) == (0,)
     tally("pauses of one grant", count)
+
+
+def test_a_pause_that_is_written_down_again_and_again_counts_from_its_first_leaf_on(tally: Tally) -> None:
+    """An agent that goes on under a paused grant writes the pause's leaf anew before each grace is over."""
+    signed, found = signed_grant(), agreements()
+    take(found, *grant_leaves(signed))
+    pause = standing(signed.grant, PAUSE, "eu-west")
+    for number in range(5):
+        at = TIME_MS + number * (STANDING_GRACE_MS - 1)
+        take(found, paper_leaf(pause, signed, time_ms=at))
+        assert bool(found.judge(crossing(signed, at))) is (number > 1)
+    tally("leaves of one pause", 5)
 
 
 @pytest.mark.parametrize("bound", [2, 3, 1_000])
@@ -239,12 +252,40 @@ def papers_of(signed: Signed, *more: Document) -> set[Document]:
         bridge=SpiffeId.parse(BRIDGE),
         source=SimpleNamespace(region="us-east"),
         clock_ms=lambda: TIME_MS,
+        ledger=Ledger(),
         runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: 0.0)),
     )
     egress = EgressDocuments(context)  # type: ignore[arg-type]
     listed = {str(number): each.encode_file() for number, each in enumerate(documents)}
     egress.take({"eu-west": {"all": listed}}, keys, anchors, GrantBook(documents, keys, anchors))
     return {paper.document for paper in egress._papers}
+
+
+def test_one_person_who_approves_without_end_takes_no_other_persons_leaf(
+    monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    """Two people of the destination must approve. One of them signs more approvals than are held, each dated before the other's."""
+    monkeypatch.setattr(documents_module, "APPROVERS_MAX", 4)
+    signed = signed_grant(2)
+    at = signed.approvals[0].claim.at
+    many = [
+        sign_approval(signed.terms.hash(), approver("eu-west", "dpo"), at - 100 + number)
+        for number in range(12)
+    ]
+    papers = papers_of(signed, *many)
+    own = [each for each in signed.approvals if each.region == "us-east"]
+    other = [each for each in signed.approvals if each.claim.approver.endswith("dpo1")]
+    assert papers == {signed.export, signed.accepted, *own, *other, many[0]}
+    found = agreements()
+    take(
+        found,
+        paper_leaf(signed.source_policy, signed),
+        leaf_of(signed.export, signed),
+        leaf_of(signed.accepted, signed),
+    )
+    take(found, *(leaf_of(each, signed) for each in papers - {signed.export, signed.accepted}))
+    assert found.judge(crossing(signed, TIME_MS)) == []
+    tally("approvals of one person", len(many))
 
 
 def test_an_agent_writes_down_what_has_a_say_and_no_more(

@@ -78,7 +78,7 @@ def sorted_by(own: str, stored: list[Document]) -> tuple[set[bytes], set[bytes]]
         "_mirror": SimpleNamespace(documents=lambda section, side: sections.get((section, side), {})),
         "_parsed": {}, "_halves": {}, "_unverified": {}, "_taken": set(), "_kept": frozenset(), "logged": set(),
         "_bundles": bundles, "_believed": bundles, "_own": SpiffeId(own, "acme", "broker", "b1"), "_newest": Newest(),
-        "_memory": SimpleNamespace(keep=lambda *one: kept.append(one)), "broker": SimpleNamespace(trust=trust(*REGIONS).anchors),
+        "_memory": SimpleNamespace(keep=lambda *one: kept.append(one)), "_trust": trust(*REGIONS).anchors,
     }.items():  # fmt: skip
         setattr(governance, name, value)
     documents, waiting = governance._sorted_documents()
@@ -157,8 +157,8 @@ async def test_a_broker_keeps_as_many_approvals_as_whoever_verifies_its_log(
     governance = object.__new__(Governance)
     anchors = trust().anchors
     for name, value in {
-        "broker": SimpleNamespace(trust=anchors, clock_ms=lambda: TIME_MS), "_own": SpiffeId("us-east", "acme", "broker", "b1"),
-        "_book": GrantBook(documents, trust().policy_keys, anchors), "_require_room": keep, "_log_and_store": keep,
+        "_trust": anchors, "broker": SimpleNamespace(clock_ms=lambda: TIME_MS), "_own": SpiffeId("us-east", "acme", "broker", "b1"),
+        "_book": GrantBook(documents, trust().policy_keys, anchors), "_require_room": keep, "_store_and_log": keep,
     }.items():  # fmt: skip
         setattr(governance, name, value)
     actor = SpiffeId.parse(signed.terms.bridge)

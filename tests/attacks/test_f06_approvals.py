@@ -221,8 +221,9 @@ async def test_whatever_the_operator_signs_it_takes_two_people_on_each_side(mesh
         assert agent.links()[0].state == "waiting"
         assert await mesh.arrived() == 0
         await mesh.put("us-east", "approval", sign_approval(terms_hash, ciso, now_ms()))
-        denied_at_source = asked(mesh, body.grant)[0]
-        assert "eu-west: 1 of 2" in denied_at_source
+        await until(
+            lambda: "eu-west: 1 of 2" in asked(mesh, body.grant)[0], "the other side's first approval"
+        )
         await mesh.put("eu-west", "approval", mesh.sign_approval("eu-west", body.terms_hash, "ciso"))
         await mesh.crossed(20)
     assert asked(mesh, body.grant) == ("allowed", "allowed")

@@ -317,7 +317,7 @@ def cut_power(shard: ShardLog) -> None:
     """What was written and not synced is gone; the broker is stopped after this, and must not sync it."""
     disk = shard._disk
     assert disk is not None
-    segment, synced = disk.segments[-1], disk._synced_to
+    segment, synced = disk.segments[-1], disk._written.synced_to
     disk.sync = disk.sync_mark = lambda: None  # type: ignore[method-assign]
     disk.save_producers = lambda snapshot: None  # type: ignore[method-assign]
     os.truncate(segment.path, synced)

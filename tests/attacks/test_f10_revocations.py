@@ -101,10 +101,13 @@ async def test_too_many_documents_in_the_store_stop_no_broker(
     tally("documents over the limit", 25)
 
 
+@pytest.mark.parametrize(
+    ("limit", "most", "at_most"), [("PEER_DOCUMENTS_MAX", 6, 6), ("PEER_BYTES_MAX", 9_000, 18)]
+)
 async def test_other_documents_of_one_region_have_a_limit(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, at_most: int
 ) -> None:
-    monkeypatch.setattr("region.governance.PEER_DOCUMENTS_MAX", 6)
+    monkeypatch.setattr(f"region.governance.{limit}", most)
     assert PEER_DOCUMENTS_MAX <= 5_000
     body, export, accepted = mesh.sign_grant()
     await mesh.agree("eu-west", body, export, accepted)
@@ -117,7 +120,11 @@ async def test_other_documents_of_one_region_have_a_limit(
             await mesh.put("eu-west", "deny", sign_deny(entry, mesh.key("us-east")))
             taken += 1
     assert refused.value.code is Code.LIMIT_MEMORY
-    assert taken < 6
+    assert taken < at_most
+    # What is there stays: nothing newer pushes it out. Another half goes in the place of the one before it.
+    governance = mesh.nodes["eu-west"].services.governance
+    assert governance.book.half(body.grant) is not None and len(governance.book.denies()) == taken
+    assert governance._has_room(accepted) and governance._has_room(export)
     # A revocation is always taken.
     await mesh.stand("eu-west", body.grant, StandingAction.REVOKE)
     with pytest.raises(RequestError, match="revoked"):

@@ -48,6 +48,12 @@ def slow(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "sync", late)
 
 
+def stop_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brokers let everything in from now on, and date it with the moment at which they did."""
+    monkeypatch.setattr(IngestStream, "rights_changed", lambda self: None)
+    monkeypatch.setattr(IngestStream, "_check_grant", lambda self: self._service.broker.clock_ms())
+
+
 async def flood(rogue: RogueAgent) -> FelixError | None:
     """Envelopes one behind the other until one is refused; never more on the way than is allowed."""
     sent = 0
@@ -109,8 +115,7 @@ async def test_a_destination_that_goes_on_behind_its_revocation_is_found(
     async with rogue_agent(mesh, grant) as rogue:
         await rogue.open()
         await rogue.cross([Wild(b'{"flight":1}')])
-        monkeypatch.setattr(IngestStream, "rights_changed", lambda self: None)
-        monkeypatch.setattr(IngestStream, "_check_grant", lambda self, *_, **__: None)
+        stop_asking(monkeypatch)
         await mesh.stand("eu-west", grant[0], StandingAction.REVOKE)
         await rogue.cross([Wild(b'{"flight":2}')])
     await mesh.stop("eu-west")
@@ -132,8 +137,7 @@ async def test_a_destination_that_puts_its_revocation_off_is_found(
     async with rogue_agent(mesh, grant) as rogue:
         await rogue.open()
         await rogue.cross([Wild(b'{"flight":1}')])
-        monkeypatch.setattr(IngestStream, "rights_changed", lambda self: None)
-        monkeypatch.setattr(IngestStream, "_check_grant", lambda self, *_, **__: None)
+        stop_asking(monkeypatch)
         held = asyncio.Event()
 
         async def waiting(_: str) -> None:

@@ -17,7 +17,7 @@ from policy.approval import parse_document
 from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_export, sign_standing
 from policy.residency import parse_policy, sign_policy
 from policy.terms import grant_id
-from region.metadata.port import Delete, Put
+from region.metadata.transaction import Delete, Put
 
 Tally = Callable[[str, int], None]
 NAME = StreamName.parse(STREAM)

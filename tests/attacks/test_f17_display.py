@@ -169,7 +169,7 @@ def test_whatever_the_command_line_prints_is_plain_text(
         output.write_json_line([text])
         with output.progress() as bar:
             bar.add_task(text, total=1)
-        with Live(output.styled(text), console=output.out, auto_refresh=False):
+        with Live(output.styled(text), console=output.out.console, auto_refresh=False):
             pass
     said = capsysbinary.readouterr()
     assert hidden_in(said.out) == set() and hidden_in(said.err) == set()

@@ -6,29 +6,54 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
+from audit_log import TIME_MS
 from bridge_mesh import BRIDGE, POLICIES, Mesh
 from region_peer import raw_peer
+from signed_grants import approver, signed_grant, signing_key
 
+import policy.approval
+import policy.signed
 from audit.leaf import Kind
 from bridge.agent import Agent
-from bridge.document_sync import KINDS, DocumentSync, list_documents
+from bridge.document_sync import KINDS, LISTED_BYTES_MAX, DocumentSync, list_documents
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity_file import load_identity
-from felix.messages import DocumentPage, Done, PutDocument
+from felix.messages import DocumentPage, Done, ListDocuments, PutDocument
 from felix.names import SpiffeId
 from felix.runtime.real import REAL
 from felix.tasks import end_tasks
+from policy.approval import KIND_BYTES_MAX, parse_document, sign_approval
 from policy.grant import Standing, StandingAction, sign_standing
 from policy.residency import parse_policy, sign_policy
-from policy.signed import Purpose, canonical, sign
+from policy.signed import (
+    Purpose,
+    SignatureError,
+    SignedDocument,
+    canonical,
+    key_id,
+    raw_public_key,
+    sign,
+    verify,
+)
+from policy.transform import build_spec
+from region import governance as governance_module
 from region.denials import DENY_REGION_LEAVES_MAX
-from region.governance import SIGNED_AGAIN_MAX
+from region.governance import SIGNED_AGAIN_MAX, Governance
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")
+CACHES = (
+    policy.signed._verdicts,
+    policy.signed._bodies,
+    policy.approval._claims,
+    policy.approval._documents,
+    policy.approval._verdicts,
+)
+"""What is remembered of documents, whoever put them."""
 
 
 @pytest.fixture
@@ -171,3 +196,74 @@ async def test_a_region_that_takes_no_more_grants_is_still_brought_the_revocatio
     async with asyncio.timeout(120):
         assert await taken.get() == 1
     assert brought == ["export", "standing"]
+
+
+def test_what_was_refused_is_not_kept(tally: Tally) -> None:
+    """Whoever may put a document chooses what is refused: 255,000 bytes that are none, or that nobody signed, each another."""
+    before = [cache.bytes_held for cache in CACHES]
+    most = sum(cache._half * 2 for cache in CACHES)
+    assert most <= 64 << 20
+    key = signing_key("eu-west")
+    for number in range(150):
+        junk = b'{"purpose":"%d' % number + b"x" * 255_000
+        with pytest.raises(SignatureError):
+            parse_document(junk)
+        entry = SignedDocument(
+            Purpose.DENY,
+            "eu-west",
+            key_id(raw_public_key(key)),
+            b'{"a":"%d%s"}' % (number, b"x" * 255_000),
+            bytes(64),
+        )
+        document = parse_document(entry.encode_file())
+        assert isinstance(document, SignedDocument)
+        for _ in range(2):
+            with pytest.raises(SignatureError, match="forged or changed"):
+                verify(document, {"eu-west": [raw_public_key(key)]})
+        tally("documents that were refused", 2)
+    # The newest document of each generation may stand over its half.
+    assert sum(cache.bytes_held for cache in CACHES) <= sum(before) + most + len(CACHES) * 520_000
+    assert policy.signed._verdicts.bytes_held - before[0] < 150 * 1_000
+
+
+@pytest.mark.parametrize("size", [15_000, 255_000])
+async def test_an_agent_takes_no_more_of_a_list_than_it_has_room_for(size: int) -> None:
+    """Neither documents of a size that a document may have, nor longer ones, which it does not hold at all."""
+    listed = 0
+
+    class Lists:
+        async def request(self, request: ListDocuments) -> DocumentPage:
+            nonlocal listed
+            listed += 1
+            data = bytes(size)
+            return DocumentPage({f"{request.kind} {listed:09d} {at}": data for at in range(100)}, True)
+
+    found, _ = await list_documents(Lists())
+    held = sum(len(data) for documents in found.values() for data in documents.values())
+    assert LISTED_BYTES_MAX <= listed * 100 * size <= LISTED_BYTES_MAX + len(KINDS) * 100 * size
+    assert held == (0 if size > max(KIND_BYTES_MAX[kind] for kind in KINDS) else listed * 100 * size)
+
+
+async def test_what_is_too_long_for_its_kind_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    read: list[bytes] = []
+    monkeypatch.setattr(governance_module, "parse_document", read.append)
+    broker: Any = None
+    for kind in KINDS:
+        with pytest.raises(SignatureError, match="are allowed"):
+            await Governance.put(
+                broker,
+                SpiffeId.parse("spiffe://us-east.acme/bridge/us-to-eu"),
+                kind,
+                bytes(KIND_BYTES_MAX[kind] + 1),
+            )
+        tally("documents that are too long", 1)
+    assert read == []
+    signed = signed_grant()
+    longest = sign_approval(signed.terms.hash(), approver("eu-west"), TIME_MS, "\u00e9" * 256)
+    for kind, document in (("export", signed.export), ("import", signed.accepted), ("approval", longest)):
+        assert len(document.encode_file()) < KIND_BYTES_MAX[kind] / 4
+    with pytest.raises(SignatureError, match="are allowed"):
+        paths = [f'"{number:03d}' + "\u00e9" * 240 + '"' for number in range(256)]
+        signed_grant.__wrapped__(transform=build_spec(drop=paths), purpose="\u00e9" * 256)

@@ -1,4 +1,4 @@
-"""F20, expiry: an INTENT never carries a time outside its grant's window, whatever the agent waited for before it.
+"""F20, expiry: no leaf of a crossing carries a time outside its grant's window, whatever the agent or the broker waited for before it.
 
 Tried as found: the grant expires, is revoked or paused while the agent waits for a data key that it asked for in time.
 """
@@ -17,6 +17,7 @@ from bridge.link import LinkPhase
 from bridge.link_worker import LinkWorker
 from bridge.plan import Verdict
 from keys.envelope import DataKey
+from region.ingest import IngestStream
 
 Tally = Callable[[str, int], None]
 
@@ -56,6 +57,32 @@ async def test_a_grant_that_expires_while_a_key_is_waited_for_lets_nothing_cross
     assert not mesh.headers(mesh.egress_folder, Kind.INTENT)
     assert mesh.verify_egress(cosignatures_min=0).ok
     tally("grants that expired during a wait", waits)
+
+
+async def test_what_a_destination_takes_in_time_has_that_time(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    """The broker's thread is taken away between the question and the leaf, and the grant ends there."""
+    await mesh.create()
+    body, export, accepted = mesh.sign_grant()
+    for region in ("us-east", "eu-west"):
+        await mesh.agree(region, body, export, accepted)
+    await mesh.publish([flight(number) for number in range(5)])
+    broker, check_budget = mesh.nodes["eu-west"].broker, IngestStream._check_budget
+    clock, ends, asked = broker.clock_ms, body.terms.expires, 0
+
+    def taken_away(self: IngestStream, size: int) -> None:
+        nonlocal asked
+        check_budget(self, size)
+        asked += 1
+        monkeypatch.setattr(broker, "clock_ms", lambda: max(clock(), ends))
+
+    monkeypatch.setattr(IngestStream, "_check_budget", taken_away)
+    async with mesh.agent():
+        await until(lambda: mesh.headers(mesh.ingress_folder, Kind.ACK), "the leaf of what arrived")
+    acks = mesh.headers(mesh.ingress_folder, Kind.ACK)
+    assert asked == 1 and acks and all(ack.time_ms < ends for ack in acks)
+    tally("grants that expired between question and leaf", asked)
 
 
 async def test_a_plan_that_ends_the_link_while_a_key_is_waited_for_lets_nothing_cross(

@@ -22,7 +22,7 @@ NAME = StreamName.parse("acme/ops/departures")
 
 
 def table() -> StreamTable:
-    return StreamTable(None, Budget("ring", 1 << 30), None, lambda _: None)  # type: ignore[arg-type]
+    return StreamTable(None, Budget("ring", 1 << 30), None)  # type: ignore[arg-type]
 
 
 def test_streams_for_another_region_leave_room_for_this_ones(tally: Tally) -> None:

@@ -12,9 +12,12 @@ import pytest
 from bridge_mesh import BRIDGE, STREAM, Mesh, flight, now_ms, two_regions, until
 from rogue_agent import Wild, granted, rogue_agent
 
-from audit.leaf import Kind
+from audit.leaf import GapKind, Kind
+from audit.trust import Trust
+from audit.verify import verify_log
 from felix.errors import Code, CorruptionError, RequestError
 from felix.messages import LinkState
+from policy.grant import StandingAction
 from region.bootstrap import issue_identity
 from region.config import load_config
 
@@ -131,3 +134,31 @@ async def test_an_agent_that_never_carried_stops_where_the_destination_lost_what
         found = await until(stopped, "the stop")
         assert found.cut is not None and found.cut.offset == 0
     assert await mesh.arrived() == 0
+
+
+async def test_two_honest_agents_account_for_what_the_other_one_brought(mesh: Mesh) -> None:
+    """The first one's grant ends; the second begins where the destination is, and its log says whose records lie below."""
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(3)])
+    first = await mesh.grant()
+    async with mesh.agent():
+        await mesh.crossed(3)
+    for region in ("us-east", "eu-west"):
+        await mesh.stand(region, first, StandingAction.REVOKE)
+    other = f"spiffe://us-east.acme/bridge/{OTHER}"
+    async with mesh.operator("us-east") as client:
+        await client.put_rights(other, [f"bridge-read {STREAM}"])
+    await mesh.grant(bridge=other)
+    await mesh.publish([flight(number) for number in range(3, 5)])
+    async with mesh.agent(name=OTHER):
+        await mesh.crossed(5)
+    await mesh.stop("eu-west")
+    folder = mesh.us.root / "bridges" / OTHER / "egress"
+    (gap,) = mesh.headers(folder, Kind.GAP)
+    assert (gap.gap, gap.first_offset, gap.last_offset) == (GapKind.ELSEWHERE, 0, 2)
+    known = Trust.of(mesh.bundle(region) for region in ("us-east", "eu-west"))
+    for log in (folder, mesh.egress_folder, mesh.ingress_folder):
+        report = verify_log(mesh.log_files(log), known, cosignatures_min=0)
+        assert report.ok, report.findings
+    crossed = [ack.records for ack in mesh.headers(mesh.ingress_folder, Kind.ACK)]
+    assert sum(crossed) == 5

@@ -6,6 +6,7 @@ The report is of one world, in which the same agent also writes the largest numb
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,28 @@ def test_a_regions_log_says_from_when_to_when_it_forbade_what_may_leave_it() -> 
         Stop(first + 5, "denied", "", "acme/ops/*", "", START_MS + 20, START_MS + 21),
         Stop(first + 8, "denied", "", "acme/payments/*", "", START_MS + 23, None),
     ]
+
+
+def test_a_stop_that_is_said_again_goes_on_from_where_it_began(tally: Tally) -> None:
+    """Words less than two minutes apart: nothing arrives against one of them alone for long enough, and all the time against them."""
+    pauses = [(START_MS + number * 100_000, PAUSE, number + 1, "us-east") for number in range(5)]
+    leaves = words(
+        *pauses, (START_MS + 500_000, RESUME, 6, "us-east"), (START_MS + 600_000, PAUSE, 7, "us-east")
+    )
+    signed, first = SIGNED[DEPARTURES], len(words())
+    # Of one number the word that stops holds (`policy.grant.deny_rank`), whichever came first.
+    denials = [(1, False), (2, False), (3, True), (3, False), (4, False)]
+    for at, (sequence, lifted) in enumerate(denials):
+        document = deny_entry("acme/ops/*", sequence=sequence, lifted=lifted)
+        leaves.append(paper_leaf(document, signed, time_ms=START_MS + 700_000 + at))
+    denied = partial(Stop, word="denied", grant_id="", streams="acme/ops/*", peer="")
+    assert stops_of(leaves) == [
+        Stop(first, "paused", signed.grant, "", "", START_MS, START_MS + 500_000),
+        Stop(first + 6, "paused", signed.grant, "", "", START_MS + 600_000, None),
+        denied(first + 7, from_ms=START_MS + 700_000, until_ms=START_MS + 700_002),
+        denied(first + 10, from_ms=START_MS + 700_003, until_ms=None),
+    ]
+    tally("stops said again", 6)
 
 
 @pytest.mark.parametrize("action", [RESUME, PAUSE])

@@ -7,15 +7,18 @@ What a log cannot show, and the oracle therefore does not ask of it (docs/audit.
 
 - the other region's policy. Its half of the grant states how many approvals it asks for, and whether apart from who drew
   the grant up; names of approvers and all else stays that region's own to keep;
-- the own region's policy counts as of when the half was made that names it; where the log does not have the one that the half
-  names, the newest that it has, as of the crossing;
-- a pause or a deny entry whose leaf is not older than 10 s: what was on its way is written down still;
+- the own region's policy counts as of when the half was made that names it; the newest later one that the log has counts as well, as of
+  the crossing, or of a moment before it;
+- a pause or a deny entry whose leaf is not older than 10 s, and a half or policy that took another's place then: what was on its way
+  is written down still;
 - what came later than the crossing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 from random import Random
 from typing import Any, Final
 
@@ -193,9 +196,56 @@ def _stops(data: dict[str, Any]) -> bool:
 
 
 def may_stand(world: World, log: dict[str, Any], upto: int, now: int, crossing: dict[str, Any]) -> str:
-    """ "allowed", or why this crossing may not stand behind the log's first `upto` leaves."""
-    own = SIDES[log["side"]]
+    """ "allowed", or why this crossing may not stand behind the log's first `upto` leaves. A half or policy whose place was taken less
+    than the grace ago counts as well."""
     seen = view(world, log, upto, now, grace=True)
+    answers = [
+        _may_stand(world, log, counting, crossing)
+        for counting in (seen, *counting_views(log, seen, upto, crossing["grant"], now))
+    ]
+    return "allowed" if "allowed" in answers else answers[0]
+
+
+def counting_views(log: dict[str, Any], seen: World, upto: int, number: int, now: int) -> Iterator[World]:
+    """What is seen behind the first `upto` leaves, with each choice of halves of this grant and of a policy that counts at `now`."""
+    held, times, places = seen["grants"][number], {}, {}
+    for place, entry in enumerate(log["entries"][:upto]):
+        made_of = entry["made_of"]
+        times[made_of["revision"] if made_of.get("policy") else id(made_of)] = entry["time_ms"]
+        places[id(made_of)] = place
+    exports, imports = (
+        lately(
+            sorted(halves, key=lambda half: places[id(half)]),
+            lambda half: int(half["signed_at"]),
+            lambda half: times[id(half)],
+            now,
+        )
+        for halves in (
+            [each for each in held["exports"] if not each["forged"]],
+            [each for each in held["imports"] if not each["forged"] and each["agrees"]],
+        )
+    )
+    revisions_ = lately(seen["revisions"], int, times.__getitem__, now)
+    for export, accepted, revision in product(exports, imports, revisions_):
+        replaced = {**held, "exports": [export], "imports": [accepted]}
+        grants = [replaced if each is held else each for each in seen["grants"]]
+        # What a half names is looked for among all that stand there; only of the others the newest is taken.
+        yield {**seen, "grants": grants, "newest_revision": revision}
+
+
+def lately(said: list[Any], rank: Callable[[Any], int], time_of: Callable[[Any], int], now: int) -> list[Any]:
+    """Of words of which the highest one counts, given in the log's order: those that counted at some time of the grace."""
+    counted: list[Any] = []
+    for at, each in enumerate(said):
+        if all(rank(each) > rank(other) for other in said[:at]):
+            over = [time_of(other) for other in said[at:] if rank(other) > rank(each)]
+            if not over or over[0] > now - GRACE_MS:
+                counted.append(each)
+    return counted
+
+
+def _may_stand(world: World, log: dict[str, Any], seen: World, crossing: dict[str, Any]) -> str:
+    own = SIDES[log["side"]]
     number, stream = crossing["grant"], crossing["stream"]
     terms = world["grants"][number]["terms"]
     asked = oracle.decide(seen, number, stream, crossing["bridge"], None)
@@ -204,19 +254,33 @@ def may_stand(world: World, log: dict[str, Any], upto: int, now: int, crossing: 
     arriving = stream if terms["wildcard"] else terms["destination_stream"]
     if crossing["destination_stream"] != arriving or crossing["other_hash"]:
         return "other-terms"
-    if not seen["revisions"]:
-        return "no-policy"
+    half = _own_half(seen, own, number)
+    answers = [
+        oracle.decide(seen, number, stream, crossing["bridge"], policy)
+        for policy in _policies_of_half(world, own, seen, half)
+    ]
+    return "allowed" if "allowed" in answers else (*answers, "no-policy")[0]
+
+
+def _own_half(seen: World, own: str, number: int) -> dict[str, Any]:
+    """The own region's half that counts, where both agree."""
     halves = seen["grants"][number]["exports" if own == SOURCE else "imports"]
-    half = max(
+    return max(
         (each for each in halves if not each["forged"] and (own == SOURCE or each["agrees"])),
         key=lambda each: each["signed_at"],
     )
+
+
+def _policies_of_half(world: World, own: str, seen: World, half: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Any of which lets a crossing stand: the policy that a half names, as of when it was made; and the newest, where that is a later one,
+    also if its end is not older than the grace."""
     named = half["made_under"]
     if named in seen["revisions"]:
-        policy = as_of(revisions(world, own)[named - 1], half["signed_at"])
-    else:
-        policy = revisions(world, own)[max(seen["revisions"]) - 1]
-    return oracle.decide(seen, number, stream, crossing["bridge"], policy)
+        yield as_of(revisions(world, own)[named - 1], half["signed_at"])
+    newest = seen.get("newest_revision", max(seen["revisions"], default=0))
+    if newest > max(named, 1):
+        yield revisions(world, own)[newest - 1]
+        yield as_of(revisions(world, own)[newest - 1], seen["now"] - GRACE_MS)
 
 
 def as_of(policy: dict[str, Any], at: int) -> dict[str, Any]:
@@ -250,7 +314,10 @@ def _has_terms(world: World, log: dict[str, Any], upto: int, number: int) -> boo
     # What stops, and which window, is not the register's to say of terms: as if asked in the grant's last moment.
     seen = {**seen, "now": terms["expires"] - 1, "standings": [], "denies": []}
     stream = terms["stream"].replace("*", "a")
-    return oracle.decide(seen, number, stream, terms["bridge"], None) == "allowed"
+    return any(
+        oracle.decide(counting, number, stream, terms["bridge"], None) == "allowed"
+        for counting in (seen, *counting_views(log, seen, upto, number, log["entries"][upto - 1]["time_ms"]))
+    )
 
 
 def draw_crossings(

@@ -17,8 +17,8 @@ from approvers import DAY, MADE_MS, approver, authority, roots
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from felix.identity import TrustBundle
 from felix.names import SpiffeId
+from felix.peer import TrustBundle
 from keys.authority import create_authority
 from policy.approval import Approval, Document, sign_approval
 from policy.grant import DenyEntry, ExportGrant, GrantBook, ImportGrant, Standing, StandingAction

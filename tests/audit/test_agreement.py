@@ -342,7 +342,10 @@ def test_a_half_signed_again_for_more_approvals_stops_what_comes_and_undoes_noth
     found, problems = read(grant_leaves(signed))
     assert problems == [] and found.judge(crossing(signed)) == []
     assert found.take(50, paper_leaf(again, signed, Side.EGRESS, at), load) == []
-    (said,) = found.judge(crossing(signed, time_ms=at + 1))
+    # What was on its way then is written down behind it.
+    late = at + STANDING_GRACE_MS
+    assert [found.judge(crossing(signed, time_ms=each)) for each in (at + 1, late - 1)] == [[], []]
+    (said,) = found.judge(crossing(signed, time_ms=late))
     assert "not approved" in said
     agreed = found.agreement(signed.grant)
     assert agreed is not None and agreed.complete
@@ -357,7 +360,7 @@ def test_a_half_signed_again_for_more_approvals_stops_what_comes_and_undoes_noth
     # With the second approval the new half counts.
     more = sign_approval(signed.terms.hash(), approver("eu-west", "dpo1"), at)
     assert found.take(51, paper_leaf(more, signed, Side.EGRESS, at), load) == []
-    assert found.judge(crossing(signed, time_ms=at + 2)) == []
+    assert found.judge(crossing(signed, time_ms=late)) == []
     agreed = found.agreement(signed.grant)
     assert agreed is not None and agreed.accepted.approvals == 2
 

@@ -188,6 +188,7 @@ def test_another_grant_may_start_further_on_and_what_it_skips_is_counted() -> No
     continuity = Continuity()
     found = [s for leaf in [*leaves, link.grant(), *link.intent()] for s in apply(continuity, leaf)]
     assert found == [] and continuity.accounts.skipped == 100
+    assert continuity.accounts.skips.in_order() == [(3, 3, 102)]
 
 
 def test_another_grant_may_announce_again_what_had_no_answer_and_nothing_else() -> None:

@@ -12,8 +12,7 @@ from bridge.config import load_config
 
 
 async def main(path: Path) -> None:
-    agent = Agent(load_config(path), path.parent)
-    await agent.start()
+    agent = await Agent.start(load_config(path), path.parent)
     try:
         await asyncio.to_thread(sys.stdin.read)
     finally:

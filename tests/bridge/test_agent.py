@@ -152,6 +152,8 @@ async def test_a_revoked_grant_stops_mid_stream_and_the_log_says_so(mesh: Mesh) 
         await mesh.publish([flight(number) for number in range(100, 200)])
         await until(lambda: agent.context.ledger.grant(grant).revoked, "a REVOKE leaf")
         assert await mesh.arrived() == 100
+        ended = await state(agent, "stopped")
+        assert (ended.lag_records, ended.lag_bytes, ended.lag_ms) == (-1, -1, -1), "nothing is still to cross"
     await settle(mesh)
     assert mesh.verify_egress().ok
     revoked = mesh.headers(mesh.egress_folder, Kind.REVOKE)
@@ -210,6 +212,7 @@ async def test_nothing_crosses_under_half_a_grant(mesh: Mesh) -> None:
         )
         assert await mesh.arrived() == 0
         await mesh.put("eu-west", "import", accepted)
+        await until(lambda: mesh.documents("eu-west", "export"), "the terms that its approver is asked about")
         for done, region in enumerate(("us-east", "eu-west")):
             lacking = f"{region}: 0 of 1"
             await until(lambda: lacking in link(agent).reason, f"a link that names {lacking}")  # noqa: B023

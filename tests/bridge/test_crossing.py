@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,8 +29,8 @@ from bridge.crossing import (
 )
 from felix.batch import Batch, NewRecord, body_checksum, decode_batch, decode_records, encode_batch
 from felix.errors import TamperError
-from felix.identity import Peer
 from felix.names import SpiffeId, StreamName
+from felix.peer import Peer
 from felix.provenance import PATH_HEADER
 from keys.authority import create_authority
 from keys.envelope import SEALABLE_BYTES_MAX, BatchSealer, DataKey
@@ -203,7 +202,7 @@ def test_where_nothing_crosses_an_empty_envelope_moves_the_position() -> None:
 def test_a_batch_whose_body_is_no_list_of_records_is_withheld_as_a_whole() -> None:
     batch = encode_batch([NewRecord(departure(number)) for number in range(3)])
     body = b"\xff" * len(batch.body)
-    broken = replace(batch, header=batch.header._replace(body_checksum=body_checksum(body)), body=body)
+    broken = Batch(batch.header._replace(body_checksum=body_checksum(body)), body)
     way = route()
     found = seal_ranges(sort_records(open_sealed(sealed(broken), data_key()), way), way)
     leaves = [leaf for each in found for leaf in leaves_of(each, way)]

@@ -52,8 +52,7 @@ async def test_nothing_crosses_without_a_quorum_and_goes_on_once_there_is_one(tm
             }
             await mesh.create()
             await mesh.grant()
-            agent = Agent(mesh.bridge_config(**config), mesh.us.root)
-            await agent.start()
+            agent = await Agent.start(mesh.bridge_config(**config), mesh.us.root)
             try:
                 await mesh.publish([flight(at) for at in range(50)])
                 await mesh.crossed(50)
@@ -157,4 +156,4 @@ async def test_a_quorum_of_the_own_region_is_refused(tmp_path: Path) -> None:
             mesh.bridge_config(), require_quorum=QuorumConfig(policy=path.name, max_lag=Duration(4_000))
         )
         with pytest.raises(RequestError, match="does not vouch for itself"):
-            await Agent(config, mesh.us.root).start()
+            await Agent.start(config, mesh.us.root)

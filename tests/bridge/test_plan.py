@@ -49,9 +49,9 @@ POLICY_EU = parse_policy(
 )
 
 
-def halves(**changes: Any) -> tuple[SignedDocument, SignedDocument, str]:
+def halves(*, signed_at: int = NOW, **changes: Any) -> tuple[SignedDocument, SignedDocument, str]:
     wanted = terms(**changes)
-    export = sign_export(wanted, POLICY_US, US.private_key, NOW)
+    export = sign_export(wanted, POLICY_US, US.private_key, signed_at)
     accepted = sign_import(
         export, POLICY_EU, EU.private_key, TRUSTED, "spiffe://eu-west.acme/operator/bob", NOW
     )
@@ -183,6 +183,17 @@ def test_two_grants_for_one_stream_run_one_link_and_say_why() -> None:
     found = rows(*first[:2], *second[:2])
     assert sorted(row.verdict for row in found) == [Verdict.RUN, Verdict.WAIT]
     assert next(row.code for row in found if row.verdict is Verdict.WAIT) == Code.CONFLICT
+
+
+def test_of_two_grants_for_one_stream_the_one_signed_first_runs_until_it_ends() -> None:
+    purposes = ("planning", "analytics", "research", "forecasts", "billing")
+    signed = [halves(purpose=purpose, signed_at=NOW - age) for age, purpose in enumerate(purposes)]
+    documents = [document for export, accepted, _ in signed for document in (export, accepted)]
+    running = [row.grant for row in rows(*documents) if row.verdict is Verdict.RUN]
+    assert running == [signed[-1][2]]
+    found = rows(*documents, standing(signed[-1][2], StandingAction.REVOKE))
+    assert [row.grant for row in found if row.verdict is Verdict.RUN] == [signed[-2][2]]
+    assert {row.reason.split()[0] for row in found if row.verdict is Verdict.WAIT} == {signed[-2][2]}
 
 
 def test_two_grants_into_two_streams_both_run() -> None:

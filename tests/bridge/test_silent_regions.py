@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from signed_grants import deny_entry
 
 from bridge.agent import Agent
 from bridge.documents import EgressDocuments, Paper
@@ -66,7 +67,7 @@ async def test_documents_that_another_region_signs_without_end_wait_for_their_le
     documents = EgressDocuments(context)
     signers = ["eu-west"] * 10 + ["us-east"] * 10 + ["ap-south"]
     documents._papers = tuple(
-        Paper(SimpleNamespace(region=region), b"", b"%d" % number)  # type: ignore[arg-type]
+        Paper(deny_entry(f"acme/ops/s{number}", region), b"", b"%d" % number)
         for number, region in enumerate(signers)
     )
     assert await documents.log(lambda grant: False) == 3 + 10 + 1
@@ -97,8 +98,7 @@ async def test_a_document_of_which_no_leaf_can_be_made_keeps_none_behind_it_from
     monkeypatch.setattr(EgressDocuments, "_append", append)
     documents = EgressDocuments(context)
     documents._papers = tuple(
-        Paper(SimpleNamespace(region="eu-west"), b"", digest)  # type: ignore[arg-type]
-        for digest in (b"0", b"1", b"2")
+        Paper(deny_entry("acme/ops/*", "eu-west"), b"", digest) for digest in (b"0", b"1", b"2")
     )
     assert await documents.log(lambda grant: False) == 2
     assert not documents.is_waiting and not await documents.log(lambda grant: False)

@@ -32,7 +32,7 @@ from felix.runtime.real import now_ms
 from felix.settings import CACHE_BYTES_MIN, CacheSettings, Compaction, Views
 from region import streams
 from region.cache.state import ENTRY_BYTES
-from region.log.disk import SegmentLimits
+from region.log.segment_limits import SegmentLimits
 from region.node import Node
 
 SELDOM_LEAST: Final = 3

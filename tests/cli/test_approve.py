@@ -14,8 +14,8 @@ from bridge_mesh import STREAM, Mesh, two_regions
 from e2e.command_mesh import Said, felix_command
 
 from felix.files import PUBLIC, replace_file
-from felix.identity import TrustBundle
 from felix.names import StreamName
+from felix.peer import TrustBundle
 from felix.runtime.real import now_ms
 from policy.approval import Approval, open_approval
 from policy.grant import GrantState

@@ -11,6 +11,8 @@ from crossing_logs import write_log
 from signed_grants import paper_leaf, signed_grant
 from typer.testing import CliRunner
 
+from audit.trust import Trust
+from cli.audit import to_report
 from cli.main import app
 from keys.bundle import sign_bundle
 
@@ -69,3 +71,18 @@ def test_what_cannot_be_checked_is_named_by_its_file(folder: Path) -> None:
     code, said = verify(folder, "ill", "us-east")
     assert code == 5 and f"{folder / 'ill'} DOES NOT VERIFY nothing in it could be checked" in said
     assert "0 leaves" not in said and "--cosignatures" not in said
+
+
+def test_a_report_leaves_out_a_region_that_leads_nowhere_yet_and_no_log_of_a_crossing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    trust = Trust.of([region_bundle("us-east"), region_bundle("eu-west")])
+    own, log = folder / "own", folder / "log"
+    assert to_report([log, own], trust, []) == [log]
+    assert "is left out: nobody has cosigned it yet" in " ".join(capsys.readouterr().err.split())
+    assert to_report([own], trust, []) == [own], "alone it is refused, with the reason"
+    changed = copytree(own, tmp_path / "changed")
+    checkpoint = changed / "checkpoint"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-9] + b"AAAAAAA=\n")
+    assert to_report([log, changed], trust, []) == [log, changed], "one that does not verify is refused"

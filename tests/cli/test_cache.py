@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.command_mesh import Said, felix_command, free_port
+from e2e.command_mesh import Said, felix_command
+from ports import claim_port
 
 NAME = "acme/web/flags"
 
@@ -26,7 +27,7 @@ class Home:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     home = Home(tmp_path_factory.mktemp("cache"))
-    listen = f"127.0.0.1:{free_port()}"
+    listen = f"127.0.0.1:{claim_port()}"
     home.felix("region", "init", "us-east", "--mesh", "acme", "--listen", listen, "--health", "none")
     home.felix("region", "up", "us-east", "--detach")
     try:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer.main
-from e2e.command_mesh import ROOT, Said, command, environment, felix_command, free_port, until
+from e2e.command_mesh import ROOT, Said, command, environment, felix_command, until
+from ports import claim_port
 
 from cli.main import app, main
 from cli.process import read_state
@@ -47,7 +48,7 @@ class Home(NamedTuple):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    home = Home(tmp_path_factory.mktemp("careless"), free_port())
+    home = Home(tmp_path_factory.mktemp("careless"), claim_port())
     listen = f"127.0.0.1:{home.port}"
     home.felix(
         "region",
@@ -107,7 +108,11 @@ CASES: list[tuple[str, int, str]] = [
     ("stream create acme/ops/x --retention forever", 2, "forever"),
     ("stream create acme/ops/x --retention 7", 2, "'7' is not a duration"),
     ("stream create acme/ops/x --ring 5", 2, "size"),
-    ("stream delete acme/ops/nothing --yes", 3, "no stream"),
+    ("stream delete acme/ops/nothing --yes", 3, "no stream acme/ops/nothing that this identity may delete"),
+    ("queue describe acme/ops/nothing", 3, "no queue acme/ops/nothing"),
+    ("queue consume acme/ops/nothing --until-empty", 3, "no queue acme/ops/nothing"),
+    ("cache get acme/ops/nothing key", 3, "no cache acme/ops/nothing"),
+    ("stream subscribe acme/ops/careless --shard 7 --until-end", 2, "has no shard 7: it has"),
     ("stream publish acme/ops/nothing", 3, "no stream"),
     ("stream publish acme/ops/careless --file nowhere.jsonl", 1, "nowhere.jsonl cannot be read"),
     ("stream publish acme/ops/careless --file /", 1, "cannot be read"),
@@ -178,6 +183,7 @@ CASES: list[tuple[str, int, str]] = [
     ("audit prove --stream acme/ops/careless --offset 0 --log nowhere", 1, "There is no audit log"),
     ("audit check-proof nowhere.json", 1, "nowhere.json cannot be read"),
     ("audit check-proof us-east/region.yaml", 2, "is no proof"),
+    ("audit check-proof us-east/profile.json", 2, "is no proof"),
     ("audit verify --bundle nowhere.json", 1, "nowhere.json cannot be read"),
     ("audit report --log nowhere", 1, "nowhere"),
     ("audit report --since soonish", 2, "'soonish'"),
@@ -290,7 +296,7 @@ def test_an_expired_certificate_is_named(home: Home) -> None:
 
 
 def test_a_region_that_does_not_run_says_so(tmp_path: Path) -> None:
-    listen = f"127.0.0.1:{free_port()}"
+    listen = f"127.0.0.1:{claim_port()}"
     felix_command(
         tmp_path, "region", "init", REGION, "--mesh", "acme", "--listen", listen, "--health", "none"
     )
@@ -403,9 +409,9 @@ def test_top_ends_with_q(home: Home) -> None:
 
 def test_a_port_that_was_edited_is_found_and_one_bad_region_hides_no_other(tmp_path: Path) -> None:
     init = ("--mesh", "acme", "--health", "none", "--country", "US")
-    felix_command(tmp_path, "region", "init", "us-a", *init, "--listen", f"127.0.0.1:{free_port()}")
-    felix_command(tmp_path, "region", "init", "us-b", *init, "--listen", f"127.0.0.1:{free_port()}")
-    config, moved = tmp_path / "us-a" / "region.yaml", f"127.0.0.1:{free_port()}"
+    felix_command(tmp_path, "region", "init", "us-a", *init, "--listen", f"127.0.0.1:{claim_port()}")
+    felix_command(tmp_path, "region", "init", "us-b", *init, "--listen", f"127.0.0.1:{claim_port()}")
+    config, moved = tmp_path / "us-a" / "region.yaml", f"127.0.0.1:{claim_port()}"
     config.write_text(re.sub(r"127\.0\.0\.1:\d+", moved, config.read_text(), count=1))
     (tmp_path / "us-b" / "region.yaml").write_text("colour: blue\n")
     felix_command(tmp_path, "use", "us-a")

@@ -11,7 +11,7 @@ from transport.recorder import Echo
 from typer.testing import CliRunner
 
 from cli.main import app
-from felix.identity import encode_chain
+from felix.peer import encode_chain
 from felix.transport.port import ClientTls, engine_named
 
 

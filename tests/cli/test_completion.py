@@ -10,8 +10,10 @@ from region_home import make_region
 from typer.testing import CliRunner
 
 from cli.completion import SCRIPTS, proposals, root_command
+from cli.exits import EXIT_USAGE, exit_code
 from cli.main import app
 from cli.setting import choose_region, default_region, set_default_region
+from felix import __version__
 from felix.errors import Code, RequestError
 
 
@@ -92,6 +94,18 @@ def test_a_region_is_chosen_by_option_then_variable_then_default(monkeypatch: py
     monkeypatch.delenv("FELIX_REGION")
     assert CliRunner().invoke(app, ["use", "--clear"]).exit_code == 0
     assert default_region() == ""
+
+
+def test_a_region_without_a_mesh_is_told_what_one_is_and_the_whole_command() -> None:
+    refused = CliRunner().invoke(app, ["region", "init", "dublin"]).exception
+    assert isinstance(refused, RequestError) and exit_code(refused) == EXIT_USAGE
+    assert "may exchange records with each other" in refused.sentence
+    assert refused.hint.endswith("felix region init dublin --mesh acme")
+
+
+def test_the_version_is_a_command_too() -> None:
+    said = CliRunner().invoke(app, ["version"])
+    assert said.output == CliRunner().invoke(app, ["--version"]).output == f"felix {__version__}\n"
 
 
 def test_only_a_region_that_exists_can_be_the_default() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from departures import terms
 
-from cli.grant_notes import backlog_note, waiting_notes
+from cli.grant_notes import backlog_note, carried_by_another, waiting_notes
 from felix.messages import LinkState
 from policy.grant import GrantState, GrantView
 
@@ -17,9 +17,14 @@ BRIDGE = "spiffe://us-east.acme/bridge/us-to-eu"
 
 
 def view(
-    state: GrantState = GrantState.OFFERED, *, grant: str = "g-old", accepted: bool = False, **more: Any
+    state: GrantState = GrantState.OFFERED,
+    *,
+    grant: str = "g-old",
+    accepted: bool = False,
+    signed_at: int = 1,
+    **more: Any,
 ) -> GrantView:
-    export = SimpleNamespace(terms=terms(bridge=BRIDGE, **more))
+    export = SimpleNamespace(terms=terms(bridge=BRIDGE, **more), grant=grant, signed_at=signed_at)
     return GrantView(grant, state, export, object() if accepted else None, ())  # type: ignore[arg-type]
 
 
@@ -88,6 +93,24 @@ def test_what_stayed_under_the_grant_before_is_said() -> None:
         said.startswith("9 records stayed under earlier grants into that stream")
         and "felix bridge resend" in said
     )
+
+
+def test_a_grant_beside_one_that_holds_says_that_nothing_crosses_under_it_yet() -> None:
+    held = view(GrantState.ACTIVE, accepted=True)
+    said = backlog_note(terms(), [held], state((0, 9)), [link(0, 9)])
+    assert (
+        said.startswith("g-old holds, and leads into the same stream there: nothing crosses")
+        and "revoke g-old" in said
+    )
+    new = view(GrantState.ACTIVE, grant="g-new", accepted=True, signed_at=2)
+    assert carried_by_another(new, [held, new]) == "g-old"
+    assert carried_by_another(held, [new, held]) == "", (
+        "it was signed first: what is sent again crosses under it"
+    )
+    paused = view(GrantState.PAUSED, accepted=True)
+    assert carried_by_another(paused, [new, paused]) == "g-new"
+    assert carried_by_another(new, [new, view(GrantState.REVOKED, accepted=True)]) == ""
+    assert carried_by_another(new, [new, view(GrantState.ACTIVE, accepted=True, to_region="ap-south")]) == ""
 
 
 @pytest.mark.parametrize("change", [{"to_region": "ap-south"}, {"destination_stream": "acme/ops/copy"}])

@@ -103,6 +103,18 @@ def test_regions_that_differ_are_both_told() -> None:
     assert draw_map([survey("us-east", granted(), [link(lag_records=-1)])]).crossings[0].lag_records == -1
 
 
+@pytest.mark.parametrize("state", ["revoked", "expired"])
+def test_under_a_grant_that_has_ended_nothing_is_behind(state: str) -> None:
+    stopped = link(state="stopped", lag_records=3_053, lag_ms=2_302_300)
+    found = draw_map([survey("us-east", granted(state), [stopped])])
+    (crossing,) = found.crossings
+    assert (crossing.state, crossing.lag_records, crossing.lag_ms, crossing.crossed) == (state, -1, -1, 7)
+    shown = io.StringIO()
+    for tree in picture(found):
+        Console(file=shown, width=120).print(tree)
+    assert "7 crossed under all grants of the stream" in shown.getvalue() and "behind" not in shown.getvalue()
+
+
 def test_who_does_not_answer_stays_on_the_map() -> None:
     down = Survey("eu-west", "Nobody listens there.")
     found = draw_map([survey("us-east", granted(), [link()]), down])

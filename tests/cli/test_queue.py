@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.command_mesh import felix_command, free_port
+from e2e.command_mesh import felix_command
+from ports import claim_port
 from typer.testing import CliRunner
 
 from cli.lines import InvalidLineError
@@ -42,7 +43,7 @@ class Home:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
-    listen = f"127.0.0.1:{free_port()}"
+    listen = f"127.0.0.1:{claim_port()}"
     felix_command(
         tmp_path, "region", "init", "us-east", "--mesh", "acme", "--listen", listen, "--health", "none"
     )

@@ -3,13 +3,17 @@
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 from e2e.command_mesh import ROOT, environment
+from ports import claim_port
+from region_home import make_region
 
 import felix
 from cli.commands import COMMANDS
+from cli.exits import EXIT_UNAVAILABLE
 
 HEAVY = (
     "aioquic",
@@ -75,6 +79,40 @@ def test_a_command_loads_neither_the_broker_nor_the_agent_nor_other_commands() -
 def test_a_command_that_runs_loads_no_conversion_of_values_that_need_none() -> None:
     for words in (("completion", "bash"), ("region", "status"), ("stream", "list", "--help")):
         assert not loaded(*words).intersection(("pydantic", "pydantic_core", "typer._adapters")), words
+
+
+def test_a_client_loads_what_it_needs_to_connect_and_ask_and_no_more(tmp_path: Path) -> None:
+    """Up to the handshake; there is no broker. What only checks others' certificates, serves or draws is not loaded."""
+    profile = make_region(tmp_path, "us-east").root / "profile.json"
+    profile.write_text(profile.read_text().replace("127.0.0.1:0", f"127.0.0.1:{claim_port()}"))
+    code = (
+        "import sys, cli.main\nsys.argv = ['felix', *sys.argv[1:]]\n"
+        "try: cli.main.main()\nexcept SystemExit as ended: print(ended.code)\n"
+        "print(*sys.modules, sep='\\n', file=sys.stderr)\n"
+    )
+    for words in (
+        ["stream", "list"],
+        ["cache", "get", "acme/ops/gates", "a1"],
+        ["queue", "describe", "acme/ops/jobs"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words, "-o", "json"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment(tmp_path),
+        )
+        assert done.stdout == f"{EXIT_UNAVAILABLE}\n", "it came as far as the handshake"
+        found = set(done.stderr.split())
+        assert "felix.transport.native" in found
+        assert not {
+            each
+            for each in found
+            if each.split(".")[0] in ("rich", "yaml", "region", "audit", "keys", "bridge")
+        } - {"region", "region.folder"}
+        assert not found.intersection(
+            ("cryptography.x509", "felix.peer", "felix.transport.certificate", "felix.transport.portable")
+        )
 
 
 def test_the_table_names_what_exists() -> None:

@@ -27,7 +27,7 @@ from felix.frames import (
     encode_frame,
     frame_header,
 )
-from felix.identity import Identity, TrustBundle, verify_peer
+from felix.identity import Identity
 from felix.messages import (
     Answer,
     CreateStream,
@@ -51,6 +51,7 @@ from felix.messages import (
     encode_message,
 )
 from felix.names import SpiffeId
+from felix.peer import TrustBundle, verify_peer
 from felix.profile import Profile
 from felix.session import Authenticated, CreditGranted, Requested, ServerSession
 from felix.settings import Durability, Retention

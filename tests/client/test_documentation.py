@@ -39,8 +39,7 @@ async def test_every_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         now_ms=now_ms(),
     )
     config = msgspec.structs.replace(load_config(folder.config), listen=Address("127.0.0.1", 0))
-    node = Node(folder, config)
-    await node.start()
+    node = await Node.start(folder, config)
     try:
         write_profile(folder, "us-east", "acme", node.address)
         for number, example in enumerate(examples):

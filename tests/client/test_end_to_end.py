@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from client.conftest import until
+from ports import claim_port
 
 import felix
 import felix.sync
@@ -54,8 +55,7 @@ async def running(home: Path, data: str, engine: str, port: int = 0) -> AsyncIte
     folder = RegionFolder(home / "us-east")
     config = load_config(folder.config)
     config = msgspec.structs.replace(config, engine=engine, data=data, listen=Address("127.0.0.1", port))
-    node = Node(folder, config)
-    await node.start()
+    node = await Node.start(folder, config)
     try:
         write_profile(folder, "us-east", "acme", node.address)
         yield node
@@ -209,8 +209,8 @@ async def test_a_broker_that_restarts_under_load_loses_nothing(
     payloads = [b"%d" % i for i in range(3_000)]
     found: list[bytes] = []
     async with asyncio.timeout(120):
-        async with running(founded, data, engine) as first:
-            port = first.address.port
+        port = claim_port()
+        async with running(founded, data, engine, port):
             profile = replace(felix.load_profile("us-east", home=founded), engine=engine)
             client = felix.connect(profile=profile, backoff=felix.BackoffPolicy(first_ms=5, ceiling_ms=100))
             await client.open()

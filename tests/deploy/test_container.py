@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import yaml
 from deploy_words import DEPLOY, UnknownWordError, check_words
-from e2e.command_mesh import environment, free_port, until
+from e2e.command_mesh import environment, until
+from ports import claim_port
 from typer.testing import CliRunner
 
 from bridge.config import load_config
@@ -179,7 +180,7 @@ def state(tmp_path: Path) -> Iterator[dict[str, Path]]:
     homes = {name: tmp_path / name for name in SERVICES}
     for home in homes.values():
         home.mkdir()
-    ports = {name: free_port() for name in ("us-east", "eu-west")}
+    ports = {name: claim_port() for name in ("us-east", "eu-west")}
     for name, port in ports.items():
         init = ("region", "init", name, "--mesh", "acme", "--country", "US" if name == "us-east" else "IE")
         assert felix(homes[name], *init, "--listen", f"0.0.0.0:{port}", "--health", "127.0.0.1:0")[0] == 0

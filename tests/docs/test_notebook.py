@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doc_commands import needs
 from docs.test_sdk_examples import ROOT, environment
 
-pytest.importorskip("ipykernel")
-pytest.importorskip("vega_datasets")
+pytestmark = [needs("ipykernel"), needs("vega_datasets")]
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 

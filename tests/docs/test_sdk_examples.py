@@ -3,12 +3,12 @@
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from e2e.command_mesh import felix_command
+from warm.commands import warm_script
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ROOT / "examples" / "sdk"
@@ -17,7 +17,7 @@ RUN_S = 60
 
 def run(environment: dict[str, str], *command: str) -> str:
     done = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=RUN_S
+        warm_script(*command), env=environment, capture_output=True, text=True, timeout=RUN_S
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

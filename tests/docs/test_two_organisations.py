@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
-from e2e.command_mesh import free_port
+from ports import claim_port
 from warm.commands import warm_command
 
 from cli.process import read_state
@@ -94,7 +94,7 @@ class Two:
 
     def __init__(self, path: Path, networks: dict[str, str]) -> None:
         self.path, self.networks = path, networks
-        self.ports = {side: free_port() for side in HOSTS}
+        self.ports = {side: claim_port() for side in HOSTS}
         for side in HOSTS:
             (path / side / "bin").mkdir(parents=True)
             felix = path / side / "bin" / "felix"

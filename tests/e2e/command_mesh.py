@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from e2e.relay import Relay
+from ports import claim_port
 from warm.commands import warm_command
 from warm.process import WarmProcess
 
@@ -107,13 +107,6 @@ class Said(NamedTuple):
         return json.loads(self.out)
 
 
-def free_port(kind: socket.SocketKind = socket.SOCK_DGRAM) -> int:
-    with socket.socket(socket.AF_INET, kind) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def command(*words: str) -> list[str]:
     """The argument list of `felix WORDS`."""
     return [sys.executable, "-m", "cli.main", *words]
@@ -194,7 +187,7 @@ class CommandMesh:
         """Both regions founded, the bridge issued, trust exchanged; the agent's way to the destination is recorded."""
         ports = {}
         for region in (SOURCE, DESTINATION):
-            ports[region] = free_port()
+            ports[region] = claim_port()
             listen = f"127.0.0.1:{ports[region]}"
             self.felix(
                 "region",

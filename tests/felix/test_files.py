@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from felix import files
 from felix.errors import Code, RequestError
-from felix.files import PUBLIC, create_file, read_file, replace_file
+from felix.files import PUBLIC, create_file, read_file, replace_file, write_output
 
 
 def names(folder: Path) -> list[str]:
@@ -74,3 +75,18 @@ def test_reading_refuses_what_is_missing_open_too_large_or_no_file(tmp_path: Pat
 def test_a_device_is_no_plain_file() -> None:
     with pytest.raises(RequestError, match="not a plain file"):
         read_file(Path("/dev/null"), "the thing")
+
+
+def test_a_full_disk_is_said_of_the_file_that_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_output(Path("/dev/full"), b"x")
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/identity\.pem'"):
+        create_file(tmp_path / "identity.pem", b"x")
+    assert not list(tmp_path.iterdir())

@@ -19,23 +19,18 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from felix.errors import Code, RequestError
-from felix.identity import (
-    CHAIN_BYTES_MAX,
-    Binding,
-    Identity,
-    Proof,
+from felix.identity import CHAIN_BYTES_MAX, Binding, Identity, Proof, parse_identity, prove
+from felix.identity_file import load_identity, save_identity
+from felix.names import SpiffeId
+from felix.peer import (
     TrustAnchor,
     TrustBundle,
     anchor_for,
     encode_chain,
-    parse_identity,
-    prove,
     verify_chain,
     verify_peer,
     verify_proof,
 )
-from felix.identity_file import load_identity, save_identity
-from felix.names import SpiffeId
 from keys.authority import RegionAuthority, create_authority
 
 NOW = 1_764_000_000_000

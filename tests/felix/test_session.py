@@ -10,7 +10,7 @@ from long_runs import count
 
 from felix.errors import Code, FelixError, ProtocolError, RequestError
 from felix.frames import HANDSHAKE_BYTES_MAX, AppendedBody, FrameType, encode_frame
-from felix.identity import NONCE_BYTES, Binding, Identity, Peer, Proof, TrustBundle, prove, verify_peer
+from felix.identity import NONCE_BYTES, Binding, Identity, Proof, prove
 from felix.messages import (
     ClientHello,
     Done,
@@ -22,6 +22,7 @@ from felix.messages import (
     encode_message,
 )
 from felix.names import SpiffeId
+from felix.peer import Peer, TrustBundle, verify_peer
 from felix.session import (
     Acknowledged,
     Answered,

@@ -11,8 +11,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from felix.errors import Code, RequestError
-from felix.identity import TrustBundle, verify_chain
 from felix.names import IDENTITY_KINDS, SpiffeId
+from felix.peer import TrustBundle, verify_chain
 from keys.authority import (
     IDENTITY_LIFETIME,
     RegionAuthority,

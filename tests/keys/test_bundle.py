@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from felix.errors import Code, FelixError, RequestError, TamperError
-from felix.identity import TrustBundle, verify_chain
 from felix.names import SpiffeId
+from felix.peer import TrustBundle, verify_chain
 from keys.authority import RegionAuthority, create_authority
 from keys.bundle import (
     BUNDLE_BYTES_MAX,

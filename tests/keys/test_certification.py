@@ -17,8 +17,9 @@ from organisation import START, Organisation, builder, usage
 from transport.recorder import Echo
 
 from felix.errors import Code, RequestError
-from felix.identity import Identity, TrustBundle, encode_chain, verify_chain
+from felix.identity import Identity
 from felix.names import SpiffeId
+from felix.peer import TrustBundle, encode_chain, verify_chain
 from felix.transport.port import ClientTls, ServerTls, engine_named
 from keys.authority import RegionAuthority, create_authority
 from keys.certification import certify, load_certification, request_certificate, save_certification

@@ -9,8 +9,8 @@ import struct
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, AESGCMSIV
 
 from felix.batch import NewRecord, encode_batch
-from felix.identity import TrustBundle, verify_chain
 from felix.names import SpiffeId, StreamName
+from felix.peer import TrustBundle, verify_chain
 from keys.authority import create_authority
 from keys.envelope import BatchSealer, DataKey
 from keys.key_id import KeyKind, new_key_id

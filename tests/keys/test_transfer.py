@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from felix.batch import FLAG_SEALED, NewRecord, encode_batch
 from felix.errors import Code, FelixError, TamperError
-from felix.identity import Identity, Peer, TrustBundle, verify_chain
+from felix.identity import Identity
 from felix.names import SpiffeId, StreamName
+from felix.peer import Peer, TrustBundle, verify_chain
 from keys.authority import create_authority
 from keys.errors import KeyScopeError
 from keys.hybrid import HybridKeyPair

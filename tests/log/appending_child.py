@@ -13,7 +13,7 @@ from pathlib import Path
 from log.building import batch_of, masked, serving
 
 from felix.errors import FelixError
-from region.log.disk import SegmentLimits
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import Appended, ShardHooks, ShardLog, ShardSettings
 
 PUBLISHERS = 8

@@ -23,9 +23,11 @@ from felix.storage.disk import DiskFiles
 from felix.storage.port import Files
 from region.log.compaction import CompactionReport
 from region.log.compactor import Compactor, PassSettings
-from region.log.disk import DiskLog, Frame, SegmentLimits
+from region.log.disk import DiskLog
+from region.log.frame import Frame
 from region.log.ring import Entry
 from region.log.segment import ShardIdentity
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
 IDENTITY = ShardIdentity("us-east", "acme/payments/orders", bytes(range(16)), 3)

@@ -15,11 +15,14 @@ from felix.errors import Code, CorruptionError, RequestError
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from felix.storage.port import Files, write_all
 from region.log.adoption import adopt_segments
-from region.log.disk import DiskLog, Frame, SegmentLimits
+from region.log.disk import DiskLog
+from region.log.frame import Frame
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable, Remembered
-from region.log.recovery import Recovered, count_batch
+from region.log.recovery import Recovered
 from region.log.segment import ShardIdentity
+from region.log.segment_limits import SegmentLimits
+from region.log.segment_scan import count_batch
 from region.log.verify import verify_shard
 
 FOLDER = Path("/shard")

@@ -12,7 +12,8 @@ from log.building import batch_of, open_disk, write_batches
 
 from felix.batch import decode_batch, decode_records
 from felix.storage.memory import MemoryDisk
-from region.log.disk import DiskLog, StorageFailedError
+from region.log.disk import DiskLog
+from region.log.errors import StorageFailedError
 
 FOLDER = Path("/shard")
 SEEDS = range(40)

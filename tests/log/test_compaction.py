@@ -46,10 +46,12 @@ from region.log.compaction import (
     is_due,
     judge,
 )
-from region.log.disk import DiskLog, Frame, SegmentLimits
+from region.log.disk import DiskLog
+from region.log.frame import Frame
 from region.log.point import LogPoint
 from region.log.producer_snapshots import PRODUCERS_NAME
 from region.log.segment import parse_segment_name
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
 LIMITS = SegmentLimits(segment_bytes_max=1_500)

@@ -18,13 +18,16 @@ from felix.errors import Code, RequestError
 from felix.settings import Deduplication
 from felix.storage.disk import DiskFiles
 from felix.storage.memory import MemoryDisk
-from region.log.disk import DiskLog, Frame, OffsetOutOfRangeError, SegmentLimits
+from region.log.disk import DiskLog
 from region.log.epochs import EpochHistory, EpochStart
+from region.log.errors import OffsetOutOfRangeError
+from region.log.frame import Frame
 from region.log.origin import Origin
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable, Remembered
 from region.log.recovery import recover
 from region.log.segment import Head, decode_segment_header
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardSettings
 from region.log.verify import verify_shard
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from log.building import IDENTITY, batch_of, first_segment, open_disk, placed, write_batches
 
-from region.log.disk import Frame
+from region.log.frame import Frame
 from region.log.inspect import DamageLine, EntryLine, inspect_entries
 from region.log.segment import decode_segment_header
 

@@ -15,9 +15,12 @@ from long_runs import count
 
 from felix.batch import decode_batch, decode_records
 from felix.settings import Retention
-from region.log.disk import DiskLog, Frame, OffsetOutOfRangeError, SegmentLimits
+from region.log.disk import DiskLog
 from region.log.durable_mark import MARK_NAME, decode_mark
+from region.log.errors import OffsetOutOfRangeError
+from region.log.frame import Frame
 from region.log.point import LogPoint
+from region.log.segment_limits import SegmentLimits
 
 LIMITS = SegmentLimits(segment_bytes_max=1_500)
 

@@ -40,9 +40,12 @@ from felix.storage.port import Files
 from felix.storage.small_file import load_checked
 from region.log import fsspec_store as store
 from region.log.directory import LogDirectory, offload_base
-from region.log.disk import DiskLog, Frame, NotLocalError, SegmentLimits
+from region.log.disk import DiskLog
+from region.log.errors import NotLocalError
+from region.log.frame import Frame
 from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
 from region.log.offloader import FetchedCache, Offloader, Throttle, check_object, fetch, restore_shard
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore, WorkEndedError
 from region.log.verify import verify_shard
 

@@ -14,7 +14,8 @@ from felix.batch import Batch, NewRecord, encode_batch
 from felix.errors import UnavailableError
 from felix.storage.disk import DiskFiles
 from region.log import open_logs
-from region.log.disk import DiskLog, Frame
+from region.log.disk import DiskLog
+from region.log.frame import Frame
 from region.log.open_logs import OPEN_LOGS_MAX, OpenLogs, logs_max_of, raise_files_limit
 from region.log.segment import ShardIdentity
 

@@ -31,7 +31,9 @@ from log.building import (
 from felix.settings import Durability, Retention
 from felix.storage.memory import MemoryDisk
 from felix.storage.port import Files
-from region.log.disk import DiskLog, Frame, SegmentLimits
+from region.log.disk import DiskLog
+from region.log.frame import Frame
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 
 T = TypeVar("T")

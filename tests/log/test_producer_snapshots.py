@@ -24,7 +24,8 @@ from log.building import (
 from felix.errors import Code, RequestError
 from felix.storage.disk import DiskFiles
 from felix.storage.memory import MemoryDisk
-from region.log.disk import DiskLog, Frame
+from region.log.disk import DiskLog
+from region.log.frame import Frame
 from region.log.point import LogPoint
 from region.log.producer_snapshots import PRODUCERS_NAME, parse_snapshot_name, snapshot_name
 from region.log.producers import ProducerTable, Remembered

@@ -14,8 +14,9 @@ from log.building import IDENTITY, SMALL, batch_of, open_disk, placed, stored, w
 from felix.errors import CorruptionError
 from felix.settings import Retention
 from felix.storage.disk import DiskFiles
-from region.log.disk import DiskLog, Frame
+from region.log.disk import DiskLog
 from region.log.durable_mark import MARK_NAME
+from region.log.frame import Frame
 from region.log.point import LogPoint
 from region.log.recovery import judge_tail, recover
 from region.log.segment import ShardIdentity

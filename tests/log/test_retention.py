@@ -10,8 +10,8 @@ from log.building import batch_of, serving
 from runtimes import with_wall
 
 from felix.settings import EPHEMERAL, Retention
-from region.log.disk import SegmentLimits
 from region.log.retention import AGE_PARTS, SegmentSpan, plan_deletion
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardSettings
 
 SPANS = [SegmentSpan(100 * at, 100 * at + 100, 1_000, 10 * at) for at in range(5)]

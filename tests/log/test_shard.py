@@ -38,9 +38,9 @@ from felix.names import StreamName
 from felix.settings import EPHEMERAL, Durability, Retention
 from keys.envelope import BatchSealer, DataKey, open_batch
 from keys.key_id import KeyKind, new_key_id
-from region.log.disk import ANNOTATION_SLOTS_MAX, OffsetOutOfRangeError
+from region.log.errors import OffsetOutOfRangeError
 from region.log.point import LogPoint
-from region.log.segment import ANNOTATION_BYTES_MAX
+from region.log.segment import ANNOTATION_BYTES_MAX, ANNOTATION_SLOTS_MAX
 from region.log.shard import TRANSITIONS, Appended, Event, ShardHooks, ShardLog, ShardSettings, State
 
 pytestmark = pytest.mark.timeout(60)

@@ -24,9 +24,11 @@ from long_runs import count
 from felix.batch import FLAG_SEALED, Batch
 from felix.errors import TamperError
 from felix.settings import Retention
-from region.log.disk import DiskLog, Frame, SegmentLimits
+from region.log.disk import DiskLog
 from region.log.durable_mark import MARK_NAME
+from region.log.frame import Frame
 from region.log.segment import ShardIdentity
+from region.log.segment_limits import SegmentLimits
 from region.log.verify import ShardVerdict, verify_shard
 
 

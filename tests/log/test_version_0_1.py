@@ -14,9 +14,11 @@ from version_0_1 import SHARDS, lay_out
 
 from cli.log import app
 from felix.batch import HEADER_BYTES, Batch, decode_batch, decode_records
-from region.log.disk import DiskLog, Frame, SegmentLimits
+from region.log.disk import DiskLog
+from region.log.frame import Frame
 from region.log.point import LogPoint
 from region.log.recovery import Recovered
+from region.log.segment_limits import SegmentLimits
 from region.log.verify import verify_shard
 
 LIMITS = SegmentLimits(segment_bytes_max=1_200)

@@ -14,8 +14,9 @@ from felix.quota import QuotaLimits
 from felix.settings import Durability, Retention, Retries, SubscriptionSettings
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
-from region.metadata.port import Compare, Delete, OutcomeUnknownError, Put, TransactResult, Write
+from region.metadata.port import OutcomeUnknownError
 from region.metadata.records import Policy, StreamConfig, Subscription
+from region.metadata.transaction import Compare, Delete, Put, TransactResult, Write
 
 ORDERS = StreamName.parse("acme/payments/orders")
 CLIENT = SpiffeId.parse("spiffe://us-east.acme/client/orders-svc")

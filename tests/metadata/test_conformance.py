@@ -16,15 +16,14 @@ from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.lease import LeaseLostError
 from region.metadata.memory import MemoryStore
-from region.metadata.port import (
+from region.metadata.port import CompactedError, MetadataStore
+from region.metadata.transaction import (
     KEY_BYTES_MAX,
     OPERATIONS_MAX,
     VALUE_BYTES_MAX,
     Absent,
     Change,
-    CompactedError,
     Delete,
-    MetadataStore,
     ModRevision,
     Put,
     ValueIs,

@@ -15,7 +15,8 @@ import pytest
 
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from region.metadata.embedded import EmbeddedStore
-from region.metadata.port import CompactedError, Put
+from region.metadata.port import CompactedError
+from region.metadata.transaction import Put
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +37,7 @@ WRITE = """
 import asyncio, sys
 from pathlib import Path
 from region.metadata.embedded import EmbeddedStore
-from region.metadata.port import Put
+from region.metadata.transaction import Put
 
 async def write():
     store = await EmbeddedStore.open(Path(sys.argv[1]), history_events_max=100)

@@ -14,11 +14,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from etcd_process import EtcdProcess, etcd, free_port
+from etcd_process import EtcdProcess, etcd
+from ports import claim_port
 
 from felix.errors import Code, RequestError, UnavailableError
 from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls, known_bad_version
-from region.metadata.port import CompactedError, Delete, Entry, OutcomeUnknownError, Put
+from region.metadata.port import CompactedError, OutcomeUnknownError
+from region.metadata.transaction import Delete, Entry, Put
 
 __all__ = ["etcd"]  # the fixture, by its name
 
@@ -61,7 +63,7 @@ async def until_it_answers(store: EtcdStore, key: str) -> Entry | None:
 
 
 async def test_a_dead_endpoint_is_passed_over(etcd: EtcdProcess) -> None:
-    dead = f"http://127.0.0.1:{free_port()}"
+    dead = f"http://127.0.0.1:{claim_port()}"
     async with await EtcdStore.open(EtcdConfig((dead, etcd.endpoint))) as store:
         assert (await store.transact([], [Put("/a", b"1")])).succeeded
         assert list(await store.versions()) == [etcd.endpoint]

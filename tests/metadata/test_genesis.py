@@ -13,7 +13,7 @@ from keys.signing import SigningKey
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.genesis import OWNER_KEY, Genesis, claim_or_verify, sign_genesis
 from region.metadata.memory import MemoryStore
-from region.metadata.port import Delete, Put
+from region.metadata.transaction import Delete, Put
 
 US_SIGNS, EU_SIGNS = (SigningKey.from_seed(bytes([n] * 32)) for n in (1, 2))
 US_KEY, EU_KEY = US_SIGNS.verify_key, EU_SIGNS.verify_key

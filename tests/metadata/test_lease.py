@@ -12,7 +12,7 @@ from runtimes import with_boot
 from felix.errors import RequestError, UnavailableError
 from region.metadata.lease import Deadlines, Lease, LeaseLostError, lease_lost
 from region.metadata.memory import MemoryStore
-from region.metadata.port import Put
+from region.metadata.transaction import Put
 
 PATIENCE_S = 120
 

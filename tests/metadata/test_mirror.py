@@ -19,8 +19,8 @@ from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.memory import MemoryStore
 from region.metadata.mirror import CatalogMirror, MirrorChange
-from region.metadata.port import Absent, Delete, Put
 from region.metadata.records import Policy, StreamConfig, Subscription
+from region.metadata.transaction import Absent, Delete, Put
 
 PATIENCE_S = 120
 ORDERS = StreamName.parse("acme/payments/orders")

@@ -18,7 +18,7 @@ from long_runs import count
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.local import LocalStore
 from region.metadata.memory import MemoryStore
-from region.metadata.port import Absent, Compare, Delete, Entry, ModRevision, Put, ValueIs, Write
+from region.metadata.transaction import Absent, Compare, Delete, Entry, ModRevision, Put, ValueIs, Write
 
 KEYS = ("/a", "/a/b", "/a0", "/b", "/b/ä")
 HISTORY = 10_000

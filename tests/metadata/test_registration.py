@@ -14,8 +14,8 @@ from felix.errors import Code, UnavailableError
 from felix.tasks import end_tasks
 from region.metadata import registration
 from region.metadata.memory import MemoryStore
-from region.metadata.port import Put
 from region.metadata.registration import Holder, Registration
+from region.metadata.transaction import Put
 
 LEASE_MS = 1_000
 PATIENCE_S = 120

@@ -18,8 +18,8 @@ from ordinary.evidence import findings
 from ordinary.world import Operation, World
 
 OPERATIONS: Final[dict[Operation, float]] = {
-    World.create: 2, World.delete: 1.5, World.publish: 9, World.settle: 5, World.allow: 4, World.accept: 1, World.approve: 1,
-    World.renew: 2.5, World.pause: 1, World.resume: 1.5, World.revoke: 1, World.resend: 2, World.accept_truncation: 4,
+    World.create: 2, World.delete: 1.5, World.publish: 9, World.settle: 5, World.allow: 4, World.accept: 1, World.approve: 1.5,
+    World.accept_again: 1, World.allow_again: 0.7, World.change_policy: 0.7, World.renew: 2.5, World.pause: 1, World.resume: 1.5, World.revoke: 1, World.resend: 2, World.accept_truncation: 4,
     World.deny: 0.7, World.lift: 1.5, World.restart_broker: 1, World.restart_agent: 1, World.renew_identity: 0.5,
     restores.back_up: 1.2, restores.back_up_agent: 0.6, restores.restore_streams: 2, restores.restore_metadata: 0.7,
     restores.restore_audit_log: 0.7, restores.restore_broker: 0.7, restores.restore_agent: 0.7, restores.replace_bridge: 0.3,

@@ -15,11 +15,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from bridge_mesh import until
 from ordinary.evidence import Envelope
+from ports import claim_port
 from region_home import running
 
 import felix
@@ -31,7 +32,7 @@ from felix.address import Address
 from felix.client import RegionClient
 from felix.errors import FelixError
 from felix.identity_file import load_identity
-from felix.messages import PutDocument
+from felix.messages import ListDocuments, PutDocument
 from felix.profile import Profile
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle
@@ -62,6 +63,8 @@ STREAMS: Final = ("acme/ops/departures", "acme/ops/departures", "acme/ops/depart
 """Few, so that operations meet; one may stand here several times."""
 COPIES: Final = ("", "", "acme/ops/copy")
 """Under which name a granted stream arrives; empty: its own."""
+APPROVERS: Final = ("dpo", "ciso")
+"""Who may approve in each region."""
 PLACES: Final = (("US", "US"), ("IE", "EU"), ("IN", "IN"))
 """Country and jurisdiction of the regions, in their order."""
 STEPS: Final = 30
@@ -87,7 +90,8 @@ exports:
     bases: [scc]
     keys: [pseudonymize, keep]
     lifetime: 90d
-    approvals: 1
+    approvals: {leaving}
+    approvers: [{named}]
     onward: true
 imports:
   - name: in
@@ -97,7 +101,8 @@ imports:
     keys: [pseudonymize, keep]
     lifetime: 90d
     onward: true
-    approvals: 0
+    approvals: {arriving}
+    approvers: [{named}]
 """
 
 
@@ -108,13 +113,26 @@ class Granted:
     body: ExportGrant
     export: SignedDocument
     accepted: bool = False
-    approved: bool = False
+    approved: set[tuple[str, str]] = field(default_factory=set)
+    """Who approved it, and in which region."""
     revoked: bool = False
     paused: set[str] = field(default_factory=set)
 
     @property
     def terms(self) -> GrantTerms:
         return self.body.terms
+
+
+class Asked(NamedTuple):
+    """What a region's policy asks for: approvals of what leaves and of what arrives; `named`: whose count, all where it is empty."""
+
+    leaving: int = 1
+    arriving: int = 0
+    named: tuple[str, ...] = ()
+
+    def approvers(self, number: int) -> tuple[str, ...]:
+        """The first of those who count."""
+        return (self.named or APPROVERS)[:number]
 
 
 class World:
@@ -152,7 +170,9 @@ class World:
         """Links that were seen to stand still because a log was rolled back."""
         self.wrong: list[str] = []
         """What was seen during the sequence that must not be."""
-        self._revision = 1
+        self._revision = 0
+        self._asks: dict[str, Asked] = {}
+        """By region: what its newest policy asks for."""
 
     # -- regions ---------------------------------------------------------------------------------------
 
@@ -181,7 +201,8 @@ class World:
             folder, region=region, mesh="acme", country=country, jurisdiction=jurisdiction, entity=f"Acme {country}",
             listen=Address("127.0.0.1", 0), health=None, now_ms=now_ms(),
         )  # fmt: skip
-        self.issue(region, "approver", "dpo")
+        for name in APPROVERS:
+            self.issue(region, "approver", name)
         if region in self.sources:
             self.issue(region, "bridge", self.bridges[region])
 
@@ -198,27 +219,39 @@ class World:
                 if region in self._stack:
                     await (await self.client(region)).request(PutDocument("bundle", file))
 
-    def policy(self, region: str) -> ResidencyPolicy:
+    def write_policy(self, region: str) -> ResidencyPolicy:
+        """A newer one than all before."""
+        self._revision += 1
+        asked = self._asks.setdefault(region, Asked())
         countries = "\n".join(
             f"  {name}: {{country: {at}, jurisdiction: {of}}}"
             for name, (at, of) in zip(self.regions, PLACES, strict=True)
         )
         text = _POLICY.format(
-            region=region, regions=countries, others=", ".join(self.others(region)), revision=self._revision
-        )
+            region=region, regions=countries, others=", ".join(self.others(region)), revision=self._revision,
+            leaving=asked.leaving, arriving=asked.arriving, named=", ".join(asked.named),
+        )  # fmt: skip
         return parse_policy(text, region)
 
     async def apply_policies(self) -> None:
         for region in self.regions:
-            await self.put(region, "policy", sign_policy(self.policy(region), self.key(region)))
-        self._revision += 1
+            await self.apply_policy(region)
+
+    async def apply_policy(self, region: str) -> None:
+        await self.put(region, "policy", sign_policy(self.write_policy(region), self.key(region)))
+
+    async def policy(self, region: str) -> ResidencyPolicy:
+        """The one in force, as commands ask the region for it."""
+        answer = await (await self.client(region)).request(ListDocuments("policy"))
+        ((_, body),) = answer.documents.items()
+        return parse_policy(SignedDocument.parse(body).body.decode(), region)
 
     async def start(self, region: str) -> None:
-        changes = {"listen": Address("127.0.0.1", self._ports[region])} if region in self._ports else {}
-        context = running(self.folder(region), **changes)
-        node = self.nodes[region] = await context.__aenter__()
+        if region not in self._ports:
+            self._ports[region] = claim_port()
+        context = running(self.folder(region), listen=Address("127.0.0.1", self._ports[region]))
+        self.nodes[region] = await context.__aenter__()
         self._stack[region] = context
-        self._ports[region] = node.address.port
 
     async def stop(self, region: str) -> None:
         client = self._clients.pop(region, None)
@@ -236,8 +269,7 @@ class World:
                 for other in self.others(region)
             ),
         )  # fmt: skip
-        agent = self.agents[region] = Agent(config, self.folder(region).root)
-        await agent.start()
+        self.agents[region] = await Agent.start(config, self.folder(region).root)
 
     async def start_agents(self) -> None:
         for region in self.sources:
@@ -323,7 +355,7 @@ class World:
         )
         grant = self.grants[0]
         if not grant.accepted:
-            said += f"; {await self._accept(grant)}; {await self._approve(grant)}"
+            said += f"; {await self._accept(grant)}; {await self._approve(grant, source, APPROVERS[0])}"
         self.history.append(f"begin: {said}")
         publisher = (await self.client(source)).stream(STREAMS[0])
         await publisher.publish(b'{"flight":0,"carrier":"UA","tailnum":"N1"}', key=b"first")
@@ -434,14 +466,19 @@ class World:
             "onward": self.random.random() < 0.5,
             **more,
         })  # fmt: skip
-        export = sign_export(terms, self.policy(source), self.key(source), now)
+        export = sign_export(terms, await self.policy(source), self.key(source), now)
         await self.put(source, "export", export)
         body = open_export(export, {source: self.bundle(source).policy_keys})
         grant = Granted(body, export)
         self.grants.append(grant)
         said = f"{body.grant}: {stream} from {source} to {target} as {arrives or stream}, for {lasts_ms} ms"
         if self.random.random() < 0.8:
-            said += f"; {await self._accept(grant)}; {await self._approve(grant)}"
+            said += f"; {await self._accept(grant)}"
+            leaving, arriving = self._asks[source], self._asks[target]
+            for name in leaving.approvers(leaving.leaving):
+                said += f"; {await self._approve(grant, source, name)}"
+            for name in arriving.approvers(arriving.arriving):
+                said += f"; {await self._approve(grant, target, name)}"
         return said
 
     async def accept(self) -> str | None:
@@ -452,22 +489,56 @@ class World:
         to, source = grant.terms.to_region, grant.terms.from_region
         trusted = {source: self.bundle(source).policy_keys}
         by = f"spiffe://{to}.acme/operator/operator"
-        accepted = sign_import(grant.export, self.policy(to), self.key(to), trusted, by, now_ms())
+        accepted = sign_import(grant.export, await self.policy(to), self.key(to), trusted, by, now_ms())
         await self.put(to, "export", grant.export)
         await self.put(to, "import", accepted)
         grant.accepted = True
         return f"accepted in {to}"
 
-    async def approve(self) -> str | None:
-        grant = self._pick_grant(lambda grant: not grant.approved)
-        return None if grant is None else await self._approve(grant)
+    async def accept_again(self) -> str | None:
+        """The destination's half signed once more, under the policy that its region has by now."""
+        grant = self._pick_grant(lambda grant: grant.accepted and not grant.revoked)
+        return None if grant is None else f"{grant.body.grant} {await self._accept(grant)}"
 
-    async def _approve(self, grant: Granted) -> str:
-        region = grant.terms.from_region
-        who = load_identity(self.folder(region).identity("dpo"))
+    async def allow_again(self) -> str | None:
+        """The source's half signed once more: the same terms, the same grant, under the policy of by now."""
+        grant = self._pick_grant(lambda grant: not grant.revoked)
+        if grant is None:
+            return None
+        source, target = grant.terms.from_region, grant.terms.to_region
+        export = sign_export(grant.terms, await self.policy(source), self.key(source), now_ms())
+        await self.put(source, "export", export)
+        grant.export = export
+        if grant.accepted and self.random.random() < 0.5:
+            await self.put(target, "export", export)
+        return f"{grant.body.grant} signed in {source}"
+
+    async def change_policy(self) -> str | None:
+        """Another number of approvals, of what leaves or of what arrives, and other people whose approvals count."""
+        region, named = (
+            self.random.choice(self.regions),
+            self.random.choice(((), (), *((n,) for n in APPROVERS))),
+        )
+        leaving = 1 if named else self.random.choice((1, 1, 2))
+        self._asks[region] = Asked(leaving, self.random.choice((0, 0, 1)), named)
+        await self.apply_policy(region)
+        return f"{region} asks for {self._asks[region]}"
+
+    async def approve(self) -> str | None:
+        region, name = self.random.choice(self.regions), self.random.choice(APPROVERS)
+        grant = self._pick_grant(
+            lambda grant: (
+                region in (grant.terms.from_region, grant.terms.to_region)
+                and (region, name) not in grant.approved
+            )
+        )
+        return None if grant is None else await self._approve(grant, region, name)
+
+    async def _approve(self, grant: Granted, region: str, name: str) -> str:
+        who = load_identity(self.folder(region).identity(name))
         await self.put(region, "approval", sign_approval(bytes.fromhex(grant.body.terms_hash), who, now_ms()))
-        grant.approved = True
-        return f"{grant.body.grant} approved in {region}"
+        grant.approved.add((region, name))
+        return f"{grant.body.grant} approved by {name} in {region}"
 
     async def renew(self) -> str | None:
         """The same stream under the same name there, again: after the old one ended, or beside it."""

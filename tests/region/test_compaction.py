@@ -16,7 +16,7 @@ from felix.runtime.real import now_ms
 from felix.settings import Compaction, Offload, Views
 from region import streams
 from region.folder import RegionFolder
-from region.log.disk import SegmentLimits
+from region.log.segment_limits import SegmentLimits
 from region.node import Node
 
 SEATS = "acme/ops/seats"

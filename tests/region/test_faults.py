@@ -16,9 +16,9 @@ from urllib.request import urlopen
 
 import msgspec
 import pytest
+from ports import claim_port
 from region_home import make_region, running
 from region_peer import batch_frame, client, raw_peer, take, until
-from region_process import free_port
 
 import felix
 from felix import Code, Durability, RequestError, UnavailableError
@@ -79,7 +79,7 @@ async def test_metrics_show_what_is_used_beside_what_is_allowed(folder: RegionFo
             label = f'{{shard="0",stream="{CREW}"}}'
             assert found[f"felix_shard_{name}{label}"] <= found[f"felix_shard_{name}_limit{label}"]
         assert (await figures(node))['felix_refusals_total{code="not_found_or_forbidden"}'] == 1
-        node._ready = "the broker is shutting down"
+        node.broker.leaving = True
         status, body = await asyncio.to_thread(fetch, node, "/readyz")
         assert (status, json.loads(body)["reason"]) == (503, "the broker is shutting down")
         assert (await asyncio.to_thread(fetch, node, "/livez"))[0] == 200
@@ -87,7 +87,7 @@ async def test_metrics_show_what_is_used_beside_what_is_allowed(folder: RegionFo
 
 async def test_ports_in_use_are_said_so_and_leave_nothing(folder: RegionFolder, tmp_path: Path) -> None:
     data = str(tmp_path / "data")
-    port = free_port()
+    port = claim_port()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
         taken.bind(("127.0.0.1", port))
         with pytest.raises(RequestError, match=f"Cannot listen on 127.0.0.1:{port}") as caught:
@@ -109,9 +109,9 @@ async def test_ports_in_use_are_said_so_and_leave_nothing(folder: RegionFolder, 
 async def test_two_brokers_cannot_share_a_folder(folder: RegionFolder, tmp_path: Path) -> None:
     data = str(tmp_path / "data")
     async with running(folder, data=data) as node, client(folder) as region:
-        second = Node(folder, msgspec.structs.replace(node.config, listen=Address("127.0.0.1", 0)))
+        config = msgspec.structs.replace(node.config, listen=Address("127.0.0.1", 0))
         with pytest.raises(UnavailableError, match=f"in use by another process, pid {os.getpid()}") as caught:
-            await second.start()
+            await Node.start(folder, config)
         assert caught.value.code is Code.CONFLICT
         await region.create_stream(CREW)
 
@@ -276,8 +276,7 @@ def scan(root: Path) -> tuple[int, int]:
 
 async def test_a_broker_stopped_twice_leaves_no_task_behind(folder: RegionFolder, tmp_path: Path) -> None:
     config = msgspec.structs.replace(load_config(folder.config), data=str(tmp_path / "data"))
-    node = Node(folder, config)
-    await node.start()
+    node = await Node.start(folder, config)
     await node.stop()
     await node.stop()
     await until(lambda: not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()])

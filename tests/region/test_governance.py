@@ -13,7 +13,7 @@ from region_home import make_region
 from region_peer import raw_peer
 
 from audit.errors import AuditUnavailableError
-from audit.leaf import Kind
+from audit.leaf import Kind, Leaf
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity_file import load_identity
 from felix.messages import (
@@ -39,8 +39,8 @@ from region.config import load_config
 from region.denials import DENY_LEAVES_MAX
 from region.governance import CUT_OFF_MS_MAX, Governance
 from region.metadata.catalog import Catalog
-from region.metadata.port import Put
 from region.metadata.records import PolicyPointer, encode
+from region.metadata.transaction import Put
 
 NAME = StreamName.parse(STREAM)
 
@@ -306,15 +306,21 @@ async def test_a_grant_has_one_leaf_however_often_it_is_brought(mesh: Mesh) -> N
 
 
 async def test_no_grant_comes_in_force_without_its_leaf(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    body, export, _ = mesh.sign_grant()
+    await mesh.create()
+    body, export, accepted = mesh.sign_grant()
 
     async def failing(*_: object) -> int:
         raise AuditUnavailableError("Its disk failed.")
 
-    monkeypatch.setattr(governance(mesh).trail, "append", failing)
-    with pytest.raises(FelixError, match="Its disk failed"):
-        await mesh.put("us-east", "export", export)
-    assert await catalog(mesh).document("grants", "export", body.grant) is None
+    with monkeypatch.context() as failing_log:
+        failing_log.setattr(governance(mesh).trail, "append", failing)
+        with pytest.raises(FelixError, match="Its disk failed"):
+            await mesh.put("us-east", "export", export)
+        assert refusal(mesh, body.grant).code is Code.GRANT_MISSING
+    # The store has it: once the log takes its leaf it is in force, without being put again.
+    await until(lambda: governance(mesh).book.half(body.grant) is not None, "the grant")
+    await mesh.agree("us-east", body, export, accepted)
+    governance(mesh).check_export(mesh.bridge_id, body.grant, NAME, "read")
 
 
 async def test_nothing_is_handed_out_once_the_log_has_stopped(mesh: Mesh) -> None:
@@ -366,6 +372,31 @@ async def test_a_grant_that_is_revoked_while_the_keyring_is_asked_gives_no_key(
     with pytest.raises(FelixError) as refused:
         await asking
     assert refused.value.code is Code.GRANT_REVOKED
+
+
+async def test_a_revocation_whose_leaf_takes_long_is_told_to_the_bridge_that_waits(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant = await granted(mesh)
+    watch, append = governance(mesh).watch, governance(mesh).logged.append
+    writing, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(file: bytes, leaf: Leaf) -> None:
+        writing.set()
+        await go_on.wait()
+        await append(file, leaf)
+
+    monkeypatch.setattr(governance(mesh).logged, "append", slow)
+    revoking = asyncio.ensure_future(mesh.stand("us-east", grant, StandingAction.REVOKE))
+    await writing.wait()
+    known = watch.revision(mesh.bridge_id)
+    waiting = asyncio.ensure_future(watch.wait(mesh.bridge_id, known, 20_000))
+    await asyncio.sleep(0)
+    go_on.set()
+    await waiting
+    assert watch.revision(mesh.bridge_id) != known
+    assert governance(mesh).documents(mesh.bridge_id, "standing")
+    await revoking
 
 
 async def test_one_bridge_cannot_report_for_the_link_of_another(mesh: Mesh) -> None:

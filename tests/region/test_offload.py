@@ -21,7 +21,7 @@ from region import streams
 from region.config import StorageConfig
 from region.folder import RegionFolder
 from region.log import fsspec_store as store
-from region.log.disk import SegmentLimits
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardLog
 from region.node import Node
 

@@ -121,7 +121,7 @@ async def test_message_ids_over_the_wire_and_over_a_restart(folder: RegionFolder
         assert state.views == DEDUPLICATING
         orders = region.stream(ORDERS)
         first = {n: await orders.publish(b"%d" % n, message_id=f"order-{n}") for n in range(20)}
-        ((_, _, gauges), *_) = node._shard_gauges()
+        ((_, _, gauges), *_) = node.gauges.shards()
         assert gauges["message_ids"] > 0
     async with running(folder, data=data) as node, client(folder) as region:
         orders = region.stream(ORDERS)

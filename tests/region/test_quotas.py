@@ -138,6 +138,7 @@ async def test_what_cannot_be_slowed_down_is_refused_with_its_code(
                     await opening
                 assert caught.value.code is Code.LIMIT_SESSIONS
                 assert caught.value.retry_after_ms
+        one.connection.request_timeout_s = 60.0  # what follows waits for the disk, and for nobody's leave
         await one.create_stream("acme/ops/second")
         with pytest.raises(UnavailableError) as caught:
             await one.create_stream("acme/ops/third")

@@ -24,12 +24,14 @@ import felix
 from audit.leaf import Kind, decode_leaf
 from audit.tile import read_entries
 from audit.tile_disk import Folder
+from felix.certificate import RenewalTerms
 from felix.connection import RegionConnection
 from felix.errors import Code, RequestError
-from felix.identity import Identity, Peer, RenewalTerms
+from felix.identity import Identity
 from felix.identity_file import load_identity, save_identity
 from felix.messages import IdentityRenewed, RenewIdentity
 from felix.names import SpiffeId
+from felix.peer import Peer
 from felix.renewal import store_renewed
 from felix.runtime.real import now_ms
 from policy.quantity import Duration

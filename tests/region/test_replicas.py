@@ -34,7 +34,7 @@ async def test_a_shard_that_is_served_elsewhere_is_answered_so_and_the_others_ar
                 stream.shard(number)
             assert refused.value.code is code
         for number in (-1, 3):
-            with pytest.raises(RequestError, match="there is no shard"):
+            with pytest.raises(RequestError, match="has no shard"):
                 stream.shard(number)
 
         assert await resolve_starts(stream, Subscribe(CREW, Start("earliest"), [0])) == {0: 0}

@@ -35,7 +35,7 @@ class Shard(ShardLog):
 
 def table_of(names: list[str], retention: dict[str, Retention]) -> tuple[StreamTable, dict[str, Shard]]:
     ignored: Any = None
-    table = StreamTable(ignored, Budget("ring", 1 << 30), ignored, lambda _: None)
+    table = StreamTable(ignored, Budget("ring", 1 << 30), ignored)
     shards = {name: Shard(10) for name in names}
     for name, shard in shards.items():
         config = StreamConfig(retention=retention.get(name, Retention()))

@@ -15,7 +15,8 @@ from witness_logs import Log
 from audit.witness import DiskWitnessStore, ForkError, Witness
 from felix.errors import Code, FelixError, TamperError, UnavailableError
 from region.metadata.memory import MemoryStore
-from region.metadata.port import OutcomeUnknownError, TransactResult
+from region.metadata.port import OutcomeUnknownError
+from region.metadata.transaction import TransactResult
 from region.witness_memory import WitnessMemory
 
 NOW_S = 1_760_000_000

@@ -46,7 +46,8 @@ from policy.grant import StandingAction
 from region.config import load_config
 from region.folder import RegionFolder
 from region.metadata.memory import MemoryStore
-from region.node import Machine, Node
+from region.node import Node
+from region.startup import Machine
 
 REGIONS: Final = {"us-east": "us", "eu-west": "eu"}
 """By region, the host that its broker runs on."""
@@ -151,8 +152,7 @@ class RegionHost(Host):
         machine = Machine(
             files, files, MemoryEngine(self.world.network, self.name), self.store, partial(self._keyring)
         )
-        node = Node(folder, config, self.runtime, machine)
-        await node.start()
+        node = await Node.start(folder, config, self.runtime, machine)
         self.node = self.mesh.nodes[self.region] = node
 
     def _keyring(self, folder: Path, region: str, **more: Any) -> Keyring:
@@ -170,15 +170,13 @@ class AgentHost(Host):
         self.agent: Agent
 
     async def serve(self) -> None:
-        agent = Agent(
+        self.agent = await Agent.start(
             self.mesh.bridge_config(),
             folder_of("us-east").root,
             engine=MemoryEngine(self.world.network, AGENT),
             runtime=self.runtime,
             storage=self.mount(),
         )
-        await agent.start()
-        self.agent = agent
 
 
 class Departures(Client):

@@ -20,9 +20,10 @@ from simulation.world import START_MS, Client, Host, World
 
 from felix.address import Address
 from felix.batch import Batch
-from felix.identity import Binding, Identity, Peer, Proof, TrustAnchor, TrustBundle, verify_chain
+from felix.identity import Binding, Identity, Proof
 from felix.messages import OpenCache, OpenConsumer, OpenQueue, WatchCache
 from felix.names import SpiffeId, StreamName
+from felix.peer import Peer, TrustAnchor, TrustBundle, verify_chain
 from felix.profile import Profile
 from felix.runtime.simulated import SimulatedLoop, simulated
 from felix.transport.memory import MemoryEngine
@@ -42,7 +43,7 @@ from region.queue.service import QueueService
 from region.queue.worker import queue_opener
 from region.requests import Requests, ViewTraffic
 from region.session import ClientSession, Services
-from region.streams import HostedStream, StreamTable
+from region.streams import StreamTable
 from region.subscriptions.service import SubscriptionService
 
 HOST: Final = "broker"
@@ -85,13 +86,11 @@ class Plain:
         return b""
 
 
-class KnowingBroker(Broker):
-    """Looks at each proof, but at a certificate only when it sees it first."""
-
-    def verify(self, proof: Proof, binding: Binding) -> Peer:
-        peer = holder(proof.chain_pem)
-        peer.public_key.verify(proof.signature, binding.message(), ec.ECDSA(hashes.SHA256()))
-        return peer
+def verify(proof: Proof, binding: Binding) -> Peer:
+    """Who proves itself: each signature is looked at, a certificate only when it is seen first."""
+    peer = holder(proof.chain_pem)
+    peer.public_key.verify(proof.signature, binding.message(), ec.ECDSA(hashes.SHA256()))
+    return peer
 
 
 class BrokerHost(Host):
@@ -106,9 +105,7 @@ class BrokerHost(Host):
     async def serve(self) -> None:
         budgets = Budgets()
         directory = LogDirectory(FOLDER, "us-east", files=self.mount(), runtime=self.runtime)
-        streams = StreamTable(
-            directory, budgets.ring, lambda *_: Plain(), self._stream_changed, runtime=self.runtime
-        )
+        streams = StreamTable(directory, budgets.ring, lambda *_: Plain(), runtime=self.runtime)
         catalog, mirror = Catalog(self.store, "us-east"), CatalogMirror(self.store, "us-east")
         await mirror.start()
         config = RegionConfig(
@@ -119,7 +116,7 @@ class BrokerHost(Host):
             broker="b1",
             operators=["operator"],
         )
-        self.broker = broker = KnowingBroker(
+        self.broker = broker = Broker(
             config,
             streams=streams,
             catalog=catalog,
@@ -127,7 +124,6 @@ class BrokerHost(Host):
             transport_limits=TransportLimits(),
             runtime=self.runtime,
         )
-        broker.trust = TrustBundle([anchor()])
         nothing: Any = None
         self.caches = CacheService(broker)
         self.subscriptions = SubscriptionService(broker, catalog, mirror)
@@ -142,6 +138,7 @@ class BrokerHost(Host):
         await self.subscriptions.start()
         services = Services(
             broker,
+            verify,
             nothing,
             nothing,
             Requests(broker, nothing, nothing, catalog, mirror, self.subscriptions, ViewTraffic([], list)),
@@ -157,10 +154,6 @@ class BrokerHost(Host):
         await MemoryEngine(self.world.network, HOST).listen(
             HOST, PORT, ServerTls(server.chain_pem, server.key_pem()), lambda: ClientSession(services)
         )
-
-    def _stream_changed(self, stream: HostedStream) -> None:
-        self.caches.stream_opened(stream)
-        self.subscriptions.stream_opened(stream)
 
 
 class RegionWorld(World):

@@ -14,12 +14,16 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from typing import Final
 
+from simulation import cluster_twins
+from simulation.cluster_checks import BrokenError
+from simulation.cluster_world import simulate_cluster, simulate_cluster_or_explain
 from simulation.mesh_world import MeshWorld
 from simulation.region_world import RegionWorld
 from simulation.restored_world import RestoredWorld
@@ -31,7 +35,9 @@ WORLDS: Final[dict[str, type[World]]] = {
     "mesh": MeshWorld,
     "restored": RestoredWorld,
 }
-SHARES: Final = {"region": 1, "mesh": 50, "restored": 100}
+CLUSTER: Final = "cluster"
+"""A world of cores alone (simulation.cluster_world)."""
+SHARES: Final = {CLUSTER: 1, "region": 1, "mesh": 50, "restored": 100}
 """Of the seeds that are asked for, one in so many is of this world: a run of two regions takes twenty times as long as one of one."""
 SLICE: Final = 100
 """Seeds of one region that a process takes at a time: some seconds."""
@@ -65,21 +71,32 @@ class Tally:
         )
 
 
+def play(name: str, seed: int) -> tuple[int, Mapping[str, int]]:
+    """How many events a run had, and what it came to."""
+    if name == CLUSTER:
+        result = simulate_cluster(seed)
+        return result.steps, result.counts
+    outcome = simulate(seed, WORLDS[name])
+    return len(outcome.noted), outcome.counts
+
+
 def run(name: str, seeds: range) -> Tally:
     """These seeds, one after the other."""
     tally = Tally(name, len(seeds))
     begun_s = time.process_time()
     for seed in seeds:
         try:
-            outcome = simulate(seed, WORLDS[name])
+            events, counts = play(name, seed)
         except FailedError as error:
             tally.failed[seed] = error.why
+        except BrokenError as error:
+            tally.failed[seed] = str(error)
         except Exception as error:
             # A mistake of the product or of the simulator, which must not hide what the other seeds find.
             tally.failed[seed] = repr(error)
         else:
-            tally.events += len(outcome.noted)
-            tally.counts.update(outcome.counts)
+            tally.events += events
+            tally.counts.update(counts)
     tally.cpu_s = time.process_time() - begun_s
     return tally
 
@@ -117,21 +134,36 @@ def run_all(asked: dict[str, int], first: int, workers: int) -> dict[str, Tally]
 def explain(name: str, seed: int) -> None:
     """What a seed that failed did last, the least that still fails, and how to play it again."""
     try:
-        simulate_or_explain(seed, WORLDS[name])
-    except FailedError as error:
+        if name == CLUSTER:
+            simulate_cluster_or_explain(seed)
+        else:
+            simulate_or_explain(seed, WORLDS[name])
+    except (BrokenError, FailedError) as error:
         print("\n".join([str(error), *error.__notes__]))
     except Exception:
         traceback.print_exc(file=sys.stdout)
     print(f"again: make simulate WORLD={name} FIRST={seed} SEEDS=1", flush=True)
 
 
-def run_twins() -> int:
+def run_twins(world: str | None) -> int:
     """How many were missed."""
+    looks: list[tuple[str, Callable[[], AssertionError | None]]] = []
+    if world != CLUSTER:
+        looks += [(twin.rule, partial(caught, twin, anew=True)) for twin in TWINS]
+    if world in (None, CLUSTER):
+        looks += [(twin.rule, partial(cluster_twins.caught, twin, anew=True)) for twin in cluster_twins.TWINS]
     missed = 0
-    for twin in TWINS:
-        error = caught(twin, anew=True)
+    for rule, look in looks:
+        error = look()
         missed += error is None
-        print(f'without "{twin.rule}": {error if error is not None else "NOT CAUGHT"}', flush=True)
+        told = (
+            "NOT CAUGHT"
+            if error is None
+            else f"{error} (seed {error.seed})"
+            if isinstance(error, BrokenError)
+            else error
+        )
+        print(f'without "{rule}": {told}', flush=True)
     return missed
 
 
@@ -141,12 +173,12 @@ def main() -> int:
         "--seeds", type=int, default=2_000, help="of one region; of the other worlds a part of it"
     )
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--world", choices=sorted(WORLDS), help="only this one, all seeds")
+    parser.add_argument("--world", choices=sorted([*WORLDS, CLUSTER]), help="only this one, all seeds")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--twins", action="store_true", help="the rules that are switched off, instead")
     asked = parser.parse_args()
     if asked.twins:
-        return int(run_twins() > 0)
+        return int(run_twins(asked.world) > 0)
     seeds = (
         {asked.world: asked.seeds}
         if asked.world

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+Part = TypeVar("Part")
 
 
 class Step(NamedTuple):
@@ -25,7 +27,9 @@ class Step(NamedTuple):
 Script = tuple[Step, ...]
 
 
-def shrink(script: Script, fails: Callable[[Script], bool], tries_max: int) -> Script:
+def shrink(
+    script: tuple[Part, ...], fails: Callable[[tuple[Part, ...]], bool], tries_max: int
+) -> tuple[Part, ...]:
     """A shorter script that still fails, after at most so many tries: first large parts are left out, then smaller ones, then
     single steps."""
     size = max(1, len(script) // 2)

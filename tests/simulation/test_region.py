@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from simulation import world
 from simulation.region_world import RegionWorld
 from simulation.script import Step, shrink
-from simulation.twins import TWINS, Twin, caught, switched_off
+from simulation.switching import switched_off
+from simulation.twins import TWINS, Twin, caught
 from simulation.world import FailedError, script_of, simulate, simulate_or_explain
 
 SLICES, SLICE = 10, 200
@@ -36,7 +38,10 @@ def test_a_rule_that_is_switched_off_is_missed(twin: Twin) -> None:
     assert caught(twin) is not None
 
 
-def test_a_failing_seed_is_told_by_its_last_events_and_the_least_that_fails() -> None:
+def test_a_failing_seed_is_told_by_its_last_events_and_the_least_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(world, "SHRINK_TRIES_MAX", 30)
     twin = TWINS[0]
     first = caught(twin)
     assert first is not None

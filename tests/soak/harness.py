@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple, Protocol
 
-from long_runs import count
+from long_runs import IS_LONG
 from region_peer import client
 from region_process import ROOT, BrokerProcess, fixed_region
 from warm.process import WarmProcess
@@ -22,8 +22,16 @@ from warm.process import WarmProcess
 import felix
 from region.folder import RegionFolder
 
-STEP = range(20, count(60, 200))
-"""How far each part gets between two kills: what is done once more for longer, books and all, is mostly waited for."""
+IS_SOAK = IS_LONG or "FELIX_SOAK_KILLS" in os.environ
+
+
+def load(quick: int, soaking: int) -> int:
+    """How much of something: in `make test`, where what piles up is mostly waited for, and in `make soak`."""
+    return soaking if IS_SOAK else quick
+
+
+STEP = range(load(5, 20), load(20, 60))
+"""How far each part gets between two kills."""
 PROGRESS_S = 120.0
 """What each part has for going on after a kill: many times what a broker takes to start on a busy machine."""
 
@@ -147,7 +155,7 @@ async def soak(home: Path, kills: int, parts: list[Part], *, seed: int = 11) -> 
                     await asyncio.to_thread(broker.wait)
                 else:
                     await asyncio.to_thread(chance.choice(workers).kill_and_restart)
-            await _get_on(parts, [part.progress() + 20 for part in parts], workers)
+            await _get_on(parts, [part.progress() + STEP[-1] for part in parts], workers)
             for part in parts:
                 await part.stop()
             figures = {"kills": {"broker": broker_kills, "workers": sum(worker.kills for worker in workers)}}

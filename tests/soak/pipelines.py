@@ -9,7 +9,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from soak.harness import Books, Worker, duplicates
+from soak.harness import Books, Worker, duplicates, load
 
 import felix
 
@@ -17,7 +17,8 @@ JOBS = "acme/soak/invoices"
 RESULTS = "acme/soak/receipts"
 WORKERS = 2
 BATCH = 5
-BACKLOG_MAX = 300
+BACKLOG_MAX = load(30, 300)
+BACKLOG_LOOK_S = 0.1
 VISIBILITY_S = 3.0
 """What a killed worker held comes back soon."""
 DRAIN_S = 120.0
@@ -59,7 +60,7 @@ class PipelinePart:
             await queue.put_many(jobs)
             self._put += jobs
             if len(self._put) - await self._results(region) > BACKLOG_MAX:
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(BACKLOG_LOOK_S)
 
     async def _results(self, region: felix.RegionClient) -> int:
         return sum(shard.high_watermark for shard in (await region.describe_stream(RESULTS)).state)

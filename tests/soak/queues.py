@@ -11,7 +11,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from soak.harness import Books, Worker, duplicates
+from soak.harness import Books, Worker, duplicates, load
 
 import felix
 from felix.queue_messages import QueueState
@@ -22,7 +22,8 @@ WORKERS = 3
 BATCH = 10
 VISIBILITY_S = 3.0
 """What a killed worker held comes back soon."""
-BACKLOG_MAX = 2_000
+BACKLOG_MAX = load(100, 2_000)
+BACKLOG_LOOK_S = 0.1
 DRAIN_S = 120.0
 
 
@@ -64,7 +65,7 @@ class QueuePart:
             at += BATCH
             # The workers write line after line and are slower; a backlog without bound would only be drained at the end.
             if len(self._put) - self._finished() > BACKLOG_MAX:
-                await asyncio.sleep(1.0)
+                await asyncio.sleep(BACKLOG_LOOK_S)
 
     def _finished(self) -> int:
         return sum(worker.journal.read_bytes().count(b"done ") for worker in self._workers)

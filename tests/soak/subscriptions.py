@@ -10,7 +10,7 @@ import asyncio
 import time
 from pathlib import Path
 
-from soak.harness import Books, Worker
+from soak.harness import Books, Worker, load
 
 import felix
 from felix.messages import SubscriptionState
@@ -21,7 +21,8 @@ SUBSCRIPTION = "billing"
 SHARDS = 4
 CONSUMERS = 3
 BATCH = 20
-BEHIND_MAX = 4_000
+BEHIND_MAX = load(200, 4_000)
+BEHIND_LOOK_S = 0.1
 ACK_TIMEOUT_MS = 3_000
 """What a killed consumer held comes back soon."""
 DRAIN_S = 120.0
@@ -76,7 +77,7 @@ class SubscriptionPart:
                 at += BATCH
                 # Consumers write line after line and are slower.
                 if len(self._published) - self._acknowledged() > BEHIND_MAX:
-                    await asyncio.sleep(0.5)
+                    await asyncio.sleep(BEHIND_LOOK_S)
 
     def _acknowledged(self) -> int:
         return sum(worker.journal.read_bytes().count(b"acked ") for worker in self._workers)

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 from crossing_logs import CREW, DEPARTURES, ORDERS, Made
 
+from audit.leaf import TIME_MS_MAX
 from audit.spark import exceptions, lineage, reconciliation, register, volumes
 from audit.spark.document import Cosigner, Missing, Report, Totals, VerifiedLog
 from audit.spark.figure import Flow, count, flows_svg, nice_step, size, time_svg
-from audit.spark.page import render
+from audit.spark.page import moment, render
 from audit.spark.table import Column, Table, Type
 from audit.spark.volumes import DAY_MS
+from policy.quantity import AFTER_CALENDAR
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
@@ -269,13 +271,19 @@ def test_bars_stand_on_the_axis_and_inside_the_picture() -> None:
     svg = time_svg(buckets, DAY_MS, {"s": 0, "t": 1}, labels.__getitem__)
     assert svg.count("<rect") == 4 and ">two</text>" in svg
     assert min(numbers(svg)) >= 0
-    assert time_svg([], DAY_MS, {}, str) == ""
+    assert time_svg([], DAY_MS, {}, str) == time_svg([(0, "s", 0, 0, 0)], DAY_MS, {"s": 0}, str) == ""
 
 
 def test_many_bars_have_few_labels() -> None:
     buckets: list[tuple[int, str, int, int, int]] = [(day * DAY_MS, "s", 1, 1, 0) for day in range(365)]
     labels: dict[int, Any] = {day * DAY_MS: f"day {day}" for day in range(365)}
     assert time_svg(buckets, DAY_MS, {}, labels.__getitem__).count("day ") - 2 * 365 <= 8
+
+
+def test_a_time_that_a_witness_chose_is_told_whatever_it_is() -> None:
+    assert moment(1_760_054_400_999) == "2025-10-10 00:00:00" and moment(TIME_MS_MAX) == "9999-12-31 23:59:59"
+    assert {moment(each) for each in (TIME_MS_MAX + 1, 1 << 72)} == {AFTER_CALENDAR}
+    assert "–" in moment(None) and moment(0) == moment(None)
 
 
 HOSTILE = '<script>alert(1)</script>" onload="x\u202e\x1b[31m'

@@ -46,7 +46,7 @@ from felix.messages import PutRights
 from felix.runtime.real import now_ms
 from felix.settings import Compaction, Durability, Views
 from region import streams
-from region.log.disk import SegmentLimits
+from region.log.segment_limits import SegmentLimits
 
 SCHEMA = StructType().add("offset", LongType()).add("value", BinaryType())
 ALL = ReadAllAvailable()

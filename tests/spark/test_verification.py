@@ -256,6 +256,23 @@ def test_what_somebody_remembers_is_asked_for_of_its_own_log_alone(egress: Path,
     assert verify_whole(log, trust(), 1, notes[:1]).ok
 
 
+def test_a_cosignature_that_only_a_witness_remembers_counts_for_a_report_as_for_verify(egress: Path) -> None:
+    """The log was put back from a backup that has none of its own."""
+    note = (egress / "checkpoint").read_bytes()
+    assert note == (egress / "checkpoint.cosigned").read_bytes()
+    (egress / "checkpoint.cosigned").unlink()
+    text, signatures = note.split(b"\n\n")
+    own = [line for line in signatures.splitlines() if EGRESS_ORIGIN.encode() in line]
+    (egress / "checkpoint").write_bytes(b"\n\n".join((text, b"\n".join((*own, b"")))))
+    with pytest.raises(CorruptionError, match="0 trusted regions or witnesses"):
+        open_log(str(egress), trust())
+    assert not verify_log(Folder(egress), trust()).ok
+    log = open_log(str(egress), trust(), remembered=[note])
+    plain = verify_log(Folder(egress), trust(), remembered=[note])
+    assert plain.ok and {each.name: each.size for each in log.cosigners} == plain.cosigners
+    assert verify_whole(log, trust(), 1, [note]).ok
+
+
 def test_no_finding_hides_behind_a_thousand_others() -> None:
     report = Findings("us-east.acme/audit")
     for number in range(FINDINGS_MAX + 5):

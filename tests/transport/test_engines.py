@@ -8,18 +8,20 @@ import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from random import Random
 from typing import get_args
 
 import pytest
+from msgspec.structs import replace
+from qh3.tls import Epoch
 from transport.certificates import Authority
 from transport.path import Path
 from transport.recorder import WAIT_S, Echo, Recorder, eventually
 
 from felix.errors import Code, ProtocolError, RequestError, UnavailableError
-from felix.transport.driver import DriverListener
+from felix.transport.driver import DriverConnection, DriverListener
 from felix.transport.port import (
     ENGINE_NAMES,
     ClientTls,
@@ -127,6 +129,37 @@ async def test_a_connection_says_who_is_at_its_ends(pair: Pair) -> None:
         assert server.peer.engine_name == pair.server.name
         assert listener.connection_count == 1
         assert listener.handshake_count == 0
+
+
+async def test_a_connection_that_ends_together_with_its_handshake_reaches_no_handler(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    complete = DriverConnection._handshake_completed
+
+    def end_and_complete(self: DriverConnection, alpn: str | None) -> None:
+        if self.is_client:
+            self._machine.close(7, None, "over")
+        complete(self, alpn)
+
+    monkeypatch.setattr(DriverConnection, "_handshake_completed", end_and_complete)
+    client = Recorder()
+    async with pair.listening() as listener:
+        with pytest.raises(UnavailableError) as caught:
+            await pair.dial(listener, client)
+    assert "over" in str(caught.value) and client.calls == []
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("engine", ["qh3"])
+async def test_no_stream_is_opened_on_a_connection_whose_engine_has_ended(
+    engine: EngineName, authority: Authority
+) -> None:
+    pair = Pair(engine_named(engine), engine_named(engine), authority)
+    async with pair.connected() as (client, _, _):
+        client.peer._machine.close(7, None, "over")  # type: ignore[attr-defined]
+        with pytest.raises(UnavailableError) as caught:
+            client.peer.open_stream(bidirectional=True)
+    assert caught.value.code is Code.DISCONNECTED
 
 
 async def test_a_bidirectional_stream_carries_both_ways_and_ends(pair: Pair) -> None:
@@ -337,6 +370,24 @@ async def test_an_idle_connection_ends_on_both_sides(pair: Pair) -> None:
         await server.until(lambda s: bool(s.closed_with))
         assert client.closed_with[0][0] == server.closed_with[0][0] == Code.DISCONNECTED
         assert listener.connection_count == 0
+
+
+@pytest.mark.parametrize("server", ENGINE_NAMES)
+async def test_a_handshake_message_after_the_handshake_ends_the_connection(
+    authority: Authority, server: str
+) -> None:
+    pair = Pair(engine_named("qh3"), engine_named(server), authority)
+    async with pair.connected(make=Echo) as (client, there, _):
+        stream = client.peer.open_stream(bidirectional=True)
+        client.peer.send(stream, b"hello", end=True)
+        await client.until(lambda c: bool(c.ended))
+        quic = client.peer._machine._quic  # type: ignore[attr-defined]
+        quic._core.send_crypto(int(Epoch.ONE_RTT), 0, b"\x14\0\0\0")
+        stream = client.peer.open_stream(bidirectional=True)
+        client.peer.send(stream, b"hello", end=True)
+        await client.until(lambda c: bool(c.closed_with))
+        await there.until(lambda s: bool(s.closed_with))
+        assert client.closed_with[0][0] == Code.PROTOCOL, client.closed_with
 
 
 async def test_keepalive_holds_an_idle_connection(pair: Pair) -> None:
@@ -609,10 +660,11 @@ async def test_an_attempt_that_fails_leaves_no_socket_behind(name: str, authorit
     engine = engine_named(name)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as deaf:
         deaf.bind((HOST, 0))
+        deaf.setblocking(False)
         port = deaf.getsockname()[1]
         before = sockets()
         attempt = asyncio.create_task(engine.connect(HOST, port, ClientTls(authority.pem, NAME), Recorder()))
-        await asyncio.sleep(0.05)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_recv(deaf, 65_536), WAIT_S)
         assert len(sockets() - before) == 1
         attempt.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -12,7 +12,7 @@ import pytest
 from log.building import FailingFiles, serving, until
 
 from felix.errors import FelixError
-from region.log.disk import StorageFailedError
+from region.log.errors import StorageFailedError
 from region.log.shard import ShardLog
 from region.views.journal import Journal
 

@@ -16,18 +16,22 @@ from __future__ import annotations
 import array
 import gc
 import json
+import logging
 import os
 import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import IO, Any, NoReturn
 
 REQUEST_BYTES_MAX = 1 << 18
 """Of one read; a longer request takes several."""
@@ -68,6 +72,51 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return request, list(streams)
 
 
+class Detached:
+    """The part of subprocess.Popen that `cli.process.start_detached` uses: the command that is to run apart, forked from the one that
+    starts it, where a true one imports everything anew. tests/packaging/test_wheels.py starts a true one."""
+
+    def __init__(
+        self, command: list[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes], start_new_session: bool
+    ) -> None:
+        assert command[:3] == [sys.executable, "-m", "cli.main"] and stdin == subprocess.DEVNULL
+        self._code: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        if start_new_session:
+            os.setsid()
+        for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), stdout.fileno(), stderr.fileno())):
+            os.dup2(stream, number)
+        logging.root.handlers.clear()
+        sys.argv = ["felix", *command[3:]]
+        code = 1
+        try:
+            from cli.main import main
+
+            main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        """How it ended; None: it runs."""
+        if self._code is None and os.waitpid(self.pid, os.WNOHANG)[0]:
+            self._code = 1
+        return self._code
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        os.kill(self.pid, signal.SIGTERM)
+
+
 def become(request: dict[str, Any], streams: list[int]) -> NoReturn:
     """Be the command. Never returns."""
     for number, stream in enumerate(streams):
@@ -83,8 +132,10 @@ def become(request: dict[str, Any], streams: list[int]) -> NoReturn:
         sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         runpy.run_path(sys.argv[0], run_name="__main__")
         sys.exit()
+    from cli import process
     from cli.main import main
 
+    process.subprocess = SimpleNamespace(Popen=Detached, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
     main()
     raise AssertionError("main ends the process")
 
@@ -140,6 +191,7 @@ def serve(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    runpy.run_path(str(Path(__file__).parents[1] / "slow_disk.py"))["slow_down"]()
     import_commands()
     gc.collect()
     gc.freeze()

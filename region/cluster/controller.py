@@ -1,0 +1,741 @@
+"""The controller of a region: one broker at a time places, elects, moves and removes shards, by transactions on the metadata store.
+
+`ControllerCore` decides; whoever drives it hands in what happened (`step(event, now_ms)`) and does what comes back. Every broker has one:
+it asks for the office where nobody has it, and acts only while the store says that it is in its term, which each of its transactions
+compares. Pure: no clock, no chance (election ids are handed in), no store.
+
+Invariants:
+- of one shard at most one transaction is under way; nothing is decided on a record that may be about to change by our own hand;
+- a leader that is merely absent is replaced only when enough time has passed for a store, or a network, that was away for all (`_holds`);
+- once the store is known to have gone back to an earlier state, nothing is written but the mark that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from region.cluster import transactions
+from region.cluster.election import LogEnd, has_yielded, longest, may_ask_for_ends
+from region.cluster.membership import has_arrived, without_replaced
+from region.cluster.placement import Planning, Site, Wish
+from region.cluster.records import ClusterKeys, ShardDurability, ShardId, ShardRecord
+from region.cluster.transactions import (
+    SHARDS_PER_TRANSACTION,
+    Reason,
+    Refusal,
+    Transaction,
+    leader_has_stopped,
+)
+from region.cluster.view import ClusterView
+from region.metadata.transaction import Change, Entry, ModRevision, Put, Snapshot, TransactResult
+
+TICK_MS: Final = 100
+"""How often the core is to be stepped where nothing happens: what waits for a time is late by so much."""
+TRANSACTIONS_MAX: Final = 4
+"""Under way at once: 240 shards. More would only wait in the store."""
+MOVES_PER_BROKER: Final = 2
+"""Shards that a broker gets, or gives away, at once: each is copied over its disk and network beside its work."""
+ASK_AGAIN_MS: Final = 1_000
+"""How soon brokers are asked again how far their copies go."""
+DECISIONS_MAX: Final = 2 * SHARDS_PER_TRANSACTION
+"""Shards decided on in one step, for the same reason; the rest follows in the next."""
+PLAN_LOOKS: Final = 10_000
+"""How far a plan goes on in one step (placement.Planning): some tens of milliseconds at most, so that leases are renewed beside
+it. A region of some hundred shards is planned in one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWish:
+    """What the catalog wants of a stream. `min` and `replicas` are resolved: never 0."""
+
+    incarnation: str
+    stream: str
+    shards: int
+    replicas: int
+    min: int
+    durability: ShardDurability = "fsync"
+    spread: bool = False
+
+
+# What happens
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """All records, before the first change, and whenever the watch could not go on."""
+
+    snapshot: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """The next change of the watch."""
+
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """This broker has a new lease, and is announced under it."""
+
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseLost:
+    """This broker's lease has ended, or may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The streams of the catalog, and of deleted ones the revision of their marks, by incarnation."""
+
+    streams: tuple[StreamWish, ...]
+    deleted: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The answer to a transaction; None where it was lost."""
+
+    id: int
+    result: TransactResult | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Keys as they stood at a revision, as was asked; None where there was no answer."""
+
+    id: int
+    entries: Mapping[str, Entry | None] | None
+    revision: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EndTold:
+    """How far a broker's copy of a shard goes."""
+
+    shard: ShardId
+    broker: str
+    end: LogEnd
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalance:
+    """An operator wants the plan to be carried out, until nothing is left to move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Loaded | Changed | Leased | LeaseLost | Wanted | Answered | Found | EndTold | Rebalance | Tick
+
+# What is to be done
+
+
+@dataclass(frozen=True, slots=True)
+class Transact:
+    """Send a transaction; the answer comes as `Answered` with this id."""
+
+    id: int
+    transaction: Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Find:
+    """Read keys, linearizable; they come as `Found` with this id."""
+
+    id: int
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskEnds:
+    """Ask brokers how far their copies of a shard go."""
+
+    shard: ShardId
+    brokers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Something needs a person; `sentence` is empty once it does not any more."""
+
+    subject: str
+    sentence: str
+
+
+Action = Transact | Find | AskEnds | Alarm
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A transaction under way, then the reading of what it compared. Without shards: the office, or the mark of a store that went back."""
+
+    transaction: Transaction
+    shards: tuple[ShardId, ...]
+
+
+class ControllerCore:
+    """One broker's part in being the controller. `elections`: fresh election ids, 64 random bits in hex."""
+
+    def __init__(self, keys: ClusterKeys, broker: str, lease_ms: int, elections: Iterator[str]) -> None:
+        self.view = ClusterView(keys)
+        self._broker = broker
+        self._lease_ms = lease_ms
+        self._elections = elections
+        self._actions: list[Action] = []
+        self._loaded = False
+        self._lease = 0
+        self._leased_ms = 0
+        self._bid_ms = 0
+        self._term = 0
+        self._term_ms = 0
+        self._stalled_ms: int | None = None
+        self._flights: dict[int, _Flight] = {}
+        self._made = 0
+        self._busy: set[ShardId] = set()
+        self._due: set[ShardId] = set()
+        self._alone: set[ShardId] = set()
+        self._known: dict[ShardId, tuple[int, str]] = {}
+        self._gone_ms: dict[str, int] = {}
+        self._wishes: dict[str, StreamWish] = {}
+        self._deleted: Mapping[str, int] = {}
+        self._ends: dict[ShardId, dict[str, LogEnd]] = {}
+        self._asked_ms: dict[ShardId, int] = {}
+        self._rebalances = False
+        self._moving: set[ShardId] = set()
+        self._unplaced: set[ShardId] = set()
+        self._leaving: set[ShardId] = set()
+        self._under_way: set[ShardId] = set()
+        self._survey = True
+        self._sites: tuple[Site, ...] = ()
+        self._planning: Planning | None = None
+        self._wants_step = False
+        self._planned: dict[ShardId, tuple[str, ...]] | None = None
+        self._went_back = ""
+        self._alarms: dict[str, str] = {}
+
+    @property
+    def term(self) -> int:
+        """The term in which this broker is the controller, as far as it knows; 0 where it is not."""
+        return self._term
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether the next step is to follow soon, once others had their turn: this one ended before all was decided."""
+        return self._wants_step
+
+    def silent_ms(self, broker: str, now_ms: int) -> int:
+        """For how long a broker surely has had no lease: since this process saw it go."""
+        gone_ms = self._gone_ms.get(broker)
+        return 0 if gone_ms is None else now_ms - gone_ms
+
+    def step(self, event: Event, now_ms: int) -> list[Action]:
+        """What is to be done now that `event` has happened. `now_ms` never falls."""
+        self._actions = []
+        self._wants_step = False
+        match event:
+            case Loaded(snapshot):
+                self._load(snapshot, now_ms)
+            case Changed(change):
+                self.view.apply(change)
+                self._noticed([event.key for event in change.events], now_ms)
+            case Leased(lease):
+                self._lease, self._leased_ms = lease, now_ms
+            case LeaseLost():
+                self._lease = 0
+            case Wanted(streams, deleted):
+                self._want(streams, deleted)
+            case Answered(id_, result):
+                self._answered(id_, result, now_ms)
+            case Found(id_, entries, revision):
+                self._found(id_, entries, revision, now_ms)
+            case EndTold(shard, broker, end):
+                self._ends.setdefault(shard, {})[broker] = end
+                self._due.add(shard)
+            case Rebalance():
+                self._rebalances = self._survey = True
+            case Tick():
+                pass
+        if self._loaded:
+            self._act(now_ms)
+        return self._actions
+
+    # What is known
+
+    def _want(self, streams: Iterable[StreamWish], deleted: Mapping[str, int]) -> None:
+        marks = {incarnation for incarnation, _ in self._deleted.items() ^ deleted.items()}
+        self._due.update(shard for shard in self.view.shards if shard.incarnation in marks)
+        self._wishes = {wish.incarnation: wish for wish in streams}
+        self._deleted = deleted
+        self._drop_plan()
+        self._note_places()
+
+    def _load(self, snapshot: Snapshot, now_ms: int) -> None:
+        before = self.view.revision
+        # Answers that are still to come may be of a store that is not the one of today.
+        self._flights.clear()
+        self._busy.clear()
+        self.view.load(snapshot)
+        if self._loaded and snapshot.revision < before:
+            self._went_back = f"the store is at revision {snapshot.revision} and was at {before}"
+        for shard in [
+            known for known in self._known if not self.view.revision_of(self.view.keys.shard(known))
+        ]:
+            # One that was deleted in order has its mark.
+            if shard.incarnation in self._wishes and shard.incarnation not in self._deleted:
+                self._went_back = f"the record of shard {shard.incarnation}/{shard.number} is gone"
+            self._known.pop(shard)
+        self._loaded = True
+        self._drop_plan()
+        self._noticed([entry.key for entry in snapshot.entries], now_ms)
+        self._noticed_brokers(now_ms)
+        self._due.update(self.view.shards)
+        self._note_places()
+
+    def _noticed(self, keys: Iterable[str], now_ms: int) -> None:
+        """These records may have changed."""
+        names = self.view.keys
+        brokers: set[str] = set()
+        for key in keys:
+            self._alarm(key, self.view.unreadable.get(key, ""))
+            if key.startswith(names.shards) and key not in self.view.unreadable:
+                self._noticed_shard(names.shard_of(key))
+            elif key.startswith((names.nodes, names.brokers)):
+                brokers.add(key.rpartition("/")[2])
+        if brokers:
+            self._noticed_brokers(now_ms)
+            self._due.update(
+                shard for shard, record in self.view.shards.items() if not brokers.isdisjoint(_named(record))
+            )
+
+    def _noticed_shard(self, shard: ShardId) -> None:
+        record = self.view.shards.get(shard)
+        self._due.add(shard)
+        self._survey = True
+        self._note_place(shard, record)
+        if record is None:
+            for table in (self._known, self._ends, self._asked_ms):
+                table.pop(shard, None)
+            return
+        known = self._known.get(shard)
+        if known is not None and transactions.went_back(known, record):
+            self._went_back = (
+                f"{record.stream} shard {shard.number} is in epoch {record.epoch} (election {record.election}) and was in "
+                f"epoch {known[0]} (election {known[1]})"
+            )
+            return
+        self._known[shard] = record.epoch, record.election
+
+    def _noticed_brokers(self, now_ms: int) -> None:
+        for broker in self.view.nodes:
+            if broker in self.view.alive:
+                self._gone_ms.pop(broker, None)
+            else:
+                self._gone_ms.setdefault(broker, now_ms)
+        if self._sites_now() != self._sites:
+            self._drop_plan()
+            self._note_places()
+
+    # What is under way
+
+    def _send(self, transaction: Transaction, shards: tuple[ShardId, ...] = ()) -> None:
+        self._made += 1
+        self._flights[self._made] = _Flight(transaction, shards)
+        self._busy.update(shards)
+        self._actions.append(Transact(self._made, transaction))
+
+    def _answered(self, id_: int, result: TransactResult | None, now_ms: int) -> None:
+        flight = self._flights.get(id_)
+        if flight is None:
+            return
+        if result is None or not result.succeeded:
+            self._actions.append(
+                Find(id_, tuple(dict.fromkeys(compare.key for compare in flight.transaction.compares)))
+            )
+            return
+        self._stalled_ms = None
+        written = {
+            write.key: Entry(write.key, write.value, result.revision, result.revision, write.lease)
+            if isinstance(write, Put)
+            else None
+            for write in flight.transaction.writes
+        }
+        self._land(id_)
+        self._alone.difference_update(flight.shards)
+        self._absorb(written, result.revision, now_ms)
+
+    def _found(
+        self, id_: int, entries: Mapping[str, Entry | None] | None, revision: int, now_ms: int
+    ) -> None:
+        flight = self._flights.get(id_)
+        if flight is None:
+            return
+        self._land(id_)
+        if entries is None:
+            return
+        if len(flight.shards) > 1:
+            self._set_apart(flight, entries)
+        self._absorb(entries, revision, now_ms)
+
+    def _set_apart(self, flight: _Flight, entries: Mapping[str, Entry | None]) -> None:
+        """Of many shards whose transaction failed, what has changed goes alone from now on; the rest is sent again without it."""
+        expected = {
+            compare.key: compare.revision
+            for compare in flight.transaction.compares
+            if isinstance(compare, ModRevision)
+        }
+        for shard in flight.shards:
+            key = self.view.keys.shard(shard)
+            entry = entries.get(key)
+            if expected.get(key, 0) != (0 if entry is None else entry.mod_revision):
+                self._alone.add(shard)
+
+    def _land(self, id_: int) -> None:
+        flight = self._flights.pop(id_)
+        self._survey = True
+        self._busy.difference_update(flight.shards)
+        self._due.update(flight.shards)
+
+    def _absorb(self, entries: Mapping[str, Entry | None], revision: int, now_ms: int) -> None:
+        self.view.absorb(entries, revision)
+        self._noticed(entries, now_ms)
+
+    # What is to be done
+
+    def _act(self, now_ms: int) -> None:
+        view = self.view
+        self._enter_term(now_ms)
+        frozen = view.unreadable.get(view.keys.frozen, "") if view.frozen is None else view.frozen.why
+        self._alarm("frozen", frozen or self._went_back)
+        if self._went_back:
+            self._say_went_back()
+            return
+        if not self._lease:
+            return
+        if not self._term:
+            self._bid(now_ms)
+            return
+        if frozen:
+            return
+        parts = self._decisions(now_ms)
+        self._dispatch(parts)
+        self._watch_progress(now_ms)
+
+    def _enter_term(self, now_ms: int) -> None:
+        view = self.view
+        controller = view.controller
+        is_ours = (
+            controller is not None
+            and controller.broker == self._broker
+            and controller.registration == view.brokers.registration(self._broker)
+            and self._lease != 0
+        )
+        term = view.revision_of(view.keys.controller) if is_ours else 0
+        if term and term != self._term:
+            self._term_ms = now_ms
+            self._stalled_ms = None
+            self._due.update(view.shards)
+        self._term = term
+
+    def _bid(self, now_ms: int) -> None:
+        is_free = not self.view.revision_of(self.view.keys.controller)
+        if is_free and now_ms >= self._bid_ms and not self._flights:
+            made = transactions.take_office(self.view, self._broker, self._lease)
+            if isinstance(made, Transaction):
+                self._send(made)
+
+    def _say_went_back(self) -> None:
+        if self.view.revision_of(self.view.keys.frozen):
+            # It is said; whoever reconciles the region removes the mark, and what is known then is what counts.
+            self._went_back = ""
+            self._known = {
+                shard: (record.epoch, record.election) for shard, record in self.view.shards.items()
+            }
+        elif not self._flights:
+            self._send(transactions.freeze(self.view, self._broker, self._went_back[:500]))
+
+    def _decisions(self, now_ms: int) -> list[tuple[ShardId, Transaction]]:
+        parts: list[tuple[ShardId, Transaction]] = []
+        # More than can be sent now would be decided again, and otherwise, when it can.
+        room = min((TRANSACTIONS_MAX - len(self._flights)) * SHARDS_PER_TRANSACTION, DECISIONS_MAX)
+        for shard in sorted(self._due - self._busy):
+            if len(parts) >= room:
+                self._wants_step = room > 0
+                break
+            part = self._decide(shard, now_ms)
+            if part is not None:
+                parts.append((shard, part))
+            elif not self._waits(shard):
+                self._due.discard(shard)
+        parts += self._placements(room - len(parts))
+        parts += self._moves({shard for shard, _ in parts})
+        return parts
+
+    def _decide(self, shard: ShardId, now_ms: int) -> Transaction | None:
+        """The next transaction for one shard, or None where nothing is to be done, or not yet."""
+        view, record = self.view, self.view.shards.get(shard)
+        if record is None:
+            self._alarm(_subject(shard), "")
+            return None
+        if shard.incarnation in self._deleted:
+            mark = _deleted_key(view.keys, shard)
+            return transactions.remove(view, shard, mark, self._deleted[shard.incarnation])
+        made: Transaction | Refusal = Refusal(Reason.CHANGED, "")
+        if leader_has_stopped(view, record):
+            if self._holds(record, now_ms):
+                return None
+            made = transactions.elect(view, shard, next(self._elections))
+            if isinstance(made, Refusal):
+                made = self._elect_longest(shard, now_ms)
+        elif has_arrived(record):
+            made = transactions.arrive(view, shard)
+        if isinstance(made, Refusal) and without_replaced(record, view.nodes) != record:
+            made = transactions.take_out_replaced(view, shard)
+        self._alarm(_subject(shard), "" if record.leader else transactions.why_vacant(view, shard))
+        return made if isinstance(made, Transaction) else None
+
+    def _elect_longest(self, shard: ShardId, now_ms: int) -> Transaction | Refusal:
+        view, record = self.view, self.view.shards[shard]
+        if not may_ask_for_ends(record, view.brokers):
+            return Refusal(Reason.NOBODY_ELIGIBLE, "", retry=True)
+        members = tuple(record.members())
+        winner = members[0] if len(members) == 1 else longest(record, self._ends.get(shard, {}), view.brokers)
+        if winner:
+            return transactions.elect_longest(view, shard, winner, next(self._elections))
+        if now_ms >= self._asked_ms.get(shard, -ASK_AGAIN_MS) + ASK_AGAIN_MS:
+            self._asked_ms[shard] = now_ms
+            self._actions.append(AskEnds(shard, members))
+        return Refusal(Reason.NO_REPORT, "", retry=True)
+
+    def _waits(self, shard: ShardId) -> bool:
+        """Whether time alone may change what is to be done for a shard: an absent leader is given some, or ends are to be asked again."""
+        record = self.view.shards.get(shard)
+        if record is None or not leader_has_stopped(self.view, record):
+            return False
+        return bool(record.leader) or may_ask_for_ends(record, self.view.brokers)
+
+    def _holds(self, record: ShardRecord, now_ms: int) -> bool:
+        """Whether an absent leader gets more time to come back: where it was not the leader that went, but the store or the network.
+
+        Not for one that yielded, was started again or stopped in order: those have stopped for certain, and by themselves.
+        """
+        node = self.view.nodes.get(record.leader)
+        is_absent = bool(record.leader) and not has_yielded(record) and record.leader not in self.view.alive
+        if not is_absent or (node is not None and node.clean == node.registration):
+            return False
+        return now_ms < max(self._held_by_own_lease(), self._held_by_others(now_ms))
+
+    def _held_by_own_lease(self) -> int:
+        """Who has just got its own lease (again) was away itself, and so may have been the others."""
+        interrupted = self._term_ms - self._leased_ms < 2 * self._lease_ms
+        return self._term_ms + self._lease_ms if interrupted else 0
+
+    def _held_by_others(self, now_ms: int) -> int:
+        """More than half of the brokers do not die within one lease."""
+        recent = [
+            gone_ms
+            for broker, gone_ms in self._gone_ms.items()
+            if now_ms - gone_ms < self._lease_ms and not self._has_left(broker)
+        ]
+        before = len(self.view.alive) + len(recent)
+        return max(recent) + self._lease_ms if 2 * len(recent) > before else 0
+
+    def _has_left(self, broker: str) -> bool:
+        node = self.view.nodes[broker]
+        return node.clean == node.registration
+
+    def _placements(self, room: int) -> list[tuple[ShardId, Transaction]]:
+        """New shards."""
+        view = self.view
+        # A record that cannot be read is there all the same.
+        new = [
+            shard
+            for shard in sorted(self._unplaced - self._busy)
+            if not view.revision_of(view.keys.shard(shard))
+        ]
+        if not new or room <= 0:
+            return []
+        places, registrations = self._plan(), view.brokers.registrations()
+        if places is None:
+            return []
+        parts = []
+        for shard in new[:room]:
+            wish, replicas = self._wishes[shard.incarnation], places[shard]
+            replicas = tuple(broker for broker in replicas if broker in registrations)
+            if not replicas:
+                continue
+            record = ShardRecord(
+                stream=wish.stream,
+                epoch=1,
+                election=next(self._elections),
+                leader=replicas[0],
+                replicas=replicas,
+                isr={broker: registrations[broker] for broker in replicas},
+                min=wish.min,
+                durability=wish.durability,
+            )
+            parts.append((shard, transactions.place(view, shard, record, _deleted_key(view.keys, shard))))
+        return parts
+
+    def _moves(self, taken: set[ShardId]) -> list[tuple[ShardId, Transaction]]:
+        """Targets for shards on drained brokers, with too few copies, or that a rebalancing moves."""
+        view = self.view
+        if not self._survey:
+            return []
+        if not (self._rebalances or self._leaving) or self._moving & self._busy:
+            self._survey = bool(self._moving & self._busy)
+            return []
+        places = self._plan()
+        if places is None:
+            return []
+        under_way = [view.shards[shard] for shard in self._under_way]
+        gets = [broker for record in under_way for broker in record.target if broker not in record.replicas]
+        gives = [broker for record in under_way for broker in record.replicas if broker not in record.target]
+        parts, is_left = [], bool(under_way)
+        for shard in sorted(view.shards if self._rebalances else self._leaving):
+            record, target = view.shards[shard], places.get(shard, ())
+            if not target or record.target or record.replicas == target:
+                continue
+            is_left = True
+            new = [broker for broker in target if broker not in record.replicas]
+            old = [broker for broker in record.replicas if broker not in target]
+            if any(gets.count(broker) >= MOVES_PER_BROKER for broker in new) or any(
+                gives.count(broker) >= MOVES_PER_BROKER for broker in old
+            ):
+                continue
+            if shard in self._busy or shard in taken:
+                continue
+            made = transactions.move(view, shard, target)
+            if isinstance(made, Transaction):
+                parts.append((shard, made))
+                gets += new
+                gives += old
+        if self._rebalances and not is_left:
+            # A plan moves no more than one broker's share. Where this one moved something, another may go on.
+            assert self._planning is not None
+            before = self._planning.current
+            self._rebalances = any(place and place != before.get(shard) for shard, place in places.items())
+            self._drop_plan()
+        self._survey = bool(parts) or self._rebalances
+        self._moving = {shard for shard, _ in parts}
+        return parts
+
+    def _plan(self) -> dict[ShardId, tuple[str, ...]] | None:
+        """Where everything is to be, by what is known; None while that is being worked out, for as many steps as it takes."""
+        if self._planning is None:
+            self._sites = self._sites_now()
+            wishes = [
+                Wish(wish.incarnation, wish.shards, wish.replicas, wish.spread)
+                for wish in self._wishes.values()
+                if wish.incarnation not in self._deleted
+            ]
+            current = {shard: record.target or record.replicas for shard, record in self.view.shards.items()}
+            self._planning = Planning(self._sites, wishes, current)
+        if self._planned is None:
+            self._planned = self._planning.advance(PLAN_LOOKS)
+            self._wants_step = self._planned is None
+        return self._planned
+
+    def _drop_plan(self) -> None:
+        self._planning = self._planned = None
+        self._survey = True
+
+    def _sites_now(self) -> tuple[Site, ...]:
+        registrations = self.view.brokers.registrations()
+        return tuple(
+            Site(broker, node.host, node.zone, drain=node.drain, alive=broker in registrations)
+            for broker, node in sorted(self.view.nodes.items())
+        )
+
+    def _note_places(self) -> None:
+        """Brokers or wishes are others now: which shards are to be placed, and which to be moved?"""
+        self._unplaced = {
+            shard
+            for wish in self._wishes.values()
+            if wish.incarnation not in self._deleted
+            for number in range(wish.shards)
+            if (shard := ShardId(wish.incarnation, number)) not in self.view.shards
+        }
+        self._under_way = {shard for shard, record in self.view.shards.items() if record.target}
+        self._leaving = {
+            shard for shard, record in self.view.shards.items() if self._is_leaving(shard, record)
+        }
+
+    def _is_leaving(self, shard: ShardId, record: ShardRecord) -> bool:
+        """Whether a shard has too few copies, or one on a broker that is drained."""
+        nodes, wish = self.view.nodes, self._wishes.get(shard.incarnation)
+        return (wish is not None and len(record.replicas) < min(wish.replicas, len(self.view.alive))) or any(
+            broker in nodes and nodes[broker].drain for broker in record.replicas
+        )
+
+    def _note_place(self, shard: ShardId, record: ShardRecord | None) -> None:
+        """A shard may be elsewhere, or gone. A plan that is being carried out is right as long as nobody else moves anything."""
+        wish = self._wishes.get(shard.incarnation)
+        for table, holds in (
+            (self._under_way, record is not None and record.target != ()),
+            (self._leaving, record is not None and self._is_leaving(shard, record)),
+        ):
+            if holds:
+                table.add(shard)
+            else:
+                table.discard(shard)
+        if record is not None:
+            self._unplaced.discard(shard)
+        elif wish is not None and shard.incarnation not in self._deleted and shard.number < wish.shards:
+            self._unplaced.add(shard)
+        if self._planning is not None:
+            place = () if record is None else record.target or record.replicas
+            planned = None if self._planned is None else self._planned.get(shard, ())
+            if place not in (self._planning.current.get(shard, ()), planned):
+                self._drop_plan()
+
+    def _dispatch(self, parts: list[tuple[ShardId, Transaction]]) -> None:
+        common = transactions.in_office(self.view, self._term)
+        lonely = [(shard, part) for shard, part in parts if shard in self._alone]
+        rest = [(shard, part) for shard, part in parts if shard not in self._alone]
+        at = 0
+        for count, made in transactions.batches([part for _, part in rest], common):
+            shards = tuple(shard for shard, _ in rest[at : at + count])
+            at += count
+            if len(self._flights) < TRANSACTIONS_MAX:
+                self._send(made, shards)
+        for shard, part in lonely:
+            if len(self._flights) < TRANSACTIONS_MAX:
+                self._send(transactions.join([common, part]), (shard,))
+
+    def _watch_progress(self, now_ms: int) -> None:
+        """A controller that gets nothing done for a lease makes room for another."""
+        if not self._flights:
+            self._stalled_ms = None
+        elif self._stalled_ms is None:
+            self._stalled_ms = now_ms
+        elif now_ms - self._stalled_ms >= self._lease_ms:
+            self._stalled_ms = now_ms
+            self._bid_ms = now_ms + self._lease_ms
+            self._send(transactions.resign(self.view, self._term))
+
+    def _alarm(self, subject: str, sentence: str) -> None:
+        if self._alarms.get(subject, "") != sentence:
+            self._actions.append(Alarm(subject, sentence))
+            self._alarms[subject] = sentence
+        if not sentence:
+            self._alarms.pop(subject, None)
+
+
+def _named(record: ShardRecord) -> tuple[str, ...]:
+    """All brokers that may matter to what is decided on a shard."""
+    return (record.leader, *record.replicas, *record.target)
+
+
+def _subject(shard: ShardId) -> str:
+    return f"shard {shard.incarnation}/{shard.number}"
+
+
+def _deleted_key(keys: ClusterKeys, shard: ShardId) -> str:
+    return f"{keys.prefix}deleted/{shard.incarnation}"

@@ -1,0 +1,284 @@
+"""How a broker joins its region: under a number that no other start has, from a folder that is neither an old copy nor another's.
+
+The folder and the store each hold the folder's id, the number of its last registration and a pulse; the folder's file is always written
+first, and synced. So at a start the store is where the file is, or one step behind; further on, the folder is an older copy of itself;
+further back, the store is. Copies that are younger than one pulse are not noticed.
+
+Order of a start: 1. `intend`: the file with the next number, synced. 2. Its transaction. 3. `registered`: the file again, synced. 4. The
+logs are opened, and everything that recovery kept is synced. 5. `announce`: alive, under a lease; from now on the broker may be elected,
+so it must know the shard records at a revision not below that of 2, and none of them may be older than its logs
+(`transactions.went_back`). Whoever lost its lease announces itself again, with the same number. Every `PULSE_MS`: `raise_pulse`, the file,
+then its transaction. At the end in order: everything is synced, then `stop`.
+
+Pure: what is to be written is returned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from region.cluster.records import BrokerRecord, NodeRecord, PulseRecord, encode
+from region.cluster.transactions import Reason, Refusal, Transaction, unchanged
+from region.cluster.view import ClusterView
+from region.metadata.transaction import Compare, Delete, Put, Write
+
+PULSE_MS: Final = 10_000
+"""A folder that was copied longer ago than this is recognised. Each pulse costs the folder a sync and the store a transaction."""
+LEASE_MARGIN_MS: Final = 250
+"""What rests on no commit is answered until so long before the lease ends: clocks run at rates that differ by less than 1 %."""
+
+
+class FolderRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The file `node` of a data folder. `intended`: the highest number that any start from this folder has tried, at least
+    `registration`, the last that succeeded. `pulse`: what the store holds, or is about to. `sync_failed`: what this registration
+    acknowledged without a sync may be gone from the page cache, although the machine runs on."""
+
+    folder: str
+    registration: int = 0
+    intended: int = 0
+    pulse: int = 0
+    sync_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A start of a broker. `boot`: id of its machine's boot; `lock`: `FolderLock.identity` of its folder, empty where that proves
+    nothing, as over a network."""
+
+    broker: str
+    host: str
+    boot: str
+    lock: str
+    zone: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """First the file, synced; then the transaction."""
+
+    file: FolderRecord
+    transaction: Transaction
+
+
+def intend(view: ClusterView, file: FolderRecord, start: Start, *, replace: bool = False) -> Step | Refusal:
+    """The next registration. `replace`: this folder is new and takes the place of the one that was recorded, whose data is lost.
+
+    Refused with `retry` while another process may be alive under the same name.
+    """
+    keys, name = view.keys, start.broker
+    node, alive = view.nodes.get(name), view.alive.get(name)
+    # An earlier try to replace may have happened, although its answer was lost.
+    replace = replace and (node is None or node.folder != file.folder)
+    if refusal := _unreadable(view, name) or _misplaced(view, file, start, replace=replace):
+        return refusal
+    compares: list[Compare] = [unchanged(view, keys.node(name)), unchanged(view, keys.pulse(name))]
+    writes: list[Write] = []
+    if alive is not None:
+        if replace or not is_dead_for_certain(alive, start):
+            return Refusal(
+                Reason.STILL_ALIVE,
+                f"Broker {name} is alive on {alive.host}, or was a moment ago.",
+                retry=True,
+            )
+        writes.append(Delete(keys.broker(name)))
+        compares.append(unchanged(view, keys.broker(name)))
+    number = next_number(file, node)
+    file = msgspec.structs.replace(file, intended=number)
+    record = NodeRecord(
+        folder=file.folder,
+        registration=number,
+        boot=start.boot,
+        clean=0 if node is None or replace else node.clean,
+        whole_since=number if node is None or replace else node.whole_since,
+        kept_since=number if node is None or replace else kept_since(file, node, start.boot, number),
+        host=start.host,
+        zone=start.zone,
+        drain=node is not None and node.drain,
+        version=start.version,
+    )
+    writes.append(Put(keys.node(name), encode(record, keys.node(name))))
+    if replace and name in view.pulses:
+        writes.append(Put(keys.pulse(name), encode(PulseRecord(file.pulse), keys.pulse(name))))
+    return Step(file, Transaction(tuple(compares), tuple(writes)))
+
+
+def is_dead_for_certain(alive: BrokerRecord, start: Start) -> bool:
+    """Whether the broker that stands as alive held the lock on our folder, which is ours now."""
+    return start.lock != "" and alive.lock == start.lock
+
+
+def next_number(file: FolderRecord, node: NodeRecord | None) -> int:
+    """A registration that no start has had: also one that was intended, and of which nobody knows what came of it, may have."""
+    return max(file.registration, file.intended, 0 if node is None else node.registration) + 1
+
+
+def kept_since(file: FolderRecord, node: NodeRecord, boot: str, number: int) -> int:
+    """The first registration since which no unsynced byte can have been lost, where `number` is the one that begins."""
+    if file.sync_failed:
+        return number
+    if node.clean == node.registration or (boot and node.boot == boot):
+        return node.kept_since
+    return number
+
+
+def registered(file: FolderRecord) -> FolderRecord:
+    """The registration that the file intended is done."""
+    return msgspec.structs.replace(file, registration=file.intended, sync_failed=False)
+
+
+def after_failed_sync(file: FolderRecord) -> FolderRecord:
+    """The file, to be written before the leader's word that its copy failed: that word may never reach the store."""
+    return msgspec.structs.replace(file, sync_failed=True)
+
+
+def announce(
+    view: ClusterView, file: FolderRecord, broker: str, record: BrokerRecord, lease: int
+) -> Transaction | Refusal:
+    """Alive, under a lease: for the first time after a registration, or again after a lease was lost.
+
+    `registered` in the store belongs to brokers that serve a region alone (region.metadata.registration): changed here, it refuses one
+    that is just starting beside a cluster, and compared, it refuses us beside one that just has.
+    """
+    assert record.registration == file.registration
+    if refusal := _unreadable(view, broker) or superseded(view, file, broker):
+        return refusal
+    keys = view.keys
+    return Transaction(
+        (
+            unchanged(view, keys.node(broker)),
+            unchanged(view, keys.broker(broker)),
+            unchanged(view, keys.alone),
+        ),
+        (
+            Put(keys.broker(broker), encode(record, keys.broker(broker)), lease),
+            Put(keys.alone, encode(record, keys.alone)),
+        ),
+    )
+
+
+def raise_pulse(view: ClusterView, file: FolderRecord, broker: str) -> Step | Refusal:
+    """The next pulse, or the last once more where the store has not got it."""
+    if refusal := superseded(view, file, broker):
+        return refusal
+    if _pulse(view, broker) == file.pulse:
+        file = msgspec.structs.replace(file, pulse=file.pulse + 1)
+    key = view.keys.pulse(broker)
+    return Step(
+        file,
+        Transaction(
+            (unchanged(view, key), unchanged(view, view.keys.node(broker))),
+            (Put(key, encode(PulseRecord(file.pulse), key)),),
+        ),
+    )
+
+
+def stop(view: ClusterView, file: FolderRecord, broker: str) -> Step | Refusal:
+    """The end in order of this registration: everything that was acknowledged is synced, and nothing more will be acknowledged. After a
+    failed sync there is none, only the end of the lease."""
+    step = raise_pulse(view, file, broker)
+    if isinstance(step, Refusal) or file.sync_failed:
+        return step
+    key = view.keys.node(broker)
+    clean = msgspec.structs.replace(view.nodes[broker], clean=file.registration)
+    return Step(
+        step.file,
+        Transaction(
+            step.transaction.compares,
+            (*step.transaction.writes, Put(key, encode(clean, key)), Delete(view.keys.broker(broker))),
+        ),
+    )
+
+
+def drain(view: ClusterView, broker: str, *, on: bool) -> Transaction | Refusal:
+    """An operator's word that a broker's shards are to be moved away, or no longer."""
+    node = view.nodes.get(broker)
+    if node is None:
+        return Refusal(Reason.NOT_REGISTERED, f"Broker {broker} was never registered.")
+    key = view.keys.node(broker)
+    return Transaction(
+        (unchanged(view, key),), (Put(key, encode(msgspec.structs.replace(node, drain=on), key)),)
+    )
+
+
+def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: bool) -> Refusal | None:
+    """Whether this folder may not go on from what the store knows of the broker."""
+    name, node = start.broker, view.nodes.get(start.broker)
+    if replace:
+        if file.registration:
+            return Refusal(
+                Reason.OTHER_FOLDER,
+                f"The folder of broker {name} is to be replaced by a new one, and this has been registered before.",
+            )
+        return None
+    if node is None:
+        return _old_store(name) if file.registration else None
+    if node.folder != file.folder:
+        return Refusal(
+            Reason.OTHER_FOLDER,
+            f"Broker {name} had another data folder. With the old one it goes on where it was; --replace gives up what was in it.",
+        )
+    highest = max(file.registration, file.intended)
+    if node.registration > highest:
+        return _old_folder(name)
+    if node.registration < file.registration:
+        return _old_store(name)
+    return _pulse_of(view, file, name)
+
+
+def superseded(view: ClusterView, file: FolderRecord, broker: str) -> Refusal | None:
+    """Whether the registration that this process has is not the broker's any more, or the store is older than its folder."""
+    node = view.nodes.get(broker)
+    if node is None or node.registration < file.registration:
+        return _old_store(broker)
+    if node.folder != file.folder or node.registration != file.registration:
+        return Refusal(
+            Reason.SUPERSEDED,
+            f"Broker {broker} was started again elsewhere, as registration {node.registration}.",
+        )
+    return _pulse_of(view, file, broker)
+
+
+def _pulse_of(view: ClusterView, file: FolderRecord, broker: str) -> Refusal | None:
+    there = _pulse(view, broker)
+    if there > file.pulse:
+        return _old_folder(broker)
+    if there < file.pulse - 1:
+        return _old_store(broker)
+    return None
+
+
+def _pulse(view: ClusterView, broker: str) -> int:
+    pulse = view.pulses.get(broker)
+    return 0 if pulse is None else pulse.pulse
+
+
+def _old_folder(broker: str) -> Refusal:
+    return Refusal(
+        Reason.OLD_FOLDER,
+        f"The data folder of broker {broker} is an older copy: the broker has run since it was made. --replace gives up what is in it.",
+    )
+
+
+def _old_store(broker: str) -> Refusal:
+    return Refusal(
+        Reason.OLD_STORE,
+        f"The metadata store is older than the data folder of broker {broker}: it was put back from a backup, or lost. "
+        "`felix region reconcile` makes it fit what the brokers have.",
+    )
+
+
+def _unreadable(view: ClusterView, broker: str) -> Refusal | None:
+    """Whether a broker that knows no cluster serves the region, or a record that decides about us is of a later version."""
+    keys = view.keys
+    for key in view.unreadable:
+        if key.startswith(keys.brokers) or key in (keys.node(broker), keys.pulse(broker)):
+            return Refusal(
+                Reason.OLD_BROKER,
+                f"{key} is not a record of this version: a broker of another version serves the region.",
+                retry=True,
+            )
+    return None

@@ -1,0 +1,446 @@
+"""What is written to a cluster's records, and what it is compared with: each writer's transactions, from what he has read.
+
+Every transaction compares each record that it rests on by its revision, so that one whose answer was lost can be decided anew: of two
+under the same compare only one happens, whichever comes late. Pure: nothing is sent here; ids are handed in.
+
+Who writes what: a broker its own `nodes`, `brokers` and `pulse` (`registration`); the controller, in its term, places, elects, moves and
+removes shards; a shard's leader changes its sets while its lease holds; an operator recovers a shard and reconciles a region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from region.cluster import membership
+from region.cluster.election import LogEnd, candidates, has_stopped, has_yielded, may_ask_for_ends
+from region.cluster.records import (
+    EPOCH_MAX,
+    ControllerRecord,
+    FrozenRecord,
+    ShardId,
+    ShardRecord,
+    encode,
+)
+from region.cluster.view import ClusterView
+from region.metadata.transaction import OPERATIONS_MAX, Absent, Compare, Delete, ModRevision, Put, Write
+
+SHARDS_PER_TRANSACTION: Final = 60
+"""With a compare for each shard and for each broker that it names, within a store's `OPERATIONS_MAX`."""
+RECONCILE_GAP: Final = 1_000
+"""Epochs skipped where a store went back: more than elections can have happened that no surviving broker heard of."""
+
+
+class Reason(StrEnum):
+    """Why a transaction is not made."""
+
+    CHANGED = "changed"
+    NOT_LEADER = "not leader"
+    NO_LEASE = "no lease"
+    NOT_REGISTERED = "not registered"
+    STILL_LEADS = "still leads"
+    NOBODY_ELIGIBLE = "nobody eligible"
+    STILL_ALIVE = "still alive"
+    TOO_EARLY = "too early"
+    NOT_NAMED = "not named"
+    SYSTEM_AUDIT = "system audit"
+    OTHER_FOLDER = "other folder"
+    OLD_FOLDER = "old folder"
+    OLD_STORE = "old store"
+    SUPERSEDED = "superseded"
+    OLD_BROKER = "old broker"
+    NO_REPORT = "no report"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why it is not done, for the program and for a person. `retry`: it may be once something else has happened by itself."""
+
+    reason: Reason
+    sentence: str
+    retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """All `writes` if all `compares` hold, else none."""
+
+    compares: tuple[Compare, ...]
+    writes: tuple[Write, ...]
+
+
+def join(parts: Sequence[Transaction]) -> Transaction:
+    """The parts as one. What several compare is compared once; they write different keys."""
+    compares = dict.fromkeys(compare for part in parts for compare in part.compares)
+    return Transaction(tuple(compares), tuple(write for part in parts for write in part.writes))
+
+
+def batches(parts: Iterable[Transaction], common: Transaction) -> list[tuple[int, Transaction]]:
+    """The parts, joined in order to as few transactions as fit, each with `common`; with the number of parts in each."""
+    found: list[tuple[int, Transaction]] = []
+    taken: list[Transaction] = []
+    compares: set[Compare] = set(common.compares)
+    for part in parts:
+        wanted = compares.union(part.compares)
+        if taken and (len(taken) == SHARDS_PER_TRANSACTION or len(wanted) > OPERATIONS_MAX):
+            found.append((len(taken), join([common, *taken])))
+            taken, wanted = [], {*common.compares, *part.compares}
+        taken.append(part)
+        compares = wanted
+    if taken:
+        found.append((len(taken), join([common, *taken])))
+    return found
+
+
+# The controller
+
+
+def take_office(view: ClusterView, broker: str, lease: int) -> Transaction | Refusal:
+    """Become the controller under the broker's own lease. The create revision of the key is the term."""
+    registration = view.brokers.registration(broker)
+    if not registration:
+        return Refusal(Reason.NO_LEASE, f"Broker {broker} is not registered as alive.", retry=True)
+    key = view.keys.controller
+    return Transaction(
+        (Absent(key), unchanged(view, view.keys.broker(broker))),
+        (Put(key, encode(ControllerRecord(broker, registration), key), lease),),
+    )
+
+
+def resign(view: ClusterView, term: int) -> Transaction:
+    """Let another broker be the controller."""
+    return Transaction((ModRevision(view.keys.controller, term),), (Delete(view.keys.controller),))
+
+
+def in_office(view: ClusterView, term: int) -> Transaction:
+    """What every transaction of a controller compares: that it is in its term, and that the store did not go back."""
+    return Transaction((ModRevision(view.keys.controller, term), Absent(view.keys.frozen)), ())
+
+
+def place(view: ClusterView, shard: ShardId, record: ShardRecord, deleted: str) -> Transaction:
+    """A new shard, unless it is there or its stream was deleted. `deleted`: the key of that mark."""
+    assert record.epoch == 1 and record.isr == {
+        broker: view.nodes[broker].registration for broker in record.isr
+    }
+    key = view.keys.shard(shard)
+    return Transaction(
+        (Absent(key), Absent(deleted), *_nodes(view, record.isr)), (_put(view, shard, record),)
+    )
+
+
+def elect(view: ClusterView, shard: ShardId, election: str) -> Transaction | Refusal:
+    """A leader for the next epoch, from the members that surely have all that is committed; or, if there is none, the mark that nobody
+    leads. Compared is that the leader has stopped, and the start of each broker that is written into the record."""
+    record = view.shards[shard]
+    if not leader_has_stopped(view, record):
+        return Refusal(
+            Reason.STILL_LEADS, f"{record.leader} holds its lease and has not yielded.", retry=True
+        )
+    brokers = view.brokers
+    found = candidates(record, brokers)
+    if found:
+        after = membership.elected(record, found[0], brokers.registrations(), view.nodes, election)
+    elif record.leader:
+        after = membership.vacant(record)
+    else:
+        return Refusal(Reason.NOBODY_ELIGIBLE, why_vacant(view, shard), retry=True)
+    return Transaction(
+        (*_stopped(view, shard), *_nodes(view, after.isr if found else ())), (_put(view, shard, after),)
+    )
+
+
+def elect_longest(view: ClusterView, shard: ShardId, winner: str, election: str) -> Transaction | Refusal:
+    """After a power cut of an `interval` shard: the copy that goes on longest leads, and is marked as perhaps shorter than before."""
+    record = view.shards[shard]
+    if not (leader_has_stopped(view, record) and may_ask_for_ends(record, view.brokers)):
+        return Refusal(
+            Reason.CHANGED, "A member surely has all that is committed, or is not back yet.", retry=True
+        )
+    registration = view.brokers.registration(winner)
+    after = membership.elected_unclean(record, winner, registration, election)
+    return Transaction((*_stopped(view, shard), *_nodes(view, record.members())), (_put(view, shard, after),))
+
+
+def take_out_replaced(view: ClusterView, shard: ShardId) -> Transaction | Refusal:
+    """Remove the members whose folders were replaced from all sets."""
+    record = view.shards[shard]
+    after = membership.without_replaced(record, view.nodes)
+    if after == record:
+        return Refusal(Reason.CHANGED, "No member's folder was replaced.")
+    return Transaction(
+        (
+            unchanged(view, view.keys.shard(shard)),
+            *_nodes(view, record.members().keys() - after.members().keys()),
+        ),
+        (_put(view, shard, after),),
+    )
+
+
+def move(view: ClusterView, shard: ShardId, target: tuple[str, ...]) -> Transaction | Refusal:
+    """Lead the shard to the brokers `target`, the first of which is to lead, be they new or the replicas; () ends a move where it
+    stands."""
+    record = view.shards[shard]
+    after = msgspec.structs.replace(record, target=target)
+    strangers = after.members().keys() - {*after.replicas, *after.target}
+    if strangers:
+        return Refusal(
+            Reason.STILL_ALIVE,
+            f"{', '.join(sorted(strangers))} came in with the move and must leave the sets first.",
+        )
+    if unknown := [broker for broker in target if not view.brokers.registration(broker)]:
+        return Refusal(Reason.NOT_REGISTERED, f"{', '.join(unknown)} is not alive.", retry=True)
+    if after == record or (target and len(target) < record.min):
+        return Refusal(Reason.CHANGED, "That is where it is, or too few for its min.")
+    return Transaction(
+        (unchanged(view, view.keys.shard(shard)), *_nodes(view, target)), (_put(view, shard, after),)
+    )
+
+
+def arrive(view: ClusterView, shard: ShardId) -> Transaction | Refusal:
+    """A move whose target is in sync and leads is done: the others are replicas no more."""
+    record = view.shards[shard]
+    if not membership.has_arrived(record):
+        return Refusal(Reason.CHANGED, "Its target is not in sync yet, or does not lead.", retry=True)
+    return Transaction(
+        (unchanged(view, view.keys.shard(shard)),), (_put(view, shard, membership.arrived(record)),)
+    )
+
+
+def remove(view: ClusterView, shard: ShardId, deleted: str, deleted_revision: int) -> Transaction:
+    """Forget a shard whose stream was deleted, as the mark `deleted` says."""
+    key = view.keys.shard(shard)
+    return Transaction((unchanged(view, key), ModRevision(deleted, deleted_revision)), (Delete(key),))
+
+
+# A shard's leader
+
+
+def change(
+    view: ClusterView, shard: ShardId, leader: str, before: ShardRecord, revision: int, after: ShardRecord
+) -> Transaction | Refusal:
+    """The leader's change of sets, min, durability, or its word that it yields: `before`, as read at `revision`, becomes `after`.
+
+    Compared are the record, the leader's own lease and registration, and the start of each member that is newly written. `after` may be
+    equal to `before`: that settles an earlier change whose answer was lost.
+    """
+    assert _leaders_part(before) == _leaders_part(after), (
+        "a leader changes sets, min and durability, and yields"
+    )
+    registration = before.isr.get(leader)
+    if before.leader != leader or has_yielded(before):
+        return Refusal(Reason.NOT_LEADER, f"{leader} does not lead epoch {before.epoch}, or has yielded it.")
+    if registration is None or view.brokers.registration(leader) != registration:
+        return Refusal(
+            Reason.NO_LEASE,
+            f"{leader} is not alive under the registration that it was elected with.",
+            retry=True,
+        )
+    written = {member for member, number in after.isr.items() if before.isr.get(member) != number}
+    if after.durability != before.durability:
+        written = set(after.isr)
+    for member in written:
+        node = view.nodes.get(member)
+        if node is None or node.registration != after.isr[member]:
+            return Refusal(
+                Reason.NOT_REGISTERED, f"{member} was started again since it was seen in sync.", retry=True
+            )
+    return Transaction(
+        (
+            ModRevision(view.keys.shard(shard), revision),
+            unchanged(view, view.keys.broker(leader)),
+            Absent(view.keys.frozen),
+            *_nodes(view, written),
+        ),
+        (_put(view, shard, after),),
+    )
+
+
+def _leaders_part(record: ShardRecord) -> ShardRecord:
+    return msgspec.structs.replace(record, isr={}, elr={}, failed={}, min=1, durability="fsync", yielded=None)
+
+
+# An operator
+
+
+def recover(
+    view: ClusterView,
+    shard: ShardId,
+    winner: str,
+    dead: Collection[str],
+    election: str,
+    *,
+    silent_ms: Mapping[str, int],
+    detached_ms: int,
+    powered_off: bool = False,
+) -> Transaction | Refusal:
+    """Elect outside the rules, accepting loss: `winner` leads although it may lack what was committed.
+
+    `dead`: the members whose data is given up; all but `winner` must be named, and none may be alive. `silent_ms`: for how long each has
+    had no lease; a leader may go on committing until `detached_ms` after it lost its own, unless it is `powered_off`.
+    """
+    record = view.shards[shard]
+    if record.stream.startswith("felix/system/audit"):
+        return Refusal(
+            Reason.SYSTEM_AUDIT,
+            "The audit log is never led by a copy that may lack leaves: it would be a second history.",
+        )
+    if not leader_has_stopped(view, record):
+        return Refusal(Reason.STILL_LEADS, f"{record.leader} leads the shard.")
+    given_up = sorted(record.members().keys() - {winner})
+    if missing := [member for member in given_up if member not in dead]:
+        return Refusal(
+            Reason.NOT_NAMED,
+            f"{', '.join(missing)} may have all that is committed and must be named as lost, too.",
+        )
+    if alive := [member for member in given_up if member in view.alive]:
+        return Refusal(
+            Reason.STILL_ALIVE, f"{', '.join(alive)} may have all that is committed, and is alive."
+        )
+    early = [member for member in given_up if silent_ms.get(member, 0) < detached_ms]
+    if early and not powered_off:
+        return Refusal(
+            Reason.TOO_EARLY,
+            f"{', '.join(early)} may still commit what would be lost: a leader that is cut off stops {detached_ms} ms after its lease.",
+            retry=True,
+        )
+    registration = view.brokers.registration(winner)
+    if not registration or winner not in {*record.replicas, *record.target}:
+        return Refusal(Reason.NOT_REGISTERED, f"{winner} is no living replica of the shard.", retry=True)
+    after = membership.elected_unclean(record, winner, registration, election)
+    return Transaction(
+        (
+            *_stopped(view, shard),
+            *_nodes(view, [winner]),
+            *(Absent(view.keys.broker(member)) for member in given_up),
+            Absent(view.keys.frozen),
+        ),
+        (_put(view, shard, after),),
+    )
+
+
+def freeze(view: ClusterView, broker: str, why: str) -> Transaction:
+    """Say that the store went back: nothing is placed or elected until it has been reconciled."""
+    key = view.keys.frozen
+    return Transaction((Absent(key),), (Put(key, encode(FrozenRecord(broker, why), key)),))
+
+
+def went_back(known: tuple[int, str], record: ShardRecord) -> bool:
+    """Whether a record that is read now is of an earlier state than `known`, epoch and election id of a log or of an earlier record."""
+    epoch, election = known
+    return record.epoch < epoch or (record.epoch == epoch and record.election != election)
+
+
+def reconcile(
+    view: ClusterView,
+    shard: ShardId,
+    ends: Mapping[str, LogEnd],
+    election: str,
+    *,
+    without: Collection[str] = (),
+) -> Transaction | Refusal:
+    """After the store went back: the copies that go on longest lead, in an epoch above all that were seen.
+
+    `ends`: what each broker that may have the shard said of its copy; of each that was ever registered one is needed, but those that the
+    operator gives up (`without`). The mark of the frozen region is removed once all shards are reconciled (`thaw`).
+    """
+    record = view.shards[shard]
+    brokers = view.brokers
+    current = {
+        broker: end for broker, end in ends.items() if end.registration == brokers.registration(broker)
+    }
+    if missing := sorted(view.nodes.keys() - current.keys() - set(without)):
+        return Refusal(
+            Reason.NO_REPORT, f"{', '.join(missing)} has not said how far its copy goes.", retry=True
+        )
+    copies = {broker: end for broker, end in current.items() if end.last_epoch or end.end > (0, 0)}
+    epoch = max([record.epoch, *(end.last_epoch for end in copies.values())]) + RECONCILE_GAP
+    if epoch > EPOCH_MAX:
+        return Refusal(Reason.CHANGED, f"No epoch is left above {epoch - RECONCILE_GAP}.")
+    best = max(((end.last_epoch, end.end) for end in copies.values()), default=None)
+    longest = [broker for broker, end in sorted(copies.items()) if (end.last_epoch, end.end) == best]
+    if not longest:
+        longest = [broker for broker in record.replicas if broker in current]
+    if not longest:
+        return Refusal(Reason.NOBODY_ELIGIBLE, "No broker that is alive has a copy.", retry=True)
+    leader = next((broker for broker in record.replicas if broker in longest), longest[0])
+    # One epoch that was elected twice, before and after the store went back, has two contents.
+    winners = [broker for broker in longest if current[broker].election == current[leader].election]
+    replicas = tuple(dict.fromkeys([*record.replicas, *winners]))
+    after = msgspec.structs.replace(
+        membership.elected_unclean(record, leader, current[leader].registration, election, epoch=epoch),
+        isr={broker: current[broker].registration for broker in winners},
+        replicas=replicas,
+        target=(),
+    )
+    return Transaction(
+        (
+            unchanged(view, view.keys.shard(shard)),
+            unchanged(view, view.keys.frozen),
+            *_nodes(view, current),
+        ),
+        (_put(view, shard, after),),
+    )
+
+
+def thaw(view: ClusterView) -> Transaction:
+    """The region was reconciled: place and elect again."""
+    return Transaction((unchanged(view, view.keys.frozen),), (Delete(view.keys.frozen),))
+
+
+def leader_has_stopped(view: ClusterView, record: ShardRecord) -> bool:
+    """As `election.has_stopped`; where what the leader says of itself cannot be read, such as a later version's word, it has not."""
+    is_told = not record.leader or view.keys.broker(record.leader) not in view.unreadable
+    return is_told and has_stopped(record, view.alive)
+
+
+def why_vacant(view: ClusterView, shard: ShardId) -> str:
+    """Why nobody can lead the shard, member by member, for a person."""
+    record, brokers = view.shards[shard], view.brokers
+    reasons = []
+    for member, recorded in sorted(record.members().items()):
+        registration, node = brokers.registration(member), view.nodes.get(member)
+        if membership.is_replaced(node, recorded):
+            why = "has another folder"
+        elif not registration:
+            why = "is not alive"
+        elif record.failed.get(member) == registration or (
+            member in record.failed and record.durability == "interval"
+        ):
+            why = "has a copy that failed"
+        else:
+            why = "may have lost what was not synced"
+        reasons.append(f"{member} {why}")
+    return (
+        f"{record.stream} shard {shard.number}: "
+        + ("; ".join(reasons) or "no copy has all that is committed")
+        + "."
+    )
+
+
+def _stopped(view: ClusterView, shard: ShardId) -> tuple[Compare, ...]:
+    """The record as it was read, and that its leader has stopped leading."""
+    record = view.shards[shard]
+    compares: tuple[Compare, ...] = (unchanged(view, view.keys.shard(shard)),)
+    if record.leader and not has_yielded(record):
+        compares += (unchanged(view, view.keys.broker(record.leader)),)
+    return compares
+
+
+def _nodes(view: ClusterView, brokers: Iterable[str]) -> tuple[Compare, ...]:
+    """That these brokers have not been started again, and have the folders that were seen."""
+    return tuple(unchanged(view, view.keys.node(broker)) for broker in sorted(brokers))
+
+
+def unchanged(view: ClusterView, key: str) -> Compare:
+    """That the key is as it is known in `view`."""
+    revision = view.revision_of(key)
+    return ModRevision(key, revision) if revision else Absent(key)
+
+
+def _put(view: ClusterView, shard: ShardId, record: ShardRecord) -> Put:
+    key = view.keys.shard(shard)
+    return Put(key, encode(record, key))

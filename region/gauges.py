@@ -1,0 +1,129 @@
+"""What a broker shows of itself: numbers with their limits, for metrics and the health page. Read on any thread."""
+
+from __future__ import annotations
+
+from felix.errors import FelixError
+from felix.transport.intake import HELD_BYTES_MAX
+from felix.transport.port import Listener
+from region.broker import Broker
+from region.cache.service import CacheService
+from region.governance import Governance
+from region.log.directory import LogDirectory
+from region.queue.service import QueueService
+from region.subscriptions.service import SubscriptionService
+from region.transactions.coordinator import OPEN_MAX, Coordinator
+
+
+class BrokerGauges:
+    """One per broker."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        directory: LogDirectory,
+        governance: Governance,
+        caches: CacheService,
+        queues: QueueService,
+        subscriptions: SubscriptionService,
+        transactions: Coordinator,
+        listener: Listener,
+    ) -> None:
+        self._broker = broker
+        self._directory = directory
+        self._governance = governance
+        self._caches = caches
+        self._queues = queues
+        self._subscriptions = subscriptions
+        self._transactions = transactions
+        self._listener = listener
+
+    def values(self) -> dict[str, float]:
+        """Of the broker as a whole, by name."""
+        status = self._governance.trail.status()
+        return {
+            **self._broker.gauges(),
+            **self._subscriptions.gauges(),
+            **self._listener_gauges(),
+            "offload_cache_bytes": self._directory.fetched_bytes,
+            "offload_cache_bytes_limit": self._directory.fetched_bytes_max,
+            "offload_refused": self._broker.streams.offload_refused,
+            "audit_leaves": status.durable,
+            "audit_checkpoint_leaves": status.checkpoint,
+            "audit_cosigned_leaves": status.cosigned,
+            "audit_pending_bytes": status.pending_bytes,
+            "audit_failed": float(bool(status.failure)),
+            **self._governance.witnessing.gauges(),
+            "transactions_open": self._transactions.open_count,
+            "transactions_open_limit": OPEN_MAX,
+            "transactions_owed": self._transactions.owed_count,
+            "transactions_committed": self._transactions.committed,
+            "transactions_aborted": self._transactions.aborted,
+            "transactions_timed_out": self._transactions.timed_out,
+        }
+
+    def _listener_gauges(self) -> dict[str, float]:
+        """Connections, those that have not authenticated yet, and what was read and not processed yet, with their limits."""
+        listener, limits = self._listener, self._broker.transport_limits
+        return {
+            "connections": listener.connection_count,
+            "connections_limit": limits.connections_max,
+            "strangers": listener.stranger_count,
+            "strangers_limit": limits.handshakes_pending_max,
+            "stranger_bytes": listener.stranger_bytes,
+            "stranger_bytes_limit": limits.strangers_bytes_max,
+            "strangers_evicted": listener.strangers_evicted,
+            "intake_bytes": listener.intake_bytes,
+            "intake_bytes_limit": HELD_BYTES_MAX,
+            "intake_dropped_bytes": listener.intake_dropped_bytes,
+        }
+
+    def shards(self) -> list[tuple[str, int, dict[str, float]]]:
+        """Of each shard: stream, number, values by name."""
+        found: list[tuple[str, int, dict[str, float]]] = []
+        for stream in self._broker.streams:
+            for number, shard in stream.replicas.items():
+                if isinstance(shard, FelixError):
+                    found.append((str(stream.name), number, {"stopped": 1.0}))
+                    continue
+                counters = shard.counters
+                values: dict[str, float] = {
+                    "log_start_offset": shard.log_start_offset,
+                    "high_watermark": shard.high_watermark,
+                    "disk_bytes": shard.disk_bytes,
+                    "ring_bytes": shard.ring_bytes,
+                    "ring_bytes_limit": shard.settings.ring_bytes_max,
+                    "pending_bytes": shard.pending_bytes,
+                    "pending_bytes_limit": shard.settings.pending_bytes_max,
+                    "appended_batches": counters.batches,
+                    "appended_records": counters.records,
+                    "appended_bytes": counters.appended_bytes,
+                    "syncs": counters.syncs,
+                    "sync_seconds": counters.sync_ns / 1e9,
+                    "segments": shard.segment_count,
+                    "segments_deleted": counters.segments_deleted,
+                    "remote_bytes": shard.remote_bytes,
+                    "offload_waiting_bytes": shard.offload_waiting_bytes,
+                    "offloaded_segments": counters.offloaded_segments,
+                    "offloaded_bytes": counters.offloaded_bytes,
+                    "offload_failed": counters.offload_failed,
+                    "fetched_segments": counters.fetched_segments,
+                    "fetched_bytes": counters.fetched_bytes,
+                    "dirty_bytes": shard.dirty_bytes,
+                    "compacted_to": shard.compacted_to,
+                    "compactions": counters.compactions,
+                    "compactions_failed": counters.compactions_failed,
+                    "compaction_read_bytes": counters.compaction_read_bytes,
+                    "compaction_written_bytes": counters.compaction_written_bytes,
+                    "compaction_removed_records": counters.compaction_removed_records,
+                    "compaction_seconds": counters.compaction_ns / 1e9,
+                    "stopped": float(shard.failure is not None),
+                    **self._caches.stats(stream, number),
+                }
+                deduplication = shard.settings.deduplication
+                if deduplication is not None:
+                    values["message_ids"] = shard.message_ids
+                    values["message_ids_limit"] = deduplication.ids_max
+                    values["repeated_ids"] = counters.repeated_ids
+                values |= self._queues.gauges(stream.name, number)
+                found.append((str(stream.name), number, values))
+        return found

@@ -1,0 +1,73 @@
+"""What a log refuses, and why: offsets that it does not hold, segments that are elsewhere, disks that are full or failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from felix.errors import Code, RequestError, UnavailableError
+from felix.storage.port import is_full
+from region.log.segment_state import SegmentState
+
+FULL_RETRY_MS: Final = 250
+"""While the disk is full, one append in this time is let through to find out whether there is room."""
+
+
+class OffsetOutOfRangeError(RequestError):
+    """The offset is not in the log: `first_offset` is the oldest one held, `next_offset` the one to come."""
+
+    default_code = Code.OFFSET_OUT_OF_RANGE
+
+    def __init__(self, offset: int, first_offset: int, next_offset: int) -> None:
+        super().__init__(
+            f"Offset {offset} is not in the log, which holds {first_offset} to {next_offset}.",
+            hint=f"Go on from {first_offset}; what was before it is gone."
+            if offset < first_offset
+            else f"The next record will be {next_offset}.",
+        )
+        self.offset = offset
+        self.first_offset = first_offset
+        self.next_offset = next_offset
+
+
+class NotLocalError(Exception):
+    """The segment is in a store only, and no copy of it is fetched: fetch it, and read again."""
+
+    def __init__(self, segment: SegmentState) -> None:
+        super().__init__(str(segment.path))
+        self.segment = segment
+
+
+class StorageFailedError(UnavailableError):
+    """A sync failed, or a write left the file in an unknown state: this log must not be used any more."""
+
+    default_code = Code.SHARD_STOPPED
+
+
+def disk_full() -> UnavailableError:
+    """The answer to a write that found no room."""
+    return UnavailableError(
+        "The disk is full: nothing was written.",
+        code=Code.DISK_FULL,
+        hint="Free some room or shorten the stream's retention; writing resumes by itself.",
+        retry_after_ms=FULL_RETRY_MS,
+    )
+
+
+def storage_error(error: OSError, folder: Path) -> UnavailableError:
+    """What an OSError in a shard's folder means to the callers above."""
+    if is_full(error):
+        return disk_full()
+    return StorageFailedError(
+        f"{error.filename or folder} cannot be used: {error.strerror or error}.",
+        hint="Look after the disk or its permissions, then restart the broker.",
+    )
+
+
+def compacted(segment: SegmentState, offset: int) -> RequestError:
+    """The answer to whoever asks for frames of a segment that compaction wrote: it has holes, and no positions."""
+    return RequestError(
+        f"What follows offset {offset} was compacted up to {segment.next_offset}.",
+        code=Code.UNSUPPORTED,
+        hint="Copy the closed segments, and go on behind them.",
+    )

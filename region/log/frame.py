@@ -1,0 +1,47 @@
+"""What a log writes as one entry, and what it reads: batches as they stand, sealed. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from felix.batch import Batch, BatchHeader, body_checksum
+from region.log.segment import ANNOTATION_BYTES_MAX
+
+
+class Frame(NamedTuple):
+    """What `write` puts into the file as one entry, and what is the same on every copy of a log. The batch, if any, is sealed and
+    carries its final header.
+
+    Without batch and annotation it frees the slot.
+    """
+
+    batch: Batch | None
+    base_offset: int
+    leader_epoch: int
+    slot: int = 0
+    annotation: bytes = b""
+
+
+class SealedBatch(NamedTuple):
+    """A batch as it stands on disk; `data` is header and body."""
+
+    header: BatchHeader
+    data: memoryview
+
+
+def misfit(frame: Frame, offset: int, shard: int) -> str:
+    """Why a frame of another copy cannot stand at `offset` of this shard; empty where it can."""
+    if frame.base_offset != offset:
+        return "they do not follow each other"
+    if len(frame.annotation) > ANNOTATION_BYTES_MAX:
+        return f"its annotation has {len(frame.annotation)} bytes"
+    if frame.batch is None:
+        return ""
+    header, body = frame.batch.header, frame.batch.body
+    if (header.base_offset, header.leader_epoch) != (offset, frame.leader_epoch):
+        return "its batch's header is of another place"
+    if header.shard != shard:
+        return f"its batch is of shard {header.shard}"
+    if len(body) != header.body_length or body_checksum(body) != header.body_checksum:
+        return "its body's checksum does not hold"
+    return ""

@@ -1,0 +1,97 @@
+"""The entries of a segment's file, one after another, and what each of them changes: annotations and producers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from felix.batch import BatchHeader
+from felix.errors import CorruptionError
+from felix.storage.port import Files
+from region.log.producers import ProducerTable, Remembered
+from region.log.segment import (
+    ENTRY_BYTES_MAX,
+    EntryIncompleteError,
+    SegmentEntry,
+    SegmentHeader,
+    scan_window,
+)
+
+WINDOW_BYTES: Final = 4 * ENTRY_BYTES_MAX
+"""Read at once while scanning: a few of the largest entries, so memory stays bounded whatever a segment holds."""
+
+
+def annotate(annotations: dict[int, bytes], slot: int, annotation: bytes, *, alone: bool) -> None:
+    """Let an entry's annotation count. An entry that stands `alone`, without a batch, and has no bytes frees its slot."""
+    if annotation:
+        annotations[slot] = annotation
+    elif alone:
+        annotations.pop(slot, None)
+
+
+def count_batch(producers: ProducerTable, header: BatchHeader) -> None:
+    """Let a batch of the log count for its producer."""
+    producers.settle(header.base_offset)
+    producers.record(
+        header.producer_id,
+        Remembered(
+            header.producer_epoch,
+            header.base_sequence,
+            header.base_sequence + header.records,
+            header.base_offset,
+            header.append_time_ms,
+        ),
+    )
+
+
+def damaged(path: Path, position: int, offset: int, what: str) -> CorruptionError:
+    """The error that names file, position and offset."""
+    return CorruptionError(
+        f"Damage in {path} at byte {position} (offset {offset}): {what}.",
+        hint="The shard does not serve. Restore the file from a replica or a backup; nothing was changed.",
+    )
+
+
+def scan_file(
+    files: Files, descriptor: int, segment: SegmentHeader, start: int, end: int, *, verify_bodies: bool
+) -> Iterator[SegmentEntry]:
+    """Every entry from `start` on, window by window. Raises EntryDamagedError where one is not whole before `end`."""
+    for entry, _ in scan_bytes(files, descriptor, segment, start, end, verify_bodies=verify_bodies):
+        yield entry
+
+
+def scan_bytes(
+    files: Files,
+    descriptor: int,
+    segment: SegmentHeader,
+    start: int,
+    end: int,
+    *,
+    verify_bodies: bool,
+    window_bytes: int = WINDOW_BYTES,
+) -> Iterator[tuple[SegmentEntry, memoryview]]:
+    """As `scan_file`, with each entry's bytes; of a body that was not verified perhaps only a part. `window_bytes`, read at a time,
+    hold the largest entry."""
+    position = start
+    while position < end:
+        window = files.pread(descriptor, min(window_bytes, end - position), position)
+        if not window:
+            raise EntryIncompleteError("the file is shorter than it was", 1)
+        entries, stopped = scan_window(
+            window, at=position, salt=segment.salt, shard=segment.identity.shard, verify_body=verify_bodies
+        )
+        view, begin = memoryview(window), position
+        for entry in entries:
+            if entry.end > end:
+                raise EntryIncompleteError(
+                    f"{end - entry.position} bytes of an entry's {entry.length}", entry.length
+                )
+            yield entry, view[entry.position - begin : entry.end - begin]
+            position = entry.end
+        # An entry that only the window cuts off stands whole at the beginning of the next one.
+        cut_by_window = (
+            isinstance(stopped, EntryIncompleteError) and entries and position + stopped.needed <= end
+        )
+        if stopped and not cut_by_window:
+            raise stopped

@@ -1,0 +1,104 @@
+"""A broker's replica of one shard, leading or following: `ReplicaCore.step(event, now)`. Pure.
+
+It brings each event to the core that it concerns, in the order in which the two must hear it: the fence first, then the leader, which
+gives up an epoch that is over, then the follower.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from region.replication.follower import FollowerCore
+from region.replication.leader import LeaderCore
+from region.replication.messages import FromFollower
+from region.replication.ready import DiskFailed, Keep, Ready, Received, RecordRead, Send, Synced, Tick
+from region.replication.replica import Replica
+
+KEEP_MS: Final = 1_000
+"""The commit point that stands in the folder is at most so old: after a start, F3 goes by it."""
+
+
+class ReplicaCore:
+    """See the module. `replica` is what both sides stand on; nobody else changes it."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.leader = LeaderCore(replica)
+        self.follower = FollowerCore(replica)
+        self._revision = 0
+        self._as_of = 0
+        self._kept_ms = 0
+        self._alarmed = ""
+
+    def step(self, event: object, now: int) -> Ready:
+        """One event at `now` (ms of a clock that does not go back)."""
+        ready = Ready()
+        kind = type(event)
+        if kind is Synced:
+            assert isinstance(event, Synced)
+            log = self.replica.logs[event.log]
+            if not log.synced(event.point, event.cuts):
+                return ready
+        elif kind is RecordRead:
+            assert isinstance(event, RecordRead)
+            if not self._take_record(event):
+                return self._done(ready)
+        elif kind is Received:
+            assert isinstance(event, Received)
+            if not self._revision:
+                return ready
+            message = event.message
+            if message.epoch:
+                self.replica.fence.meet(message.epoch, message.election)
+            if isinstance(message, FromFollower):
+                self.leader.step(event, now, ready)
+                return self._done(ready)
+        elif kind is Tick:
+            self._keep(now, ready)
+        led = self.leader.leads
+        self.leader.step(event, now, ready)
+        if kind is DiskFailed:
+            assert isinstance(event, DiskFailed)
+            if not led:
+                self.follower.step(event, now, ready)
+            self.replica.failed = event.why
+        elif not self.leader.leads:
+            self.follower.step(event, now, ready)
+        elif kind is Received:
+            assert isinstance(event, Received)
+            if self.replica.fence.stale(event.message.epoch):
+                ready.send.append(Send(event.peer, self.replica.stale_answer()))
+        elif self.follower.leader:
+            self.follower.leave()
+        return self._done(ready)
+
+    def _take_record(self, event: RecordRead) -> bool:
+        """R7: nothing older than this broker's registration says anything to it. Reads come in the store's order: revisions that fall
+        are those of a store that went back (R10)."""
+        if event.as_of < self._as_of:
+            self.replica.fence.freeze(
+                f"the store was at revision {self._as_of} and is at {event.as_of}: it went back"
+            )
+        if event.as_of < self.replica.registered_at or event.revision < self._revision:
+            return False
+        self._as_of = event.as_of
+        self._revision = event.revision
+        self.replica.fence.read(event.record)
+        return True
+
+    def _keep(self, now: int, ready: Ready) -> None:
+        if now - self._kept_ms < KEEP_MS:
+            return
+        self._kept_ms = now
+        for log in self.replica.logs.values():
+            if log.kept < log.commit:
+                log.kept = log.commit
+                ready.keep.append(Keep(log.number, log.commit))
+
+    def _done(self, ready: Ready) -> Ready:
+        frozen = self.replica.fence.frozen
+        if frozen and not self._alarmed:
+            self._alarmed = frozen
+            ready.alarms.append(frozen)
+            self.leader.step(None, 0, ready)
+        return ready

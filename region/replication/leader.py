@@ -1,0 +1,806 @@
+"""What the leader of a shard decides: `LeaderCore.step(event, now)` gives a `Ready`. Pure: no clock, no loop, no network, no callback.
+
+    IDLE -> ELECTED -> PREPARING -> SERVING, and from each of them -> YIELDED -> IDLE, or -> IDLE
+
+- ELECTED: the record names this broker under its own registration, for an epoch that this process never led (N0). It has all logs synced and the
+  epoch begun on the disk (N1), and answers nobody before.
+- PREPARING: followers are placed (N2). What was held at the election is being committed.
+- SERVING: all that was held at the election is committed (N3). Appends are taken while enough members are in sync (L4).
+- YIELDED: it has stopped for good in this epoch, and writes so until a later record is read.
+
+What is committed (R1): in every record that may stand, every member of `isr` has it durable under the registration recorded there, there are
+at least `min` of them, and `elr` is empty. This needs no lease: a successor is one of these members, and refuses this epoch once it knows of
+its own. It ends DETACHED_MS after the lease (R12).
+
+Invariants (asserted after each step in the simulator): the commit point never falls and never exceeds what is durable here; a
+follower's frames in flight are within IN_FLIGHT_GROUPS_MAX and IN_FLIGHT_BYTES_MAX.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from region.cluster.membership import (
+    is_target_in_sync,
+    with_expanded,
+    with_min,
+    with_shrunk,
+    with_yield,
+    without,
+)
+from region.cluster.records import CANNOT_SERVE, ShardRecord, YieldReason
+from region.cluster.registration import LEASE_MARGIN_MS
+from region.log.point import LogPoint
+from region.replication.history import EpochStart, Parting, parting
+from region.replication.messages import (
+    Action,
+    Append,
+    Commit,
+    Durable,
+    Follow,
+    Frame,
+    LogPlace,
+    Placed,
+    Placement,
+    Probe,
+    Status,
+)  # fmt: skip
+from region.replication.ready import (
+    Begin,
+    Begun,
+    DiskFailed,
+    FramesRead,
+    Lease,
+    Linked,
+    Living,
+    MinWanted,
+    Outcome,
+    Read,
+    Ready,
+    Received,
+    RecordRead,
+    Send,
+    SwapAnswered,
+    Sync,
+    Synced,
+    Tick,
+    Trimmed,
+    Written,
+    YieldAsked,
+)  # fmt: skip
+from region.replication.replica import Log, Replica
+from region.replication.standing import Standing
+
+TICK_MS: Final = 100
+"""How often time is looked at: a fifth of the shortest of the times below."""
+REPLICA_LAG_MS: Final = 2_000
+"""A member that has not been caught up for so long leaves the in-sync set: the longest that one slow follower holds up a commit."""
+LINK_DOWN_MS: Final = 1_000
+"""A member whose link is down for so long leaves: nothing reaches it, and a reconnection takes less."""
+PROBE_MS: Final = 500
+"""A follower that was sent something and has not answered for so long is asked to ask again."""
+SWAP_RETRY_MS: Final = 500
+"""Between two tries of a swap: the store answers within milliseconds, or is away."""
+EXPAND_BACKOFF_MS: Final = 5_000
+"""A member that left is let in again after this, times how often it left; a link that flaps would change the record each second."""
+EXPAND_BACKOFF_MS_MAX: Final = 60_000
+HUNG_MS: Final = 10_000
+"""A sync that has not returned for so long never will."""
+BELOW_MIN_MS: Final = 5_000
+"""A leader below `min` for so long, while missing members are alive, gives somebody else the chance."""
+UNREACHABLE_PAUSE_MS: Final = 60_000
+"""Between two yields for that reason: where nobody reaches anybody, shards would go in circles."""
+DETACHED_MS: Final = 900_000
+"""Commits go on for a quarter of an hour without the store: longer than restarts of etcd, shorter than an operator's patience with
+a shard that he has to recover from elsewhere."""
+IN_FLIGHT_GROUPS_MAX: Final = 32
+"""Groups of frames sent to a follower and not acknowledged: some syncs' worth. Behind that it reads from the leader's log."""
+IN_FLIGHT_BYTES_MAX: Final = 8 << 20
+"""Bytes of them: four of the largest groups."""
+APPEND_BYTES_MAX: Final = 2 << 20
+"""Frames of one message."""
+
+
+class Phase(Enum):
+    """Where a leader is; see the module."""
+
+    IDLE = "idle"
+    ELECTED = "elected"
+    PREPARING = "preparing"
+    SERVING = "serving"
+    YIELDED = "yielded"
+
+
+@dataclass(slots=True)
+class FollowerLog:
+    """A follower's copy of one log, as far as its leader knows. `durable`: acknowledged since it was placed. `sent`: frames up to there
+    were sent. `told`: the commit point that it was told. `reading`: frames are being read for it."""
+
+    durable: LogPoint
+    sent: LogPoint
+    told: LogPoint
+    reading: bool = False
+    flight: deque[tuple[LogPoint, int]] = field(default_factory=deque)
+    flight_bytes: int = 0
+
+    def fly(self, end: LogPoint, size: int) -> None:
+        """Frames up to `end` are on their way."""
+        self.flight.append((end, size))
+        self.flight_bytes += size
+        self.sent = end
+
+    def land(self, point: LogPoint) -> None:
+        """It has all up to `point`."""
+        self.durable = max(self.durable, point)
+        while self.flight and self.flight[0][0] <= point:
+            self.flight_bytes -= self.flight.popleft()[1]
+
+    def has_room(self) -> bool:
+        """Whether more may be sent."""
+        return len(self.flight) < IN_FLIGHT_GROUPS_MAX and self.flight_bytes < IN_FLIGHT_BYTES_MAX
+
+
+@dataclass(slots=True)
+class Follower:
+    """A follower, as far as its leader knows in this epoch. `logs`: empty until it was placed. `caught_up_ms`: it had then all that
+    the log had then. `mark`: where the logs ended at `mark_ms`; once it has that, it was caught up then. `goal`: once it has that, it may be let in (R3).
+    `joined`: the record has it in sync; `left`: how often it stopped being so. `acknowledged`: how far it did so under `folder`."""
+
+    caught_up_ms: int
+    registration: int = 0
+    ask: int = 0
+    folder: str = ""
+    logs: dict[int, FollowerLog] = field(default_factory=dict)
+    heard_ms: int = 0
+    probed_ms: int = 0
+    down_since: int = -1
+    mark: dict[int, LogPoint] = field(default_factory=dict)
+    mark_ms: int = 0
+    goal: dict[int, LogPoint] = field(default_factory=dict)
+    joined: bool = False
+    left: int = 0
+    back_after_ms: int = 0
+    acknowledged: dict[int, LogPoint] = field(default_factory=dict)
+    lost: bool = False
+
+    def has(self, points: dict[int, LogPoint]) -> bool:
+        """Whether it has acknowledged all these."""
+        return all(
+            (log := self.logs.get(number)) is not None and log.durable >= point
+            for number, point in points.items()
+        )
+
+
+class LeaderCore:
+    """Of one shard on one broker, for all epochs that it leads."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.phase = Phase.IDLE
+        self.epoch = 0
+        self.election = ""
+        self.standing: Standing | None = None
+        self.held: dict[int, LogPoint] = {}
+        """per log, its end at the election"""
+        self.followers: dict[str, Follower] = {}
+        self._attempts = 0
+        self._swap_after_ms = 0
+        self._min_wanted = 0
+        self._lease_until_ms = 0
+        self._living: dict[str, int] = {}
+        self._below_since = -1
+        self._unreachable_ms = -UNREACHABLE_PAUSE_MS
+        self._yield: YieldReason | None = None
+        self._ticked_ms = -1
+
+    # -- what it answers -------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether an epoch is led, or was and is being given up."""
+        return self.phase is not Phase.IDLE
+
+    @property
+    def commits(self) -> bool:
+        """Whether the commit point may rise."""
+        return self.phase is Phase.PREPARING or self.phase is Phase.SERVING
+
+    def may_append(self) -> bool:
+        """Whether appends are taken: they could be committed with what is known (L4)."""
+        return self.phase is Phase.SERVING and self._enough()
+
+    def may_answer(self, now: int) -> bool:
+        """Whether what rests on no commit may be answered (L1)."""
+        return self.phase is Phase.SERVING and now < self._lease_until_ms - LEASE_MARGIN_MS
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def step(self, event: object, now: int, ready: Ready | None = None) -> Ready:
+        """One event at `now` (ms of a clock that does not go back). What is to be done is added to `ready` where it is given."""
+        ready = Ready() if ready is None else ready
+        fence = self.replica.fence
+        if self.leads and (fence.frozen or fence.stale(self.epoch)):
+            self._depose(ready)
+        handle = self._handlers.get(type(event))
+        if handle is not None:
+            handle(self, event, now, ready)
+        return ready
+
+    # -- elections -------------------------------------------------------------------------------------
+
+    def _read(self, event: RecordRead, now: int, ready: Ready) -> None:
+        record, standing = event.record, self.standing
+        if standing is not None:
+            if not self._names_us(record):
+                if event.revision > standing.revision:
+                    self._depose(ready)
+            elif standing.read(record, event.revision):
+                self._settled(now, ready)
+        if self.phase is Phase.IDLE and self._may_lead(record):
+            self._elect(record, event.revision, now, ready)
+
+    def _names_us(self, record: ShardRecord) -> bool:
+        """Whether the epoch that is led is still led by this broker."""
+        replica = self.replica
+        return (
+            (record.epoch, record.leader) == (self.epoch, replica.broker)
+            and record.yielded is None
+            and record.isr.get(replica.broker) == replica.registration
+        )
+
+    def _may_lead(self, record: ShardRecord) -> bool:
+        """N0, R6: elected under this very registration, and for an epoch that this process did not lead."""
+        replica = self.replica
+        return (
+            record.leader == replica.broker
+            and record.yielded is None
+            and record.isr.get(replica.broker) == replica.registration
+            and record.epoch == replica.fence.epoch
+            and record.epoch > replica.fence.led
+            and not replica.stopped
+            and not replica.copying
+        )
+
+    def _elect(self, record: ShardRecord, revision: int, now: int, ready: Ready) -> None:
+        replica = self.replica
+        replica.fence.led = record.epoch
+        self.phase = Phase.ELECTED
+        self.epoch, self.election = record.epoch, record.election
+        self.standing = Standing(record, revision, self._attempts)
+        self.followers = {}
+        self._below_since = -1
+        self._yield = None
+        self._ticked_ms = now
+        self.held = {number: log.end for number, log in replica.logs.items()}
+        for number, log in replica.logs.items():
+            start = EpochStart(self.epoch, self.election, log.end)
+            if log.history.last.epoch < self.epoch:
+                log.history.begin(start)
+            log.syncing_since = now
+            ready.begin.append(Begin(number, start))
+
+    def _begun(self, event: Begun, now: int, ready: Ready) -> None:
+        if self.phase is not Phase.ELECTED or event.epoch != self.epoch:
+            return
+        assert self.standing is not None
+        self.phase = Phase.PREPARING
+        for log in self.replica.logs.values():
+            log.durable, log.syncing_since = log.end, -1
+        for peer in self._members():
+            self._follower(peer, now)
+            ready.send.append(Send(peer, Probe(self.epoch, self.election)))
+        self._advance(ready)
+
+    def _depose(self, ready: Ready) -> None:
+        """The epoch is lost, or given up and known to be: nothing of it is answered any more."""
+        if self.standing is not None:
+            self._attempts = self.standing.attempts
+        self.phase = Phase.IDLE
+        self.standing = None
+        self.followers = {}
+        ready.deposed = True
+
+    def _stop(self, why: YieldReason, now: int, ready: Ready) -> None:
+        """Stop for good in this epoch, *then* write so."""
+        if self.phase is Phase.YIELDED:
+            # A disk that fails after a drain began must be told of, too.
+            if self._yield is not None and self._yield not in CANNOT_SERVE and why in CANNOT_SERVE:
+                self._yield = why
+            return
+        self.phase = Phase.YIELDED
+        self._yield = why
+        self.followers = {}
+        ready.deposed = True
+        self._change(now, ready)
+
+    # -- writing ---------------------------------------------------------------------------------------
+
+    def _written(self, event: Written, now: int, ready: Ready) -> None:
+        log = self.replica.logs[event.log]
+        assert event.prev == log.end, (event.prev, log.end)
+        log.take(event.frames, ())
+        size = sum(frame.size for frame in event.frames)
+        if self.phase is Phase.SERVING and size <= APPEND_BYTES_MAX:
+            for peer, follower in self.followers.items():
+                copy = follower.logs.get(event.log)
+                if copy is not None and copy.sent == event.prev and not copy.reading and copy.has_room():
+                    self._append(peer, follower, log, copy, event.frames, size, ready)
+        self._sync(log, now, ready)
+
+    def _sync(self, log: Log, now: int, ready: Ready) -> None:
+        if log.syncing_since < 0:
+            log.syncing_since = now
+        ready.sync.append(Sync(log.number, log.cuts))
+
+    def _synced(self, event: Synced, now: int, ready: Ready) -> None:
+        if self.commits:
+            self._advance(ready)
+
+    def _trimmed(self, event: Trimmed, now: int, ready: Ready) -> None:
+        log = self.replica.logs[event.log]
+        assert event.point <= log.commit
+        log.start = max(log.start, event.point)
+
+    def _disk_failed(self, event: DiskFailed, now: int, ready: Ready) -> None:
+        if self.leads:
+            self._stop(event.why, now, ready)
+
+    def _append(
+        self,
+        peer: str,
+        follower: Follower,
+        log: Log,
+        copy: FollowerLog,
+        frames: tuple[Frame, ...],
+        size: int,
+        ready: Ready,
+    ) -> None:
+        prev = copy.sent
+        ready.send.append(
+            Send(
+                peer,
+                Append(
+                    self.epoch,
+                    self.election,
+                    follower.registration,
+                    follower.ask,
+                    log.number,
+                    prev,
+                    log.history.epoch_before(prev),
+                    log.commit,
+                    log.start,
+                    log.history.within(prev, frames[-1].end),
+                    frames,
+                ),
+            )
+        )
+        copy.fly(frames[-1].end, size)
+        copy.told = log.commit
+
+    def _catch_up(self, peer: str, follower: Follower, log: Log, ready: Ready) -> None:
+        """Read for a follower what it lacks, where it has room and nothing is being read."""
+        copy = follower.logs[log.number]
+        if copy.sent < log.end and not copy.reading and copy.has_room():
+            copy.reading = True
+            ready.read.append(Read(peer, follower.ask, log.number, copy.sent, log.end, APPEND_BYTES_MAX))
+
+    def _frames_read(self, event: FramesRead, now: int, ready: Ready) -> None:
+        follower = self.followers.get(event.peer)
+        if follower is None or follower.ask != event.ask or event.log not in follower.logs:
+            return
+        copy, log = follower.logs[event.log], self.replica.logs[event.log]
+        copy.reading = False
+        if event.begin != copy.sent:
+            return
+        if not event.frames:
+            # Let go of since it was placed: it has to ask again, and will be told to copy.
+            self._forget(event.peer, follower, now, ready)
+            return
+        self._append(
+            event.peer, follower, log, copy, event.frames, sum(frame.size for frame in event.frames), ready
+        )
+        self._catch_up(event.peer, follower, log, ready)
+
+    # -- commits ---------------------------------------------------------------------------------------
+
+    def _enough(self) -> bool:
+        """Whether each record that may stand has its `min` members, and nobody set aside."""
+        assert self.standing is not None
+        return all(len(record.isr) >= record.min and not record.elr for record in self.standing.all)
+
+    def _held_by(self, member: str, registration: int, log: Log) -> LogPoint | None:
+        """How far this member has the log durable, under the registration that is recorded (R7); None: nothing is known."""
+        if member == self.replica.broker:
+            return log.durable if registration == self.replica.registration else None
+        follower = self.followers.get(member)
+        if follower is None or follower.registration != registration:
+            return None
+        copy = follower.logs.get(log.number)
+        return None if copy is None else copy.durable
+
+    def _committed(self, log: Log) -> LogPoint:
+        """R1: durable on every member of every record that may stand. The present commit point where that says no more."""
+        assert self.standing is not None
+        lowest: LogPoint | None = None
+        for record in self.standing.all:
+            for member, registration in record.isr.items():
+                held = self._held_by(member, registration, log)
+                if held is None or held <= log.commit:
+                    return log.commit
+                if lowest is None or held < lowest:
+                    lowest = held
+        return log.commit if lowest is None else lowest
+
+    def _advance(self, ready: Ready) -> None:
+        if not self.commits or not self._enough():
+            return
+        for log in self.replica.logs.values():
+            point = self._committed(log)
+            if point > log.commit:
+                log.commit = point
+                ready.committed.append(log.number)
+        if self.phase is Phase.PREPARING and self._prepared():
+            self.phase = Phase.SERVING
+        for number in ready.committed:
+            self._tell_commit(self.replica.logs[number], ready)
+
+    def _prepared(self) -> bool:
+        """N3: all that was held at the election is committed."""
+        return all(self.replica.logs[number].commit >= end for number, end in self.held.items())
+
+    def _tell_commit(self, log: Log, ready: Ready) -> None:
+        """Tell it to those whom no frames will tell."""
+        for peer, follower in self.followers.items():
+            copy = follower.logs.get(log.number)
+            if copy is not None and copy.sent == log.end and copy.told < log.commit:
+                copy.told = log.commit
+                ready.send.append(
+                    Send(
+                        peer,
+                        Commit(
+                            self.epoch,
+                            self.election,
+                            follower.registration,
+                            follower.ask,
+                            log.number,
+                            log.commit,
+                        ),
+                    )
+                )
+
+    # -- followers -------------------------------------------------------------------------------------
+
+    def _members(self) -> list[str]:
+        """All brokers that have the shard, or are to have it, but this one."""
+        assert self.standing is not None
+        record = self.standing.record
+        return [
+            broker
+            for broker in dict.fromkeys((*record.replicas, *record.target))
+            if broker != self.replica.broker
+        ]
+
+    def _follower(self, peer: str, now: int) -> Follower:
+        if peer not in self.followers:
+            assert self.standing is not None
+            in_sync = peer in self.standing.record.isr
+            self.followers[peer] = Follower(now, mark_ms=now, heard_ms=now, joined=in_sync)
+        return self.followers[peer]
+
+    def _forget(self, peer: str, follower: Follower, now: int, ready: Ready) -> None:
+        """Where it stands is not known any more: it is to ask again."""
+        follower.logs = {}
+        follower.goal = {}
+        follower.probed_ms = now
+        ready.send.append(Send(peer, Probe(self.epoch, self.election)))
+
+    def _received(self, event: Received, now: int, ready: Ready) -> None:
+        peer, message = event
+        if isinstance(message, Follow):
+            self._follow(peer, message, now, ready)
+        elif isinstance(message, Durable):
+            self._durable(peer, message, now, ready)
+
+    def _follow(self, peer: str, follow: Follow, now: int, ready: Ready) -> None:
+        if not self.commits or peer not in self._members():
+            return
+        follower = self._follower(peer, now)
+        if (follow.registration, follow.ask) <= (follower.registration, follower.ask):
+            return
+        if follow.registration != follower.registration:
+            follower.goal = {}
+        follower.registration, follower.ask = follow.registration, follow.ask
+        follower.logs = {}
+        follower.heard_ms = now
+        self._look_for_loss(peer, follower, follow, now, ready)
+        follower.folder = follow.folder
+        placements = []
+        for place in follow.logs:
+            placement = self._place(place)
+            if placement is None:
+                return
+            placements.append(placement)
+        if all(placement.action is Action.APPEND for placement in placements):
+            follower.logs = {
+                placement.log: FollowerLog(
+                    # R4, F8: an end that is only told counts for nothing; it is acknowledged once it has been compared.
+                    durable=LogPoint(-1),
+                    sent=placement.point,
+                    told=LogPoint(-1),
+                )
+                for placement in placements
+            }
+        ready.send.append(
+            Send(peer, Placed(self.epoch, self.election, follow.registration, follow.ask, tuple(placements)))
+        )
+        for number in follower.logs:
+            self._catch_up(peer, follower, self.replica.logs[number], ready)
+
+    def _place(self, place: LogPlace) -> Placement | None:
+        """What a follower has to do with a log that stands there. None: the store went back, and all has stopped."""
+        log = self.replica.logs[place.log]
+        point = parting(place.starts, place.complete, place.end, log.history, log.end)
+        if point is Parting.CONFLICT:
+            self.replica.fence.freeze("a follower has an epoch of another election: the store went back")
+            return None
+        if point is Parting.OLDER:
+            return Placement(place.log, Action.OLDER, place.starts[0].start, log.start)
+        assert isinstance(point, LogPoint)
+        if point < log.start or point < place.start:
+            return Placement(place.log, Action.COPY, log.start, log.start)
+        return Placement(place.log, Action.APPEND, point, log.start)
+
+    def _look_for_loss(self, peer: str, follower: Follower, follow: Follow, now: int, ready: Ready) -> None:
+        """R8: whoever ends below what it acknowledged in this epoch, in the same folder, has lost what it said was on its disk."""
+        if self.replica.durability != "fsync" or follower.folder != follow.folder:
+            follower.acknowledged = {}
+            return
+        for place in follow.logs:
+            if place.end < follower.acknowledged.get(place.log, place.end):
+                ready.alarms.append(f"{peer} has lost what it acknowledged of log {place.log}")
+                follower.acknowledged = {}
+                assert self.standing is not None
+                follower.lost = any(peer in record.members() for record in self.standing.all)
+                self._change(now, ready)
+                return
+
+    def _durable(self, peer: str, durable: Durable, now: int, ready: Ready) -> None:
+        follower = self.followers.get(peer)
+        if (
+            not self.commits
+            or follower is None
+            or not self._is_of_its_last_question(follower, durable)
+            or durable.log not in follower.logs
+            or durable.status is Status.STALE
+        ):
+            return
+        if durable.status is Status.FAILED:
+            follower.logs = {}
+            follower.caught_up_ms = now - REPLICA_LAG_MS - 1
+            self._change(now, ready)
+            return
+        log, copy = self.replica.logs[durable.log], follower.logs[durable.log]
+        follower.heard_ms = now
+        copy.land(durable.point)
+        follower.acknowledged[durable.log] = max(
+            durable.point, follower.acknowledged.get(durable.log, durable.point)
+        )
+        self._mark(follower, now)
+        self._catch_up(peer, follower, log, ready)
+        self._advance(ready)
+        if copy.told < log.commit:
+            self._tell_commit(log, ready)
+        self._change(now, ready)
+
+    def _is_of_its_last_question(self, follower: Follower, durable: Durable) -> bool:
+        """F7: of this epoch, this start of the broker, and the place that it was given last."""
+        return (
+            durable.epoch == self.epoch
+            and durable.registration == follower.registration
+            and durable.ask == follower.ask
+        )
+
+    def _mark(self, follower: Follower, now: int) -> None:
+        """When it was caught up last: it has now all that the logs had then."""
+        logs = self.replica.logs
+        ends = {number: log.end for number, log in logs.items()}
+        if follower.has(ends):
+            follower.caught_up_ms = follower.mark_ms = now
+            follower.mark = {}
+        elif not follower.mark or follower.has(follower.mark):
+            if follower.mark:
+                follower.caught_up_ms = follower.mark_ms
+            follower.mark, follower.mark_ms = ends, now
+
+    def _linked(self, event: Linked, now: int, ready: Ready) -> None:
+        if not self.commits or event.peer not in self._members():
+            return
+        follower = self._follower(event.peer, now)
+        if event.up:
+            follower.down_since = -1
+            self._forget(event.peer, follower, now, ready)
+        elif follower.down_since < 0:
+            follower.down_since = now
+
+    # -- the record ------------------------------------------------------------------------------------
+
+    def _change(self, now: int, ready: Ready) -> None:
+        """Send the swap that is wanted, or settle one that may have happened. One at a time."""
+        standing = self.standing
+        if standing is None or standing.waiting or now < self._swap_after_ms or self.phase is Phase.ELECTED:
+            return
+        wanted = self._wanted(standing.record, now)
+        if wanted is None:
+            if not standing.unsettled:
+                return
+            # The one read, written once more: whatever is still on its way inside the store fails then (R2).
+            wanted = standing.record
+        ready.swap = standing.swap(wanted)
+        self._swap_after_ms = now + SWAP_RETRY_MS
+
+    def _wanted(self, record: ShardRecord, now: int) -> ShardRecord | None:
+        """The record that should stand in place of this one; None where it is well."""
+        if self.phase is Phase.YIELDED:
+            assert self._yield is not None
+            return with_yield(record, self._yield)
+        lost = [
+            peer for peer, follower in self.followers.items() if follower.lost and peer in record.members()
+        ]
+        if lost:
+            return msgspec.structs.replace(
+                record, isr=without(record.isr, lost), elr=without(record.elr, lost)
+            )
+        late = [
+            member for member in record.isr if member != self.replica.broker and self._is_late(member, now)
+        ]
+        if late:
+            return with_shrunk(record, late)
+        if self._min_wanted and self._min_wanted != record.min:
+            return with_min(record, self._min_wanted)
+        for peer, follower in self.followers.items():
+            if self._may_join(peer, follower, record, now):
+                return with_expanded(record, peer, follower.registration)
+        return None
+
+    def _is_late(self, member: str, now: int) -> bool:
+        """L6."""
+        follower = self._follower(member, now)
+        return now - follower.caught_up_ms > REPLICA_LAG_MS or 0 <= follower.down_since < now - LINK_DOWN_MS
+
+    def _may_join(self, peer: str, follower: Follower, record: ShardRecord, now: int) -> bool:
+        """L6, R3: in every log it has what was committed, what was held at the election, and what was written when it had these."""
+        if (
+            not follower.logs
+            or record.isr.get(peer) == follower.registration
+            or follower.lost
+            or now < follower.back_after_ms
+            or follower.down_since >= 0
+            or peer not in (*record.replicas, *record.target)
+        ):
+            return False
+        if not follower.goal:
+            if follower.has(self._least()):
+                follower.goal = {number: log.end for number, log in self.replica.logs.items()}
+            else:
+                return False
+        return follower.has(follower.goal) and follower.has(self._least())
+
+    def _least(self) -> dict[int, LogPoint]:
+        """Whoever joins has at least this."""
+        return {number: max(log.commit, self.held[number]) for number, log in self.replica.logs.items()}
+
+    def _answered(self, event: SwapAnswered, now: int, ready: Ready) -> None:
+        if self.standing is None or not self.standing.answered(event):
+            return
+        if event.outcome is Outcome.APPLIED:
+            self._swap_after_ms = now
+        self._settled(now, ready)
+
+    def _settled(self, now: int, ready: Ready) -> None:
+        """What may stand has changed."""
+        assert self.standing is not None
+        record = self.standing.record
+        if self.phase is Phase.YIELDED:
+            if record.yielded is not None:
+                self._depose(ready)
+            return
+        for peer, follower in self.followers.items():
+            if peer in record.isr:
+                follower.joined = True
+            elif follower.joined:
+                follower.joined = False
+                follower.left += 1
+                follower.back_after_ms = now + min(EXPAND_BACKOFF_MS * follower.left, EXPAND_BACKOFF_MS_MAX)
+            if follower.lost and not any(peer in each.members() for each in self.standing.all):
+                follower.lost = False
+        if is_target_in_sync(record) and record.target[0] != self.replica.broker:
+            self._stop("move", now, ready)
+        self._advance(ready)
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    def _tick(self, event: Tick, now: int, ready: Ready) -> None:
+        if self.phase is Phase.IDLE:
+            return
+        if now - self._ticked_ms > REPLICA_LAG_MS // 4 + TICK_MS:
+            # R23: what arrived meanwhile is not heard yet. Who is late is asked anew.
+            for follower in self.followers.values():
+                follower.caught_up_ms = follower.heard_ms = now
+                if follower.down_since >= 0:
+                    follower.down_since = now
+        self._ticked_ms = now
+        if any(0 <= log.syncing_since < now - HUNG_MS for log in self.replica.logs.values()):
+            self._stop("hung", now, ready)
+        if self.commits:
+            if now > self._lease_until_ms + DETACHED_MS:
+                self._stop("unreachable", now, ready)
+                return
+            for peer, follower in self.followers.items():
+                if follower.logs and follower.has(
+                    {number: log.end for number, log in self.replica.logs.items()}
+                ):
+                    follower.caught_up_ms = now
+                elif max(follower.heard_ms, follower.probed_ms) + PROBE_MS < now and follower.down_since < 0:
+                    self._forget(peer, follower, now, ready)
+            self._look_for_others(now, ready)
+        self._change(now, ready)
+
+    def _look_for_others(self, now: int, ready: Ready) -> None:
+        """R21: below `min` while missing members live: they may reach each other, where this one reaches none of them."""
+        assert self.standing is not None
+        record = self.standing.record
+        if len(record.isr) >= record.min:
+            self._below_since = -1
+            return
+        if self._below_since < 0:
+            self._below_since = now
+        missing = [member for member in record.elr if member in self._living]
+        if (
+            missing
+            and now - self._below_since >= BELOW_MIN_MS
+            and now - self._unreachable_ms >= UNREACHABLE_PAUSE_MS
+        ):
+            self._unreachable_ms = now
+            self._stop("unreachable", now, ready)
+
+    def _lease(self, event: Lease, now: int, ready: Ready) -> None:
+        self._lease_until_ms = event.until_ms
+
+    def _alive(self, event: Living, now: int, ready: Ready) -> None:
+        self._living = dict(event.brokers)
+
+    def _wish(self, event: MinWanted, now: int, ready: Ready) -> None:
+        self._min_wanted = event.minimum
+        self._change(now, ready)
+
+    def _asked(self, event: YieldAsked, now: int, ready: Ready) -> None:
+        """With nobody else eligible it stays, unless it cannot serve anyway."""
+        if self.standing is None or self.phase is Phase.YIELDED:
+            return
+        others = without(self.standing.record.members(), [self.replica.broker])
+        if others or event.why in CANNOT_SERVE:
+            self._stop(event.why, now, ready)
+
+    _handlers: ClassVar[dict[type, Callable[[Any, Any, int, Ready], None]]] = {
+        RecordRead: _read,
+        Begun: _begun,
+        Written: _written,
+        Synced: _synced,
+        FramesRead: _frames_read,
+        Trimmed: _trimmed,
+        DiskFailed: _disk_failed,
+        Received: _received,
+        Linked: _linked,
+        SwapAnswered: _answered,
+        Lease: _lease,
+        Living: _alive,
+        MinWanted: _wish,
+        YieldAsked: _asked,
+        Tick: _tick,
+    }

@@ -1,0 +1,147 @@
+"""What a broker's replica of one shard is, whether it leads or follows: its logs, and the newest epoch it knows. Pure.
+
+Leader and follower core stand on it, one at a time.
+
+Invariants (asserted after each step in the simulator):
+- in each log, start <= commit <= end and durable <= end; what this process commits is durable here;
+- `commit` and `Fence.epoch` never fall while the process lives, but where an unclean election lets `commit` fall.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from region.cluster.records import ShardDurability, ShardRecord
+from region.log.point import LogPoint
+from region.replication.history import BEGINNING, EpochStart, History
+from region.replication.messages import Durable, Frame, Status
+
+
+@dataclass(slots=True)
+class Log:
+    """One log: the shard's records, or a journal beside them.
+
+    `end`: behind all that was given to the file. `durable`: on the disk, as a sync of this process has proved: after a start it is the
+    beginning, whatever recovery found (F8). `commit`: durable wherever it counts, as far as this replica knows. `kept`: the commit point
+    that stands in the folder. `cuts`: how often it was cut or replaced: a sync that began before a cut proves nothing of what came after.
+    """
+
+    number: int
+    history: History = field(default_factory=History)
+    start: LogPoint = BEGINNING
+    end: LogPoint = BEGINNING
+    durable: LogPoint = BEGINNING
+    commit: LogPoint = BEGINNING
+    kept: LogPoint = BEGINNING
+    cuts: int = 0
+    syncing_since: int = -1
+    """ms; -1: no sync is asked for"""
+
+    def take(self, frames: tuple[Frame, ...], starts: tuple[EpochStart, ...]) -> None:
+        """The log goes on with these."""
+        for begun in starts:
+            if begun.epoch > self.history.last.epoch:
+                self.history.begin(begun)
+        self.end = frames[-1].end
+
+    def synced(self, point: LogPoint, cuts: int) -> bool:
+        """A sync has returned; whether it says anything of the log as it is now."""
+        if cuts != self.cuts:
+            return False
+        self.durable = max(self.durable, point)
+        if self.durable >= self.end:
+            self.syncing_since = -1
+        return True
+
+    def cut(self, point: LogPoint) -> None:
+        """What stood from `point` on is gone."""
+        self.cuts += 1
+        self.end = point
+        self.history.truncate(point)
+        # The cut itself has to reach the disk: until it did, a restart may find again what was cut.
+        self.durable = min(self.durable, point)
+        self.commit = min(self.commit, point)
+        self.kept = min(self.kept, point)
+
+
+class Fence:
+    """The newest epoch that this replica knows of, from its own logs, from the record or from a message (F1, R7, R10).
+
+    `led`: the newest epoch that this process has led, or was elected to lead: it leads none twice (N0). `frozen`: why nothing is done any
+    more, where the store went back.
+    """
+
+    __slots__ = ("_recorded", "election", "epoch", "frozen", "led")
+
+    def __init__(self, epoch: int = 0, election: str = "") -> None:
+        self.epoch = epoch
+        self.election = election
+        self.led = 0
+        self.frozen = ""
+        self._recorded = epoch
+
+    def stale(self, epoch: int) -> bool:
+        """Whether a newer one is known."""
+        return epoch < self.epoch
+
+    def meet(self, epoch: int, election: str) -> bool:
+        """Somebody speaks in this epoch; whether it is newer than any known. Freezes where one epoch has two elections."""
+        if epoch > self.epoch:
+            self.epoch, self.election = epoch, election
+            return True
+        if epoch == self.epoch and election != self.election:
+            self.freeze(
+                f"epoch {epoch} has two elections, {self.election} and {election}: the store went back"
+            )
+        return False
+
+    def read(self, record: ShardRecord) -> None:
+        """The record, newer than any read before. An epoch below one that stood in our logs at the start, or in a record, was taken
+        back. One that only a message told may be newer than what a watch, which lags, has shown."""
+        if record.epoch < self._recorded:
+            self.freeze(
+                f"the record says epoch {record.epoch}, and epoch {self._recorded} is known: the store went back"
+            )
+            return
+        self._recorded = record.epoch
+        self.meet(record.epoch, record.election)
+
+    def freeze(self, why: str) -> None:
+        """Nothing is led, followed or acknowledged any more, until an operator has reconciled the region."""
+        self.frozen = self.frozen or why
+
+
+@dataclass(slots=True)
+class Replica:
+    """This broker's copy of a shard. `registered_at`: the store's revision that registered it: older records say nothing to it (R7)."""
+
+    broker: str
+    registration: int
+    folder: str
+    registered_at: int
+    durability: ShardDurability
+    logs: dict[int, Log]
+    fence: Fence = field(init=False)
+    failed: str = ""
+    """why neither leading nor following is possible before a restart (R11)"""
+    copying: set[int] = field(default_factory=set)
+    """logs that are being replaced by copies of the leader's"""
+
+    def __post_init__(self) -> None:
+        newest = max((log.history.last for log in self.logs.values()), default=EpochStart(0, "", BEGINNING))
+        self.fence = Fence(newest.epoch, newest.election)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it does nothing any more."""
+        return bool(self.failed or self.fence.frozen)
+
+    def stale_answer(self) -> Durable:
+        """To a leader of an older epoch than one known."""
+        fence = self.fence
+        return Durable(fence.epoch, fence.election, self.registration, 0, 0, BEGINNING, Status.STALE)
+
+    @property
+    def synced(self) -> bool:
+        """Whether all that it has is on its disk."""
+        return all(log.durable == log.end for log in self.logs.values())

@@ -1,0 +1,386 @@
+"""How a broker is opened: what it needs, in order, each part made with what it needs of those before it.
+
+Invariants: nothing is served before the metadata store has proved to be this region's; what was opened is on the stack, which closes it in
+the reverse order, whatever fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from audit.note import Algorithm
+from audit.origin import region_origin
+from audit.submission import Submissions
+from audit.trust import RegionTrust
+from audit.witness import DiskWitnessStore
+from felix.collector import collector_paused
+from felix.errors import FelixError
+from felix.messages import (
+    OpenCache,
+    OpenConsumer,
+    OpenIngest,
+    OpenQueue,
+    OpenTransactions,
+    WatchCache,
+)
+from felix.names import StreamName
+from felix.runtime.port import Runtime
+from felix.storage.disk import PRIVATE_FILES, SHARED_FILES
+from felix.storage.port import Files
+from felix.transport.port import Engine, TransportLimits
+from keys.authority import RegionAuthority, load_authority
+from keys.certification import load_certification
+from keys.key_file import load_key_pair, load_signing_key
+from keys.keyring import Keyring, open_keyring
+from keys.signing import VerifyKey
+from region.at_once import at_once
+from region.broker import Broker
+from region.broker_certificate import BrokerCertificate
+from region.budget import Budgets
+from region.cache import watch
+from region.cache.service import CacheService
+from region.config import RegionConfig
+from region.document_log import DocumentLog
+from region.evidence import open_evidence
+from region.export import ExportService
+from region.folder import RegionFolder
+from region.governance import Governance
+from region.ingest import IngestService
+from region.landings import Landings
+from region.log.directory import LogDirectory
+from region.log.open_logs import raise_files_limit
+from region.metadata.catalog import Catalog
+from region.metadata.embedded import EmbeddedStore
+from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls
+from region.metadata.genesis import claim_or_verify, sign_genesis
+from region.metadata.mirror import CatalogMirror, MirrorChange
+from region.metadata.port import MetadataStore
+from region.metadata.records import Stream
+from region.metadata.registration import Holder, Registration
+from region.queue.service import QueueService
+from region.queue.worker import queue_opener
+from region.renewal import IdentityRenewal
+from region.requests import Requests, ViewTraffic
+from region.sealing import KeyringSeal
+from region.session import Services
+from region.stream_follower import StreamFollower
+from region.streams import StreamTable
+from region.subscriptions.service import SubscriptionService
+from region.transactions.coordinator import SYSTEM_STREAM, Coordinator
+from region.transactions.participants import QueueParticipant, SubscriptionParticipant
+from region.transactions.service import TransactionService
+from region.trust_store import Memory
+from region.trusted_bundles import offer_bundles, own_bundle, pinned_bundles
+from region.witness_memory import WitnessMemory
+from region.witnessing import Witnessing
+
+log = logging.getLogger("felix.region.startup")
+
+SWITCH_S: Final = 0.0005
+"""How long a thread may hold the interpreter while another wants it. Python's own 5 ms is what the event loop would wait for each thread
+that seals and writes a noisy tenant's batches; measured with `python -m benchmarks fairness`."""
+OPENED_AT_ONCE: Final = 8
+"""Streams that a start opens together: twice as many as there are threads that look at their folders."""
+CONNECTIONS_SPARE: Final = 256
+"""Connections beyond the limit of sessions: clients that are refused, or have not authenticated yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a broker runs on beside its runtime. What is left out is this machine's, as the configuration says."""
+
+    files: Files = PRIVATE_FILES
+    """for the logs of streams, and what is remembered beside them"""
+    evidence: Files = SHARED_FILES
+    """for the audit log, and what is cosigned"""
+    engine: Engine | None = None
+    store: MetadataStore | None = None
+    open_keys: Callable[..., Keyring] = open_keyring
+    """called as `keys.keyring.open_keyring` is"""
+
+
+THIS_MACHINE: Final = Machine()
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a broker consists of once it is open, and before it listens."""
+
+    broker: Broker
+    directory: LogDirectory
+    streams: StreamTable
+    follower: StreamFollower
+    services: Services
+    caches: CacheService
+    queues: QueueService
+    subscriptions: SubscriptionService
+    transactions: Coordinator
+    certificate: BrokerCertificate
+    registration: Registration | None
+    """In a metadata store that several processes may open."""
+
+    def may_not_write(self) -> str:
+        """Why nothing may be appended, as a sentence without its end; empty where the broker may write. Also asked from other threads."""
+        return _why(self.registration)
+
+
+async def open_broker(
+    folder: RegionFolder, config: RegionConfig, runtime: Runtime, machine: Machine, stack: AsyncExitStack
+) -> Parts:
+    """Everything but the listener. What is opened is put on `stack` at once."""
+    data = folder.root / config.data
+    now_ms = runtime.clock.now_ms
+    machine.files.make_folder(data)
+    sys.setswitchinterval(SWITCH_S)
+    files_max = raise_files_limit()
+    storage = config.storage
+    directory = LogDirectory(
+        data / "streams",
+        config.region,
+        offload_rate_bytes=storage.offload_rate,
+        fetched_bytes_max=storage.offload_cache,
+        files=machine.files,
+        runtime=runtime,
+    )
+    stack.push_async_callback(directory.close)
+
+    def authority() -> RegionAuthority:
+        return load_authority(folder.authority, config.region, config.mesh)
+
+    issuing = await asyncio.to_thread(authority)
+    certification = await asyncio.to_thread(load_certification, folder.authority)
+    own = await asyncio.to_thread(own_bundle, folder, config)
+    keyring = await asyncio.to_thread(machine.open_keys, folder.keys, config.region, runtime=runtime)
+    stack.callback(keyring.close)
+    store = machine.store or await _open_store(folder, config, runtime)
+    stack.push_async_callback(store.close)
+    await _claim(store, folder, config, own=RegionTrust(own), now_ms=now_ms())
+    registration: Registration | None = None
+    if config.metadata.kind == "etcd":
+        # Before the audit log is opened, which may sign.
+        registration = await Registration.open(
+            store, config.region, _holder(folder, config, directory.lock_identity, now_ms())
+        )
+        stack.push_async_callback(registration.close)
+    catalog = Catalog(store, config.region)
+    mirror = CatalogMirror(store, config.region)
+    await mirror.start()
+    stack.push_async_callback(mirror.close)
+    await offer_bundles(folder, catalog, mirror)
+    cosigned = WitnessMemory(
+        store, config.region, DiskWitnessStore(data / "witness", machine.evidence), runtime
+    )
+    witness, trail = await asyncio.to_thread(
+        open_evidence,
+        folder,
+        config,
+        own,
+        cosigned,
+        lambda: _why(registration),
+        files=machine.evidence,
+        runtime=runtime,
+    )
+    stack.push_async_callback(asyncio.to_thread, trail.close)
+    submissions = Submissions(trail, [each.target(folder.root) for each in config.audit.witnesses], runtime)
+    # One note is to have the cosignatures of them all, and of the regions that bridges may lead to.
+    trail.expect_cosigners(len(mirror.trusted()) + len(config.audit.witnesses))
+    submissions.start()
+    stack.push_async_callback(asyncio.to_thread, submissions.stop)
+
+    budgets = Budgets()
+    streams = StreamTable(
+        directory,
+        budgets.ring,
+        lambda name, incarnation, shard: KeyringSeal(keyring, name, incarnation, shard),
+        lambda: None if registration is None else registration.refusal(),
+        runtime,
+        files_max,
+    )
+    broker = Broker(
+        config,
+        streams=streams,
+        catalog=catalog,
+        budgets=budgets,
+        # A few more than sessions, so that the refusal is the broker's and has its sentence.
+        transport_limits=TransportLimits(connections_max=config.limits.sessions + CONNECTIONS_SPARE),
+        runtime=runtime,
+    )
+    caches = CacheService(broker)
+    landings = Landings()
+    memory = Memory(data / "governance", runtime, machine.files)
+    stack.push_async_callback(asyncio.to_thread, memory.close)
+    remembered = await asyncio.to_thread(memory.load)
+    logged = await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged")
+    # If store and copies come from a backup, the audit log still has the later documents that forbid.
+    forgotten = await asyncio.to_thread(logged.forgotten, remembered.every())
+    remembered = remembered._replace(documents=[*remembered.documents, *forgotten])
+    governance = Governance(
+        broker, catalog, mirror, keyring, trail,
+        Witnessing(witness, trail, config.region, runtime.clock, submissions),
+        own,
+        lambda: pinned_bundles(folder),
+        memory, remembered, logged, landings.drained,
+    )  # fmt: skip
+    import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
+    receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
+    export = ExportService(broker, governance, keyring, receipt_key)
+    ingest = IngestService(broker, governance, landings, import_key, receipt_key)
+    # Nobody sees a stream before all that landed in it over a border is in the ingress log.
+    streams.before_serving.append(ingest.settle)
+    stack.callback(ingest.close)
+    stack.push_async_callback(governance.close)
+    subscriptions = SubscriptionService(broker, catalog, mirror)
+    queues = QueueService(broker)
+    transactions = Coordinator(
+        broker,
+        {
+            "subscription": SubscriptionParticipant(broker, subscriptions),
+            "queue": QueueParticipant(broker, queues),
+        },
+    )
+    services = Services(
+        broker,
+        governance.verify,
+        governance,
+        export,
+        Requests(
+            broker,
+            governance,
+            export,
+            catalog,
+            mirror,
+            subscriptions,
+            ViewTraffic([subscriptions.traffic, queues.traffic], caches.traffic),
+        ),
+        # The authority is read each time: a renewed issuing certificate is taken without a restart.
+        IdentityRenewal(broker, lambda: authority().without_root_key(), governance.keys.record),
+        {
+            OpenIngest: ingest.open,
+            OpenTransactions: TransactionService(broker, transactions).open,
+            OpenConsumer: subscriptions.open,
+            OpenCache: caches.open,
+            WatchCache: watch.opener(caches),
+            OpenQueue: queue_opener(queues),
+        },
+    )
+
+    follower = StreamFollower(streams, mirror)
+    governance.follow()
+    _follow_settings(broker, mirror)
+    for deleted in mirror.deleted_streams.values():
+        await streams.remove(StreamName.parse(deleted.name), deleted.incarnation)
+    stack.push_async_callback(streams.close)
+    stack.push_async_callback(queues.close)
+    records = dict(mirror.streams)
+    # Committed transactions are applied before their streams serve.
+    system = records.pop(SYSTEM_STREAM, None)
+    if system is not None:
+        await streams.open(system)
+    await transactions.start(streams)
+
+    async def open_stream(record: Stream) -> None:
+        try:
+            await streams.open(record)
+        except FelixError as error:
+            # One stream that does not fit must not keep the others from being served.
+            log.error("stream %s cannot be opened: %s", record.name, error)
+            follower.retry(StreamName.parse(record.name))
+
+    with collector_paused():
+        await at_once(OPENED_AT_ONCE, open_stream, records.values())
+    landings.streams_opened()
+
+    await subscriptions.start()
+    stack.push_async_callback(subscriptions.close)
+
+    await transactions.started()
+    stack.push_async_callback(transactions.close)
+    return Parts(
+        broker,
+        directory,
+        streams,
+        follower,
+        services,
+        caches,
+        queues,
+        subscriptions,
+        transactions,
+        BrokerCertificate(config, authority, issuing, certification, broker.expiries, now_ms),
+        registration,
+    )
+
+
+def _follow_settings(broker: Broker, mirror: CatalogMirror) -> None:
+    """Rights, quotas and namespaces as the catalog has them, now and at each change."""
+    takers: dict[str, Callable[[], None]] = {
+        "rights": lambda: broker.set_rights(mirror.rights_table()),
+        "quotas": lambda: broker.set_quotas(mirror.quotas),
+        "namespaces": lambda: broker.set_namespaces(mirror.namespaces),
+    }
+
+    def changed(change: MirrorChange) -> None:
+        if take := takers.get(change.section):
+            take()
+
+    for take in takers.values():
+        take()
+    mirror.on_change(changed)
+
+
+def _why(registration: Registration | None) -> str:
+    refusal = None if registration is None else registration.refusal()
+    return "" if refusal is None else refusal.sentence.removesuffix(".")
+
+
+async def _claim(
+    store: MetadataStore, folder: RegionFolder, config: RegionConfig, *, own: RegionTrust, now_ms: int
+) -> None:
+    """The store is this region's, from its first use on. Raises what `claim_or_verify` raises."""
+    audit_key = await asyncio.to_thread(load_signing_key, folder.audit_key)
+    root = hashlib.sha256(own.bundle.root_pem.encode()).hexdigest()
+    genesis = sign_genesis(config.region, config.mesh, root, now_ms, audit_key)
+    earlier = [
+        VerifyKey(key.public)
+        for key in own.logs
+        if key.name == region_origin(config.region, config.mesh) and key.algorithm is Algorithm.ED25519
+    ]
+    await claim_or_verify(store, genesis, audit_key.verify_key, earlier)
+
+
+async def _open_store(folder: RegionFolder, config: RegionConfig, runtime: Runtime) -> MetadataStore:
+    settings, base = config.metadata, folder.root
+    if settings.kind == "embedded":
+        return await EmbeddedStore.open(base / config.data / "metadata.db", runtime=runtime)
+
+    def path(text: str) -> Path | None:
+        return base / text if text else None
+
+    password = ""
+    if settings.password_file:
+        password = (await asyncio.to_thread((base / settings.password_file).read_text)).strip()
+    tls = EtcdTls(path(settings.ca), path(settings.cert), path(settings.key)) if settings.ca else None
+    return await EtcdStore.open(
+        EtcdConfig(endpoints=settings.endpoints, tls=tls, user=settings.user, password=password)
+    )
+
+
+def _holder(folder: RegionFolder, config: RegionConfig, lock: str, since_ms: int) -> Holder:
+    return Holder(
+        broker=config.broker,
+        host=socket.gethostname(),
+        process=os.getpid(),
+        folder=str(folder.root),
+        lock=lock,
+        lease_ms=config.metadata.lease,
+        since_ms=since_ms,
+    )

@@ -1,0 +1,75 @@
+"""The follower of the catalog's streams: it opens those that came and closes those that went, also when another broker wrote it.
+
+Invariant: a stream that could not be opened is tried again with the next change, which may be what makes room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from felix.errors import FelixError, RequestError
+from felix.names import StreamName
+from region.metadata.mirror import CatalogMirror, MirrorChange
+from region.streams import StreamTable
+
+log = logging.getLogger("felix.region.stream_follower")
+
+
+class StreamFollower:
+    """One per broker. It notes what changes from the moment that it is made; `run` acts on it."""
+
+    def __init__(self, streams: StreamTable, mirror: CatalogMirror) -> None:
+        self._streams = streams
+        self._mirror = mirror
+        # Names and incarnations of changed catalog records that were not processed yet.
+        self._wanted: set[StreamName] = set()
+        self._gone: set[str] = set()
+        self._changed = asyncio.Event()
+        mirror.on_change(self._note)
+
+    def retry(self, name: StreamName) -> None:
+        """A stream that could not be opened: try again with the next change."""
+        self._wanted.add(name)
+
+    def _note(self, change: MirrorChange) -> None:
+        if change.section == "streams":
+            self._wanted.add(StreamName.parse(change.name))
+        elif change.section == "deleted":
+            self._gone.add(change.name)
+        else:
+            return
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Follow, for ever."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self._follow_once()
+            except Exception:
+                # A mistake of ours: what changes next is followed all the same.
+                log.exception("the catalog's streams could not be followed")
+
+    async def _follow_once(self) -> None:
+        """The streams that changed since, and those that could not be opened then."""
+        while self._gone:
+            deleted = self._mirror.deleted_streams.get(self._gone.pop())
+            if deleted is None:
+                continue
+            held = self._streams.get(StreamName.parse(deleted.name))
+            if held is not None and held.record.incarnation == deleted.incarnation:
+                await self._streams.remove(held.name, deleted.incarnation)
+        for name in sorted(self._wanted):
+            self._wanted.discard(name)
+            record = self._mirror.streams.get(name)
+            if record is None:
+                continue
+            try:
+                await self._streams.open(record)
+            except RequestError as error:
+                log.info("stream %s: %s", record.name, error)
+            except FelixError as error:
+                log.error("stream %s cannot be opened: %s", record.name, error)
+                self._wanted.add(name)

@@ -1,0 +1,41 @@
+"""A sample for `felix bridge plan`: which records are read, and which example stands for a field."""
+
+from bridge.sample import Sample, SampledRecord, shares_of
+from felix.messages import ShardState
+from policy.transform import Action, FieldOutcome
+
+
+def record(offset: int, outcome: str, before: str, after: str | None) -> SampledRecord:
+    field = FieldOutcome("rating", Action.KEEP, before, after)
+    return SampledRecord(0, offset, outcome, "", (field,), None, None, {})
+
+
+def shard(number: int, log_start: int, end: int) -> ShardState:
+    return ShardState(number, log_start, end, end, 1)
+
+
+def sample(*records: SampledRecord) -> Sample:
+    return Sample("g", "acme/ops/x", "eu-west", "acme/ops/x", records, False)
+
+
+def test_the_example_of_a_field_is_one_record_that_crosses() -> None:
+    found = sample(
+        record(0, "filtered", '"G"', None),
+        record(1, "crosses", "null", "null"),
+        record(2, "crosses", '"R"', '"R"'),
+        record(3, "crosses", '"PG"', '"PG"'),
+    ).fields()
+    assert [(each.records, each.before, each.after) for each in found] == [(4, '"R"', '"R"')]
+
+
+def test_a_value_that_no_record_lets_cross_becomes_nothing() -> None:
+    found = sample(record(0, "withheld", '"R"', None), record(1, "withheld", "null", None)).fields()
+    assert [(each.before, each.after) for each in found] == [('"R"', "")]
+
+
+def test_what_a_short_shard_leaves_is_read_of_longer_ones() -> None:
+    shards = [shard(0, 10, 30), shard(1, 0, 0), shard(2, 0, 4)]
+    assert shares_of(shards, 12) == [(0, 22, 8), (2, 0, 4)]
+    assert shares_of(shards, 24) == [(0, 10, 20), (2, 0, 4)]
+    assert shares_of(shards, 10_000) == [(0, 10, 20), (2, 0, 4)]
+    assert sum(share for _, _, share in shares_of(shards, 3)) == 3

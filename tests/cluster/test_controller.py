@@ -1,0 +1,491 @@
+"""The controller, over a modelled store: whom it elects and when, what it does where answers are lost, and when it does nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from cluster.samples import DELETED, KEYS, SHARD, STREAM
+from cluster.stage import LEASE_MS, Stage
+from simulation.controller_host import ControllerHost
+
+from region.cluster import controller, membership, registration, transactions
+from region.cluster.controller import TICK_MS, EndTold, Leased, LeaseLost, Rebalance, StreamWish, Tick, Wanted
+from region.cluster.election import LogEnd
+from region.cluster.placement import Planning
+from region.cluster.records import ShardId, encode
+from region.cluster.registration import FolderRecord
+from region.metadata.transaction import Delete, Put
+
+WISH = StreamWish(STREAM, "acme/payments/orders", shards=1, replicas=3, min=2, spread=True)
+
+
+class Region(Stage):
+    """A stage with would-be controllers. Leases of living brokers do not end by themselves."""
+
+    def __init__(self, brokers: str = "abc", controllers: str = "b") -> None:
+        super().__init__(brokers)
+        self.hosts = {name: self.host(name) for name in controllers}
+        # Long alive, so that nothing is held for having been away.
+        self.pass_ms(3 * LEASE_MS)
+
+    def host(self, name: str) -> ControllerHost:
+        ids = (f"{number:015x}{ord(name) & 15:x}" for number in range(1, 10_000))
+        host = ControllerHost(self.store.client(name), KEYS, name, LEASE_MS, ids)
+        host.step(Leased(self.leases[name]))
+        return host
+
+    def _grant(self, name: str) -> int:
+        lease = super()._grant(name)
+        self.keep()
+        return lease
+
+    def keep(self) -> None:
+        """All brokers renew their leases, whatever happens to the store."""
+        for lease in self.store._leases.values():
+            lease.ends_ms = float("inf")
+
+    def pass_ms(self, ms: int) -> None:
+        end = self.store.now_ms + ms
+        while self.store.now_ms < end:
+            self.store.run(min(end, self.store.now_ms + TICK_MS))
+            for host in self.hosts.values():
+                host.step(Tick())
+
+    def until(self, holds: Callable[[], bool], within_ms: int = 2_000) -> None:
+        end = self.store.now_ms + within_ms
+        while not holds():
+            assert self.store.now_ms < end, self.record() if SHARD in self.view().shards else "no shard"
+            self.pass_ms(10)
+
+    def wants(self, *wishes: StreamWish, deleted: dict[str, int] | None = None) -> None:
+        for host in self.hosts.values():
+            host.step(Wanted(wishes, deleted or {}))
+
+    def leaders(self) -> list[str]:
+        return [record.leader for _, record in sorted(self.view().shards.items())]
+
+
+def test_a_dead_leaders_shards_are_led_again_at_once_in_few_transactions() -> None:
+    region = Region()
+    shards = [region.place("abc", number=number) for number in range(150)]
+    region.pass_ms(100)
+    sent = len(region.hosts["b"].sent)
+    region.die("a")
+    region.until(lambda: region.leaders() == ["b"] * 150, 200)
+    assert len(region.hosts["b"].sent) - sent == 3
+    assert {record.epoch for record in region.view().shards.values()} == {8} and len(shards) == 150
+
+
+def test_a_plan_takes_as_many_steps_as_it_needs_and_is_kept_while_it_is_carried_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Planning] = []
+
+    def counted(*of: Any) -> Planning:
+        made.append(Planning(*of))
+        return made[-1]
+
+    monkeypatch.setattr(controller, "Planning", counted)
+    monkeypatch.setattr(controller, "PLAN_LOOKS", 100)
+    region = Region("abcde")
+    region.die("e")
+    region.pass_ms(100)
+    core = region.hosts["b"].core
+    assert core.term
+    region.wants(dataclasses.replace(WISH, shards=150))
+    steps = 0
+    while core.wants_step:
+        region.hosts["b"].step(Tick())
+        steps += 1
+    assert steps > 5 and len(made) == 1
+    region.until(lambda: len(region.view().shards) == 150)
+    assert len(made) == 1, "placing what was planned asks for no other plan"
+    region.start("e")
+    region.wants(dataclasses.replace(WISH, shards=150), dataclasses.replace(WISH, incarnation="cd" * 16))
+    region.until(lambda: len(region.view().shards) == 151)
+    assert len(made) > 1
+
+
+def test_a_plan_is_dropped_where_somebody_else_moves_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = Region("abcde")
+    region.until(lambda: region.hosts["b"].core.term > 0)
+    region.wants(dataclasses.replace(WISH, shards=20))
+    region.until(lambda: len(region.view().shards) == 20)
+    shard = ShardId(STREAM, 3)
+    record = region.record(shard)
+    # An operator recovered it elsewhere, with fewer copies.
+    replicas = tuple(sorted({*"abcde"} - {*record.replicas}))[:1]
+    numbers = {name: region.registration(name) for name in replicas}
+    moved = msgspec.structs.replace(record, epoch=2, leader=replicas[0], replicas=replicas, isr=numbers)
+    region.store.transact([], [Put(KEYS.shard(shard), encode(moved, "of the test"))])
+    region.until(lambda: region.record(shard).target != ())
+    assert region.record(shard).target[0] in replicas or replicas[0] in region.record(shard).target
+    assert len(region.record(shard).target) == 3
+
+
+def test_many_decisions_are_made_in_several_steps_and_all_are_carried_out() -> None:
+    region = Region()
+    for number in range(250):
+        region.place("abc", number=number)
+    region.pass_ms(100)
+    region.die("a")
+    region.until(lambda: region.leaders() == ["b"] * 250, 1_000)
+    sizes = [
+        len(sent.transaction.writes) for sent in region.hosts["b"].sent if len(sent.transaction.writes) > 1
+    ]
+    assert sum(sizes) == 250 and max(sizes) == transactions.SHARDS_PER_TRANSACTION
+
+
+def test_a_leader_that_yielded_or_was_started_again_is_followed_at_once_even_after_an_outage() -> None:
+    region = Region(controllers="")
+    region.place("abc")
+    region.hosts["c"] = region.host("c")
+    region.pass_ms(100)
+    assert region.hosts["c"].core.term
+    assert region.do(region.change(membership.with_yield(region.record(), "drain")))
+    region.until(lambda: region.record().leader == "b", 100)
+    region.die("b")
+    region.start("b")
+    region.until(lambda: region.record().epoch == 9, 100)
+
+
+def test_a_leader_that_stopped_in_order_is_followed_at_once() -> None:
+    region = Region(controllers="")
+    region.place("abc")
+    region.hosts["b"] = region.host("b")
+    region.pass_ms(100)
+    region.stop("a")
+    region.until(lambda: region.record().leader == "b", 100)
+
+
+def test_r23d_a_controller_whose_own_lease_was_interrupted_gives_absent_leaders_one_lease() -> None:
+    region = Region()
+    region.place("abc")
+    region.until(lambda: region.hosts["b"].core.term > 0)
+    region.lose_lease("b")
+    region.hosts["b"].step(LeaseLost())
+    region.lose_lease("a")
+    region.pass_ms(500)
+    assert region.do(region.announce("b"))
+    region.hosts["b"].step(Leased(region.leases["b"]))
+    region.pass_ms(LEASE_MS - 500)
+    assert region.record().epoch == 7, "the store was away, not the leader"
+    assert region.do(region.announce("a"))
+    region.pass_ms(2 * LEASE_MS)
+    assert region.record().epoch == 7
+    region.die("a")
+    region.until(lambda: region.record().leader == "b", 200)
+
+
+def test_r23d_where_most_brokers_go_within_one_lease_it_waits_one_lease() -> None:
+    region = Region("abcde", controllers="e")
+    region.place("abc")
+    region.until(lambda: region.hosts["e"].core.term > 0)
+    for name in "abc":
+        region.lose_lease(name)
+        region.pass_ms(300)
+    # Two of five may die; with the third, it is rather the store that was away.
+    assert region.record().leader == "c" and region.record().epoch == 9
+    region.pass_ms(LEASE_MS - 1_000)
+    assert region.do(region.announce("c"))
+    region.pass_ms(2 * LEASE_MS)
+    assert region.record().leader == "c" and region.record().epoch == 9
+    region.die("c")
+    region.until(lambda: region.record().leader == "")
+
+
+def test_r23c_one_shard_that_changes_again_and_again_does_not_hold_up_the_others() -> None:
+    region = Region()
+    shards = [region.place("abc", number=number) for number in range(60)]
+    region.pass_ms(100)
+    region.die("a")
+    region.hosts["b"].client.cut_in = True  # What it knows is old by the time that it decides.
+    hot = shards[30]
+
+    def touch() -> None:
+        record = region.record(hot)
+        if record.epoch == 7:
+            region.store.transact([], [Put(KEYS.shard(hot), encode(record, "of the test"))])
+
+    touch()
+    region.hosts["b"].client.heal()
+    for _ in range(40):
+        region.pass_ms(1)
+        touch()
+    others = [region.record(shard).leader for shard in shards if shard != hot]
+    assert others == ["b"] * 59
+    region.until(lambda: region.record(hot).leader == "b")
+
+
+def test_what_was_sent_and_not_answered_happens_once_however_late() -> None:
+    region = Region()
+    region.place("abc")
+    region.pass_ms(100)
+    region.store.faults.late = 1.0
+    region.die("a")
+    region.pass_ms(60)
+    region.store.faults.late = 0.0
+    region.until(lambda: region.record().leader == "b", 30_000)
+    region.pass_ms(30_000)
+    assert region.record().epoch == 8 and region.store.applied_late >= 1
+
+
+def test_only_one_of_several_is_the_controller_and_another_follows_when_it_dies() -> None:
+    region = Region(controllers="abc")
+    region.pass_ms(100)
+    in_office = [name for name, host in region.hosts.items() if host.core.term]
+    assert len(in_office) == 1
+    region.place("abc")
+    (first,) = in_office
+    region.hosts.pop(first).die()
+    region.die(first)
+    region.until(lambda: any(host.core.term for host in region.hosts.values()))
+    assert region.record().leader != first or region.record().epoch == 7
+
+
+def test_a_controller_that_was_deposed_without_knowing_writes_nothing() -> None:
+    region = Region(controllers="bc")
+    region.pass_ms(100)
+    (name,) = [name for name, host in region.hosts.items() if host.core.term]
+    host = region.hosts[name]
+    region.place("abc")
+    region.pass_ms(50)
+    host.client.cut_in = True
+    region.lose_lease(name)
+    assert region.do(region.announce(name))
+    region.until(lambda: any(h.core.term for other, h in region.hosts.items() if other != name))
+    sent = len(host.sent)
+    writes = [write.key for each in host.sent for write in each.transaction.writes]
+    host.client.heal()
+    region.pass_ms(2_500)
+    assert not host.core.term and len(host.sent) == sent, writes
+
+
+def test_r20_a_controller_that_gets_nothing_done_for_a_lease_makes_room() -> None:
+    region = Region(controllers="bc")
+    region.pass_ms(100)
+    (name,) = [name for name, host in region.hosts.items() if host.core.term]
+    host, other = region.hosts[name], region.hosts["c" if name == "b" else "b"]
+    region.place("abc")
+    region.pass_ms(50)
+    # Its swaps are not answered; its lease is renewed all the same, and reads are, so that no time-out of the store's shows it.
+    transact = host.client.transact
+    host.client.transact = lambda compares, writes, done: (  # type: ignore[method-assign]
+        transact(compares, writes, done) if len(writes) == 1 and "controller" in writes[0].key else None
+    )
+    region.die("a")
+    region.until(lambda: other.core.term > 0, 2 * LEASE_MS)
+    region.until(lambda: region.record().epoch == 8, 2 * LEASE_MS)
+
+
+def test_r11_a_shard_whose_only_copy_failed_is_vacant_with_an_alarm_and_no_storm() -> None:
+    region = Region()
+    region.place("a", min=1)
+    region.pass_ms(100)
+    assert region.do(region.change(membership.with_yield(region.record(), "failed")))
+    region.until(lambda: region.record().leader == "")
+    region.pass_ms(5_000)
+    assert region.record().epoch == 7
+    assert any("copy that failed" in sentence for sentence in region.hosts["b"].alarms.values())
+    region.die("a")
+    region.start("a")
+    region.until(lambda: region.record().leader == "a")
+    region.pass_ms(100)
+    assert region.hosts["b"].alarms == {}
+
+
+def test_r5b_a_replaced_folder_is_taken_out_of_all_sets() -> None:
+    region = Region()
+    region.place("abc")
+    region.pass_ms(100)
+    region.die("c")
+    region.files["c"] = FolderRecord(folder="77" * 16)
+    region.start("c", replace=True)
+    region.until(lambda: region.record().isr == {"a": 1, "b": 1})
+
+
+def test_r22_after_a_power_cut_of_all_the_longest_copy_of_an_interval_shard_leads() -> None:
+    region = Region("abcd", controllers="d")
+    region.place("ab", durability="interval")
+    alone = region.place("a", durability="interval", min=1, number=1)
+    region.pass_ms(100)
+    asked: list[ShardId] = []
+    region.hosts["d"]._ask_ends = lambda ask: asked.append(ask.shard)
+    for name in "ab":
+        region.die(name, power=True)
+    for name in "ab":
+        region.start(name)
+    region.until(lambda: region.record(alone).leader == "a" and region.record(alone).unclean == 8)
+    region.until(lambda: asked == [SHARD])
+    for name, end in {"a": 10, "b": 12}.items():
+        assert region.record().leader == ""
+        region.hosts["d"].step(EndTold(SHARD, name, LogEnd(2, 7, "0" * 16, (end, 0))))
+    region.until(lambda: region.record().leader == "b")
+    assert region.record().unclean == region.record().epoch
+
+
+def test_r10_a_store_that_went_back_freezes_the_region_until_it_is_reconciled() -> None:
+    region = Region()
+    region.place("abc")
+    region.pass_ms(100)
+    backup = region.store.backup()
+    region.die("a")
+    region.until(lambda: region.record().epoch == 8)
+    region.store.restore(backup)
+    region.keep()
+    region.until(lambda: region.view().frozen is not None, 10_000)
+    assert "frozen" in region.hosts["b"].alarms
+    region.store._revoke(region.store.entries[KEYS.broker("a")].lease)
+    region.pass_ms(3 * LEASE_MS)
+    assert region.record().epoch == 7, "nobody is elected"
+    ends = {name: LogEnd(1, 8, "1" * 16, (5, 0)) for name in "bc"}
+    assert region.do(transactions.reconcile(region.view(), SHARD, ends, "2" * 16, without=["a"]))
+    assert region.do(transactions.thaw(region.view()))
+    region.pass_ms(1_000)
+    record = region.record()
+    assert (record.epoch, record.leader, record.isr) == (1_008, "b", {"b": 1, "c": 1})
+    assert "frozen" not in region.hosts["b"].alarms
+
+
+def test_r10_a_store_that_went_back_and_went_on_is_known_by_the_epoch_or_the_election_of_one_shard() -> None:
+    for elected_again in (False, True):
+        region = Region()
+        region.place("abc")
+        region.pass_ms(100)
+        backup = region.store.backup()
+        region.die("a")
+        region.until(lambda region=region: region.record().epoch == 8)
+        client = region.hosts["b"].client
+        client.cut_in = True
+        region.store.restore(backup)
+        region.keep()
+        # By the time that the controller hears of it, the store is at a higher revision than ever before.
+        for number in range(50):
+            region.store.transact([], [Put("k", b"%d" % number)])
+        if elected_again:
+            region.store._revoke(region.store.entries[KEYS.broker("a")].lease)
+            assert region.led() == "b" and region.record().epoch == 8
+        client.heal()
+        region.until(lambda region=region: region.view().frozen is not None, 10_000)
+
+
+def test_r10_a_shard_whose_record_is_gone_is_not_placed_anew() -> None:
+    region = Region()
+    backup = region.store.backup()
+    region.wants(WISH)
+    region.until(lambda: SHARD in region.view().shards)
+    region.pass_ms(100)
+    region.store.restore(backup)
+    region.pass_ms(10_000)
+    assert not region.view().shards and region.view().frozen is not None
+
+
+def test_wanted_streams_are_placed_and_deleted_ones_are_removed_with_their_mark() -> None:
+    region = Region("abcd", controllers="a")
+    wish = StreamWish(STREAM, "acme/payments/orders", shards=8, replicas=3, min=2, spread=True)
+    region.wants(wish)
+    region.until(lambda: len(region.view().shards) == 8)
+    records = list(region.view().shards.values())
+    assert all(
+        record.epoch == 1 and len(record.isr) == 3 and record.leader == record.replicas[0]
+        for record in records
+    )
+    assert sorted(record.leader for record in records) == [*"aabbccdd"]
+    region.store.transact([], [Put(DELETED, b"")])
+    region.wants(deleted={STREAM: region.store.revision})
+    region.until(lambda: not region.view().shards)
+
+
+def arrive(region: Region) -> None:
+    """What leaders do for moves: they take targets into their sets, and yield where another is to lead."""
+    for shard, record in region.view().shards.items():
+        after = record
+        for broker in record.target:
+            after = membership.with_expanded(after, broker, region.registration(broker))
+        if membership.is_target_in_sync(after) and after.leader != after.target[0]:
+            after = membership.with_yield(after, "move")
+        if after != record and record.leader and record.yielded is None:
+            view = region.view()
+            revision = view.revision_of(KEYS.shard(shard))
+            region.do(transactions.change(view, shard, record.leader, record, revision, after))
+
+
+def test_a_drained_broker_loses_its_shards_two_at_a_time() -> None:
+    region = Region("abcd", controllers="d")
+    wish = changed_wish(shards=12, replicas=2)
+    region.wants(wish)
+    region.until(lambda: len(region.view().shards) == 12)
+    assert region.do(registration.drain(region.view(), "a", on=True))
+    for _ in range(40):
+        region.pass_ms(50)
+        moving = [record for record in region.view().shards.values() if record.target]
+        assert sum("a" in record.replicas for record in moving) <= 2
+        arrive(region)
+    records = region.view().shards.values()
+    assert not any("a" in {*record.replicas, *record.target, *record.members()} for record in records)
+    assert all(record.leader and len(record.isr) == 2 for record in records)
+
+
+def changed_wish(*, shards: int, replicas: int) -> StreamWish:
+    return StreamWish(STREAM, "acme/payments/orders", shards=shards, replicas=replicas, min=1, spread=True)
+
+
+def test_a_rebalance_gives_a_new_broker_its_share_and_each_its_leaders() -> None:
+    region = Region("abc", controllers="a")
+    region.wants(changed_wish(shards=12, replicas=1))
+    region.until(lambda: len(region.view().shards) == 12)
+    region.boots["d"] = 1
+    region.files["d"] = FolderRecord(folder="dd" * 16)
+    region.start("d")
+    before = {shard: record.replicas for shard, record in region.view().shards.items()}
+    region.pass_ms(500)
+    assert before == {shard: record.replicas for shard, record in region.view().shards.items()}, (
+        "not by itself"
+    )
+    region.hosts["a"].step(Rebalance())
+    for _ in range(20):
+        region.pass_ms(50)
+        arrive(region)
+    after = region.view().shards
+    assert sum(before[shard] != after[shard].replicas for shard in after) == 3
+    assert sorted(record.leader for record in after.values()) == [*"aaabbbcccddd"]
+
+
+def test_a_record_that_cannot_be_read_is_left_alone_with_an_alarm() -> None:
+    region = Region()
+    region.wants(changed_wish(shards=2, replicas=3))
+    region.store.transact([], [Put(KEYS.shard(SHARD), b'{"of": "a later version"}')])
+    region.until(lambda: len(region.view().shards) == 1)
+    region.pass_ms(500)
+    assert region.store.entries[KEYS.shard(SHARD)].value == b'{"of": "a later version"}'
+    assert any(KEYS.shard(SHARD) in subject for subject in region.hosts["b"].alarms)
+
+
+def test_a_broker_whose_records_cannot_be_read_is_neither_replaced_nor_dead() -> None:
+    region = Region()
+    region.place("abc")
+    region.pass_ms(100)
+    for key in (KEYS.node("c"), KEYS.broker("a")):
+        region.store.transact([], [Put(key, b'{"of": "a later version"}')])
+    region.pass_ms(2 * LEASE_MS)
+    record = region.record()
+    assert (record.epoch, record.leader, record.isr) == (7, "a", {"a": 1, "b": 1, "c": 1})
+    assert {KEYS.node("c"), KEYS.broker("a")} <= region.hosts["b"].alarms.keys()
+    region.store.transact([], [Delete(KEYS.broker("a"))])
+    region.until(lambda: region.record().leader == "b")
+    assert region.record().elr == {"a": 1, "c": 1} and KEYS.broker("a") not in region.hosts["b"].alarms
+
+
+def test_how_long_a_broker_has_been_silent_counts_from_when_it_was_seen_to_go() -> None:
+    region = Region()
+    region.pass_ms(100)
+    core = region.hosts["b"].core
+    now = int(region.store.now_ms)
+    assert core.silent_ms("a", now) == 0
+    region.die("a")
+    region.pass_ms(1_000)
+    assert 900 <= core.silent_ms("a", int(region.store.now_ms)) <= 1_000

@@ -1,0 +1,161 @@
+"""Places: spread over hosts and zones, balanced, and stable where brokers come and go."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from region.cluster.placement import Planning, Site, Wish, plan
+from region.cluster.records import ShardId
+
+
+def alone(count: int, **changed: bool) -> list[Site]:
+    """Brokers on hosts of their own."""
+    return [Site(f"b{n}", f"h{n}") for n in range(count)]
+
+
+def copies(places: Mapping[ShardId, tuple[str, ...]]) -> Counter[str]:
+    return Counter(broker for replicas in places.values() for broker in replicas)
+
+
+def leads(places: Mapping[ShardId, tuple[str, ...]]) -> Counter[str]:
+    return Counter(replicas[0] for replicas in places.values())
+
+
+def moved(before: Mapping[ShardId, tuple[str, ...]], after: Mapping[ShardId, tuple[str, ...]]) -> int:
+    return sum(len({*after[shard]} - {*before[shard]}) for shard in after)
+
+
+def wish(shards: int, replicas: int, *, spread: bool = True, stream: int = 0) -> Wish:
+    return Wish(f"{stream:032x}", shards, replicas, spread)
+
+
+@st.composite
+def regions(draw: st.DrawFn) -> list[Site]:
+    hosts = draw(st.integers(1, 6))
+    zone_of = [f"z{draw(st.integers(0, 2))}" for _ in range(hosts)]
+    on = draw(st.lists(st.integers(0, hosts - 1), min_size=1, max_size=8))
+    return [Site(f"b{n}", f"h{host}", zone_of[host]) for n, host in enumerate(on)]
+
+
+WISHES = st.lists(
+    st.builds(wish, st.integers(1, 9), st.integers(1, 4), spread=st.booleans()), min_size=1, max_size=4
+).map(
+    lambda found: [Wish(f"{n:032x}", each.shards, each.replicas, each.spread) for n, each in enumerate(found)]
+)
+
+
+def spread_of(sites: Sequence[Site], replicas: Sequence[str]) -> tuple[int, int]:
+    by_name = {site.broker: site for site in sites}
+    hosts = Counter(by_name[broker].host for broker in replicas)
+    zones = Counter(by_name[broker].zone for broker in replicas)
+    return sum(n * (n - 1) for n in hosts.values()), sum(n * (n - 1) for n in zones.values())
+
+
+@settings(max_examples=30, deadline=None)
+@given(regions(), WISHES, st.randoms(use_true_random=False))
+def test_copies_are_as_many_as_wanted_and_share_hosts_only_where_there_are_too_few(
+    sites, wishes, random
+) -> None:  # type: ignore[no-untyped-def]
+    places = plan(sites, wishes, {})
+    assert len(places) == sum(each.shards for each in wishes)
+    hosts = {site.host for site in sites}
+    zones = {site.zone for site in sites}
+    for each in wishes:
+        groups = {places[ShardId(each.incarnation, number)] for number in range(each.shards)}
+        assert each.spread or len(groups) == 1, "together"
+        for replicas in groups:
+            assert len(set(replicas)) == len(replicas) == min(each.replicas, len(sites))
+            used = {site.host for site in sites if site.broker in replicas}
+            assert len(used) == min(len(replicas), len(hosts))
+            if len(hosts) == len(sites):
+                used_zones = {site.zone for site in sites if site.broker in replicas}
+                assert len(used_zones) == min(len(replicas), len(zones))
+    shuffled = list(sites), list(wishes)
+    for each in shuffled:
+        random.shuffle(each)
+    assert plan(*shuffled, {}) == places, "whatever the order"
+    assert plan(sites, wishes, places) == places, "nothing moves where nothing changed"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 60), st.integers(1, 3))
+def test_of_brokers_on_hosts_of_their_own_each_has_its_share_and_a_join_moves_one_share(
+    count: int, shards: int, replicas: int
+) -> None:
+    wishes = [wish(shards, replicas)]
+    places: dict[ShardId, tuple[str, ...]] = {}
+    for brokers in range(1, count + 1):
+        before, places = places, plan(alone(brokers), wishes, places)
+        had = min(replicas, brokers - 1)
+        added = shards * (min(replicas, brokers) - had)
+        if before:
+            assert moved(before, places) - added <= shards * min(replicas, brokers) // brokers
+        for counted in (copies(places), leads(places)):
+            numbers = [counted[f"b{n}"] for n in range(brokers)]
+            assert max(numbers) - min(numbers) <= 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(2, 7), st.integers(1, 60), st.integers(1, 3), st.data())
+def test_draining_moves_what_the_broker_has_and_for_the_balance_at_most_one_share(
+    count: int, shards: int, replicas: int, data: st.DataObject
+) -> None:
+    sites = alone(count)
+    before = plan(sites, [wish(shards, replicas)], {})
+    gone = data.draw(st.sampled_from([site.broker for site in sites]))
+    drained = [Site(site.broker, site.host, drain=site.broker == gone) for site in sites]
+    after = plan(drained, [wish(shards, replicas)], before)
+    assert gone not in copies(after)
+    share = sum(copies(after).values()) // (count - 1)
+    assert moved(before, after) <= copies(before)[gone] + share
+
+
+def test_a_broker_that_is_not_alive_keeps_what_it_has_and_gets_nothing() -> None:
+    before = plan(alone(3), [wish(6, 2)], {})
+    sites = [Site("b0", "h0", alive=False), *alone(4)[1:]]
+    after = plan(sites, [wish(6, 2), wish(6, 2, stream=1)], before)
+    assert copies(after)["b0"] <= copies(before)["b0"] == 4
+    assert not any("b0" in replicas for shard, replicas in after.items() if shard not in before)
+
+
+def test_a_host_of_its_own_is_worth_a_move_and_a_busier_broker() -> None:
+    crowded = [Site("b1", "h1"), Site("b2", "h1")]
+    before = plan(crowded, [wish(6, 2)], {})
+    after = plan([*crowded, Site("b3", "h2")], [wish(6, 2)], before)
+    assert copies(after)["b3"] == 6
+    assert all(spread_of([*crowded, Site("b3", "h2")], replicas) == (0, 2) for replicas in after.values())
+
+
+def test_many_shards_on_uneven_zones_stay_balanced_within_their_zones() -> None:
+    sites = [Site("b1", "h1", "z1"), *(Site(f"b{n}", f"h{n}", "z2") for n in range(2, 5))]
+    places = plan(sites, [wish(30, 2)], {})
+    assert copies(places) == {"b1": 30, "b2": 10, "b3": 10, "b4": 10}
+    assert max(leads(places).values()) - min(leads(places).values()) <= 1
+
+
+def test_fewer_copies_keep_the_leader() -> None:
+    before = plan(alone(4), [wish(8, 3)], {})
+    after = plan(alone(4), [wish(8, 2)], before)
+    assert all({*after[shard]} < {*before[shard]} for shard in before)
+
+
+def test_without_a_broker_that_may_have_any_there_is_no_place() -> None:
+    assert plan([Site("b1", "h1", drain=True)], [wish(2, 3)], {}) == {
+        ShardId(f"{0:032x}", 0): (),
+        ShardId(f"{0:032x}", 1): (),
+    }
+
+
+def test_a_plan_that_is_made_by_slices_is_the_plan() -> None:
+    sites = [Site(f"b{n}", f"h{n}", f"z{n % 3}") for n in range(7)]
+    before = plan(sites[:6], [wish(40, 3)], {})
+    for wishes, current in (([wish(40, 3), wish(9, 2, stream=1, spread=False)], before), ([], {})):
+        planning, slices = Planning(sites, wishes, current), 0
+        while (made := planning.advance(20)) is None:
+            slices += 1
+        assert made == plan(sites, wishes, current) and planning.advance(1) == made
+        assert slices > 20 or not wishes

@@ -1,0 +1,196 @@
+"""The follower's rules, each by the trace that asks for it."""
+
+from __future__ import annotations
+
+from replication.shard import Shard, append, commit, election, placed, record, sent
+
+from region.log.point import LogPoint
+from region.replication.history import STARTS_MAX, EpochStart, History
+from region.replication.messages import Action, Durable, Follow, Status
+from region.replication.ready import Copied, DiskFailed, Synced
+
+
+def following(end: int = 0, starts: tuple[tuple[int, int], ...] = (), **more: object) -> Shard:
+    """b follows a in epoch 2, and was told to go on where its log ends."""
+    shard = Shard("b", end=end, starts=starts, **more)  # type: ignore[arg-type]
+    shard.read(record(epoch=2))
+    shard.sync()
+    shard.hear("a", placed(2, end, ask=shard.follower.ask))
+    assert shard.follower.placed
+    return shard
+
+
+def test_f4_it_acknowledges_what_is_on_its_disk() -> None:
+    shard = following()
+    ready = shard.hear("a", append(2, 0, 0, 2, ask=1))
+    assert ready.write
+    assert not sent(ready, Durable)
+    assert sent(shard.sync(), Durable)[0].point == LogPoint(2)
+
+
+def test_f8_it_tells_no_end_before_that_is_on_its_disk() -> None:
+    shard = Shard("b", end=3, starts=((1, 0),))
+    ready = shard.read(record(epoch=2))
+    assert not sent(ready, Follow)
+    assert ready.sync
+    assert sent(shard.sync(), Follow)[0].logs[0].end == LogPoint(3)
+
+
+def test_f2_it_takes_frames_where_its_log_ends_and_nowhere_else() -> None:
+    shard = following(3, ((1, 0),))
+    ready = shard.hear("a", append(2, 4, 2, ask=2))
+    assert not ready.write
+    assert sent(ready, Follow), "it asks again"
+    other = following(3, ((1, 0),))
+    assert not other.hear("a", append(2, 3, 2, ask=2)).write, "at the place, but behind another epoch"
+
+
+def test_frames_that_come_twice_are_taken_once() -> None:
+    shard = following()
+    shard.hear("a", append(2, 0, 0, 2, ask=1))
+    again = shard.hear("a", append(2, 0, 0, 2, ask=1))
+    assert not again.write
+    assert not sent(again, Follow)
+
+
+def test_f1_it_hears_no_leader_of_an_older_epoch() -> None:
+    shard = following()
+    ready = shard.hear("c", append(1, 0, 0, ask=1))
+    assert sent(ready, Durable)[0].status is Status.STALE
+    assert sent(ready, Durable)[0].epoch == 2
+    assert not ready.write
+
+
+def test_f1_nor_one_older_than_its_own_log() -> None:
+    shard = Shard("b", end=3, starts=((5, 0),))
+    shard.read(record(epoch=5))
+    assert sent(shard.hear("a", append(4, 3, 5, ask=1)), Durable)[0].status is Status.STALE
+
+
+def test_r7_it_hears_nobody_before_it_has_read_a_record_as_new_as_its_registration() -> None:
+    shard = Shard("b", registered_at=50)
+    assert not shard.hear("a", placed(2, 0, ask=1)).send
+    assert not shard.read(record(epoch=1), 49).send
+    assert sent(shard.read(record(epoch=2), 50), Follow)
+
+
+def test_f7_only_the_answer_to_the_last_question_counts() -> None:
+    shard = Shard("b", end=3, starts=((1, 0),))
+    shard.read(record(epoch=2))
+    shard.sync()
+    asked = shard.follower.ask
+    shard.tick(500)
+    assert shard.follower.ask == asked + 1
+    assert not shard.hear("a", placed(2, 0, ask=asked)).truncate
+    assert shard.hear("a", placed(2, 1, ask=asked + 1)).truncate
+    assert not shard.hear("a", placed(2, 0, ask=asked + 1)).truncate, "once"
+
+
+def test_f3_it_is_cut_where_histories_part_and_acknowledges_once_that_is_on_the_disk() -> None:
+    shard = Shard("b", end=5, starts=((1, 0),), commit=2)
+    shard.read(record(epoch=2))
+    shard.sync()
+    ready = shard.hear("a", placed(2, 3, ask=shard.follower.ask))
+    assert ready.truncate[0].point == LogPoint(3)
+    assert not sent(ready, Durable)
+    assert sent(shard.sync(), Durable)[0].point == LogPoint(3)
+
+
+def test_a_sync_that_began_before_a_cut_proves_nothing_of_what_came_after() -> None:
+    shard = Shard("b", end=5, starts=((1, 0),))
+    shard.read(record(epoch=2))
+    shard.sync()
+    cuts = shard.log.cuts
+    ask = shard.follower.ask
+    shard.hear("a", placed(2, 3, ask=ask))
+    shard.hear("a", append(2, 3, 1, 2, ask=ask))
+    assert not sent(shard.tell(Synced(0, LogPoint(5), cuts)), Durable)
+    assert sent(shard.sync(), Durable)[0].point == LogPoint(5)
+
+
+def test_f3_never_below_what_is_committed() -> None:
+    shard = Shard("b", end=5, starts=((1, 0),), commit=4)
+    shard.read(record(epoch=2))
+    shard.sync()
+    ready = shard.hear("a", placed(2, 3, ask=shard.follower.ask))
+    assert ready.alarms
+    assert not ready.truncate
+    assert shard.replica.failed == "corrupt"
+
+
+def test_f3_but_where_the_record_says_that_committed_records_were_given_up() -> None:
+    shard = Shard("b", end=5, starts=((1, 0),), commit=4)
+    shard.read(record(epoch=2, unclean=2))
+    shard.sync()
+    assert shard.hear("a", placed(2, 3, ask=shard.follower.ask)).truncate
+
+
+def test_the_commit_point_is_the_leaders_as_far_as_its_own_disk_has_it() -> None:
+    shard = following()
+    shard.hear("a", append(2, 0, 0, 3, ask=1, commit=2))
+    assert shard.commit() == 0
+    assert shard.sync().committed == [0]
+    assert shard.commit() == 2
+    shard.hear("a", commit(2, 9, ask=1))
+    assert shard.commit() == 3
+    kept = shard.tick(1_000).keep
+    assert kept[0].point == LogPoint(3)
+
+
+def test_f5_it_trims_to_the_leaders_beginning_but_not_above_what_is_committed() -> None:
+    shard = following()
+    shard.hear("a", append(2, 0, 0, 4, ask=1))
+    shard.sync()
+    assert not shard.hear("a", append(2, 4, 2, ask=1, commit=0, start=3)).trim
+    shard.hear("a", commit(2, 2, ask=1))
+    shard.sync()
+    assert shard.hear("a", append(2, 5, 2, ask=1, commit=5, start=4)).trim[0].point <= shard.log.commit
+
+
+def test_r11_a_failed_disk_neither_follows_nor_acknowledges() -> None:
+    shard = following()
+    shard.hear("a", append(2, 0, 0, ask=1))
+    assert sent(shard.tell(DiskFailed(0)), Durable)[0].status is Status.FAILED
+    assert not shard.sync().send
+    assert not shard.read(record(epoch=3, leader="c")).send
+
+
+def test_older_epochs_are_told_when_they_are_asked_for() -> None:
+    starts = tuple((epoch, epoch) for epoch in range(1, STARTS_MAX + 5))
+    shard = Shard("b", end=50, starts=starts)
+    shard.read(record(epoch=99))
+    told = sent(shard.sync(), Follow)[0].logs[0]
+    assert len(told.starts) == STARTS_MAX
+    assert not told.complete
+    again = sent(shard.hear("a", placed(99, 0, ask=shard.follower.ask, action=Action.OLDER)), Follow)[0].logs[
+        0
+    ]
+    assert again.starts[-1].epoch == told.starts[0].epoch - 1
+    assert again.complete
+
+
+def test_a_copy_takes_the_logs_place() -> None:
+    shard = Shard("b", end=3, starts=((1, 0),), commit=3)
+    shard.read(record(epoch=2))
+    shard.sync()
+    ready = shard.hear("a", placed(2, 5, ask=shard.follower.ask, action=Action.COPY))
+    assert ready.copy
+    history = History([EpochStart(1, election(1), LogPoint(0))])
+    asked = sent(shard.tell(Copied(0, LogPoint(5), LogPoint(9), history)), Follow)[0]
+    assert asked.logs[0].end == LogPoint(9)
+
+
+def test_a_copy_that_lacks_what_is_committed_is_refused() -> None:
+    shard = Shard("b", end=3, starts=((1, 0),), commit=3)
+    shard.read(record(epoch=2))
+    shard.sync()
+    shard.hear("a", placed(2, 5, ask=shard.follower.ask, action=Action.COPY))
+    assert shard.tell(Copied(0, LogPoint(0), LogPoint(2), History())).alarms
+
+
+def test_a_leader_known_by_a_message_alone_is_followed_until_the_record_comes() -> None:
+    shard = following()
+    ready = shard.hear("c", append(3, 0, 0, ask=9))
+    assert [each.peer for each in ready.send] == ["c"]
+    shard.read(record(epoch=2), shard.revision + 1)
+    assert shard.follower.leader == "c", "a watch that lags tells nothing new"

@@ -1,0 +1,411 @@
+"""The leader's rules, each by the trace that asks for it (R: the corrections of the cluster's design)."""
+
+from __future__ import annotations
+
+import pytest
+from replication.shard import Shard, frames, members, placed, record, sent, swaps
+
+from region.cluster.records import Yielded
+from region.log.point import LogPoint
+from region.replication.leader import (
+    BELOW_MIN_MS,
+    DETACHED_MS,
+    EXPAND_BACKOFF_MS,
+    HUNG_MS,
+    IN_FLIGHT_GROUPS_MAX,
+    REPLICA_LAG_MS,
+    Phase,
+)  # fmt: skip
+from region.replication.messages import Action, Append, Commit, Placed, Probe
+from region.replication.ready import (
+    Begun,
+    DiskFailed,
+    FramesRead,
+    Lease,
+    Linked,
+    Living,
+    MinWanted,
+    Outcome,
+    Swap,
+    SwapAnswered,
+    Synced,
+    YieldAsked,
+)  # fmt: skip
+
+
+def serving(**more: object) -> Shard:
+    """a leads epoch 1 with b and c in sync and placed; nothing is written yet."""
+    shard = Shard("a", **more)  # type: ignore[arg-type]
+    shard.lead(record())
+    for peer in "bc":
+        shard.place(peer)
+        for log in shard.replica.logs:
+            shard.ack(peer, 0, log=log)
+    assert shard.leader.may_append()
+    return shard
+
+
+def answer(shard: Shard, swap: Swap | None, outcome: Outcome = Outcome.APPLIED) -> object:
+    assert swap is not None
+    shard.revision += 1
+    return shard.tell(SwapAnswered(swap.attempt, outcome, shard.revision))
+
+
+def test_a_group_is_committed_once_every_member_has_it_on_its_disk() -> None:
+    shard = serving()
+    ready = shard.write(3)
+    assert len(sent(ready, Append)) == 2, "frames are sent on before they are synced here"
+    assert ready.sync
+    shard.ack("b", 3)
+    shard.ack("c", 3)
+    assert shard.commit() == 0, "not on its own disk"
+    assert shard.sync().committed == [0]
+    shard.write()
+    shard.sync()
+    shard.ack("b", 4)
+    assert shard.commit() == 3
+    told = shard.ack("c", 4)
+    assert shard.commit() == 4
+    assert len(sent(told, Commit)) == 2, "no frames go that would carry it"
+
+
+def test_each_log_of_a_shard_is_committed_by_itself() -> None:
+    shard = serving(logs=2)
+    shard.write(2, log=1)
+    shard.sync()
+    shard.ack("b", 2, log=1)
+    shard.ack("c", 2, log=1)
+    assert (shard.commit(0), shard.commit(1)) == (0, 2)
+
+
+def test_nothing_is_committed_below_min() -> None:
+    shard = Shard("a")
+    shard.lead(record(isr="a1", elr="b1 c1"))
+    shard.sync()
+    assert not shard.leader.may_append()
+    assert shard.leader.phase is Phase.SERVING or shard.commit() == 0
+
+
+def test_a_leader_serves_once_all_that_it_held_is_committed() -> None:
+    shard = Shard("a", end=5, starts=((1, 0),))
+    ready = shard.read(record(epoch=2))
+    assert ready.begin[0].start.start == LogPoint(5)
+    assert not shard.place("b", 5, starts=((1, 0),)).send, (
+        "nobody is placed before the epoch has begun on the disk"
+    )
+    assert len(sent(shard.tell(Begun(2)), Probe)) == 2
+    shard.place("b", 5, starts=((1, 0),))
+    shard.place("c", 3, starts=((1, 0),))
+    shard.ack("b", 5)
+    shard.ack("c", 3)
+    assert shard.leader.phase is Phase.PREPARING
+    assert not shard.leader.may_append()
+    shard.ack("c", 5)
+    assert shard.leader.phase is Phase.SERVING
+
+
+def test_r1_an_expansion_that_is_not_known_counts_for_all_and_not_for_min() -> None:
+    shard = Shard("a")
+    shard.lead(record(isr="a1", elr="c1"))
+    shard.place("b")
+    ready = shard.ack("b", 0)
+    assert ready.swap is not None
+    assert ready.swap.record.isr == members("a1 b1")
+    assert not shard.leader.may_append(), "with the record that stands for sure, one member is too few"
+    answer(shard, ready.swap, Outcome.UNKNOWN)
+    assert not shard.leader.may_append()
+    again = swaps(shard.wait(1_000))
+    answer(shard, again[0])
+    assert shard.leader.may_append()
+
+
+def test_r2_reading_the_same_revision_settles_no_swap() -> None:
+    shard = serving()
+    shard.leader._members = lambda: ["b", "c", "d"]  # type: ignore[method-assign]
+    wide = record(replicas=("a", "b", "c", "d"))
+    shard.read(wide)
+    shard.place("d")
+    swap = shard.ack("d", 0).swap
+    answer(shard, swap, Outcome.UNKNOWN)
+    shard.read(wide, shard.revision - 1)
+    shard.write()
+    shard.sync()
+    shard.ack("b", 1)
+    shard.ack("c", 1)
+    assert shard.commit() == 0, "d may be in sync"
+    again = swaps(shard.wait(1_000))
+    answer(shard, again[0], Outcome.REFUSED)
+    assert shard.commit() == 0, "the second try was refused; the first one may still be on its way"
+    settled = swaps(shard.wait(1_000))
+    answer(shard, settled[0])
+    shard.ack("d", 1)
+    assert shard.commit() == 1
+
+
+def test_a_later_revision_settles_all_swaps() -> None:
+    shard = serving()
+    shard.read(record(replicas=("a", "b", "c", "d")))
+    shard.place("d")
+    answer(shard, shard.ack("d", 0).swap, Outcome.UNKNOWN)
+    shard.write()
+    shard.sync()
+    shard.ack("b", 1)
+    shard.ack("c", 1)
+    assert shard.commit() == 0
+    shard.read(record(replicas=("a", "b", "c", "d")))
+    shard.ack("b", 1)
+    assert shard.commit() == 1
+
+
+def test_r3_nobody_joins_below_what_was_held_at_the_election() -> None:
+    shard = Shard("a", end=5, starts=((1, 0),), commit=2)
+    shard.lead(record(epoch=2, isr="a1 b1", replicas=("a", "b", "d")))
+    shard.place("d", 3, starts=((1, 0),))
+    assert shard.ack("d", 3).swap is None, "above the known commit point, below the end at the election"
+    assert shard.ack("d", 5).swap is not None
+
+
+def test_r3_in_every_log() -> None:
+    shard = Shard("a", logs=2, end=5, starts=((1, 0),))
+    shard.lead(record(epoch=2, isr="a1 b1", replicas=("a", "b", "d")))
+    shard.place("d", 5, starts=((1, 0),))
+    assert shard.ack("d", 5, log=0).swap is None
+    assert shard.ack("d", 5, log=1).swap is not None
+
+
+def test_r4_an_end_that_was_only_told_counts_for_nothing() -> None:
+    shard = Shard("a", end=5, starts=((1, 0),))
+    shard.lead(record(epoch=2))
+    shard.place("b", 5, starts=((1, 0),))
+    shard.place("c", 5, starts=((1, 0),))
+    assert shard.commit() == 0
+    shard.ack("b", 5)
+    shard.ack("c", 5)
+    assert shard.commit() == 5
+
+
+@pytest.mark.parametrize("isr", ["a2 b1", "b1"])
+def test_r6_nobody_leads_who_was_not_elected_under_this_registration(isr: str) -> None:
+    shard = Shard("a", 1)
+    assert not shard.read(record(isr=isr)).begin
+    assert shard.leader.phase is Phase.IDLE
+
+
+def test_r6_an_epoch_is_led_once() -> None:
+    shard = serving()
+    swap = shard.tell(YieldAsked("drain")).swap
+    answer(shard, swap)
+    assert shard.leader.phase is Phase.IDLE
+    assert not shard.read(record()).begin, "however the record looks"
+    assert shard.read(record(epoch=2)).begin
+
+
+def test_r7_an_acknowledgement_of_another_registration_counts_for_nothing() -> None:
+    shard = serving()
+    shard.write()
+    shard.sync()
+    shard.ack("b", 1)
+    shard.place("c", 0, registration=2)
+    joins = shard.ack("c", 1, registration=2)
+    assert shard.commit() == 0
+    assert joins.swap is not None
+    assert joins.swap.record.isr == members("a1 b1 c2")
+    answer(shard, joins.swap)
+    assert shard.commit() == 1
+
+
+def test_f7_an_acknowledgement_of_an_earlier_place_counts_for_nothing() -> None:
+    shard = serving()
+    shard.write()
+    shard.sync()
+    shard.ack("b", 1)
+    shard.place("c", 0, ask=2)
+    shard.ack("c", 1, ask=1)
+    assert shard.commit() == 0
+    shard.ack("c", 1, ask=2)
+    assert shard.commit() == 1
+
+
+def test_r8_who_ends_below_what_it_acknowledged_leaves_all_sets() -> None:
+    shard = serving()
+    shard.write(3)
+    shard.ack("c", 3)
+    ready = shard.place("c", 2, ask=2)
+    assert ready.alarms
+    assert ready.swap is not None
+    assert ready.swap.record.members() == members("a1 b1")
+    replaced = serving()
+    replaced.write(3)
+    replaced.ack("c", 3)
+    assert not replaced.place("c", 0, registration=2, folder="e" * 32).alarms, "a new folder says so"
+
+
+def test_r9_min_changes_with_elr_in_one_swap() -> None:
+    shard = Shard("a")
+    shard.lead(record(isr="a1", elr="b1"))
+    swap = shard.tell(MinWanted(1)).swap
+    assert swap is not None
+    assert (swap.record.min, swap.record.elr) == (1, {})
+    shard.sync()
+    assert not shard.leader.may_append()
+    answer(shard, swap)
+    assert shard.leader.may_append()
+
+
+def test_r10_an_epoch_with_another_election_freezes_the_shard() -> None:
+    shard = serving()
+    ready = shard.read(record(election="e" * 16))
+    assert ready.alarms
+    assert ready.deposed
+    assert not shard.read(record(epoch=2)).begin
+    other = serving()
+    other.read(record(epoch=0x5, leader="b"))
+    assert other.read(record(epoch=0x4)).alarms, "an epoch that falls"
+
+
+def test_r10_revisions_that_fall_are_of_a_store_that_went_back() -> None:
+    shard = serving()
+    assert shard.read(record(), 3).alarms
+    assert not shard.leader.leads
+
+
+def test_r11_a_failed_sync_ends_the_epoch_for_good() -> None:
+    shard = serving()
+    shard.write()
+    shard.ack("b", 1)
+    shard.ack("c", 1)
+    ready = shard.tell(DiskFailed(0))
+    assert ready.deposed
+    assert ready.swap is not None
+    assert ready.swap.record.yielded == Yielded(1, "failed")
+    assert "a" not in ready.swap.record.isr
+    shard.tell(Synced(0, LogPoint(1), 0))
+    assert shard.commit() == 0
+    answer(shard, ready.swap, Outcome.UNKNOWN)
+    assert swaps(shard.wait(1_000)), "until it is known to be written"
+    assert not shard.read(record(epoch=2)).begin, "not before a restart"
+
+
+def test_r12_a_leader_without_a_lease_stops_committing_in_the_end() -> None:
+    shard = serving()
+    shard.tell(Lease(shard.now + 5_000))
+    shard.tick(4_800)
+    assert not shard.leader.may_answer(shard.now), "what rests on no commit ends with the lease"
+    shard.tick(5_000)
+    assert shard.leader.may_append(), "what rests on a commit goes on"
+    assert shard.tick(DETACHED_MS).deposed
+    assert not shard.leader.may_append()
+
+
+def test_r20_a_sync_that_never_returns_ends_the_epoch() -> None:
+    shard = serving()
+    shard.write()
+    answer(shard, swaps(shard.wait(REPLICA_LAG_MS + 1_000))[0])
+    stopped = swaps(shard.wait(HUNG_MS))
+    assert [swap.record.yielded for swap in stopped] == [Yielded(1, "hung")]
+
+
+def test_r21_a_leader_that_nobody_follows_gives_others_the_chance_if_they_live() -> None:
+    shard = Shard("a")
+    shard.lead(record(isr="a1", elr="b1 c1"))
+    assert not swaps(shard.wait(BELOW_MIN_MS + 1_000))
+    shard.tell(Living({"b": 1}))
+    yielded = swaps(shard.wait(1_000))
+    assert yielded[0].record.yielded == Yielded(1, "unreachable")
+
+
+def test_r21_at_most_once_a_minute() -> None:
+    shard = Shard("a")
+    shard.tell(Living({"b": 1}))
+    shard.lead(record(isr="a1", elr="b1 c1"))
+    answer(shard, swaps(shard.wait(BELOW_MIN_MS + 1_000))[0])
+    shard.lead(record(epoch=2, isr="a1", elr="b1 c1"))
+    assert not swaps(shard.wait(BELOW_MIN_MS + 1_000))
+
+
+def test_r23_a_pause_of_the_leader_is_nobody_elses_lag() -> None:
+    shard = serving()
+    shard.write()
+    assert not swaps([shard.tick(REPLICA_LAG_MS * 3)])
+    late = swaps(shard.wait(REPLICA_LAG_MS + 500))
+    assert late[0].record.isr == members("a1"), "but they had their time"
+    assert late[0].record.elr == members("b1 c1")
+
+
+def test_r23_a_member_that_left_waits_before_it_joins() -> None:
+    shard = serving()
+    shard.tell(Linked("c", False))
+    swap = swaps(shard.wait(1_500))[0]
+    assert swap.record.isr == members("a1 b1")
+    answer(shard, swap)
+    shard.tell(Linked("c", True))
+    shard.place("c", 0, ask=2)
+    assert shard.ack("c", 0, ask=2).swap is None
+    shard.ack("b", 0)
+    joined = swaps(shard.wait(EXPAND_BACKOFF_MS + 500))
+    assert joined == [] or joined[0].record.isr == members("a1 b1 c1")
+
+
+def test_a_shrink_counts_only_once_it_is_known() -> None:
+    shard = serving()
+    shard.write()
+    shard.sync()
+    shard.ack("b", 1)
+    shard.tell(Linked("c", False))
+    swap = swaps(shard.wait(1_500))[0]
+    assert shard.commit() == 0
+    answer(shard, swap)
+    assert shard.commit() == 1
+
+
+def test_a_leader_whose_epoch_is_over_answers_nothing() -> None:
+    shard = serving()
+    shard.write()
+    shard.sync()
+    ready = shard.read(record(epoch=2, leader="b"))
+    assert ready.deposed
+    shard.ack("b", 1, epoch=1)
+    shard.ack("c", 1, epoch=1)
+    assert shard.commit() == 0
+
+
+def test_a_newer_epoch_in_a_message_deposes() -> None:
+    shard = serving()
+    assert shard.hear("b", placed(2, 0, ask=1)).deposed
+
+
+def test_what_is_in_flight_is_bounded_and_read_later() -> None:
+    shard = serving()
+    for _ in range(IN_FLIGHT_GROUPS_MAX + 5):
+        shard.write()
+    assert len(shard.leader.followers["b"].logs[0].flight) == IN_FLIGHT_GROUPS_MAX
+    ready = shard.ack("b", 2)
+    read = ready.read[0]
+    assert read.begin == LogPoint(IN_FLIGHT_GROUPS_MAX)
+    told = shard.tell(FramesRead("b", 1, 0, read.begin, frames(1, IN_FLIGHT_GROUPS_MAX, 5)))
+    assert sent(told, Append)[0].prev == read.begin
+
+
+def test_a_follower_that_asks_for_what_was_let_go_of_is_told_to_copy() -> None:
+    shard = serving()
+    shard.write(5)
+    shard.sync()
+    shard.ack("b", 5)
+    shard.ack("c", 5)
+    shard.log.start = LogPoint(3)
+    answer_ = sent(shard.place("c", 1, ask=2, epoch=1, starts=((1, 0),)), Placed)[0]
+    assert answer_.logs[0].action is Action.COPY
+
+
+def test_a_move_ends_with_the_leader_giving_way() -> None:
+    shard = serving()
+    ready = shard.read(record(isr="a1 b1 c1", target=("b", "c")))
+    assert ready.swap is not None
+    assert ready.swap.record.yielded == Yielded(1, "move")
+
+
+def test_a_leader_with_nobody_else_stays_when_it_is_to_be_drained() -> None:
+    shard = Shard("a")
+    shard.lead(record(isr="a1", minimum=1, replicas=("a",)))
+    assert not shard.tell(YieldAsked("drain")).deposed
+    assert shard.leader.may_append()

@@ -1,0 +1,387 @@
+"""Rules of a cluster that can be switched off, one by one: some seed of the standard run has to fail without each of them.
+
+None is an option of the product: each rule is a function or method of its own, which a twin replaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import pytest
+from replication import test_follower, test_leader
+from simulation.cluster_checks import BrokenError
+from simulation.cluster_world import simulate_cluster
+from simulation.log_model import LogModel
+from simulation.switching import missed, patched, switched_off
+
+from region.cluster import membership, registration, transactions
+from region.cluster.election import Brokers
+from region.cluster.records import ShardRecord
+from region.cluster.transactions import Transaction
+from region.cluster.view import ClusterView
+from region.log.point import LogPoint
+from region.replication import leader
+from region.replication.core import ReplicaCore
+from region.replication.follower import FollowerCore
+from region.replication.leader import Follower, LeaderCore, Phase
+from region.replication.messages import Append, Durable, Placed
+from region.replication.ready import Outcome, Ready, RecordRead, Send, SwapAnswered
+from region.replication.replica import Fence, Log, Replica
+from region.replication.standing import Standing
+
+SEEDS_MAX: Final = 2_000
+"""So many seeds may pass before a rule that is switched off must have been missed."""
+
+
+class Twin(NamedTuple):
+    """A cluster without one rule. `seed` missed it when it was last looked for (`make simulate WORLD=cluster TWINS=1`). None: no seed of the standard
+    run is known to; `scenario`, the trace that asks for the rule, fails without it."""
+
+    rule: str
+    seed: int | None
+    off: Callable[[pytest.MonkeyPatch], None]
+    scenario: Callable[[], None] | None = None
+
+
+def acknowledge_early(self: FollowerCore, log: Log, ready: Ready) -> None:
+    """Says that frames are on the disk before they are."""
+    fence, replica = self.replica.fence, self.replica
+    ready.send.append(
+        Send(
+            self.leader,
+            Durable(self.epoch, fence.election, replica.registration, self.ask, log.number, log.end),
+        )
+    )
+
+
+def open_as_durable(self: Replica, *, begin: Any = Replica.__post_init__) -> None:
+    """Takes what recovery found for synced."""
+    begin(self)
+    for log in self.logs.values():
+        log.durable = log.end
+
+
+def enough_by_the_newest(self: LeaderCore) -> bool:
+    """Counts members of an expansion that is only sent."""
+    assert self.standing is not None
+    record = self.standing.all[-1]
+    return len(record.isr) >= record.min and not record.elr
+
+
+def enough_with_elr(self: LeaderCore) -> bool:
+    """Commits by a `min` of the catalog, while others are still eligible."""
+    assert self.standing is not None
+    minimum = self._min_wanted or self.standing.record.min
+    return all(len(record.isr) >= minimum for record in self.standing.all)
+
+
+def only_read(self: Standing) -> list[ShardRecord]:
+    """Whom an expansion lets in counts once that is known."""
+    return [self.record]
+
+
+def only_sent(self: Standing) -> list[ShardRecord]:
+    """Whom a shrink leaves out counts no more once it is sent."""
+    return [self._sent.record if self._sent is not None else self.record]
+
+
+def give_up(self: Standing, answer: SwapAnswered, *, take: Any = Standing.answered) -> bool:
+    """A swap without an answer did not happen."""
+    if answer.outcome is Outcome.UNKNOWN:
+        answer = answer._replace(outcome=Outcome.REFUSED)
+    return bool(take(self, answer))
+
+
+def join_at_the_commit_point(
+    self: LeaderCore, peer: str, follower: Follower, record: ShardRecord, now: int
+) -> bool:
+    """Lets in whoever has reached the commit point that is known."""
+    return (
+        bool(follower.logs)
+        and record.isr.get(peer) != follower.registration
+        and follower.down_since < 0
+        and peer in (*record.replicas, *record.target)
+        and follower.has({number: log.commit for number, log in self.replica.logs.items()})
+    )
+
+
+def join_at_once(self: LeaderCore, peer: str, follower: Follower, record: ShardRecord, now: int) -> bool:
+    """Lets in whoever follows."""
+    return (
+        bool(follower.logs)
+        and record.isr.get(peer) != follower.registration
+        and peer in (*record.replicas, *record.target)
+    )
+
+
+def lead_whatever_the_registration(self: LeaderCore, record: ShardRecord) -> bool:
+    """Goes on in an epoch after a restart."""
+    replica = self.replica
+    return (
+        record.leader == replica.broker
+        and record.yielded is None
+        and record.epoch == replica.fence.epoch
+        and not replica.stopped
+    )
+
+
+def lead_anew(self: LeaderCore, record: ShardRecord) -> bool:
+    """Goes on in an epoch after a restart, and counts itself under the registration that is recorded."""
+    if not lead_whatever_the_registration(self, record):
+        return False
+    self.replica.registration = record.isr.get(self.replica.broker, self.replica.registration)
+    return True
+
+
+def held_by_anybody(self: LeaderCore, member: str, registration: int, log: Log) -> LogPoint | None:
+    """Counts an acknowledgement, whichever start of the broker it is of."""
+    if member == self.replica.broker:
+        return log.durable
+    follower = self.followers.get(member)
+    copy = None if follower is None else follower.logs.get(log.number)
+    return None if copy is None else copy.durable
+
+
+def held_before_the_sync(
+    self: LeaderCore, member: str, registration: int, log: Log, *, held: Any = LeaderCore._held_by
+) -> LogPoint | None:
+    """Counts its own writes before they are synced."""
+    if member == self.replica.broker:
+        return log.end
+    found: LogPoint | None = held(self, member, registration, log)
+    return found
+
+
+def serve_at_once(
+    self: LeaderCore,
+    record: ShardRecord,
+    revision: int,
+    now: int,
+    ready: Ready,
+    *,
+    elect: Any = LeaderCore._elect,
+) -> None:
+    """Leads before its logs are synced and the epoch is on its disk."""
+    elect(self, record, revision, now, ready)
+    self.phase = Phase.PREPARING
+    for log in self.replica.logs.values():
+        log.durable = log.end
+
+
+def answer_without_lease(self: LeaderCore, now: int) -> bool:
+    """Answers what rests on no commit, whatever became of its lease."""
+    return self.phase is Phase.SERVING
+
+
+def any_question(self: LeaderCore, follower: Follower, durable: Durable) -> bool:
+    """Counts acknowledgements of an earlier place."""
+    return durable.epoch == self.epoch and durable.registration == follower.registration
+
+
+def any_answer(self: FollowerCore, message: Placed) -> bool:
+    """Does what any placement says."""
+    return message.registration == self.replica.registration
+
+
+def any_place(self: FollowerCore, message: Append) -> bool:
+    """Takes frames that were meant for another place."""
+    return self.placed and message.registration == self.replica.registration
+
+
+def hear_old_records(self: Any, event: RecordRead) -> bool:
+    """Acts on a record that is older than its registration."""
+    self._revision = max(1, self._revision, event.revision)
+    self.replica.fence.read(event.record)
+    return True
+
+
+def anybody(record: ShardRecord, brokers: Brokers) -> list[str]:
+    """Elects any replica that is alive."""
+    alive = [name for name in record.replicas if brokers.registration(name)]
+    return sorted(alive, key=lambda name: (name == record.leader, alive.index(name)))
+
+
+def in_any_term(view: ClusterView, term: int) -> Transaction:
+    """Compares nothing of the controller's office."""
+    return Transaction((), ())
+
+
+def has_a_target(record: ShardRecord) -> bool:
+    """Takes a target for reached as soon as it is set."""
+    return record.target != ()
+
+
+def never(*asked: object) -> bool:
+    return False
+
+
+def always(*asked: object) -> bool:
+    return True
+
+
+def all_of(*offs: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
+    def off(patch: pytest.MonkeyPatch) -> None:
+        for each in offs:
+            each(patch)
+
+    return off
+
+
+TWINS: Final = (
+    Twin(
+        "F1: no leader of an older epoch is heard",
+        None,
+        patched(FollowerCore, "_is_stale", never),
+        test_follower.test_f1_it_hears_no_leader_of_an_older_epoch,
+    ),
+    Twin("F2: frames are taken where the log ends", 11, patched(FollowerCore, "_fits", always)),
+    Twin(
+        "F4: a follower syncs before it acknowledges",
+        0,
+        patched(FollowerCore, "_acknowledge_early", acknowledge_early),
+    ),
+    Twin(
+        "F7: only the answer to the last question counts",
+        1,
+        all_of(
+            patched(FollowerCore, "_is_answer", any_answer),
+            patched(FollowerCore, "_is_for_this_place", any_place),
+            patched(LeaderCore, "_is_of_its_last_question", any_question),
+        ),
+    ),
+    Twin(
+        "F8, R4: what recovery kept is synced before it is told",
+        24,
+        patched(Replica, "__post_init__", open_as_durable),
+    ),
+    Twin(
+        "L1: what rests on no commit needs a lease",
+        24,
+        patched(LeaderCore, "may_answer", answer_without_lease),
+    ),
+    Twin("L2: the leader's own disk counts, too", 1, patched(LeaderCore, "_held_by", held_before_the_sync)),
+    Twin("L4: below min nothing is committed", 22, patched(LeaderCore, "_enough", always)),
+    Twin("L6: who joins has what was committed", 7, patched(LeaderCore, "_may_join", join_at_once)),
+    Twin(
+        "N1: an epoch has begun on the disk before it is led",
+        30,
+        patched(LeaderCore, "_elect", serve_at_once),
+    ),
+    Twin(
+        "N3: a leader serves once what it held is committed",
+        None,
+        patched(LeaderCore, "_prepared", always),
+        test_leader.test_a_leader_serves_once_all_that_it_held_is_committed,
+    ),
+    Twin(
+        "R1: an expansion counts for min once it is known",
+        37,
+        patched(LeaderCore, "_enough", enough_by_the_newest),
+    ),
+    Twin(
+        "an expansion counts for all from its sending",
+        None,
+        patched(Standing, "all", property(only_read)),
+        test_leader.test_r2_reading_the_same_revision_settles_no_swap,
+    ),
+    Twin("a shrink counts once it is known", 12, patched(Standing, "all", property(only_sent))),
+    Twin(
+        "R2: a swap without an answer may happen yet",
+        None,
+        patched(Standing, "answered", give_up),
+        test_leader.test_r2_reading_the_same_revision_settles_no_swap,
+    ),
+    Twin(
+        "R3: who joins has what was held at the election",
+        None,
+        patched(LeaderCore, "_may_join", join_at_the_commit_point),
+        test_leader.test_r3_nobody_joins_below_what_was_held_at_the_election,
+    ),
+    Twin("R6: an epoch is led by the start that was elected", 1, patched(LeaderCore, "_may_lead", lead_anew)),
+    Twin(
+        "R7: an acknowledgement is of a registration",
+        None,
+        patched(LeaderCore, "_held_by", held_by_anybody),
+        test_leader.test_r7_an_acknowledgement_of_another_registration_counts_for_nothing,
+    ),
+    Twin("R8: an older copy of a folder is refused", 75, patched(registration, "_pulse_of", lambda *_: None)),
+    Twin(
+        "R9: min is the record's, and elr is empty",
+        None,
+        patched(LeaderCore, "_enough", enough_with_elr),
+        test_leader.test_r9_min_changes_with_elr_in_one_swap,
+    ),
+    Twin(
+        "R11: a start writes again what a failed sync left to the cache",
+        0,
+        patched(LogModel, "recover", lambda self: None),
+    ),
+    Twin("only members of isr and elr are elected", 29, patched(transactions, "candidates", anybody)),
+    Twin("a controller writes in its term alone", 30, patched(transactions, "in_office", in_any_term)),
+    Twin(
+        "a move ends once all that it leads to are in sync",
+        253,
+        patched(membership, "is_target_in_sync", has_a_target),
+    ),
+    Twin(
+        "F3: nothing is cut below what is committed",
+        None,
+        patched(FollowerCore, "_may_cut", always),
+        test_follower.test_f3_never_below_what_is_committed,
+    ),
+    Twin(
+        "R7: nothing is heard before a record as new as the registration is read",
+        None,
+        patched(ReplicaCore, "_take_record", hear_old_records),
+        test_follower.test_r7_it_hears_nobody_before_it_has_read_a_record_as_new_as_its_registration,
+    ),
+    Twin(
+        "R8: whoever lost what it acknowledged leaves",
+        None,
+        patched(LeaderCore, "_look_for_loss", lambda *_: None),
+        test_leader.test_r8_who_ends_below_what_it_acknowledged_leaves_all_sets,
+    ),
+    Twin(
+        "R10: a store that went back freezes the shard",
+        None,
+        patched(Fence, "freeze", lambda *_: None),
+        test_leader.test_r10_an_epoch_with_another_election_freezes_the_shard,
+    ),
+    Twin(
+        "R12: commits end in the end without a lease",
+        None,
+        patched(leader, "DETACHED_MS", 1 << 40),
+        test_leader.test_r12_a_leader_without_a_lease_stops_committing_in_the_end,
+    ),
+    Twin(
+        "R20: a disk that hangs has failed",
+        None,
+        patched(leader, "HUNG_MS", 1 << 40),
+        test_leader.test_r20_a_sync_that_never_returns_ends_the_epoch,
+    ),
+    Twin(
+        "R21: who reaches nobody gives way",
+        None,
+        patched(LeaderCore, "_look_for_others", lambda *_: None),
+        test_leader.test_r21_a_leader_that_nobody_follows_gives_others_the_chance_if_they_live,
+    ),
+    Twin(
+        "R23: who joins again waits",
+        None,
+        patched(leader, "EXPAND_BACKOFF_MS", 0),
+        test_leader.test_r23_a_member_that_left_waits_before_it_joins,
+    ),
+)
+
+
+def caught(twin: Twin, *, anew: bool = False, seeds_max: int = SEEDS_MAX) -> BrokenError | None:
+    """What fails without the rule: its scenario, where it has one, or a seed; `anew`: the first seed that does."""
+    if twin.scenario is None or anew:
+        return missed(twin, simulate_cluster, BrokenError, seeds_max, anew=anew)
+    with switched_off(twin):
+        try:
+            twin.scenario()
+        except (AssertionError, IndexError) as error:
+            return BrokenError(f"{twin.scenario.__name__}: {error}")
+    return None

@@ -1,0 +1,1225 @@
+"""Three to five brokers, a modelled store and two clients on simulated time: the replication cores, and the records and transactions of a
+cluster, with everything that may go wrong between them. Level one: cores are driven, no process, socket or file is.
+
+Each shard has a record log and a journal. Brokers register, hold leases, watch, elect and replicate as the modules of `region.cluster` and
+`region.replication` decide; disks lose what was not synced (a crash of a process loses nothing), fail, hang and come back as older copies;
+messages are lost, late, doubled and out of order; links are cut in one direction; the store answers late or not at all, applies late,
+and is away.
+
+What is promised is looked at after every step (`cluster_checks`), and in the end, when all faults are over, everything has to be served again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from random import Random
+from typing import Final, NamedTuple
+
+from simulation.cluster_checks import BrokenError, Checks
+from simulation.log_model import DiskModel, LogModel
+from simulation.script import shrink
+from simulation.store_model import (
+    Answer,
+    Found,
+    Granted,
+    LeaseLost,
+    Snapshot,
+    StoreClient,
+    StoreModel,
+    Watch,
+)
+
+from region.cluster import controller
+from region.cluster.controller import ControllerCore
+from region.cluster.records import (
+    BrokerRecord,
+    ClusterKeys,
+    ShardId,
+    ShardRecord,
+    decode_shard,
+    encode,
+)
+from region.cluster.registration import FolderRecord, Start, announce, intend, raise_pulse, registered
+from region.cluster.transactions import (
+    Reason,
+    Refusal,
+    change,
+    move,
+)  # fmt: skip
+from region.cluster.view import ClusterView
+from region.log.point import LogPoint
+from region.metadata.transaction import Change, Put, TransactResult
+from region.replication.core import ReplicaCore
+from region.replication.history import BEGINNING, History
+from region.replication.messages import Frame, Message
+from region.replication.ready import (
+    Begun,
+    Copied,
+    CopyFailed,
+    DiskFailed,
+    FramesRead,
+    Lease,
+    Linked,
+    Living,
+    MinWanted,
+    Outcome,
+    Ready,
+    Received,
+    RecordRead,
+    Swap,
+    SwapAnswered,
+    Synced,
+    Tick,
+    Trimmed,
+    Written,
+    YieldAsked,
+)  # fmt: skip
+from region.replication.replica import Log, Replica
+
+LEASE_MS: Final = 2_000
+TICK_MS: Final = 250
+PULSE_MS: Final = 2_000
+FAULTS_MS: Final = 9_000
+"""So long things go wrong."""
+CALM_MS: Final = 60_000
+"""After so long without faults all has to be well: joining again alone may wait for half a minute."""
+PATIENCE_MS: Final = 1_500
+"""A client that has no answer for so long asks again."""
+EVENTS_SHOWN: Final = 200
+SHRINK_TRIES_MAX: Final = 60
+REGION: Final = "us-east"
+
+
+class Fault(NamedTuple):
+    """At `at_ms`, something happens to a broker, or a pair, for so long."""
+
+    at_ms: int
+    what: str
+    where: int
+    other: int
+    lasts_ms: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"at {self.at_ms} ms: {self.what} {self.where}/{self.other} for {self.lasts_ms} ms ({self.number})"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a run is about: drawn from its seed, or written by hand."""
+
+    brokers: int = 3
+    shards: int = 1
+    minimum: int = 2
+    faults: tuple[Fault, ...] = ()
+    appends: bool = True
+
+
+FAULTS: Final = {
+    "crash": 6, "power": 6, "pause": 5, "link": 6, "deaf": 6, "alone": 4, "store": 5, "store deaf": 3, "outage": 2, "doubt": 5, "lag": 3,
+    "fail": 3, "hang": 2, "slow": 4, "replace": 2, "snapshot": 2, "net": 5, "min": 2, "yield": 3, "move": 2, "trim": 2, "all power": 1,
+}  # fmt: skip
+
+
+def draw(seed: int) -> Scene:
+    """What a seed's run is about."""
+    random = Random(f"scene {seed}")
+    brokers = random.choice((3, 3, 3, 4, 5))
+    names, weights = list(FAULTS), list(FAULTS.values())
+    faults = []
+    for what in random.choices(names, weights, k=random.randint(2, 9)):
+        where = random.randrange(brokers)
+        other = (where + random.randrange(1, brokers)) % brokers
+        lasts = random.choice((300, 1_200, 3_000, 6_000))
+        faults.append(
+            Fault(
+                random.randrange(500, FAULTS_MS),
+                what,
+                where,
+                other,
+                random.randrange(50, lasts),
+                random.getrandbits(16),
+            )
+        )
+    return Scene(
+        brokers,
+        random.choice((1, 1, 2)),
+        random.choice((2, 2, 2, 1)),
+        tuple(sorted(faults)),
+    )
+
+
+@dataclass
+class Append:
+    """A client's append on its way at a leader."""
+
+    client: Client
+    number: int
+    log: int
+    point: LogPoint
+
+
+@dataclass
+class Machine:
+    """A broker: what outlives its process (disk, boot), and its process while there is one."""
+
+    name: str
+    index: int
+    disk: DiskModel
+    rate: float
+    boots: int = 1
+    life: int = 0
+    up: bool = False
+    paused_until: int = 0
+    client: StoreClient | None = None
+    view: ClusterView = field(default_factory=lambda: ClusterView(ClusterKeys(REGION)))
+    watch: Watch | None = None
+    registration: int = 0
+    lease: int = 0
+    cores: dict[ShardId, ReplicaCore] = field(default_factory=dict)
+    appends: dict[ShardId, deque[Append]] = field(default_factory=dict)
+    syncing: set[tuple[ShardId, int]] = field(default_factory=set)
+    again: set[tuple[ShardId, int]] = field(default_factory=set)
+    controller: ControllerCore | None = None
+    replacing: bool = False
+    copy: DiskModel | None = None
+
+    @property
+    def boot(self) -> str:
+        return f"{self.index:08x}{self.boots:08x}"
+
+
+@dataclass
+class Client:
+    """Appends its numbers one after the other, each until it is acknowledged, and reads how far the log goes."""
+
+    name: str
+    shard: ShardId
+    number: int = 0
+    at: int = 0
+    """the broker that it asks"""
+    asked_ms: int = -1
+    waits: bool = False
+    pause: int = 0
+    """until when it does not go on"""
+    acknowledged: list[int] = field(default_factory=list)
+
+
+class ClusterWorld:
+    """One run."""
+
+    def __init__(self, seed: int, scene: Scene | None = None) -> None:
+        self.seed = seed
+        self.scene = draw(seed) if scene is None else scene
+        self.random = Random(f"cluster {seed}")
+        self.now = 0
+        self.noted: deque[tuple[int, tuple[object, ...]]] = deque(maxlen=EVENTS_SHOWN)
+        self.counts: Counter[str] = Counter()
+        self.keys = ClusterKeys(REGION)
+        self.store = StoreModel(Random(f"store {seed}"))
+        self._heap: list[tuple[int, int, Callable[[], None]]] = []
+        self._made = 0
+        self.steps = 0
+        self.loss, self.doubles, self.shuffle, self.delay_ms = 0.0, 0.0, 0.0, 3
+        self.cut: set[tuple[int, int]] = set()
+        self.machines = [
+            Machine(
+                f"b{index + 1}", index, DiskModel(FolderRecord(folder=f"{index + 1:032x}")),
+                1.0 + self.random.uniform(-0.004, 0.004),
+            )
+            for index in range(self.scene.brokers)
+        ]  # fmt: skip
+        self.by_name = {machine.name: machine for machine in self.machines}
+        self.shards = [ShardId(f"{number + 1:032x}", 0) for number in range(self.scene.shards)]
+        self.calm = False
+        self.checks = Checks(self)
+        self.store.wrote = self.checks.wrote
+        self.clients = [
+            Client(f"c{number}", shard, at=number % self.scene.brokers)
+            for number, shard in enumerate([*self.shards, self.shards[0]])
+        ]
+        self._folders = self.scene.brokers
+        elections = Random(f"elections {seed}")
+        self._elections = (f"{elections.getrandbits(64):016x}" for _ in repeat(None))
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    def later(self, delay_ms: float, happens: Callable[[], None]) -> None:
+        """After so long."""
+        self._made += 1
+        heapq.heappush(self._heap, (self.now + max(1, int(delay_ms)), self._made, happens))
+
+    def on(self, machine: Machine, delay_ms: float, happens: Callable[[], None]) -> None:
+        """After so long, if this process still lives; a process that is paused does it when it goes on."""
+        life = machine.life
+
+        def due() -> None:
+            if machine.life == life and machine.up:
+                if machine.paused_until > self.now:
+                    self.later(machine.paused_until - self.now, due)
+                else:
+                    happens()
+
+        self.later(delay_ms, due)
+
+    def within(self, machine: Machine, happens: Callable[[Answer], None]) -> Callable[[Answer], None]:
+        """An answer of the store to this process."""
+        life = machine.life
+
+        def done(answer: Answer) -> None:
+            if machine.life == life and machine.up:
+                if machine.paused_until > self.now:
+                    self.on(machine, machine.paused_until - self.now, lambda: happens(answer))
+                else:
+                    happens(answer)
+
+        return done
+
+    def local(self, machine: Machine) -> int:
+        """What the machine's clock says."""
+        return int(self.now * machine.rate)
+
+    def note(self, *event: object) -> None:
+        self.noted.append((self.now, event))
+
+    def run_until(self, end_ms: int, done: Callable[[], bool] | None = None) -> bool:
+        """Let happen what happens; whether `done` came true, which is asked every half second."""
+        ask_ms = self.now + 500
+        heap, store = self._heap, self.store
+        while True:
+            next_store = store.next_ms()
+            if heap and (next_store is None or heap[0][0] <= next_store):
+                at = heap[0][0]
+                if at > end_ms:
+                    break
+                self.now = max(self.now, at)
+                _, _, happens = heapq.heappop(heap)
+                if next_store is not None:
+                    store.now_ms = max(store.now_ms, self.now)
+                happens()
+            elif next_store is not None and next_store <= end_ms:
+                self.now = max(self.now, int(next_store))
+                store.run(next_store)
+            else:
+                break
+            if done is not None and self.now >= ask_ms:
+                ask_ms = self.now + 500
+                if done():
+                    return True
+        self.now = max(self.now, end_ms)
+        return False
+
+    # -- a run -----------------------------------------------------------------------------------------
+
+    def play(self) -> None:
+        """From the first start to the last look. Raises BrokenError."""
+        self.begin()
+        self.run_until(FAULTS_MS)
+        self.rest()
+
+    def begin(self) -> None:
+        names = [machine.name for machine in self.machines]
+        for number, shard in enumerate(self.shards):
+            order = tuple(names[(at + number) % len(names)] for at in range(min(3, len(names))))
+            record = ShardRecord(
+                stream=f"acme/test/orders{number}", epoch=1, election=f"{number + 1:016x}", leader=order[0], replicas=order,
+                isr=dict.fromkeys(order, 1), min=self.scene.minimum,
+            )  # fmt: skip
+            key = self.keys.shard(shard)
+            self.store.transact((), (Put(key, encode(record, key)),))
+        for machine in self.machines:
+            self.start(machine)
+        for fault in self.scene.faults:
+            self.later(fault.at_ms, lambda fault=fault: self.fault(fault))  # type: ignore[misc]
+        if self.scene.appends:
+            for client in self.clients:
+                self.later(700, lambda client=client: self.drive(client))  # type: ignore[misc]
+
+    def rest(self) -> None:
+        """No more faults: everything is served again, and nothing that was promised is missing."""
+        self.calm = True
+        self.note("calm")
+        self.heal()
+        for machine in self.machines:
+            # A pause goes on to its end: cut short, what it put off would be heard after what came later.
+            disk = machine.disk
+            bad = disk.fails or disk.hangs or any(core.replica.failed for core in machine.cores.values())
+            disk.fails = disk.hangs = False
+            disk.slow_ms = 0
+            if machine.up and bad:
+                self.crash(machine, power=False)
+            if not machine.up:
+                self.start(machine)
+        begun = self.now
+        well = self.run_until(begun + CALM_MS, self.well)
+        self.counts["calm seconds"] += (self.now - begun) // 1_000
+        if not well:
+            raise BrokenError(f"20: not well {CALM_MS} ms after the last fault: {self.why_not_well()}")
+        self.checks.finish()
+
+    def heal(self) -> None:
+        self.store.heal()
+        for machine in self.machines:
+            if machine.client is not None:
+                machine.client.heal()
+        faults = self.store.faults
+        faults.lost = faults.unanswered = faults.late = 0.0
+        faults.lag_ms = (1, 4)
+        self.loss = self.doubles = self.shuffle = 0.0
+        for one, other in list(self.cut):
+            self.reconnect(one, other)
+
+    def record(self, shard: ShardId) -> ShardRecord:
+        """As it stands in the store."""
+        key = self.keys.shard(shard)
+        return decode_shard(self.store.entries[key].value, key)
+
+    def leader_of(self, shard: ShardId) -> tuple[Machine, ReplicaCore] | None:
+        """Who leads the epoch of the record, if it serves."""
+        record = self.record(shard)
+        machine = self.by_name.get(record.leader)
+        if machine is None or not machine.up or shard not in machine.cores:
+            return None
+        core = machine.cores[shard]
+        return (machine, core) if core.leader.epoch == record.epoch and core.leader.may_append() else None
+
+    def well(self) -> bool:
+        return not self.why_not_well()
+
+    def why_not_well(self) -> str:
+        for shard in self.shards:
+            record = self.record(shard)
+            if not self.checks.somebody_has_all(shard, record):
+                self.counts["vacant"] += 1
+                continue
+            found = self.leader_of(shard)
+            if found is None:
+                return f"shard {shard.incarnation[-1]} is not served: {record}"
+            if set(record.isr) != set(record.replicas) or record.elr or record.target:
+                return f"not all replicas are in sync: {record}"
+            _, core = found
+            for name in record.replicas:
+                other = self.by_name[name].cores.get(shard)
+                # Not its commit point: where no append follows, a commit that a lossy link swallowed is told with the next one.
+                if other is None or any(
+                    other.replica.logs[number].durable != log.end for number, log in core.replica.logs.items()
+                ):
+                    return f"{name} lacks what the leader has"
+        waiting = [client.name for client in self.clients if client.waits]
+        return f"clients {waiting} wait" if waiting and not self.counts["vacant"] else ""
+
+    # -- starting and ending ---------------------------------------------------------------------------
+
+    def start(self, machine: Machine) -> None:
+        """A process: it registers, opens its logs, and announces itself."""
+        machine.life += 1
+        machine.up = True
+        machine.paused_until = 0
+        machine.client = self.store.client(machine.name, machine.index)
+        machine.view = ClusterView(self.keys)
+        machine.cores, machine.appends = {}, {}
+        machine.syncing, machine.again = set(), set()
+        machine.lease = machine.registration = 0
+        machine.controller = ControllerCore(self.keys, machine.name, LEASE_MS, self._elections)
+        self.counts["starts"] += 1
+        self.note(machine.name, "starts")
+        self._register(machine)
+
+    def _register(self, machine: Machine) -> None:
+        client = machine.client
+        assert client is not None
+
+        def again(delay: int = 300) -> None:
+            self.on(machine, delay, lambda: self._register(machine))
+
+        def loaded(answer: Answer) -> None:
+            if not isinstance(answer, Snapshot):
+                again()
+                return
+            machine.view.load(answer)
+            start = Start(
+                machine.name, machine.name, machine.boot, f"lock{machine.index}{machine.disk.file.folder}"
+            )
+            step = intend(machine.view, machine.disk.file, start, replace=machine.replacing)
+            if isinstance(step, Refusal):
+                self.note(machine.name, "may not register:", step.reason)
+                self.counts[f"refused: {step.reason}"] += 1
+                if step.reason is Reason.OLD_FOLDER:
+                    # What an operator does then: the copy is given up.
+                    self.replace_folder(machine)
+                again()
+                return
+            machine.disk.file = step.file
+            client.transact(
+                step.transaction.compares,
+                step.transaction.writes,
+                self.within(machine, lambda answer: done(answer)),
+            )
+
+        def done(answer: Answer) -> None:
+            if not isinstance(answer, TransactResult) or not answer.succeeded:
+                again()
+                return
+            machine.disk.file = registered(machine.disk.file)
+            machine.replacing = False
+            machine.registration = machine.disk.file.registration
+            self._open(machine, answer.revision)
+
+        client.load((self.keys.prefix,), self.within(machine, loaded))
+
+    def replace_folder(self, machine: Machine) -> None:
+        """An empty folder, in place of the one that was there."""
+        self._folders += 1
+        machine.disk = DiskModel(FolderRecord(folder=f"{self._folders:032x}"))
+        machine.replacing = True
+        self.checks.replaced(machine)
+
+    def _open(self, machine: Machine, revision: int) -> None:
+        """The logs, as they are found; then everything that was told since the registration."""
+        self.note(machine.name, "is registered as", machine.registration)
+        for shard in self.shards:
+            machine.cores[shard] = self._core(machine, shard, revision)
+            machine.appends[shard] = deque()
+        self._load(machine)
+        self.on(machine, TICK_MS, lambda: self._tick(machine))
+        self.on(machine, PULSE_MS, lambda: self._pulse(machine))
+        for other in self.machines:
+            if other is not machine and other.up:
+                self._link(other, machine, True)
+
+    def _core(self, machine: Machine, shard: ShardId, revision: int) -> ReplicaCore:
+        logs = {}
+        for number in (0, 1):
+            model = machine.disk.log(shard, number)
+            model.recover()
+            end = model.end
+            logs[number] = Log(
+                number,
+                History(model.starts),
+                model.start,
+                end,
+                commit=max(model.start, min(model.kept, end)),
+                kept=model.kept,
+            )
+        return ReplicaCore(
+            Replica(machine.name, machine.registration, machine.disk.file.folder, revision, "fsync", logs)
+        )
+
+    def _load(self, machine: Machine) -> None:
+        """All records, and a watch from there."""
+        client = machine.client
+        assert client is not None
+
+        def loaded(answer: Answer) -> None:
+            if not isinstance(answer, Snapshot):
+                self.on(machine, 300, lambda: self._load(machine))
+                return
+            core = machine.controller
+            assert core is not None
+            machine.view = core.view
+            self.steer(machine, controller.Loaded(answer))
+            self._hear_records(machine, self.shards)
+            machine.watch = client.watch((self.keys.prefix,), answer.revision + 1, changed, lost)
+            if not machine.lease:
+                self._announce(machine)
+
+        def changed(told: Change) -> None:
+            if machine.life != life or not machine.up:
+                return
+            if machine.paused_until > self.now:
+                # In order with what was put off before.
+                self.on(machine, machine.paused_until - self.now, lambda: self._hear(machine, told))
+            else:
+                self._hear(machine, told)
+
+        def lost() -> None:
+            if machine.life == life and machine.up:
+                self.on(machine, 10, lambda: self._load(machine))
+
+        life = machine.life
+        client.load((self.keys.prefix,), self.within(machine, loaded))
+
+    def _hear(self, machine: Machine, told: Change) -> None:
+        self.steer(machine, controller.Changed(told))
+        keys = {event.key for event in told.events}
+        self._hear_records(machine, [shard for shard in self.shards if self.keys.shard(shard) in keys])
+        if any(key.startswith(self.keys.brokers) for key in keys):
+            living = machine.view.brokers.registrations()
+            for shard in self.shards:
+                self.step(machine, shard, Living(living))
+
+    def _hear_records(self, machine: Machine, shards: list[ShardId]) -> None:
+        view = machine.view
+        for shard in shards:
+            record = view.shards.get(shard)
+            if record is not None:
+                self.step(
+                    machine,
+                    shard,
+                    RecordRead(record, view.revision_of(self.keys.shard(shard)), view.revision),
+                )
+
+    def _announce(self, machine: Machine) -> None:
+        """Alive, under a lease; again after each that was lost."""
+        client = machine.client
+        assert client is not None
+        sent = self.local(machine)
+
+        def again() -> None:
+            self.on(machine, 200, lambda: self._announce(machine))
+
+        def granted(answer: Answer) -> None:
+            if not isinstance(answer, Granted):
+                again()
+                return
+            machine.lease = answer.lease
+            record = BrokerRecord(
+                registration=machine.registration, folder=machine.disk.file.folder,
+                lock=f"lock{machine.index}{machine.disk.file.folder}", host=machine.name,
+                client_address=f"{machine.name}:1", peer_address=f"{machine.name}:2",
+            )  # fmt: skip
+            made = announce(machine.view, machine.disk.file, machine.name, record, answer.lease)
+            if isinstance(made, Refusal):
+                self.note(machine.name, "may not announce itself:", made.reason)
+                if made.reason is Reason.SUPERSEDED:
+                    self.crash(machine, power=False)
+                    return
+                again()
+                return
+            client.transact(made.compares, made.writes, self.within(machine, announced))
+
+        def announced(answer: Answer) -> None:
+            if isinstance(answer, TransactResult) and answer.succeeded:
+                self.steer(machine, controller.Leased(machine.lease))
+                self._hold(machine, sent)
+            else:
+                again()
+
+        machine.lease = -1
+        client.grant(LEASE_MS, self.within(machine, granted))
+
+    def _hold(self, machine: Machine, sent: int) -> None:
+        """The lease was taken or renewed by a request sent at `sent`."""
+        for shard in self.shards:
+            self.step(machine, shard, Lease(sent + LEASE_MS))
+        self.on(machine, LEASE_MS // 3, lambda: self._renew(machine))
+
+    def _renew(self, machine: Machine) -> None:
+        client, sent = machine.client, self.local(machine)
+        assert client is not None
+
+        def renewed(answer: Answer) -> None:
+            if isinstance(answer, Granted):
+                self._hold(machine, sent)
+            elif isinstance(answer, LeaseLost):
+                self.note(machine.name, "has lost its lease")
+                self.steer(machine, controller.LeaseLost())
+                self._announce(machine)
+            else:
+                self._renew(machine)
+
+        client.renew(machine.lease, self.within(machine, renewed))
+
+    def _pulse(self, machine: Machine) -> None:
+        client = machine.client
+        assert client is not None
+        step = raise_pulse(machine.view, machine.disk.file, machine.name)
+        if not isinstance(step, Refusal):
+            machine.disk.file = step.file
+            client.transact(
+                step.transaction.compares, step.transaction.writes, self.within(machine, lambda answer: None)
+            )
+        self.on(machine, PULSE_MS, lambda: self._pulse(machine))
+
+    def crash(self, machine: Machine, *, power: bool) -> None:
+        """The process ends, perhaps with its machine."""
+        if not machine.up:
+            return
+        self.note(machine.name, "loses its", "power" if power else "process")
+        self.counts["power" if power else "crashes"] += 1
+        machine.up = False
+        machine.life += 1
+        if machine.watch is not None:
+            self.store.client(machine.name, machine.index).end(machine.watch)
+        for shard in list(machine.appends):
+            self._unknown(machine, shard)
+        if power:
+            machine.boots += 1
+            for log in machine.disk.every():
+                log.lose_power(self.random)
+        machine.disk.hangs = machine.disk.fails = False
+        for other in self.machines:
+            if other is not machine and other.up:
+                self._link(machine, other, False)
+
+    # -- the network -----------------------------------------------------------------------------------
+
+    def _link(self, machine: Machine, other: Machine, up: bool) -> None:
+        """Both, where they live, hear that their link is up or down."""
+        for one, two in ((machine, other), (other, machine)):
+            if one.up:
+                self.on(one, 20, lambda one=one, two=two: self._linked(one, two, up))  # type: ignore[misc]
+
+    def _linked(self, machine: Machine, other: Machine, up: bool) -> None:
+        if up and (not other.up or self._is_cut(machine, other)):
+            return
+        for shard in machine.cores:
+            self.step(machine, shard, Linked(other.name, up))
+
+    def _is_cut(self, one: Machine, other: Machine) -> bool:
+        return (one.index, other.index) in self.cut or (other.index, one.index) in self.cut
+
+    def disconnect(self, one: int, other: int) -> None:
+        """What one says, the other does not hear. After a while both know that their link is down."""
+        if (one, other) in self.cut:
+            return
+        self.cut.add((one, other))
+        a, b = self.machines[one], self.machines[other]
+        self.later(
+            self.random.choice((200, 600, 3_000)),
+            lambda: self._link(a, b, False) if self._is_cut(a, b) else None,
+        )
+
+    def reconnect(self, one: int, other: int) -> None:
+        self.cut.discard((one, other))
+        a, b = self.machines[one], self.machines[other]
+        if not self._is_cut(a, b):
+            self._link(a, b, True)
+
+    def send(self, machine: Machine, peer: str, shard: ShardId, message: Message) -> None:
+        other = self.by_name.get(peer)
+        if other is None or other is machine or (machine.index, other.index) in self.cut:
+            return
+        random = self.random
+        if self.loss and random.random() < self.loss:
+            return
+        delay = self.delay_ms
+        if self.shuffle and random.random() < self.shuffle:
+            delay += random.randint(1, 400)
+        life = other.life
+
+        def arrive() -> None:
+            if other.life == life and (machine.index, other.index) not in self.cut:
+                self.on(other, 0, lambda: self._arrive(other, machine.name, shard, message))
+
+        self.later(delay, arrive)
+        if self.doubles and random.random() < self.doubles:
+            self.later(delay + random.randint(1, 800), arrive)
+
+    def _arrive(self, machine: Machine, peer: str, shard: ShardId, message: Message) -> None:
+        if shard in machine.cores:
+            self.step(machine, shard, Received(peer, message))
+
+    # -- steps of cores --------------------------------------------------------------------------------
+
+    def step(self, machine: Machine, shard: ShardId, event: object) -> None:
+        core = machine.cores.get(shard)
+        if core is None:
+            return
+        self.steps += 1
+        self.checks.before(core)
+        ready = core.step(event, self.local(machine))
+        self._carry_out(machine, shard, core, ready, event)
+        self.checks.after(machine, shard, core, ready, event)
+        if machine.up and core is machine.cores.get(shard):
+            self._answer(machine, shard, core, ready)
+
+    def _carry_out(
+        self, machine: Machine, shard: ShardId, core: ReplicaCore, ready: Ready, event: object
+    ) -> None:
+        disk = machine.disk
+        for cut in ready.truncate:
+            self.note(machine.name, "cuts log", cut.log, "at", cut.point)
+            self.counts["cuts"] += 1
+            disk.log(shard, cut.log).cut(cut.point)
+        if ready.begin:
+            self._begin(machine, shard, core, ready)
+        for write in ready.write:
+            log = disk.log(shard, write.log)
+            assert log.end == write.prev, (log.end, write.prev)
+            log.frames.extend(write.frames)
+            history = log.history()
+            for start in write.starts:
+                if start.epoch > history.last.epoch:
+                    history.begin(start)
+            log.starts = history.starts
+        for send in ready.send:
+            self.send(machine, send.peer, shard, send.message)
+        for sync in ready.sync:
+            self._sync(machine, shard, sync.log, sync.cuts)
+        for copy in ready.copy:
+            self.on(
+                machine, self.random.randint(20, 300),
+                lambda copy=copy: self._copy(machine, shard, copy.peer, copy.log),  # type: ignore[misc]
+            )  # fmt: skip
+        for read in ready.read:
+            frames = disk.log(shard, read.log).read(read.begin, min(read.size, 400))
+            self.on(
+                machine, 1,
+                lambda read=read, frames=frames: self.step(  # type: ignore[misc]
+                    machine, shard, FramesRead(read.peer, read.ask, read.log, read.begin, frames)
+                ),
+            )  # fmt: skip
+        for keep in ready.keep:
+            disk.log(shard, keep.log).kept = keep.point
+        for trim in ready.trim:
+            disk.log(shard, trim.log).trim(trim.point)
+        if ready.swap is not None:
+            self._swap(machine, shard, ready.swap)
+        for alarm in ready.alarms:
+            self.note(machine.name, "ALARM", alarm)
+            self.counts["alarms"] += 1
+            self.checks.alarmed(machine, shard, alarm)
+
+    def _begin(self, machine: Machine, shard: ShardId, core: ReplicaCore, ready: Ready) -> None:
+        """N1: everything is synced, and the epoch's beginning with it."""
+        epoch = core.leader.epoch
+        self.note(machine.name, "begins epoch", epoch)
+        for begin in ready.begin:
+            log = machine.disk.log(shard, begin.log)
+            log.starts = core.replica.logs[begin.log].history.starts
+        captured = {
+            begin.log: (
+                list(machine.disk.log(shard, begin.log).frames),
+                machine.disk.log(shard, begin.log).starts,
+            )
+            for begin in ready.begin
+        }
+
+        def begun() -> None:
+            disk = machine.disk
+            if disk.hangs:
+                return
+            if disk.fails:
+                self._disk_fails(machine, shard, 0)
+                return
+            for number, (frames, starts) in captured.items():
+                disk.log(shard, number).sync(frames, starts)
+            self.step(machine, shard, Begun(epoch))
+
+        self.on(machine, self._sync_ms(machine), begun)
+
+    def _sync_ms(self, machine: Machine) -> int:
+        slow = machine.disk.slow_ms
+        return self.random.randint(1, slow) if slow else self.random.randint(1, 4)
+
+    def _sync(self, machine: Machine, shard: ShardId, number: int, cuts: int) -> None:
+        at = (shard, number)
+        if at in machine.syncing:
+            machine.again.add(at)
+            return
+        machine.syncing.add(at)
+        log = machine.disk.log(shard, number)
+        frames, starts, point = list(log.frames), log.starts, log.end
+
+        def synced() -> None:
+            if machine.disk.hangs:
+                return
+            machine.syncing.discard(at)
+            core = machine.cores[shard]
+            if machine.disk.fails:
+                self._disk_fails(machine, shard, number)
+                return
+            log.sync(frames, starts)
+            if at in machine.again:
+                machine.again.discard(at)
+                self._sync(machine, shard, number, core.replica.logs[number].cuts)
+            self.step(machine, shard, Synced(number, point, cuts))
+
+        self.on(machine, self._sync_ms(machine), synced)
+
+    def _disk_fails(self, machine: Machine, shard: ShardId, number: int) -> None:
+        self.note(machine.name, "fails a sync of log", number)
+        machine.disk.log(shard, number).fail()
+        machine.disk.fails = False
+        self.counts["failed syncs"] += 1
+        self.step(machine, shard, DiskFailed(number))
+        # An operator, or what watches over processes, starts it again.
+        self.later(self.random.randint(500, 3_000), lambda life=machine.life: self._restart(machine, life))  # type: ignore[misc]
+
+    def _restart(self, machine: Machine, life: int) -> None:
+        if machine.life == life and machine.up:
+            self.crash(machine, power=False)
+            self.start(machine)
+
+    def _copy(self, machine: Machine, shard: ShardId, peer: str, number: int) -> None:
+        other = self.by_name[peer]
+        core = other.cores.get(shard)
+        if not other.up or core is None or self._is_cut(machine, other):
+            self.step(machine, shard, CopyFailed(number))
+            return
+        self.counts["copies"] += 1
+        source = other.disk.log(shard, number)
+        durable = core.replica.logs[number].durable
+        frames = source.below(durable)
+        end = frames[-1].end if frames else source.start
+        starts = tuple(start for start in source.starts if start.start < end)
+        log = LogModel(list(frames), starts, source.start, BEGINNING, list(frames), starts)
+        log.kept = min(machine.disk.log(shard, number).kept, end)
+        machine.disk.logs[shard][number] = log
+        self.step(machine, shard, Copied(number, log.start, end, History(starts)))
+
+    # -- the record ------------------------------------------------------------------------------------
+
+    def _swap(self, machine: Machine, shard: ShardId, swap: Swap) -> None:
+        client = machine.client
+        assert client is not None
+        made = change(machine.view, shard, machine.name, swap.before, swap.revision, swap.record)
+        if isinstance(made, Refusal):
+            self.on(
+                machine, 1, lambda: self.step(machine, shard, SwapAnswered(swap.attempt, Outcome.REFUSED))
+            )
+            return
+        self.note(machine.name, "swaps", _told(swap.before), "for", _told(swap.record))
+
+        def done(answer: Answer) -> None:
+            outcome, revision = Outcome.UNKNOWN, 0
+            if isinstance(answer, TransactResult):
+                outcome = Outcome.APPLIED if answer.succeeded else Outcome.REFUSED
+                revision = answer.revision
+            elif isinstance(answer, LeaseLost):
+                outcome = Outcome.REFUSED
+            self.counts[f"swaps {outcome.value}"] += 1
+            self.note(machine.name, "swap:", outcome.value, revision)
+            self.step(machine, shard, SwapAnswered(swap.attempt, outcome, revision))
+
+        client.transact(made.compares, made.writes, self.within(machine, done))
+
+    # -- the controller --------------------------------------------------------------------------------
+
+    def steer(self, machine: Machine, event: controller.Event) -> None:
+        """Let this broker's part in being the controller hear it, and do what follows."""
+        client, core = machine.client, machine.controller
+        assert client is not None and core is not None
+        for action in core.step(event, self.local(machine)):
+            match action:
+                case controller.Transact(id_, made):
+                    client.transact(
+                        made.compares,
+                        made.writes,
+                        self.within(machine, lambda answer, id_=id_: self._steered(machine, id_, answer)),  # type: ignore[misc]
+                    )
+                case controller.Find(id_, keys):
+                    client.read(
+                        keys,
+                        self.within(machine, lambda answer, id_=id_: self._found(machine, id_, answer)),  # type: ignore[misc]
+                    )
+                case controller.Alarm(subject, sentence):
+                    self.note(machine.name, "controller:", subject, sentence)
+                case controller.AskEnds():
+                    raise AssertionError("no shard is of interval here")
+
+    def _steered(self, machine: Machine, id_: int, answer: Answer) -> None:
+        self.steer(machine, controller.Answered(id_, answer if isinstance(answer, TransactResult) else None))
+
+    def _found(self, machine: Machine, id_: int, answer: Answer) -> None:
+        if isinstance(answer, Found):
+            self.steer(machine, controller.Found(id_, answer.entries, answer.revision))
+        else:
+            self.steer(machine, controller.Found(id_, None))
+
+    # -- time in a process -----------------------------------------------------------------------------
+
+    def _tick(self, machine: Machine) -> None:
+        for shard in self.shards:
+            self.step(machine, shard, Tick())
+        self.steer(machine, controller.Tick())
+        self.on(machine, TICK_MS, lambda: self._tick(machine))
+
+    # -- clients ---------------------------------------------------------------------------------------
+
+    def drive(self, client: Client) -> None:
+        """Ask, and ask again: somebody else where the one asked does not lead."""
+        if self.calm and not client.waits:
+            return
+        machine = self.machines[client.at]
+        core = machine.cores.get(client.shard)
+        if client.asked_ms >= 0 and self.now - client.asked_ms < PATIENCE_MS:
+            self.later(PATIENCE_MS // 10, lambda: self.drive(client))
+            return
+        if not client.waits and client.pause > self.now:
+            self.later(client.pause - self.now, lambda: self.drive(client))
+            return
+        if machine.up and machine.paused_until <= self.now and core is not None and core.leader.may_append():
+            client.waits = True
+            client.asked_ms = self.now
+            self._append(machine, client, core)
+        else:
+            client.waits = True
+            record = self.record(client.shard)
+            client.at = (
+                self.by_name[record.leader].index
+                if record.leader and self.random.random() < 0.6
+                else self.random.randrange(len(self.machines))
+            )
+            client.asked_ms = -1
+        self.later(PATIENCE_MS // 10 if client.asked_ms >= 0 else 150, lambda: self.drive(client))
+
+    def _append(self, machine: Machine, client: Client, core: ReplicaCore) -> None:
+        """A record; sometimes with a position behind it, and an entry of the journal, which is what is answered by."""
+        shard, me = client.shard, (client.name, client.number)
+        number = client.number % 3 == 2
+        disk = machine.disk.log(shard, number)
+        for frame in reversed(disk.frames):
+            if frame.body == me:
+                # Sent again: answered once what it became is committed.
+                machine.appends[shard].append(Append(client, client.number, number, frame.end))
+                self._answer(machine, shard, core, Ready())
+                return
+        prev = disk.end
+        epoch = core.leader.epoch
+        frames = [Frame(epoch, LogPoint(prev.offset + 1), 100, me)]
+        if client.number % 4 == 1:
+            frames.append(Frame(epoch, LogPoint(prev.offset + 1, 1), 30, ("position", *me)))
+        disk.frames.extend(frames)
+        machine.appends[shard].append(Append(client, client.number, number, frames[0].end))
+        self.step(machine, shard, Written(number, prev, tuple(frames)))
+
+    def _answer(self, machine: Machine, shard: ShardId, core: ReplicaCore, ready: Ready) -> None:
+        """Clients whose appends are committed, or whose leader is none any more."""
+        if ready.deposed:
+            self._unknown(machine, shard)
+        waiting = machine.appends.get(shard)
+        if not waiting or not core.leader.commits:
+            return
+        left: deque[Append] = deque()
+        for append in waiting:
+            if core.replica.logs[append.log].commit >= append.point:
+                self._acknowledge(append)
+            else:
+                left.append(append)
+        machine.appends[shard] = left
+
+    def _acknowledge(self, append: Append) -> None:
+        client = append.client
+        if client.number == append.number and client.waits:
+            client.waits = False
+            client.asked_ms = -1
+            client.acknowledged.append(append.number)
+            self.counts["acknowledged"] += 1
+            self.checks.acknowledged(client, append)
+            client.number += 1
+            client.pause = self.now + self.random.choice((0, 0, 300, 900))
+
+    def _unknown(self, machine: Machine, shard: ShardId) -> None:
+        for append in machine.appends.get(shard, ()):
+            append.client.asked_ms = -1
+        machine.appends[shard] = deque()
+
+    # -- faults ----------------------------------------------------------------------------------------
+
+    def fault(self, fault: Fault) -> None:
+        if self.calm:
+            return
+        self.note("fault", fault)
+        machine = self.machines[fault.where]
+        lasts, client = fault.lasts_ms, machine.client
+        assert client is not None
+        match fault.what:
+            case "crash" | "power":
+                self.crash(machine, power=fault.what == "power")
+                self._start_after(machine, lasts)
+            case "all power":
+                for each in self.machines:
+                    self.crash(each, power=True)
+                    self._start_after(each, 1 + (lasts * (each.index + 1)) // 4)
+            case "pause":
+                machine.paused_until = max(machine.paused_until, self.now + lasts)
+            case "link":
+                for pair in ((fault.where, fault.other), (fault.other, fault.where)):
+                    self.disconnect(*pair)
+                    self.later(lasts, lambda pair=pair: self.reconnect(*pair))  # type: ignore[misc]
+            case "deaf":
+                self.disconnect(fault.other, fault.where)
+                self.later(lasts, lambda: self.reconnect(fault.other, fault.where))
+            case "alone":
+                for other in self.machines:
+                    if other is not machine:
+                        for pair in ((fault.where, other.index), (other.index, fault.where)):
+                            self.disconnect(*pair)
+                            self.later(lasts, lambda pair=pair: self.reconnect(*pair))  # type: ignore[misc]
+                if fault.number & 1:
+                    client.cut_in = client.cut_out = True
+                    self.later(lasts, client.heal)
+            case "store":
+                client.cut_in = client.cut_out = True
+                self.later(lasts, client.heal)
+            case "store deaf":
+                client.cut_in = True
+                self.later(lasts, client.heal)
+            case "outage":
+                self.store.stop()
+                self.later(lasts, self.store.heal)
+            case "doubt":
+                faults = self.store.faults
+                faults.unanswered, faults.late = 0.2, 0.25
+
+                def sure() -> None:
+                    faults.unanswered = faults.late = 0.0
+
+                self.later(lasts, sure)
+            case "lag":
+                self.store.faults.lag_ms = (1, 1_500)
+                self.later(lasts, lambda: setattr(self.store.faults, "lag_ms", (1, 4)))
+            case "fail":
+                machine.disk.fails = True
+            case "hang":
+                disk = machine.disk
+                disk.hangs = True
+                self.later(
+                    lasts + 12_000 * (fault.number & 1),
+                    lambda life=machine.life: self._restart(machine, life),
+                )  # type: ignore[misc]
+            case "slow":
+                disk = machine.disk
+                disk.slow_ms = fault.number % 900 + 10
+                self.later(lasts, lambda: setattr(disk, "slow_ms", 0))
+            case "replace":
+                if self.checks.may_replace(machine):
+                    self.crash(machine, power=True)
+                    self.replace_folder(machine)
+                    self._start_after(machine, lasts)
+            case "snapshot":
+                machine.copy = machine.disk.copy()
+                self.later(lasts + 2_500, lambda: self._put_back(machine))
+            case "net":
+                self.loss = (fault.number & 3) * 0.06
+                self.doubles = (fault.number >> 2 & 3) * 0.07
+                self.shuffle = (fault.number >> 4 & 3) * 0.12
+
+                def clear() -> None:
+                    self.loss = self.doubles = self.shuffle = 0.0
+
+                self.later(lasts, clear)
+            case "min":
+                for shard in machine.cores:
+                    for each in self.machines:
+                        self.on(
+                            each,
+                            1,
+                            lambda each=each, shard=shard: self.step(
+                                each, shard, MinWanted(1 + fault.number % 2)
+                            ),
+                        )  # type: ignore[misc]
+            case "yield":
+                for shard in list(machine.cores):
+                    self.step(machine, shard, YieldAsked("drain"))
+            case "move":
+                self._move(machine, fault)
+            case "trim":
+                for shard in list(machine.cores):
+                    self._trim(machine, shard)
+            case what:
+                raise AssertionError(what)
+
+    def _start_after(self, machine: Machine, delay: int) -> None:
+        life = machine.life
+
+        def start() -> None:
+            if machine.life == life and not machine.up:
+                self.start(machine)
+
+        self.later(delay, start)
+
+    def _put_back(self, machine: Machine) -> None:
+        """The volume's older snapshot takes its place, where it is older than a pulse (a younger one is not noticed: the docs say so)."""
+        copy, machine.copy = machine.copy, None
+        if copy is None or self.calm or not self.checks.may_replace(machine):
+            return
+        pulse = machine.view.pulses.get(machine.name)
+        if copy.file.folder != machine.disk.file.folder or pulse is None or pulse.pulse <= copy.file.pulse:
+            return
+        self.crash(machine, power=True)
+        self.note(machine.name, "comes back with an older copy of its folder")
+        self.counts["older copies"] += 1
+        machine.disk = copy
+        self.checks.replaced(machine)
+        self._start_after(machine, 500)
+
+    def _move(self, machine: Machine, fault: Fault) -> None:
+        """An operator moves a shard to other brokers."""
+        if len(self.machines) == 3 or not machine.up:
+            return
+        shard = self.shards[fault.number % len(self.shards)]
+        names = [each.name for each in self.machines]
+        target = tuple(names[(fault.number + at) % len(names)] for at in range(3))
+        if shard in machine.view.shards:
+            made = move(machine.view, shard, target)
+            if not isinstance(made, Refusal) and machine.client is not None:
+                self.note("operator moves", target)
+                machine.client.transact(made.compares, made.writes, lambda answer: None)
+
+    def _trim(self, machine: Machine, shard: ShardId) -> None:
+        """Retention: a leader lets go of half of what is committed."""
+        core = machine.cores[shard]
+        if not core.leader.may_append():
+            return
+        for number, log in core.replica.logs.items():
+            model = machine.disk.log(shard, number)
+            below = model.below(log.commit)
+            if len(below) > 3:
+                point = below[len(below) // 2].end
+                model.trim(point)
+                self.counts["trims"] += 1
+                self.step(machine, shard, Trimmed(number, point))
+
+
+def _told(record: ShardRecord) -> str:
+    sets = f"isr {record.isr} elr {record.elr}" + (f" target {record.target}" if record.target else "")
+    yielded = f" yielded {record.yielded.why}" if record.yielded else ""
+    return f"[{record.epoch} {record.leader} {sets} min {record.min}{yielded}]"
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    seed: int
+    counts: Counter[str]
+    steps: int
+    simulated_ms: int
+    events: list[str]
+
+
+def told(world: ClusterWorld) -> list[str]:
+    return [f"{at:6} {' '.join(map(str, parts))}" for at, parts in world.noted]
+
+
+def simulate_cluster(seed: int, scene: Scene | None = None) -> Result:
+    """One run. Raises BrokenError, with what happened last and how to play it again."""
+    world = ClusterWorld(seed, scene)
+    try:
+        world.play()
+    except (BrokenError, AssertionError) as error:
+        broken = error if isinstance(error, BrokenError) else BrokenError(f"assertion: {error!r}")
+        broken.seed = seed
+        broken.add_note("the last events:\n" + "\n".join(told(world)))
+        broken.add_note(f"again: make simulate WORLD=cluster FIRST={seed} SEEDS=1")
+        if broken is error:
+            raise
+        raise broken from error
+    return Result(seed, world.counts, world.steps, world.now, told(world))
+
+
+def simulate_cluster_or_explain(seed: int) -> Result:
+    """The same; of a seed that fails the fewest faults with which it still does are looked for, and told."""
+    try:
+        return simulate_cluster(seed)
+    except BrokenError as error:
+        broken = error
+    scene = draw(seed)
+
+    def fails(faults: tuple[Fault, ...]) -> bool:
+        try:
+            simulate_cluster(seed, replace(scene, faults=faults))
+        except BrokenError:
+            return True
+        return False
+
+    least = shrink(scene.faults, fails, SHRINK_TRIES_MAX)
+    broken.add_note("the least that breaks a promise:\n" + "\n".join(map(str, least)))
+    raise broken

@@ -1,0 +1,48 @@
+"""The first seeds of a cluster's cores, and the rules without which some of them fail. `make simulate WORLD=cluster` runs more."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from simulation.cluster_checks import BrokenError
+from simulation.cluster_twins import TWINS, Twin, caught
+from simulation.cluster_world import draw, simulate_cluster, simulate_cluster_or_explain
+from simulation.switching import switched_off
+
+SLICES, SLICE = 3, 50
+"""150 seeds, some seconds; `make simulate SEEDS=2000 WORLD=cluster` takes minutes."""
+
+
+@pytest.mark.parametrize("number", range(SLICES))
+def test_what_is_promised_is_kept_whatever_fails(number: int) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(number * SLICE, (number + 1) * SLICE):
+        counts.update(simulate_cluster_or_explain(seed).counts)
+    assert counts["acknowledged"] > 10 * SLICE
+    assert counts["epochs"] > SLICE
+    assert all(counts[what] for what in ("power", "crashes", "swaps applied"))
+
+
+def test_a_seed_replays_exactly() -> None:
+    for seed in range(3):
+        first, again = simulate_cluster(seed), simulate_cluster(seed)
+        assert (first.events, first.counts, first.steps) == (again.events, again.counts, again.steps)
+    assert simulate_cluster(0).events != simulate_cluster(1).events
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: twin.rule)
+def test_a_rule_that_is_switched_off_is_missed(twin: Twin) -> None:
+    assert caught(twin) is not None
+
+
+def test_a_failing_seed_is_told_by_its_last_events_and_the_least_that_fails() -> None:
+    twin = next(each for each in TWINS if each.seed is not None)
+    first = caught(twin)
+    assert first is not None
+    with switched_off(twin), pytest.raises(BrokenError) as told:
+        simulate_cluster_or_explain(first.seed)
+    events, again, least = told.value.__notes__
+    assert "the last events" in events
+    assert f"FIRST={first.seed}" in again
+    assert least.count("\n") <= len(draw(first.seed).faults)
