@@ -192,16 +192,14 @@ class Requests:
                     named_by = str(identity)
             for view in hosted.views:
                 view.prepare(views)
-            former, most = config.former_cache.ttls, config.former_cache.bytes_max
+            former = config.former_cache.ttls
             if config.views.cache and views.cache and config.views.cache.ttl_ms != views.cache.ttl_ms:
                 former = (*former, records.FormerTtl(self._broker.clock_ms(), config.views.cache.ttl_ms))
-            if config.views.cache and config.views.cache != views.cache:
-                most = max(most, config.views.cache.bytes_max)
             return msgspec.structs.replace(
                 config,
                 retention=retention,
                 views=views,
-                former_cache=records.FormerCache(former, most),
+                former_cache=records.FormerCache(former),
                 dead_letter_by=named_by,
             )
 

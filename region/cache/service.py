@@ -78,7 +78,6 @@ class Cache:
                 lambda: broker.clock_ms(),
                 broker.runtime.clock.monotonic,
                 stream.record.config.former_cache.ttls,
-                stream.record.config.former_cache.bytes_max,
             )
             if isinstance(shard, ShardLog)
             else shard

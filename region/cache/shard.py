@@ -97,15 +97,14 @@ class CacheShard:
         clock_ms: Callable[[], int],
         monotonic: Callable[[], float],
         former_ttls: Sequence[FormerTtl] = (),
-        former_bytes_max: int = 0,
     ) -> None:
-        """`former_ttls`, `former_bytes_max`: see region.metadata.records.FormerCache."""
+        """`former_ttls`: see region.metadata.records.FormerCache."""
         self.name, self.number, self.log = name, number, shard
         self.settings = settings
         self.former_ttls = former_ttls
         self._tells_forever = bool(former_ttls)
         """Whether values that never expire are marked in the log: always, if the cache's own ttl has ever been altered."""
-        self.state = CacheState(settings, budget, former_bytes_max)
+        self.state = CacheState(settings, budget)
         self.applied = shard.log_start_offset
         """Everything below is in the state."""
         self.ready = asyncio.Event()

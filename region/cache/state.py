@@ -88,10 +88,8 @@ class Decision(NamedTuple):
 class CacheState:
     """See the module. `open` are the changes staged since the last batch was appended."""
 
-    def __init__(self, settings: CacheSettings, budget: Budget, former_bytes_max: int = 0) -> None:
-        """`former_bytes_max`: the log may hold as much, before the evictions with which the cache was made smaller."""
+    def __init__(self, settings: CacheSettings, budget: Budget) -> None:
         self.settings = settings
-        self._former_bytes_max = former_bytes_max
         self.entries: OrderedDict[bytes, Entry] = OrderedDict()
         self.index = KeyIndex()
         self.size_bytes = 0
@@ -368,15 +366,18 @@ class CacheState:
         self._charge()
 
     def load(self, change: Change, version: int) -> None:
-        """A record of the log, before anything is staged. What the budget has no room for is let go, oldest first, and gets
-        its tombstone with the next `relieve`."""
+        """A record of the log, before anything is staged.
+
+        A moment of the log may be beyond `bytes_max`: before the evictions for records of others, or those with which the cache
+        was made smaller. Which keys these evicted depended on what was read, so they are read from the log too, and not
+        decided anew. What the budget has no room for is let go, oldest first, and gets its tombstone with the next `relieve`.
+        """
         evicted, expired, puts, deletes = self.evicted, self.expired, self.puts, self.deletes
         self._apply(change, version)
         self.evicted, self.expired, self.puts, self.deletes = evicted, expired, puts, deletes
         self._coming_bytes = self.size_bytes
         self._charge()
-        limit = max(self.settings.bytes_max, self._former_bytes_max)
-        while self.entries and self.size_bytes > min(self._charged, limit):
+        while self.entries and self.size_bytes > self._charged:
             key = next(iter(self.entries))
             self._remove(key)
             self._let_go.append(key)

@@ -53,11 +53,9 @@ class FormerTtl(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FormerCache(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a cache's settings were, as far as its log is still read by them: `ttls`, oldest first, and of one that was altered
-    `bytes_max`, the most that it had."""
+    """What a cache's settings were, as far as its log is still read by them: `ttls`, oldest first."""
 
     ttls: tuple[FormerTtl, ...] = ()
-    bytes_max: int = 0
 
 
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
