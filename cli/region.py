@@ -210,6 +210,8 @@ def up(
 
     name = choose_region(name)
     folder, config = folder_of(name)
+    if config.cluster is not None:
+        config = config.of_broker(config.broker)
     if detach:
         state = start_detached(
             ["--log-level", "info", "region", "up", name],
@@ -242,7 +244,8 @@ async def _serve(folder: RegionFolder, config: RegionConfig, pid: PidFile) -> No
         node = await Node.start(folder, config)
         try:
             address = node.address
-            if config.listen.port == 0 or _is_outdated(folder, config.region, address):
+            is_alone = config.cluster is None
+            if is_alone and (config.listen.port == 0 or _is_outdated(folder, config.region, address)):
                 await asyncio.to_thread(write_profile, folder, config.region, config.mesh, address)
                 await asyncio.to_thread(_tell_of_agents)
             health = node.health.address if node.health is not None else None

@@ -21,6 +21,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import cycle
 from typing import Any, Final, Protocol, cast
 
@@ -28,7 +29,15 @@ import msgspec
 
 from felix.address import Address
 from felix.backoff import Backoff, BackoffPolicy
-from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError, error_for
+from felix.errors import (
+    Code,
+    FelixError,
+    NotLeaderError,
+    ProtocolError,
+    RequestError,
+    UnavailableError,
+    error_for,
+)
 from felix.frames import AppendedBody, Frame, FrameDecoder, FrameType
 from felix.identity import NONCE_BYTES, Binding, Identity, Proof, prove
 from felix.messages import (
@@ -48,7 +57,9 @@ from felix.messages import (
     decode_answer,
     encode_message,
 )
+from felix.names import StreamName
 from felix.profile import Credentials, Profile, load_credentials
+from felix.routing import Routes
 from felix.runtime.port import Random, Runtime
 from felix.runtime.real import REAL
 from felix.session import (
@@ -85,6 +96,8 @@ GOODBYE_DRAIN_S: Final = 5.0
 """How long answers are still awaited on a session that the broker asked to leave."""
 GOODBYE_PAUSE_MS_MAX: Final = 60_000
 """However long a broker asks its clients to stay away, they look again after a minute."""
+HOPS_MAX: Final = 2
+"""Brokers that one request is sent on to before it pauses: two that name each other have not heard of the same election."""
 CORRELATION_MAX: Final = (1 << 32) - 1
 
 _EVENT_TYPES: Final = frozenset({FrameType.ANSWER, FrameType.BATCH, FrameType.GAP, FrameType.ERROR})
@@ -209,10 +222,13 @@ class Link:
         limits: TransportLimits,
         random: Random,
         over: Callable[[Link, FelixError], None],
+        moved: Callable[[NotLeaderError], None] = lambda error: None,
     ) -> None:
-        """`over` is called with the error that ended the session, once everybody who waits on this link was told."""
+        """`over` is called with the error that ended the session, once everybody who waits on this link was told; `moved` with
+        each word of the broker that another one leads a stream."""
         self._loop = asyncio.get_running_loop()
         self._told_over = over
+        self._moved = moved
         self._region = region
         self._prove = prove
         self._random = random
@@ -361,6 +377,8 @@ class Link:
                         waiting.refused(error)
                     elif correlation in self._watchers:
                         self._watchers[correlation](error)
+                    if isinstance(error, NotLeaderError):
+                        self._moved(error)
                 case CreditGranted(subscription, limit_bytes):
                     if subscription:
                         raise protocol_breach("The broker sent delivery credit, which only a client gives.")
@@ -662,6 +680,27 @@ class Link:
             sink.event_end(None)
 
 
+def _is_of_cluster(error: UnavailableError) -> bool:
+    """Whether a broker says that the request is another one's, so that it has done nothing."""
+    return isinstance(error, NotLeaderError) and bool(error.stream or error.leader)
+
+
+class _Lost:
+    """Tells a client's routes when a link to a leader ends (Attachment)."""
+
+    def __init__(self, routes: Routes[Attachment], address: str, leader: RegionConnection) -> None:
+        self._routes, self._address, self._leader = routes, address, leader
+
+    def link_up(self, link: Link) -> None: ...
+
+    def link_down(self, error: FelixError) -> None:
+        # Once all others on that link were told that it is down.
+        asyncio.get_running_loop().call_soon(self._routes.lost, self._address, self._leader)
+
+    def link_dead(self, error: FelixError) -> None:
+        self.link_down(error)
+
+
 class RegionConnection:
     """The actor that keeps one region connected."""
 
@@ -676,8 +715,10 @@ class RegionConnection:
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         wait_for_broker: bool = True,
         runtime: Runtime = REAL,
+        leads_to: Routes[Attachment] | None = None,
     ) -> None:
-        """`wait_for_broker`: False raises at once, in `open`, if no process listens at any address of the profile."""
+        """`wait_for_broker`: False raises at once, in `open`, if no process listens at any address of the profile. `leads_to`: of the
+        client whose connection to one leader this is; None: it is the client's first."""
         self.profile = profile
         self._wait_for_broker = wait_for_broker
         self.request_timeout_s = request_timeout_s
@@ -696,6 +737,10 @@ class RegionConnection:
         """As whom the newest session came; None before the first."""
         self._dead: FelixError | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_first = leads_to is None
+        self._routes = leads_to or Routes[Attachment](
+            self, self._to_leader, self.policy, runtime, self._address
+        )
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -714,6 +759,8 @@ class RegionConnection:
 
     async def close(self) -> None:
         """End the connection; every waiting caller gets an error. Idempotent."""
+        if self._is_first:
+            await self._routes.close()
         self._die(
             UnavailableError(
                 f"The connection to region {self.profile.region} was closed by this client.",
@@ -743,8 +790,20 @@ class RegionConnection:
         """The link that stands, if one does."""
         return self._link if self._link is not None and self._link.is_usable else None
 
-    def attach(self, attachment: Attachment) -> None:
-        """Tell it of links from now on; of the present one at once."""
+    def attach(self, attachment: Attachment, stream: StreamName | None = None) -> None:
+        """Tell it of links from now on; of the present one at once. `stream`: what it lives on; where the region has several brokers,
+        it is told of links to that stream's leader."""
+        if stream is None:
+            self.join(attachment)
+        else:
+            self._routes.attach(attachment, stream)
+
+    def detach(self, attachment: Attachment) -> None:
+        self._routes.detach(attachment)
+        self.part(attachment)
+
+    def join(self, attachment: Attachment) -> None:
+        """As `attach`, for the links of this connection itself."""
         if self._dead is not None:
             attachment.link_dead(self._dead)
             return
@@ -752,8 +811,28 @@ class RegionConnection:
         if self.link is not None:
             attachment.link_up(self.link)
 
-    def detach(self, attachment: Attachment) -> None:
+    def part(self, attachment: Attachment) -> None:
+        """As `detach`, for this connection itself."""
         self._attachments.pop(attachment, None)
+
+    def _address(self) -> str:
+        return "" if self._info is None else str(self._info.address)
+
+    def _to_leader(self, address: str) -> RegionConnection:
+        """A connection to one broker of the region, as this one is made."""
+        leader = RegionConnection(
+            replace(self.profile, addresses=(address,)),
+            engine=self._engine,
+            transport_limits=self._limits,
+            backoff=self.policy,
+            connect_timeout_s=ATTEMPT_TIMEOUT_S,
+            request_timeout_s=self.request_timeout_s,
+            wait_for_broker=False,
+            runtime=self.runtime,
+            leads_to=self._routes,
+        )
+        leader.join(_Lost(self._routes, address, leader))
+        return leader
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -768,14 +847,22 @@ class RegionConnection:
         last: FelixError | None = None
         try:
             async with asyncio.timeout(limit_s):
+                asked, hops = self, 0
                 while True:
-                    link = await self._wait_for_link()
                     try:
+                        link = await asked._wait_for_link()
                         return await link.ask(request)
                     except UnavailableError as error:
-                        if not isinstance(request, Repeatable):
-                            raise self._unknown_outcome(request, error) from error
+                        if self._dead is not None:
+                            raise
                         last = error
+                        elsewhere = self._led_elsewhere(error)
+                        if elsewhere is not None and elsewhere is not asked and hops < HOPS_MAX:
+                            asked, hops = elsewhere, hops + 1
+                            continue
+                        if not (isinstance(request, Repeatable) or _is_of_cluster(error)):
+                            raise self._unknown_outcome(request, error) from error
+                        asked, hops = self, 0
                     await asyncio.sleep(backoff.next_ms(last.retry_after_ms) / 1000)
         except TimeoutError:
             why = last.sentence if last else "No broker answered."
@@ -786,6 +873,13 @@ class RegionConnection:
                 if isinstance(request, Repeatable)
                 else "Whether it was carried out is not known; look before asking again.",
             ) from last
+
+    def _led_elsewhere(self, error: FelixError) -> RegionConnection | None:
+        """The connection to the broker that a refusal names."""
+        if not isinstance(error, NotLeaderError) or not error.address:
+            return None
+        reach = self._routes.at(error.address)
+        return reach if isinstance(reach, RegionConnection) else None
 
     def _unknown_outcome(self, request: Request[Any], error: UnavailableError) -> UnavailableError:
         if error.code is not Code.DISCONNECTED:
@@ -893,6 +987,7 @@ class RegionConnection:
             limits=self._limits,
             random=self.runtime.random,
             over=self._link_over,
+            moved=lambda error: self._routes.learned(error, str(address)),
         )
         tls = ClientTls(credentials.root_pem, self.profile.tls_name)
         try:

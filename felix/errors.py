@@ -177,6 +177,33 @@ class UnavailableError(FelixError):
     default_code = Code.UNAVAILABLE
 
 
+class NotLeaderError(UnavailableError):
+    """Another broker of the region leads the stream, or nobody does at the moment; nothing was done.
+
+    `stream` is what was asked for, empty where the request concerns none; `leader` the broker that leads, `address` (`host:port`) where
+    clients reach it: both empty where nobody is known to; `epoch` that of the leader, 0 where unknown.
+    """
+
+    default_code = Code.NOT_LEADER
+
+    def __init__(
+        self,
+        sentence: str,
+        *,
+        hint: str = "",
+        retry_after_ms: int | None = None,
+        stream: str = "",
+        leader: str = "",
+        address: str = "",
+        epoch: int = 0,
+    ) -> None:
+        super().__init__(sentence, hint=hint, retry_after_ms=retry_after_ms)
+        self.stream = stream
+        self.leader = leader
+        self.address = address
+        self.epoch = epoch
+
+
 class ProtocolError(FelixError):
     """The peer sent what the protocol forbids; the session ends."""
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Generic, TypeVar, Union, get_args
 
 import msgspec
 
-from felix.errors import Code, FelixError, OffsetMismatchError, ProtocolError, error_for
+from felix.errors import Code, FelixError, NotLeaderError, OffsetMismatchError, ProtocolError, error_for
 from felix.frames import FrameType, encode_frame
 from felix.quota import QuotaLimits
 from felix.settings import (
@@ -126,13 +126,18 @@ Handshake = ClientHello | Challenge | Prove | Welcome
 
 
 class ErrorBody(Message, frozen=True, tag="error"):
-    """An answer of refusal; with correlation 0 it ends the session. `log_end` only with OFFSET_MISMATCH."""
+    """An answer of refusal; with correlation 0 it ends the session. `log_end` only with OFFSET_MISMATCH; the fields after it only with
+    NOT_LEADER (felix.errors.NotLeaderError)."""
 
     code: int
     sentence: Text
     hint: Text = ""
     retry_after_ms: int | None = None
     log_end: int = -1
+    stream: Name = ""
+    leader: Name = ""
+    address: Name = ""
+    epoch: int = 0
 
 
 class Goodbye(Message, frozen=True, tag="goodbye"):
@@ -188,7 +193,8 @@ class ListStreams(Repeatable["StreamPage"], frozen=True, tag="list_streams"):
 
 
 class ShardState(Message, frozen=True, tag="shard"):
-    """Offsets in records. `stopped` says why the shard does not serve, empty where it does."""
+    """Offsets in records. `stopped` says why the shard does not serve, empty where it does. `leader`: the broker that leads it, where that
+    is another than the one that answers, which does not know its offsets."""
 
     shard: int
     log_start: int
@@ -198,6 +204,7 @@ class ShardState(Message, frozen=True, tag="shard"):
     size_bytes: int = 0
     segments: int = 0
     stopped: Text = ""
+    leader: Name = ""
 
 
 class StreamState(Message, frozen=True, tag="stream"):
@@ -1068,6 +1075,10 @@ def encode_error(error: FelixError, correlation: int = 0) -> bytes:
     """An ERROR frame that says what `error` says."""
     log_end = error.log_end if isinstance(error, OffsetMismatchError) else -1
     body = ErrorBody(int(error.code), error.sentence[:4000], error.hint[:4000], error.retry_after_ms, log_end)
+    if isinstance(error, NotLeaderError):
+        body = msgspec.structs.replace(
+            body, stream=error.stream, leader=error.leader, address=error.address, epoch=error.epoch
+        )
     return encode_message(FrameType.ERROR, body, correlation)
 
 
@@ -1075,5 +1086,15 @@ def decode_error(body: memoryview) -> FelixError:
     """The error that a peer's ERROR frame stands for. Raises ProtocolError(FRAME_MALFORMED)."""
     found: ErrorBody = _decode(_error_decoder, body, "error")
     error = error_for(found.code, found.sentence, found.hint, found.retry_after_ms, found.log_end)
+    if found.code == Code.NOT_LEADER:
+        error = NotLeaderError(
+            found.sentence,
+            hint=found.hint,
+            retry_after_ms=found.retry_after_ms,
+            stream=found.stream,
+            leader=found.leader,
+            address=found.address,
+            epoch=found.epoch,
+        )
     error.told = True
     return error

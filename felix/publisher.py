@@ -197,7 +197,7 @@ class Publisher:
         """Open the publish stream. Raises what the broker refuses it with, UnavailableError(TIMEOUT) without an answer."""
         if not self._started:
             self._started = True
-            self._region.attach(self)
+            self._region.attach(self, self.stream)
         try:
             async with asyncio.timeout(self._region.request_timeout_s):
                 await asyncio.shield(self._opened)

@@ -527,7 +527,7 @@ class Subscription:
         """Subscribe, if that has not been done. Raises what the broker refuses it with, UnavailableError(TIMEOUT)."""
         if not self._started:
             self._started = True
-            self._region.attach(self._feed)
+            self._region.attach(self._feed, self._feed.stream)
         if self._feed.opened.done():
             await self._feed.opened
             return

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
@@ -27,6 +28,7 @@ from felix.transport.port import TransportLimits
 from policy.access import Rights, Verb, not_found_or_forbidden
 from policy.pattern import covers
 from region.budget import Budgets
+from region.clustered import Clustered
 from region.config import RegionConfig
 from region.metadata.catalog import Catalog
 from region.metadata.records import StreamConfig, check_stream_config
@@ -80,7 +82,10 @@ class Broker:
         budgets: Budgets,
         transport_limits: TransportLimits,
         runtime: Runtime = REAL,
+        clustered: Clustered | None = None,
     ) -> None:
+        """`clustered`: its place among several brokers; None where it is the only one."""
+        self.clustered = clustered
         self.config = config
         self.region, self.mesh, self.broker_id = config.region, config.mesh, config.broker
         self.streams = streams
@@ -173,7 +178,7 @@ class Broker:
         self._waiting.discard(session)
 
     def _stream_changed(self, stream: HostedStream) -> None:
-        if stream.deleted:
+        if stream.deleted or stream.elsewhere is not None:
             self.recheck_sessions()
 
     def set_rights(self, table: dict[str, list[str]]) -> None:
@@ -292,6 +297,16 @@ class Broker:
             raise not_found_or_forbidden(verb, name)
         return stream
 
+    def fence(self) -> FelixError | None:
+        """Why this broker may not answer now for what its logs hold: another one may lead them. None where it may."""
+        return None if self.clustered is None else self.clustered.member.refusal()
+
+    def require_led(self, stream: HostedStream) -> None:
+        """Raises NotLeaderError, or UnavailableError(NOT_LEADER) without a lease, where this broker may not answer for the stream."""
+        error = stream.elsewhere or self.fence()
+        if error is not None:
+            raise error
+
     def set_namespaces(self, settings: Mapping[str, NamespaceSettings]) -> None:
         """Settings of namespaces have changed; they count at once."""
         self.namespaces = dict(settings)
@@ -312,9 +327,18 @@ class Broker:
         failed = self._not_made.pop(name, None)
         if failed is not None:
             raise failed
-        if settings is None or not settings.auto_create or name.tenant == RESERVED_TENANT:
+        is_made = settings is not None and settings.auto_create and name.tenant != RESERVED_TENANT
+        if not is_made:
             what = "stream" if views is NO_VIEWS else "cache" if views.cache is not None else "queue"
-            raise not_found_or_forbidden(verb, name, what)
+            error = not_found_or_forbidden(verb, name, what)
+            if self.clustered is None:
+                raise error
+            if name not in self._making:
+                self._making[name] = asyncio.ensure_future(self._look_up(name, error))
+            raise UnavailableError(
+                f"Whether another broker has made {name} is being looked up.", retry_after_ms=MADE_AGAIN_MS
+            )
+        assert settings is not None
         if name not in self._making:
             there = self.streams.count(name.tenant, name.namespace)
             if there + len(self._making) >= settings.streams_max:
@@ -330,14 +354,34 @@ class Broker:
             f"{name} is being made by its first use.", code=Code.UNAVAILABLE, retry_after_ms=MADE_AGAIN_MS
         )
 
+    async def find_stream(self, name: StreamName, verb: Verb = Verb.SUBSCRIBE) -> HostedStream:
+        """As `stream`; of several brokers one looks into the catalog itself: another may have made the stream a moment ago."""
+        if self.clustered is not None and self.streams.get(name) is None:
+            with suppress(RequestError):
+                await self.streams.open(await self.catalog.describe_stream(name))
+        return self.stream(name, verb)
+
+    async def _look_up(self, name: StreamName, missing: RequestError) -> None:
+        try:
+            await self.find_stream(name)
+        except RequestError:
+            self._refused_making(name, missing)
+        except FelixError as error:
+            self._refused_making(name, error)
+        finally:
+            self._making.pop(name, None)
+
+    def _refused_making(self, name: StreamName, error: FelixError) -> None:
+        if len(self._not_made) >= NOT_MADE_MAX:
+            self._not_made.clear()
+        self._not_made[name] = error
+
     async def _make(self, name: StreamName, settings: NamespaceSettings, views: Views) -> None:
         try:
             await self.ensure_stream(name, auto_config(settings, views))
             log.info("stream %s was made by its first use", name)
         except FelixError as error:
-            if len(self._not_made) >= NOT_MADE_MAX:
-                self._not_made.clear()
-            self._not_made[name] = error
+            self._refused_making(name, error)
         finally:
             self._making.pop(name, None)
 
@@ -346,6 +390,8 @@ class Broker:
         UnavailableError(LIMIT_MEMORY, LIMIT_STREAMS)."""
         # Asked before anything is written: the catalog must not name a stream that cannot be opened.
         check_stream_config(name, config)
+        if self.clustered is not None:
+            self.clustered.check_stream(name, config)
         await self.check_offload(config.views.offload)
         self.streams.check_room(name, config)
         self.quotas.check_stream(name.tenant, self.streams.count(name.tenant))
@@ -354,7 +400,10 @@ class Broker:
             record = await self.catalog.create_stream(
                 name, config, incarnation=self.runtime.random.randbytes(16), created_ms=self.clock_ms()
             )
-            return await self.streams.open(record)
+            stream = await self.streams.open(record)
+            if self.clustered is not None:
+                await self.clustered.placed(record)
+            return stream
         finally:
             self.quotas.creating(name.tenant, -1)
 

@@ -21,6 +21,7 @@ from felix.transport.port import EngineName
 from keys.offer import Line
 from policy.documents import Parsed, decode_document
 from policy.quantity import Duration, Rate, Size
+from region.cluster.records import BROKERS_MAX
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES
 from region.metadata.lease import LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN
 
@@ -37,6 +38,8 @@ CATCH_UP_BUDGET_BYTES_MIN: Final = 1 << 20
 """One read."""
 OFFLOAD_RATE_BYTES_MIN: Final = 64 << 10
 """A segment in an hour."""
+CLUSTER_LEASE_MS: Final = 5_000
+"""Of a broker of a cluster: long enough for pauses of Python and elections of etcd."""
 LEASE_MS: Final = 15_000
 """Of a broker's registration in etcd: outages of etcd up to two thirds of it are not felt by those who write, and another broker waits
 so long before it takes over from a machine that is gone."""
@@ -81,6 +84,48 @@ class MetadataConfig(Part, frozen=True):
             )
         if self.kind == "etcd" and not self.endpoints:
             raise RequestError("kind is etcd and no endpoint is named: add endpoints: [127.0.0.1:2379].")
+
+
+class ClusterBroker(Part, frozen=True):
+    """One of a region's brokers. `address`: where clients reach it, where that is not where it listens."""
+
+    id: Label
+    listen: Address
+    address: Address | None = None
+    health: Address | None = None
+
+    def __post_init__(self) -> None:
+        if not self.client_address.port:
+            raise RequestError(
+                f"{self.id} is reached at port 0: brokers of a cluster tell each other's addresses, so name a port."
+            )
+
+    @property
+    def client_address(self) -> Address:
+        """Where clients reach it."""
+        return self.address or self.listen
+
+
+class ClusterConfig(Part, frozen=True):
+    """The brokers of a region that has several. The first of them has the audit log on its disk.
+
+    `lease`: how long a broker may be silent before it stops answering and another may take its place.
+    """
+
+    brokers: Annotated[tuple[ClusterBroker, ...], msgspec.Meta(min_length=1, max_length=BROKERS_MAX)]
+    lease: Duration = Duration(CLUSTER_LEASE_MS)
+
+    def __post_init__(self) -> None:
+        if not LEASE_TTL_MS_MIN <= self.lease <= LEASE_TTL_MS_MAX:
+            raise RequestError(
+                f"lease is {self.lease}; {Duration(LEASE_TTL_MS_MIN)} to {Duration(LEASE_TTL_MS_MAX)} are allowed."
+            )
+        for what, values in (
+            ("id", [str(each.id) for each in self.brokers]),
+            ("address", [str(each.client_address) for each in self.brokers]),
+        ):
+            if twice := sorted({value for value in values if values.count(value) > 1}):
+                raise RequestError(f"Two brokers have the {what} {twice[0]}.")
 
 
 class AuditConfig(Part, frozen=True):
@@ -256,6 +301,7 @@ class RegionConfig(Part, frozen=True):
     data: Words = "data"
     operators: tuple[str, ...] = ("operator",)
     metadata: MetadataConfig = MetadataConfig()
+    cluster: ClusterConfig | None = None
     audit: AuditConfig = AuditConfig()
     tracing: TracingConfig = TracingConfig()
     storage: StorageConfig = StorageConfig()
@@ -263,6 +309,39 @@ class RegionConfig(Part, frozen=True):
     limits: LimitsConfig = LimitsConfig()
     quotas: QuotasConfig = QuotasConfig()
     identities: IdentitiesConfig = IdentitiesConfig()
+
+    def __post_init__(self) -> None:
+        if self.cluster is None:
+            return
+        if self.metadata.kind != "etcd":
+            raise RequestError(
+                "cluster names several brokers, and they share their metadata in etcd: set metadata.kind: etcd with its endpoints."
+            )
+        if all(each.id != self.broker for each in self.cluster.brokers):
+            raise RequestError(f"broker is {self.broker}, and cluster.brokers has no such id.")
+
+    def of_broker(self, broker: str) -> RegionConfig:
+        """The configuration of one of the cluster's brokers: where it listens, and a data folder of its own, below `data`.
+
+        Raises RequestError(NOT_FOUND) for one that is not named, or where there is no cluster.
+        """
+        named = [] if self.cluster is None else [each for each in self.cluster.brokers if each.id == broker]
+        if not named:
+            known = "none" if self.cluster is None else ", ".join(each.id for each in self.cluster.brokers)
+            raise RequestError(
+                f"{self.region} has no broker {broker}.",
+                code=Code.NOT_FOUND,
+                hint=f"Those that cluster.brokers names: {known}.",
+            )
+        return msgspec.structs.replace(
+            self, broker=broker, listen=named[0].listen, health=named[0].health, data=f"{self.data}/{broker}"
+        )
+
+    @property
+    def own_place(self) -> ClusterBroker | None:
+        """This broker among those of the cluster; None where there is no cluster."""
+        brokers = () if self.cluster is None else self.cluster.brokers
+        return next((each for each in brokers if each.id == self.broker), None)
 
 
 def load_config(path: Path) -> RegionConfig:

@@ -100,7 +100,7 @@ def subscription_refusal(
         return reader.refusal()
     if not broker.allows(identity, Verb.SUBSCRIBE, stream.name):
         return not_found_or_forbidden(Verb.SUBSCRIBE, stream.name)
-    return None
+    return stream.elsewhere
 
 
 class Subscription:

@@ -56,7 +56,7 @@ class PendingHandler:
         admit: Callable[[type[Message]], None],
         become: Callable[[int, Role], None],
     ) -> None:
-        """`admit` raises RequestError where this session may not begin such an exchange."""
+        """`admit` raises RequestError where this session may not begin such an exchange, NotLeaderError where another broker has it."""
         self._session = session
         self._stream_id = stream_id
         self._openers = openers
@@ -81,7 +81,7 @@ class PendingHandler:
             raise ProtocolError("This request does not begin an exchange.", code=Code.STATE)
         try:
             self._admit(asked)
-        except RequestError as error:
+        except (RequestError, UnavailableError) as error:
             self._session.send(self._stream_id, encode_error(error, first.correlation), end=True)
             self._session.end_role(self)
             self._held = b""

@@ -105,6 +105,8 @@ class Node:
             node = cls(folder, config, runtime, parts, listener, stack)
             stack.push_async_callback(node._leave)
             node._serve()
+            if parts.clustered is not None:
+                await parts.clustered.member.announce()
         except BaseException:
             await stack.aclose()
             raise

@@ -113,6 +113,7 @@ class PublishStream:
             assert session.identity is not None
             self._broker.require(session.identity, Verb.PUBLISH, name)
             stream = self._broker.use_stream(name, Verb.PUBLISH, _VIEWS.get(request.made_as, NO_VIEWS))
+            self._broker.require_led(stream)
             self._meter = meter = session.meter_of(name.tenant)
             session.reserve_publishing(wide=meter.publish_rate >= PUBLISH_WINDOW_BYTES)
         except (RequestError, UnavailableError) as error:
@@ -178,6 +179,9 @@ class PublishStream:
         """`records`: as many as were charged; `due_s`: when the credit goes back, where a rate is used up."""
         session = self._session
         window = session.publish_window
+        if not isinstance(result, FelixError):
+            # In the log, and perhaps not in that of whoever leads by now.
+            result = self._broker.fence() or result
         if records and self._meter is not None and isinstance(result, FelixError):
             self._meter.not_published(size, records)
             due_s = 0.0

@@ -160,7 +160,8 @@ class Requests:
     async def alter_stream(self, identity: SpiffeId, request: AlterStream) -> StreamState:
         name = StreamName.parse(request.stream)
         self._broker.require(identity, Verb.ADMIN, name)
-        hosted = self._broker.stream(name, Verb.ADMIN)
+        hosted = await self._broker.find_stream(name, Verb.ADMIN)
+        self._broker.require_led(hosted)
         if request.incarnation not in (b"", hosted.incarnation):
             raise RequestError(
                 f"{name} is another incarnation than the one to be changed.", code=Code.CONFLICT
@@ -231,7 +232,7 @@ class Requests:
     async def delete_stream(self, identity: SpiffeId, request: DeleteStream) -> Done:
         name = StreamName.parse(request.stream)
         self._broker.require(identity, Verb.ADMIN, name)
-        hosted = self._broker.stream(name, Verb.ADMIN)
+        hosted = await self._broker.find_stream(name, Verb.ADMIN)
         if request.incarnation not in (b"", hosted.incarnation):
             raise RequestError(
                 f"{name} is another incarnation than the one to be deleted.", code=Code.CONFLICT
@@ -245,7 +246,9 @@ class Requests:
     async def describe_stream(self, identity: SpiffeId, request: DescribeStream) -> StreamState:
         name = StreamName.parse(request.stream)
         self._require_any(identity, name)
-        return self._broker.stream(name).describe(detail=True)
+        stream = await self._broker.find_stream(name)
+        self._broker.require_led(stream)
+        return stream.describe(detail=True)
 
     async def list_streams(self, identity: SpiffeId, request: ListStreams) -> StreamPage:
         seen = (

@@ -270,7 +270,8 @@ class ClientSession:
 
     def _admit(self, asked: type[Message]) -> None:
         """The one place where it is decided who may ask what at all. Raises RequestError(FORBIDDEN); what a bridge
-        asks beyond its part is also written to the audit log."""
+        asks beyond its part is also written to the audit log. Of several brokers each also refuses what is not its own: NotLeaderError,
+        RequestError(UNSUPPORTED)."""
         identity, broker = self.identity, self.broker
         assert identity is not None
         try:
@@ -284,11 +285,15 @@ class ClientSession:
                     from_region=identity.region if identity.region != broker.region else "",
                 )
             raise
+        if broker.clustered is not None:
+            refused = broker.clustered.refusal(asked, is_foreign=identity.region != broker.region)
+            if refused is not None:
+                raise refused
 
-    def _not_admitted(self, asked: type[Message]) -> RequestError | None:
+    def _not_admitted(self, asked: type[Message]) -> RequestError | UnavailableError | None:
         try:
             self._admit(asked)
-        except RequestError as error:
+        except (RequestError, UnavailableError) as error:
             return error
         return None
 
@@ -607,6 +612,8 @@ class ClientSession:
         broker = self.broker
         assert self.identity is not None
         if request.grant:
+            if broker.clustered is not None:
+                broker.clustered.check_grant()
             reader = self.services.export.reader(self.identity, name, request.grant)
         else:
             broker.require(self.identity, Verb.SUBSCRIBE, name)
@@ -618,6 +625,7 @@ class ClientSession:
                 f"A subscription with {request.credit_bytes} bytes of credit could not take every batch.",
                 hint=f"Grant at least {least} bytes.",
             )
+        broker.require_led(stream)
         starts = await resolve_starts(stream, request)
         if self.ended or self.connection is None or self.connection.is_closed:
             return

@@ -13,18 +13,19 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from audit.note import Algorithm
 from audit.origin import region_origin
 from audit.submission import Submissions
 from audit.trust import RegionTrust
 from audit.witness import DiskWitnessStore
+from felix import __version__
 from felix.collector import collector_paused
-from felix.errors import FelixError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.messages import (
     OpenCache,
     OpenConsumer,
@@ -35,13 +36,13 @@ from felix.messages import (
 )
 from felix.names import StreamName
 from felix.runtime.port import Runtime
-from felix.storage.disk import PRIVATE_FILES, SHARED_FILES
+from felix.storage.disk import PRIVATE_FILES, SHARED_FILES, boot_id
 from felix.storage.port import Files
 from felix.transport.port import Engine, TransportLimits
 from keys.authority import RegionAuthority, load_authority
 from keys.certification import load_certification
 from keys.key_file import load_key_pair, load_signing_key
-from keys.keyring import Keyring, open_keyring
+from keys.keyring import Keyring, create_keyring, open_keyring
 from keys.signing import VerifyKey
 from region.at_once import at_once
 from region.broker import Broker
@@ -49,6 +50,11 @@ from region.broker_certificate import BrokerCertificate
 from region.budget import Budgets
 from region.cache import watch
 from region.cache.service import CacheService
+from region.cluster.member import ClusterMember
+from region.cluster.node_file import NodeFile
+from region.cluster.registration import Start
+from region.cluster.registry import Address as MemberAddress
+from region.clustered import Clustered
 from region.config import RegionConfig
 from region.document_log import DocumentLog
 from region.evidence import open_evidence
@@ -62,11 +68,11 @@ from region.log.open_logs import raise_files_limit
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls
-from region.metadata.genesis import claim_or_verify, sign_genesis
+from region.metadata.genesis import claim_or_verify, region_prefix, sign_genesis
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import MetadataStore
 from region.metadata.records import Stream
-from region.metadata.registration import Holder, Registration
+from region.metadata.registration import Holder, Registration, is_holder
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
 from region.renewal import IdentityRenewal
@@ -128,10 +134,12 @@ class Parts:
     certificate: BrokerCertificate
     registration: Registration | None
     """In a metadata store that several processes may open."""
+    clustered: Clustered | None
+    """Of one of several brokers."""
 
     def may_not_write(self) -> str:
         """Why nothing may be appended, as a sentence without its end; empty where the broker may write. Also asked from other threads."""
-        return _why(self.registration)
+        return _why(self.registration if self.clustered is None else self.clustered.member)
 
 
 async def open_broker(
@@ -160,13 +168,20 @@ async def open_broker(
     issuing = await asyncio.to_thread(authority)
     certification = await asyncio.to_thread(load_certification, folder.authority)
     own = await asyncio.to_thread(own_bundle, folder, config)
-    keyring = await asyncio.to_thread(machine.open_keys, folder.keys, config.region, runtime=runtime)
+    keys = folder.keys if config.cluster is None else data / "keys"
+    if config.cluster is not None:
+        await asyncio.to_thread(_make_keys, keys, config.region, runtime)
+    keyring = await asyncio.to_thread(machine.open_keys, keys, config.region, runtime=runtime)
     stack.callback(keyring.close)
     store = machine.store or await _open_store(folder, config, runtime)
     stack.push_async_callback(store.close)
     await _claim(store, folder, config, own=RegionTrust(own), now_ms=now_ms())
     registration: Registration | None = None
-    if config.metadata.kind == "etcd":
+    clustered: Clustered | None = None
+    if config.cluster is not None:
+        clustered = await _join(store, folder, config, directory.lock_identity, machine.files, runtime, stack)
+    elif config.metadata.kind == "etcd":
+        await _refuse_cluster(store, config.region)
         # Before the audit log is opened, which may sign.
         registration = await Registration.open(
             store, config.region, _holder(folder, config, directory.lock_identity, now_ms())
@@ -180,31 +195,43 @@ async def open_broker(
     cosigned = WitnessMemory(
         store, config.region, DiskWitnessStore(data / "witness", machine.evidence), runtime
     )
+    has_audit_log = clustered is None or clustered.has_audit_log
+
+    def may_not_sign() -> str:
+        if clustered is None:
+            return _why(registration)
+        if not has_audit_log:
+            return f"The region's audit log is written by broker {clustered.member.audit_home}"
+        return _why(clustered.member)
+
     witness, trail = await asyncio.to_thread(
         open_evidence,
         folder,
         config,
         own,
         cosigned,
-        lambda: _why(registration),
+        may_not_sign,
         files=machine.evidence,
         runtime=runtime,
     )
     stack.push_async_callback(asyncio.to_thread, trail.close)
-    submissions = Submissions(trail, [each.target(folder.root) for each in config.audit.witnesses], runtime)
+    witnesses = config.audit.witnesses if has_audit_log else ()
+    submissions = Submissions(trail, [each.target(folder.root) for each in witnesses], runtime)
     # One note is to have the cosignatures of them all, and of the regions that bridges may lead to.
     trail.expect_cosigners(len(mirror.trusted()) + len(config.audit.witnesses))
     submissions.start()
     stack.push_async_callback(asyncio.to_thread, submissions.stop)
 
     budgets = Budgets()
+    registered = registration if clustered is None else clustered.member
     streams = StreamTable(
         directory,
         budgets.ring,
         lambda name, incarnation, shard: KeyringSeal(keyring, name, incarnation, shard),
-        lambda: None if registration is None else registration.refusal(),
+        lambda: None if registered is None else registered.refusal(),
         runtime,
         files_max,
+        clustered,
     )
     broker = Broker(
         config,
@@ -214,6 +241,7 @@ async def open_broker(
         # A few more than sessions, so that the refusal is the broker's and has its sentence.
         transport_limits=TransportLimits(connections_max=config.limits.sessions + CONNECTIONS_SPARE),
         runtime=runtime,
+        clustered=clustered,
     )
     caches = CacheService(broker)
     landings = Landings()
@@ -277,6 +305,8 @@ async def open_broker(
     follower = StreamFollower(streams, mirror)
     governance.follow()
     _follow_settings(broker, mirror)
+    if clustered is not None:
+        _follow_wishes(clustered, mirror, follower)
     for deleted in mirror.deleted_streams.values():
         await streams.remove(StreamName.parse(deleted.name), deleted.incarnation)
     stack.push_async_callback(streams.close)
@@ -317,7 +347,30 @@ async def open_broker(
         transactions,
         BrokerCertificate(config, authority, issuing, certification, broker.expiries, now_ms),
         registration,
+        clustered,
     )
+
+
+def _make_keys(folder: Path, region: str, runtime: Runtime) -> None:
+    """Each of several brokers has keys of its own, for the logs on its own disk. Blocks."""
+    with suppress(RequestError):
+        create_keyring(folder, region, runtime=runtime)
+
+
+def _follow_wishes(clustered: Clustered, mirror: CatalogMirror, follower: StreamFollower) -> None:
+    """The controller places what the catalog has, and what this broker leads is opened."""
+    member = clustered.member
+
+    def want() -> None:
+        member.want(mirror.streams.values(), mirror.deletions())
+
+    def changed(change: MirrorChange) -> None:
+        if change.section in ("streams", "deleted"):
+            want()
+
+    want()
+    mirror.on_change(changed)
+    member.on_assigned(follower.assigned)
 
 
 def _follow_settings(broker: Broker, mirror: CatalogMirror) -> None:
@@ -337,9 +390,59 @@ def _follow_settings(broker: Broker, mirror: CatalogMirror) -> None:
     mirror.on_change(changed)
 
 
-def _why(registration: Registration | None) -> str:
-    refusal = None if registration is None else registration.refusal()
+class _Registered(Protocol):
+    def refusal(self) -> UnavailableError | None: ...
+
+
+def _why(registered: _Registered | None) -> str:
+    refusal = None if registered is None else registered.refusal()
     return "" if refusal is None else refusal.sentence.removesuffix(".")
+
+
+async def _join(
+    store: MetadataStore,
+    folder: RegionFolder,
+    config: RegionConfig,
+    lock: str,
+    files: Files,
+    runtime: Runtime,
+    stack: AsyncExitStack,
+) -> Clustered:
+    """Become a member of the region's cluster. Raises as `ClusterMember.open`, and RequestError where the region was served by one broker
+    alone: what that one has, this one has not."""
+    cluster, place = config.cluster, config.own_place
+    assert cluster is not None and place is not None
+    served = await store.get(region_prefix(config.region) + "registered")
+    if served is not None and is_holder(served.value):
+        raise RequestError(
+            f"{config.region} was served by one broker, whose records are on its disk: several brokers would begin its streams anew.",
+            code=Code.CONFLICT,
+            hint="Start it without cluster: in region.yaml, or make a new region for several brokers.",
+        )
+    address = str(place.client_address)
+    member = await ClusterMember.open(
+        store,
+        config.region,
+        Start(config.broker, socket.gethostname(), boot_id(), lock, version=__version__),
+        NodeFile(files, folder.root / config.data, runtime.random),
+        MemberAddress(address, address),
+        lease_ms=cluster.lease,
+        audit_home=cluster.brokers[0].id,
+        runtime=runtime,
+    )
+    stack.push_async_callback(member.close)
+    return Clustered(member)
+
+
+async def _refuse_cluster(store: MetadataStore, region: str) -> None:
+    """Raises RequestError where several brokers have the region's records: one alone would begin its streams anew."""
+    nodes = await store.range(f"{region_prefix(region)}nodes/", limit=1)
+    if nodes.entries:
+        raise RequestError(
+            f"{region} is served by several brokers, whose records are on their disks: one alone would begin its streams anew.",
+            code=Code.CONFLICT,
+            hint="Keep cluster: in region.yaml.",
+        )
 
 
 async def _claim(

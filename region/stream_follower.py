@@ -25,12 +25,18 @@ class StreamFollower:
         # Names and incarnations of changed catalog records that were not processed yet.
         self._wanted: set[StreamName] = set()
         self._gone: set[str] = set()
+        self._assigned: set[StreamName] = set()
         self._changed = asyncio.Event()
         mirror.on_change(self._note)
 
     def retry(self, name: StreamName) -> None:
         """A stream that could not be opened: try again with the next change."""
         self._wanted.add(name)
+
+    def assigned(self, name: str) -> None:
+        """A stream's leader may be another one."""
+        self._assigned.add(StreamName.parse(name))
+        self._changed.set()
 
     def _note(self, change: MirrorChange) -> None:
         if change.section == "streams":
@@ -73,3 +79,11 @@ class StreamFollower:
             except FelixError as error:
                 log.error("stream %s cannot be opened: %s", record.name, error)
                 self._wanted.add(name)
+        for name in sorted(self._assigned):
+            self._assigned.discard(name)
+            try:
+                await self._streams.reassign(name)
+            except FelixError as error:
+                log.error("stream %s is led here, and cannot be opened: %s", name, error)
+                # With the next change, which may be what makes room.
+                self._assigned.add(name)

@@ -21,7 +21,7 @@ from typing import Final, Protocol
 import msgspec
 
 from felix.batch import Batch, BatchHeader
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
 from felix.messages import ShardState, StreamState, StreamTraffic
 from felix.names import StreamName
@@ -118,6 +118,20 @@ class Altering(Protocol):
 ELSEWHERE_RETRY_MS: Final = 100
 """A client that asked the wrong broker retries after this: the shard may be on its way here."""
 
+
+class Leading(Protocol):
+    """Which streams this broker leads, where it is one of several (region.clustered)."""
+
+    def epochs(self, record: Stream) -> dict[int, int]:
+        """The epoch of each shard of a stream that this broker leads; empty where another one does, or nobody yet."""
+
+    def leader_of(self, record: Stream, shard: int) -> str:
+        """The broker that leads a shard; empty while none does."""
+
+    def not_leader(self, record: Stream, shard: int) -> NotLeaderError:
+        """What is answered for a shard that is not served here."""
+
+
 Replica = ShardLog | FelixError
 """A broker's view of a shard: its log, or the reason why it does not serve."""
 
@@ -126,11 +140,13 @@ class HostedStream:
     """One incarnation of a stream. `replicas` are the shards that are served here, by number; any other has another broker."""
 
     __slots__ = (
+        "_leading",
         "closing",
         "companions",
         "deleted",
         "delivered_bytes",
         "delivered_records",
+        "epochs",
         "incarnation",
         "name",
         "record",
@@ -148,8 +164,13 @@ class HostedStream:
         replicas: dict[int, Replica],
         ring_taken: int,
         start: bytes,
+        leading: Leading | None = None,
+        epochs: dict[int, int] | None = None,
     ) -> None:
         self.name = name
+        self._leading = leading
+        self.epochs = epochs or {}
+        """of the shards that are led here, where this broker is one of several"""
         self.text = str(name)
         """The name, which streams are in order of."""
         self.record = record
@@ -202,6 +223,8 @@ class HostedStream:
                 f"Shard {number} of {self.name} does not serve: {found}", code=Code.SHARD_STOPPED
             )
         if 0 <= number < self.shard_count:
+            if self._leading is not None:
+                return self._leading.not_leader(self.record, number)
             return UnavailableError(
                 f"Shard {number} of {self.name} is served by another broker.",
                 code=Code.NOT_LEADER,
@@ -211,6 +234,11 @@ class HostedStream:
             f"{self.name} has no shard {number}: it has {self.shard_count}, from 0 on.",
             hint="Describe the stream, and send each record to the shard of its key.",
         )
+
+    @property
+    def elsewhere(self) -> FelixError | None:
+        """What is answered where another broker serves the stream, or nobody yet; None where this one does."""
+        return None if self._leading is None or self.replicas else self._leading.not_leader(self.record, 0)
 
     def shard(self, number: int) -> ShardLog:
         """Raises what `find` gives where it gives an error."""
@@ -264,9 +292,16 @@ class HostedStream:
             config.retention,
             config.ring_bytes,
             self.record.created_ms,
-            [_shard_state(number, self.find(number)) for number in range(self.shard_count)] if detail else [],
+            [self._state(number) for number in range(self.shard_count)] if detail else [],
             config.views,
         )
+
+    def _state(self, number: int) -> ShardState:
+        found = self.find(number)
+        if self._leading is not None and isinstance(found, NotLeaderError):
+            leader = self._leading.leader_of(self.record, number)
+            return ShardState(number, 0, 0, 0, 0, stopped="" if leader else str(found), leader=leader)
+        return _shard_state(number, found)
 
 
 def _shard_state(number: int, shard: ShardLog | FelixError) -> ShardState:
@@ -313,8 +348,12 @@ class StreamTable:
         refusal: Callable[[], FelixError | None] = always_allowed,
         runtime: Runtime = REAL,
         files_max: int = 1_024,
+        leading: Leading | None = None,
     ) -> None:
-        """`files_max`: how many files the process may have open."""
+        """`files_max`: how many files the process may have open. `leading`: which streams are served here, where there are several
+        brokers; without it, all are.
+        """
+        self._leading = leading
         self._directory = directory
         self._make_seal = make_seal
         self._ring_budget = ring_budget
@@ -386,7 +425,8 @@ class StreamTable:
         self._changed(stream)
 
     def on_change(self, watcher: Callable[[HostedStream], None]) -> None:
-        """Call `watcher` with each stream that came, or went (`deleted`), after those that asked before."""
+        """Call `watcher` with each stream that came, went (`deleted`), or is served by this broker now or no longer, after those that
+        asked before."""
         self._watchers.append(watcher)
 
     def _changed(self, stream: HostedStream) -> None:
@@ -413,27 +453,63 @@ class StreamTable:
                 if held.record.revision > record.revision:
                     return held  # the record is older than what is served
                 await self._close(held)
-            taken = self._reserve(name, record.config)
-            replicas: dict[int, Replica] = {}
-            try:
-                for number in range(record.config.shards):
-                    replicas[number] = await self._open_shard(name, record, number)
-            except BaseException:
-                for number in replicas:
-                    await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
-                self._ring_budget.give(taken)
-                raise
-            stream = HostedStream(name, record, replicas, taken, self._start)
-            try:
-                for settle in self.before_serving:
-                    await settle(stream)
-            except BaseException:
-                for number in replicas:
-                    await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
-                self._ring_budget.give(taken)
-                raise
+            stream = HostedStream(name, record, {}, 0, self._start, self._leading)
+            if self._leading is None:
+                await self._serve(stream, {})
+            elif epochs := self._leading.epochs(record):
+                try:
+                    await self._serve(stream, epochs)
+                except FelixError as error:
+                    log.error("stream %s is led here, and cannot be opened: %s", name, error)
             self._add(stream)
         return stream
+
+    async def _serve(self, stream: HostedStream, epochs: dict[int, int]) -> None:
+        """Open the stream's shards, each in the epoch that `epochs` says, else in one that is due. Raises as `open`; then none is."""
+        name, record = stream.name, stream.record
+        taken = self._reserve(name, record.config)
+        replicas: dict[int, Replica] = {}
+        try:
+            for number in range(record.config.shards):
+                replicas[number] = await self._open_shard(name, record, number, epochs.get(number, 0))
+            stream.replicas = replicas
+            for settle in self.before_serving:
+                await settle(stream)
+        except BaseException:
+            stream.replicas = {}
+            for number in replicas:
+                await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
+            self._ring_budget.give(taken)
+            raise
+        stream.ring_taken, stream.epochs = taken, epochs
+
+    async def reassign(self, name: StreamName) -> None:
+        """Serve the stream from now on, or no longer, as its leader may be another one. Raises as `open` where it cannot be served."""
+        leading = self._leading
+        if leading is None:
+            return
+        async with self._busy.setdefault(name, asyncio.Lock()):
+            held = self._streams.get(name)
+            if held is None or (epochs := leading.epochs(held.record)) == held.epochs:
+                return
+            if held.replicas:
+                await self._cease(held)
+            if epochs:
+                await self._serve(held, epochs)
+                self._store(held, sum(shard.disk_bytes for shard in held.serving))
+            self._changed(held)
+
+    async def _cease(self, stream: HostedStream) -> None:
+        """Serve none of the stream's shards any more: what comes is refused from here on, what is under way is answered."""
+        numbers = [*stream.replicas, *stream.companions]
+        stream.replicas, stream.companions, stream.epochs = {}, [], {}
+        self._changed(stream)
+        await self._close_views(stream)
+        for number in numbers:
+            await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
+        self._ring_budget.give(stream.ring_taken)
+        stream.ring_taken = 0
+        self._store(stream, 0)
 
     def check_room(self, name: StreamName, config: StreamConfig) -> None:
         """Raises UnavailableError(LIMIT_MEMORY) where a stream with these settings could not be opened now."""
@@ -468,7 +544,10 @@ class StreamTable:
         assert taken
         return wanted
 
-    async def _open_shard(self, name: StreamName, record: Stream, number: int) -> ShardLog | FelixError:
+    async def _open_shard(
+        self, name: StreamName, record: Stream, number: int, epoch: int
+    ) -> ShardLog | FelixError:
+        """`epoch`: to lead it in; 0: a new one, that this broker chooses."""
         incarnation = bytes.fromhex(record.incarnation)
         config = record.config
         settings = shard_settings(
@@ -489,6 +568,14 @@ class StreamTable:
         except FelixError as error:
             log.error("%s shard %d does not serve: %s", name, number, error)
             return error
+        if epoch:
+            try:
+                await shard.begin_epoch(epoch)
+            except FelixError as error:
+                log.error("%s shard %d does not serve in epoch %d: %s", name, number, epoch, error)
+                await self._directory.close_shard(name, incarnation, number)
+                return error
+            return shard
         # A new epoch at every opening, so that later readers see where a restored log diverges from the original.
         if settings.durability.kind != "ephemeral":
             shard.begin_epoch_later()
@@ -634,14 +721,17 @@ class StreamTable:
 
     async def _close(self, stream: HostedStream) -> None:
         self._drop(stream)
+        await self._close_views(stream)
+        for number in (*stream.replicas, *stream.companions):
+            await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
+        self._ring_budget.give(stream.ring_taken)
+
+    async def _close_views(self, stream: HostedStream) -> None:
         while stream.closing:
             try:
                 await stream.closing.pop()()
             except FelixError as error:
                 log.error("a view of %s does not close in order: %s", stream.name, error)
-        for number in (*stream.replicas, *stream.companions):
-            await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
-        self._ring_budget.give(stream.ring_taken)
 
     async def close(self) -> None:
         """Close every stream, with everything acknowledged on disk."""

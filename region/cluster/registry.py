@@ -92,6 +92,8 @@ class Registry:
         self._health = Health()
         self._why = "it is not registered yet"
         self._ended: FelixError | None = None
+        self._over = asyncio.Event()
+        self._alive_revision = 0
         self._announcing = asyncio.Lock()
         self._listeners: list[Callable[[Lease | None], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -114,10 +116,24 @@ class Registry:
         """Why this process can never be alive in the cluster again, or None. Whoever runs the broker ends it then."""
         return self._ended
 
+    async def over(self) -> FelixError:
+        """Wait until `ended` says why."""
+        await self._over.wait()
+        assert self._ended is not None
+        return self._ended
+
     def may_answer(self) -> bool:
-        """Whether what rests on no commit may be answered now: no other broker can have been elected in our place."""
+        """Whether what rests on no commit may be answered now: no other broker can have been elected in our place.
+
+        Not before the watch has shown that we are alive: whoever was elected while we were not stands before that.
+        """
         lease = self._lease
-        return self._is_announced and lease is not None and lease.remaining_ms() > LEASE_MARGIN_MS
+        return (
+            self._is_announced
+            and lease is not None
+            and self._mirror.view.revision >= self._alive_revision
+            and lease.remaining_ms() > LEASE_MARGIN_MS
+        )
 
     def refusal(self) -> UnavailableError | None:
         """The same, as what is answered instead."""
@@ -246,20 +262,23 @@ class Registry:
             if lease is None or not self._is_announced:
                 lease, is_new = await self._store.grant(self._lease_ms), True
             try:
-                await self._put(lease)
+                revision = await self._put(lease)
             except BaseException:
                 if is_new:
                     # With what may have been bound to it by a request whose answer was lost.
                     with suppress(FelixError):
                         await lease.revoke()
                 raise
+            if is_new:
+                self._alive_revision = revision
             self._lease, self._is_announced = lease, True
             if is_new:
                 self._tell(lease)
         # What the watch brought meanwhile was not looked at.
         self._look()
 
-    async def _put(self, lease: Lease) -> None:
+    async def _put(self, lease: Lease) -> int:
+        """The revision that the record was written at."""
         while True:
             health = self._health
             record = BrokerRecord(
@@ -278,7 +297,7 @@ class Registry:
                 raise _error(made)
             result = await self._mirror.commit(made)
             if result is not None and result.succeeded and health == self._health:
-                return
+                return result.revision
 
     async def _keep(self) -> None:
         """Announce ourselves again whenever the lease was lost, until this process cannot be alive in the cluster any more."""
@@ -333,6 +352,7 @@ class Registry:
     def _refused(self, refusal: Refusal) -> None:
         if refusal.reason in _GONE_FOR_GOOD and self._ended is None:
             self._ended = _error(refusal)
+            self._over.set()
             log.critical("broker %s stops for good: %s", self.broker, refusal.sentence)
         self._give_up(refusal.sentence)
 

@@ -144,6 +144,13 @@ class CatalogMirror:
         """Marks of explicit deletions, by incarnation: only their data may be removed."""
         return MappingProxyType(self._deleted)
 
+    def deletions(self) -> dict[str, int]:
+        """The revision of each mark of a deletion, by incarnation."""
+        return {
+            incarnation: self._raw[self._keys.deleted(incarnation)].mod_revision
+            for incarnation in self._deleted
+        }
+
     @property
     def subscriptions(self) -> Mapping[str, Subscription]:
         """Durable subscriptions, by `tenant/namespace/stream/name`."""

@@ -173,6 +173,15 @@ class Registration:
         )
 
 
+def is_holder(value: bytes) -> bool:
+    """Whether a record says that a broker serves the region alone."""
+    try:
+        msgspec.json.decode(value, type=Holder)
+    except msgspec.MsgspecError:
+        return False
+    return True
+
+
 def _decode(entry: Entry) -> Holder | None:
     """None for an entry that cannot be read, such as a later version's: somebody else's in any case."""
     try:

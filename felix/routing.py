@@ -1,0 +1,197 @@
+"""Routes: which broker of the region leads a stream, and a connection to each such broker that is in use.
+
+A region of one broker needs none: everything goes over the connection that the profile leads to. A broker that does not lead a stream
+answers NOT_LEADER with the address of the one that does; from then on what lives on that stream (publishers, subscriptions) goes over a
+connection there, until it is lost, or says that the leader is another one again.
+
+Invariants:
+
+- the answer of a higher epoch counts, so a broker that has not heard of an election yet leads nobody back;
+- every connection proves the region's name and authority, as the first one did: an answer leads nowhere else;
+- what is attached is on one connection at a time; whose connection is lost asks again over the first one;
+- an address that did not answer is tried again only after a pause that grows.
+
+On the event loop; used by `felix.connection` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+
+from felix.backoff import Backoff, BackoffPolicy
+from felix.errors import FelixError, NotLeaderError, RequestError
+from felix.names import StreamName
+from felix.profile import parse_address
+from felix.runtime.port import Runtime
+
+LEADERS_MAX: Final = 128
+"""Brokers of a region at most: connections that one client may be led to."""
+
+_log = logging.getLogger("felix.routing")
+
+
+class Movable(Protocol):
+    """What lives on a stream, wherever that is led (connection.Attachment)."""
+
+    def link_down(self, error: FelixError) -> None: ...
+
+
+_MovableT = TypeVar("_MovableT", bound=Movable)
+_Attached = TypeVar("_Attached", bound=Movable, contravariant=True)
+
+
+class Reach(Protocol[_Attached]):
+    """A connection to the region, or to one broker of it."""
+
+    def join(self, attachment: _Attached) -> None:
+        """Tell it of this connection's links from now on."""
+
+    def part(self, attachment: _Attached) -> None:
+        """Tell it nothing more."""
+
+    async def open(self) -> None:
+        """Connect. Raises FelixError where nobody answers in time."""
+
+    async def close(self) -> None:
+        """End it."""
+
+
+class _Route(NamedTuple):
+    address: str
+    epoch: int
+
+
+class _Leader(Generic[_MovableT]):
+    """A connection to one leader, which is open or being opened."""
+
+    __slots__ = ("opening", "reach")
+
+    def __init__(self, reach: Reach[_MovableT]) -> None:
+        self.reach = reach
+        self.opening: asyncio.Task[None] | None = None
+
+
+class Routes(Generic[_MovableT]):
+    """Of one client and its region. `connect` makes a connection to one broker, not open yet, that tells `lost` when its link ends."""
+
+    def __init__(
+        self,
+        first: Reach[_MovableT],
+        connect: Callable[[str], Reach[_MovableT]],
+        policy: BackoffPolicy,
+        runtime: Runtime,
+        here: Callable[[], str],
+    ) -> None:
+        """`first`: the connection that the profile leads to; `here`: the address that it is at."""
+        self._first = first
+        self._connect = connect
+        self._policy = policy
+        self._runtime = runtime
+        self._here = here
+        self._routes: dict[StreamName, _Route] = {}
+        self._leaders: dict[str, _Leader[_MovableT]] = {}
+        self._placed: dict[_MovableT, tuple[StreamName, Reach[_MovableT]]] = {}
+        self._pauses: dict[str, tuple[float, Backoff]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def attach(self, attachment: _MovableT, stream: StreamName) -> None:
+        """Put it on the connection to the stream's leader, as far as that is known."""
+        route = self._routes.get(stream)
+        reach = (self.at(route.address) if route is not None else None) or self._first
+        self._placed[attachment] = stream, reach
+        reach.join(attachment)
+
+    def detach(self, attachment: _MovableT) -> None:
+        """It is on no connection any more."""
+        placed = self._placed.pop(attachment, None)
+        if placed is not None:
+            placed[1].part(attachment)
+
+    def learned(self, error: NotLeaderError, said_at: str) -> None:
+        """The broker at `said_at` said who leads a stream.
+
+        A lower epoch counts only from the supposed leader itself: the stream was created anew.
+        """
+        if self._is_closed or not error.stream or not error.address:
+            return
+        try:
+            stream = StreamName.parse(error.stream)
+        except RequestError:
+            return
+        known = self._routes.get(stream)
+        if known is None or known.epoch <= error.epoch or known.address == said_at:
+            known = self._routes[stream] = _Route(error.address, error.epoch)
+        reach = self.at(known.address)
+        if reach is None:
+            return
+        for attachment, (of, now) in list(self._placed.items()):
+            if of == stream and now is not reach:
+                self._move(attachment, stream, reach, error)
+
+    def at(self, address: str) -> Reach[_MovableT] | None:
+        """A connection to the broker at an address; None where it did not answer a moment ago, or the address is none."""
+        if address == self._here():
+            return self._first
+        held = self._leaders.get(address)
+        if held is not None:
+            return held.reach
+        loop = asyncio.get_running_loop()
+        pause = self._pauses.get(address)
+        if self._is_closed or len(self._leaders) >= LEADERS_MAX or (pause and loop.time() < pause[0]):
+            return None
+        try:
+            parse_address(address)
+        except RequestError:
+            return None
+        leader = self._leaders[address] = _Leader(self._connect(address))
+        leader.opening = loop.create_task(self._open(address, leader), name=f"felix-leader-{address}")
+        return leader.reach
+
+    def lost(self, address: str, reach: Reach[_MovableT]) -> None:
+        """The connection to a leader is over, or could not be made: what was on it asks over the first one who leads now."""
+        leader = self._leaders.get(address)
+        if leader is None or leader.reach is not reach or self._is_closed:
+            return
+        del self._leaders[address]
+        _, backoff = self._pauses.get(address) or (0.0, Backoff(self._policy, self._runtime.random))
+        loop = asyncio.get_running_loop()
+        self._pauses[address] = loop.time() + backoff.next_ms() / 1000, backoff
+        error = NotLeaderError(f"The connection to {address} was lost.")
+        for attachment, (stream, now) in list(self._placed.items()):
+            if now is leader.reach:
+                self._move(attachment, stream, self._first, error)
+        closing = loop.create_task(leader.reach.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """End every connection to a leader; what is on one is told so by that."""
+        self._is_closed = True
+        leaders, self._leaders = list(self._leaders.values()), {}
+        for leader in leaders:
+            if leader.opening is not None:
+                leader.opening.cancel()
+        await asyncio.gather(
+            *self._closing, *(leader.reach.close() for leader in leaders), return_exceptions=True
+        )
+
+    async def _open(self, address: str, leader: _Leader[_MovableT]) -> None:
+        try:
+            await leader.reach.open()
+        except FelixError as error:
+            _log.info("no connection to the leader at %s: %s", address, error.sentence)
+            self.lost(address, leader.reach)
+            return
+        self._pauses.pop(address, None)
+
+    def _move(
+        self, attachment: _MovableT, stream: StreamName, reach: Reach[_MovableT], error: FelixError
+    ) -> None:
+        self._placed[attachment][1].part(attachment)
+        self._placed[attachment] = stream, reach
+        attachment.link_down(error)
+        reach.join(attachment)

@@ -1,0 +1,198 @@
+"""A broker as a member of its region's cluster: registered, alive, with its part in being the controller, and what it leads.
+
+Order: `open`, before anything is opened that others may have, too; `follow` the catalog; listen; `announce`; then elections come, told
+to whoever asked by `on_assigned`. At the end, after all logs are closed, `close`.
+
+Invariant: nothing of a shard is answered that `refusal` does not allow: it is asked before each append, each acknowledgement and each
+word about where a log ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Final, Self
+
+import msgspec
+
+from felix.errors import CorruptionError, FelixError, UnavailableError
+from felix.runtime.port import Runtime
+from felix.tasks import end_tasks
+from region.cluster.assignments import Assignments
+from region.cluster.controller import AskEnds, StreamWish
+from region.cluster.controller_service import ControllerService
+from region.cluster.mirror import ClusterMirror
+from region.cluster.node_file import NodeFile
+from region.cluster.records import Health
+from region.cluster.registration import Start
+from region.cluster.registry import Address, Registry
+from region.metadata.port import MetadataStore
+from region.metadata.records import Stream
+from region.metadata.transaction import Absent, Change, Put, Snapshot
+
+log = logging.getLogger("felix.region.cluster")
+
+REPLICAS: Final = 1
+"""Copies of each shard: more are kept once logs are replicated."""
+
+
+class AuditHome(msgspec.Struct, frozen=True):
+    """The broker whose disk has the region's audit log. It stays that one: another would begin a second history."""
+
+    broker: str
+
+
+class ClusterMember:
+    """One broker's. `refusal` may be called from every thread; the rest belongs to one event loop."""
+
+    def __init__(self, store: MetadataStore, region: str, start: Start, runtime: Runtime) -> None:
+        self._store = store
+        self._start = start
+        self._runtime = runtime
+        self._mirror = ClusterMirror(store, region, runtime)
+        self._registry: Registry
+        self._controller: ControllerService
+        self.assignments: Assignments
+        self.audit_home = ""
+        """the broker that writes the audit log"""
+        self._listeners: list[Callable[[str], None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def open(
+        cls,
+        store: MetadataStore,
+        region: str,
+        start: Start,
+        node_file: NodeFile,
+        address: Address,
+        *,
+        lease_ms: int,
+        audit_home: str,
+        runtime: Runtime,
+    ) -> Self:
+        """Register. `audit_home`: who is to have the audit log, where nobody has it yet. Raises as `Registry.open`, and
+        CorruptionError where the record of the audit log cannot be read."""
+        member = cls(store, region, start, runtime)
+        mirror = member._mirror
+        registry = member._registry = Registry(
+            store, mirror, node_file, start, address, lease_ms=lease_ms, runtime=runtime
+        )
+        member._controller = ControllerService(
+            store, mirror, registry, member._ask_ends, lease_ms=lease_ms, runtime=runtime
+        )
+        member.assignments = Assignments(mirror.view, start.broker, lambda: registry.registration)
+        mirror.on_change(member._changed)
+        try:
+            await mirror.start()
+            await registry.open()
+            member.audit_home = await member._claim_audit(f"{mirror.view.keys.prefix}audit_home", audit_home)
+        except BaseException:
+            await member.close(in_order=False)
+            raise
+        return member
+
+    async def _claim_audit(self, key: str, broker: str) -> str:
+        while True:
+            entry = await self._store.get(key)
+            if entry is not None:
+                break
+            await self._store.transact([Absent(key)], [Put(key, msgspec.json.encode(AuditHome(broker)))])
+        try:
+            return msgspec.json.decode(entry.value, type=AuditHome).broker
+        except msgspec.MsgspecError as error:
+            raise CorruptionError(f"{key} does not say which broker has the audit log: {error}.") from error
+
+    # What it says
+
+    @property
+    def broker(self) -> str:
+        """This broker's id."""
+        return self._start.broker
+
+    @property
+    def controller(self) -> str:
+        """The broker that is the controller; empty while none is."""
+        record = self._mirror.view.controller
+        return "" if record is None else record.broker
+
+    @property
+    def alarms(self) -> dict[str, str]:
+        """What needs a person, by subject, where this broker is the controller."""
+        return dict(self._controller.alarms)
+
+    @property
+    def brokers(self) -> dict[str, str]:
+        """Every broker that was ever registered, with the address of each that is alive."""
+        view = self._mirror.view
+        return {broker: self.assignments.address(broker) for broker in sorted(view.nodes)}
+
+    def refusal(self) -> UnavailableError | None:
+        """Why this broker may not answer for what it leads now, or None."""
+        return self._registry.refusal()
+
+    def on_assigned(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with the name of each stream whose leader may be another one now."""
+        self._listeners.append(listener)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait for what a change of the records brings about. Bound it with a timeout."""
+        await self._mirror.until(holds)
+
+    # Its life
+
+    def want(self, streams: Iterable[Stream], deleted: dict[str, int]) -> None:
+        """The streams of the catalog, and the marks of deleted ones with their revisions: what the controller is to place, and to forget."""
+        self._controller.want([_wish(stream) for stream in streams], deleted)
+
+    async def announce(self) -> None:
+        """Be alive: the broker listens, and may be elected from now on. Raises what the store raises."""
+        await self._registry.announce(Health(open=True))
+        self._tasks.append(
+            asyncio.get_running_loop().create_task(self._controller.run(), name="cluster controller")
+        )
+
+    async def ended(self) -> FelixError:
+        """Wait until this process can never be alive in the cluster again; why."""
+        return await self._registry.over()
+
+    async def close(self, *, in_order: bool = True) -> None:
+        """Let others take over at once. `in_order`: all that was acknowledged is on the disk, and the logs are closed."""
+        await end_tasks(*self._tasks)
+        await self._controller.close()
+        await self._registry.close(in_order=in_order)
+        await self._mirror.close()
+
+    # What it hears
+
+    def _changed(self, known: Snapshot | Change) -> None:
+        view = self._mirror.view
+        keys = [event.key for event in known.events] if isinstance(known, Change) else None
+        if keys is None:
+            shards = list(view.shards)
+        else:
+            shards = [view.keys.shard_of(key) for key in keys if key.startswith(view.keys.shards)]
+        for name in {view.shards[shard].stream for shard in shards if shard in view.shards}:
+            for listener in self._listeners:
+                listener(name)
+
+    def _ask_ends(self, asked: AskEnds) -> None:
+        # Of one copy alone nothing is asked: it is the longest.
+        log.error(
+            "%s has copies at %s, which cannot be asked how far they go.",
+            asked.shard,
+            ", ".join(asked.brokers),
+        )
+
+
+def _wish(stream: Stream) -> StreamWish:
+    kind = stream.config.durability.kind
+    return StreamWish(
+        stream.incarnation,
+        stream.name,
+        stream.config.shards,
+        REPLICAS,
+        REPLICAS,
+        "fsync" if kind == "fsync" else "interval",
+    )

@@ -1,0 +1,174 @@
+"""What a broker of several answers by: who leads a stream, what is asked of another broker, and what a cluster does not do yet.
+
+Used by the broker and its sessions; a region of one broker has none of it. Invariant: what is refused here has not been begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from felix.errors import Code, FelixError, NotLeaderError, RequestError
+from felix.messages import (
+    AlterSubscription,
+    Cosign,
+    CreateSubscription,
+    DescribeMesh,
+    ExplainCrossing,
+    GetCheckpoint,
+    GetDataKey,
+    GetLinkSecret,
+    GetStreamStatement,
+    ListDocuments,
+    Message,
+    OpenCache,
+    OpenConsumer,
+    OpenIngest,
+    OpenQueue,
+    OpenTransactions,
+    PutCosignature,
+    PutDocument,
+    RenewIdentity,
+    ReportLinks,
+    RotateKeys,
+    SeekSubscription,
+    WatchCache,
+    WitnessedSize,
+)
+from felix.names import StreamName
+from region.cluster.member import ClusterMember
+from region.metadata.records import Stream, StreamConfig
+
+RETRY_MS: Final = 100
+"""A client that asked the wrong broker, or one that is about to lead, retries after this."""
+PLACED_S: Final = 10.0
+"""How long whoever creates a stream waits until a broker leads it."""
+
+_NOT_YET: Final[dict[type[Message], str]] = {
+    OpenIngest: "Bridges",
+    ReportLinks: "Bridges",
+    GetDataKey: "Bridges",
+    GetLinkSecret: "Bridges",
+    GetStreamStatement: "Bridges",
+    OpenTransactions: "Transactions",
+    OpenConsumer: "Durable subscriptions",
+    CreateSubscription: "Durable subscriptions",
+    AlterSubscription: "Durable subscriptions",
+    SeekSubscription: "Durable subscriptions",
+    OpenQueue: "Queues",
+    OpenCache: "Caches",
+    WatchCache: "Caches",
+    RotateKeys: "Rotations of keys",
+}
+_WITH_AUDIT_LOG: Final = frozenset(
+    (
+        PutDocument,
+        ListDocuments,
+        RenewIdentity,
+        Cosign,
+        WitnessedSize,
+        GetCheckpoint,
+        PutCosignature,
+        DescribeMesh,
+        ExplainCrossing,
+    )
+)
+"""What writes a leaf, or goes by which documents have theirs: the broker with the audit log alone answers it."""
+
+
+class Clustered:
+    """One per broker of a cluster."""
+
+    def __init__(self, member: ClusterMember) -> None:
+        self.member = member
+
+    @property
+    def has_audit_log(self) -> bool:
+        """Whether this broker's disk has the region's audit log."""
+        return self.member.audit_home == self.member.broker
+
+    def epochs(self, record: Stream) -> dict[int, int]:
+        """The epoch of each shard, where this broker leads the stream; empty where it does not."""
+        return self.member.assignments.epochs(record.incarnation, record.config.shards)
+
+    def not_leader(self, record: Stream, shard: int) -> NotLeaderError:
+        """What a broker answers that does not serve a shard: who does, where somebody is known to."""
+        leader = self.member.assignments.leader(record.incarnation, shard)
+        if leader is None or not leader.address:
+            return NotLeaderError(
+                f"No broker leads shard {shard} of {record.name} at the moment.",
+                hint="Try again: a new stream is placed within a second. Else `felix region status` shows which brokers run.",
+                retry_after_ms=RETRY_MS,
+                stream=record.name,
+            )
+        if leader.broker == self.member.broker:
+            return NotLeaderError(
+                f"Shard {shard} of {record.name} is about to be served here.",
+                retry_after_ms=RETRY_MS,
+                stream=record.name,
+                epoch=leader.epoch,
+            )
+        return NotLeaderError(
+            f"Shard {shard} of {record.name} is led by broker {leader.broker}, at {leader.address}.",
+            hint="Ask there; the SDK does.",
+            retry_after_ms=RETRY_MS,
+            stream=record.name,
+            leader=leader.broker,
+            address=leader.address,
+            epoch=leader.epoch,
+        )
+
+    def leader_of(self, record: Stream, shard: int) -> str:
+        """The broker that leads a shard; empty while none does."""
+        leader = self.member.assignments.leader(record.incarnation, shard)
+        return "" if leader is None else leader.broker
+
+    async def placed(self, record: Stream) -> None:
+        """Wait until somebody leads the stream, for PLACED_S at most: it exists whether or not."""
+        try:
+            async with asyncio.timeout(PLACED_S):
+                await self.member.until(
+                    lambda: all(self.leader_of(record, shard) for shard in range(record.config.shards))
+                )
+        except TimeoutError:
+            pass
+
+    def refusal(self, asked: type[Message], *, is_foreign: bool) -> FelixError | None:
+        """Why this broker does not answer a request, whatever it says; None where it does. `is_foreign`: another region's bridge asks,
+        which learns nothing of the brokers behind this one."""
+        if is_foreign:
+            return _unsupported("Bridges")
+        if what := _NOT_YET.get(asked):
+            return _unsupported(what)
+        if asked in _WITH_AUDIT_LOG and not self.has_audit_log:
+            home = self.member.audit_home
+            address = self.member.assignments.address(home)
+            return NotLeaderError(
+                f"Broker {home} has the region's audit log, and {self.member.broker} writes nothing into it.",
+                hint="Ask there; the SDK does." if address else f"Start broker {home}.",
+                retry_after_ms=RETRY_MS if address else 1_000,
+                leader=home,
+                address=address,
+            )
+        return None
+
+    def check_stream(self, name: StreamName, config: StreamConfig) -> None:
+        """Raises RequestError(UNSUPPORTED) for a stream that a cluster does not serve yet."""
+        if config.views.queue is not None:
+            raise _unsupported("Queues")
+        if config.views.cache is not None:
+            raise _unsupported("Caches")
+        if config.durability.kind == "ephemeral":
+            raise _unsupported("Ephemeral streams")
+
+    def check_grant(self) -> None:
+        """Raises RequestError(UNSUPPORTED): no record leaves a region of several brokers."""
+        raise _unsupported("Bridges")
+
+
+def _unsupported(what: str) -> RequestError:
+    return RequestError(
+        f"{what} are not served by a region of several brokers yet.",
+        code=Code.UNSUPPORTED,
+        hint="Use a region of one broker for it: one without cluster: in its region.yaml.",
+    )

@@ -1,0 +1,69 @@
+"""A region of several brokers for tests: real nodes in this process on one real etcd, each with a data folder of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from etcd_process import EtcdProcess
+from ports import claim_port
+from region_home import make_region
+from region_peer import client
+
+import felix
+from felix.address import Address
+from policy.quantity import Duration
+from region.bootstrap import write_profile
+from region.clustered import Clustered
+from region.config import ClusterBroker, ClusterConfig, MetadataConfig, RegionConfig, load_config
+from region.folder import RegionFolder
+from region.node import Node
+
+LEASE_MS = 10_000
+
+
+class ClusteredRegion:
+    """Brokers b1, b2 … of one region. `start` and `stop` one; `client` reaches one alone."""
+
+    def __init__(self, home: Path, etcd: EtcdProcess, count: int, *, lease_ms: int = LEASE_MS) -> None:
+        self.folder: RegionFolder = make_region(home, "us-east")
+        brokers = tuple(
+            ClusterBroker(id=f"b{number}", listen=Address("127.0.0.1", claim_port()))
+            for number in range(1, count + 1)
+        )
+        loaded = load_config(self.folder.config)
+        # Each test has the region's name, and so the keys of it, in an etcd of its own.
+        self.config: RegionConfig = msgspec.structs.replace(
+            loaded,
+            metadata=MetadataConfig(kind="etcd", endpoints=(etcd.endpoint.removeprefix("http://"),)),
+            cluster=ClusterConfig(brokers=brokers, lease=Duration(lease_ms)),
+        )
+        self.nodes: dict[str, Node] = {}
+
+    async def start(self, *names: str) -> None:
+        """Start brokers, one after the other."""
+        for name in names:
+            self.nodes[name] = await Node.start(self.folder, self.config.of_broker(name))
+
+    async def stop(self, *names: str) -> None:
+        """Stop brokers in order; all that run where none is named."""
+        for name in names or tuple(self.nodes):
+            await self.nodes.pop(name).stop()
+
+    def clustered(self, name: str) -> Clustered:
+        """What a running broker knows of its cluster."""
+        found = self.nodes[name].broker.clustered
+        assert found is not None
+        return found
+
+    def leader(self, name: str, stream: str) -> str:
+        """Who leads a stream, as a running broker knows."""
+        hosted = self.nodes[name].broker.streams.get(felix.StreamName.parse(stream))
+        return "" if hosted is None else self.clustered(name).leader_of(hosted.record, 0)
+
+    def client(self, name: str) -> felix.RegionClient:
+        """An operator's client whose profile names one broker alone."""
+        place = self.config.of_broker(name).own_place
+        assert place is not None
+        write_profile(self.folder, self.config.region, self.config.mesh, place.client_address)
+        return client(self.folder)

@@ -1,0 +1,205 @@
+"""A region of several brokers: a stream is served by the one that leads it, and reached through every one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from cluster.clustered_region import ClusteredRegion
+from etcd_process import EtcdProcess
+from region_peer import until
+
+import felix
+from felix.errors import Code, RequestError, UnavailableError
+from felix.messages import DescribeMesh, DescribeStream
+from felix.settings import Durability
+from region.node import Node
+
+pytestmark = pytest.mark.etcd
+
+
+@pytest.fixture
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    """An etcd for one region: each test has its own."""
+    process = EtcdProcess(tmp_path_factory.mktemp("etcd"))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+@asynccontextmanager
+async def serving(
+    home: Path, etcd: EtcdProcess, count: int, started: int | None = None
+) -> AsyncIterator[ClusteredRegion]:
+    region = ClusteredRegion(home, etcd, count)
+    try:
+        await region.start(*(f"b{number}" for number in range(1, (started or count) + 1)))
+        yield region
+    finally:
+        await region.stop()
+
+
+async def test_a_stream_is_published_and_read_through_either_broker(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with (
+        serving(tmp_path, etcd, 2) as region,
+        region.client("b1") as first,
+        region.client("b2") as second,
+    ):
+        names = [f"acme/ops/s{number}" for number in range(4)]
+        for name in names:
+            await first.create_stream(name, shards=2)
+        leaders = {name: region.leader("b1", name) for name in names}
+        assert set(leaders.values()) == {"b1", "b2"}
+        for name in names:
+            assert await first.stream(name).publish(b"a", shard=0) == 0
+            assert await second.stream(name).publish(b"b", shard=0) == 1
+            for reader in (first, second):
+                async with reader.stream(name).subscribe(start="earliest", shards=[0]) as records:
+                    read = [bytes((await anext(records)).payload) for _ in range(2)]
+                assert read == [b"a", b"b"]
+        for name in names:
+            for node in region.nodes.values():
+                hosted = node.broker.streams.get(felix.StreamName.parse(name))
+                assert hosted is not None
+                is_led = node.config.broker == leaders[name]
+                assert len(hosted.serving) == (2 if is_led else 0)
+            state = await second.describe_stream(name)
+            assert [shard.high_watermark for shard in state.state] == [2, 0]
+            assert {shard.leader_epoch for shard in state.state} == {1}
+
+
+def epoch_of(region: ClusteredRegion, broker: str, stream: str) -> int:
+    """Of the stream's first shard, where a broker serves it; 0 where not."""
+    hosted = region.nodes[broker].broker.streams.get(felix.StreamName.parse(stream))
+    shards = [] if hosted is None else hosted.serving
+    return shards[0].epochs.current if shards else 0
+
+
+async def led_by(region: ClusteredRegion, operator: felix.RegionClient, broker: str) -> str:
+    """A new stream that this broker leads."""
+    for number in range(16):
+        name = f"acme/ops/of-{broker}-{number}"
+        await operator.create_stream(name)
+        if region.leader(next(iter(region.nodes)), name) == broker:
+            return name
+    raise AssertionError(f"of 16 streams none was placed on {broker}")
+
+
+async def test_a_broker_that_starts_again_leads_in_the_next_epoch_and_a_publisher_goes_on(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 2) as region, region.client("b1") as client:
+        name = await led_by(region, client, "b2")
+        async with client.stream(name).publisher() as publisher:
+            offsets = [await publisher.publish(b"%d" % number) for number in range(3)]
+            assert epoch_of(region, "b2", name) == 1
+            subscription = client.stream(name).subscribe(start="earliest")
+            async with subscription as records:
+                read = [bytes((await anext(records)).payload) for _ in range(3)]
+                await region.stop("b2")
+                waiting = [publisher.publish_nowait(b"%d" % number) for number in range(3, 6)]
+                await region.start("b2")
+                offsets += [await future for future in waiting]
+                read += [bytes((await anext(records)).payload) for _ in range(3)]
+        assert offsets == list(range(6)) and read == [b"%d" % number for number in range(6)]
+        assert epoch_of(region, "b2", name) == 2 and epoch_of(region, "b1", name) == 0
+
+
+async def test_a_broker_without_its_lease_acknowledges_nothing_and_goes_on_once_the_store_is_back(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    region = ClusteredRegion(tmp_path, etcd, 2, lease_ms=2_000)
+    try:
+        await region.start("b1", "b2")
+        async with region.client("b1") as client:
+            names = [await led_by(region, client, broker) for broker in ("b1", "b2")]
+            for name in names:
+                assert await client.stream(name).publish(b"0") == 0
+            etcd.freeze()
+            try:
+                await until(lambda: all(region.clustered(broker).member.refusal() for broker in region.nodes))
+                waiting = [await client.stream(name).publish_nowait(b"1") for name in names]
+                with pytest.raises(UnavailableError, match="does not answer for its shards"):
+                    await client.request(DescribeStream(names[0]), timeout_s=3)
+                assert not any(future.done() for future in waiting)
+            finally:
+                etcd.thaw()
+            assert [await future for future in waiting] == [1, 1]
+    finally:
+        await region.stop()
+
+
+async def test_what_a_cluster_does_not_do_yet_is_refused_with_a_sentence(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 1) as region, region.client("b1") as client:
+        await client.create_stream("acme/ops/plain")
+        for refused in (
+            client.create_queue("acme/ops/jobs"),
+            client.create_cache("acme/ops/sessions"),
+            client.create_stream("acme/ops/ticks", durability=Durability("ephemeral")),
+            client.stream("acme/ops/plain").create_subscription("crew"),
+            client.rotate_keys("data"),
+        ):
+            with pytest.raises(RequestError, match="by a region of several brokers yet") as told:
+                await refused
+            assert told.value.code is Code.UNSUPPORTED
+        with pytest.raises(RequestError, match="Transactions are not"):
+            async with client.transaction() as transaction:
+                await transaction.publish("acme/ops/plain", b"x")
+
+
+async def test_requests_that_write_into_the_audit_log_reach_its_one_writer_from_every_broker(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 2) as region, region.client("b2") as client:
+        assert [region.clustered(name).has_audit_log for name in region.nodes] == [True, False]
+        assert await client.describe_mesh()
+        trails = {name: node.services.governance.trail for name, node in region.nodes.items()}
+        assert trails["b1"].failure is None and trails["b2"].failure is not None
+        assert "written by broker b1" in str(trails["b2"].failure)
+        await region.stop("b1")
+        with pytest.raises(UnavailableError, match=r"describe_mesh|DescribeMesh"):
+            await client.request(DescribeMesh("logs"), timeout_s=1)
+
+
+async def test_a_region_is_served_by_one_broker_or_by_several_and_never_by_both(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    region = ClusteredRegion(tmp_path, etcd, 2)
+    alone = msgspec.structs.replace(region.config, cluster=None)
+    await region.start("b1")
+    await region.stop()
+    with pytest.raises(RequestError, match="served by several brokers"):
+        await Node.start(region.folder, alone)
+
+
+async def test_a_region_that_one_broker_served_is_not_begun_anew_by_several(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    region = ClusteredRegion(tmp_path, etcd, 2)
+    node = await Node.start(region.folder, msgspec.structs.replace(region.config, cluster=None))
+    await node.stop()
+    with pytest.raises(RequestError, match="was served by one broker"):
+        await region.start("b1")
+
+
+async def test_a_stream_is_deleted_through_any_broker_and_made_again_elsewhere(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 2) as region, region.client("b1") as client:
+        name = felix.StreamName.parse(await led_by(region, client, "b2"))
+        await client.stream(name).publish(b"gone")
+        await client.delete_stream(name)
+        await until(lambda: region.nodes["b2"].broker.streams.get(name) is None)
+        assert not region.nodes["b2"]._parts.directory.shards
+        await client.create_stream(name)
+        async with client.stream(name).publisher() as publisher:
+            assert await publisher.publish(b"new") == 0
