@@ -200,6 +200,10 @@ class FollowerCore:
                 ready.truncate.append(Truncate(log.number, place.point))
                 self._sync(log, now, ready)
             else:
+                if log.history.last.start >= place.point and log.history.last.epoch:
+                    # Begun here with nothing behind it. What comes may be of an older epoch; one that goes on comes again.
+                    log.history.truncate(place.point)
+                    ready.truncate.append(Truncate(log.number, place.point))
                 self._acknowledge(log, ready)
 
     def _may_cut(self, log: Log, place: Placement) -> bool:

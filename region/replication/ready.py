@@ -17,7 +17,7 @@ from region.replication.messages import Frame, Message
 
 
 class Truncate(NamedTuple):
-    """Cut the log at `point`, and have that on the disk with the next sync."""
+    """Cut the log at `point`, and have that on the disk with the next sync. Where it ends there already, epochs that began there go."""
 
     log: int
     point: LogPoint

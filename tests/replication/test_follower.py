@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from replication.shard import Shard, append, commit, election, placed, record, sent
+from replication.shard import Shard, append, commit, election, frames, placed, record, sent
 
 from region.log.point import LogPoint
 from region.replication.history import STARTS_MAX, EpochStart, History
 from region.replication.messages import Action, Durable, Follow, Status
-from region.replication.ready import Copied, DiskFailed, Synced
+from region.replication.ready import Copied, DiskFailed, Synced, Truncate
 
 
 def following(end: int = 0, starts: tuple[tuple[int, int], ...] = (), **more: object) -> Shard:
@@ -194,3 +194,28 @@ def test_a_leader_known_by_a_message_alone_is_followed_until_the_record_comes() 
     assert [each.peer for each in ready.send] == ["c"]
     shard.read(record(epoch=2), shard.revision + 1)
     assert shard.follower.leader == "c", "a watch that lags tells nothing new"
+
+
+def test_an_epoch_in_which_it_wrote_nothing_is_forgotten_where_an_older_one_goes_on() -> None:
+    """b began epoch 2 at offset 3 and was deposed; a, which leads epoch 3, has more of epoch 1."""
+    shard = Shard("b", end=3, starts=((1, 0), (2, 3)))
+    shard.read(record(epoch=3))
+    shard.sync()
+    ask = shard.follower.ask
+    ready = shard.hear("a", placed(3, 3, ask=ask))
+    assert ready.truncate == [Truncate(0, LogPoint(3))], "its history is cut on the disk, too"
+    assert sent(ready, Durable)[0].point == LogPoint(3)
+    older = append(3, 3, 1, 2, ask=ask)._replace(frames=frames(1, 3, 2), starts=())
+    assert shard.hear("a", older).write
+    shard.hear("a", append(3, 5, 1, ask=ask))
+    assert [start.epoch for start in shard.log.history.starts] == [1, 3]
+
+
+def test_an_epoch_that_its_leader_begins_where_it_ends_comes_again_with_the_first_frames() -> None:
+    shard = Shard("b", end=3, starts=((1, 0), (2, 3)))
+    shard.read(record(epoch=2))
+    shard.sync()
+    ask = shard.follower.ask
+    shard.hear("a", placed(2, 3, ask=ask))
+    assert shard.hear("a", append(2, 3, 1, ask=ask)).write
+    assert [start.epoch for start in shard.log.history.starts] == [1, 2]
