@@ -1,4 +1,4 @@
-"""What brokers say to each other about one shard. Values; their bytes come with the wire (docs/wire.md has none of them yet).
+"""What brokers say to each other about one shard. Values; their bytes are those of `wire`.
 
 A follower asks (`Follow`), numbered; its leader answers exactly that question (`Placed`), and all that follows carries its number, so
 that what was meant for an earlier place is told apart (F7).

@@ -1,0 +1,26 @@
+"""Entries of a replicated log, for tests: batches with their final header, positions."""
+
+from __future__ import annotations
+
+from felix.batch import Batch, NewRecord, encode_batch
+from region.log.frame import Frame
+from region.log.segment import ShardIdentity
+
+INCARNATION = bytes(range(16))
+IDENTITY = ShardIdentity("us-east", "acme/payments/orders", INCARNATION, 0)
+
+
+def batch(offset: int, epoch: int, records: int = 1, payload: bytes = b"") -> Batch:
+    made = encode_batch([NewRecord(payload or f"{offset + at}".encode()) for at in range(records)])
+    header = made.header._replace(base_offset=offset, leader_epoch=epoch, append_time_ms=1_000)
+    return Batch(header, made.body)
+
+
+def entry(
+    offset: int, epoch: int, records: int = 1, annotation: bytes = b"", slot: int = 0, payload: bytes = b""
+) -> Frame:
+    return Frame(batch(offset, epoch, records, payload), offset, epoch, slot, annotation)
+
+
+def position(offset: int, epoch: int, annotation: bytes = b"", slot: int = 0) -> Frame:
+    return Frame(None, offset, epoch, slot, annotation)
