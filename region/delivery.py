@@ -48,6 +48,10 @@ class DeliveryFilter(Protocol):
     def delivered(self, shard: int, base_offset: int, next_offset: int) -> None:
         """A batch was sent for the first time."""
 
+    def redelivered_batch(self, shard: int, base_offset: int, next_offset: int) -> None:
+        """The redeliveries have come to the end of this batch: those in it are sent, those before it were, or are no longer in the
+        log."""
+
     def gone(self, shard: int, next_offset: int) -> None:
         """The log begins at `next_offset` by now; what is before cannot be sent."""
 
@@ -179,12 +183,12 @@ class Subscription:
         """True between `take_up` and `let_go`."""
         return number in self._cursors
 
-    def let_go(self, number: int) -> RangeSet:
-        """Deliver nothing more of this shard. Returns what of its redeliveries was not sent."""
+    def let_go(self, number: int) -> None:
+        """Deliver nothing more of this shard, and nothing again."""
         del self._cursors[number]
         self._order.remove(number)
         self._unlisten.pop(number)()
-        return self._redeliveries.pop(number, None) or RangeSet()
+        self._redeliveries.pop(number, None)
 
     def redelivery(self, number: int, ranges: Iterable[tuple[int, int]]) -> None:
         """Send the batches that hold these records once more, before the shard goes on; `pump` follows."""
@@ -293,13 +297,15 @@ class Subscription:
         return redelivery.first
 
     def _passed(self, number: int, entry: Entry) -> bool:
-        """Take a batch off the shard's redeliveries, which are read from their beginning; True where it is part of one."""
+        """Take a batch off the shard's redeliveries, which are sent in the order of the log; True where it is part of one."""
         redelivery = self._redeliveries[number]
         meant = bool(redelivery.within(entry.base_offset, entry.next_offset))
         # Records before it that are not in the log were removed by compaction.
         redelivery.remove(0, entry.next_offset)
         if not redelivery:
             del self._redeliveries[number]
+        if self._filter is not None:
+            self._filter.redelivered_batch(number, entry.base_offset, entry.next_offset)
         return meant
 
     def _send(self, number: int, entries: list[Entry]) -> bool:

@@ -225,15 +225,13 @@ class Consumer:
         self._delivery.take_up(shard, position)
         self.wake()
 
-    def revoked(self, shard: int, generation: int, drain_ms: int) -> RangeSet:
-        unsent = self._let_go(shard)
+    def revoked(self, shard: int, generation: int, drain_ms: int) -> None:
+        self._let_go(shard)
         self._exchange.event(Revoked(shard, generation, drain_ms))
-        return unsent
 
-    def _let_go(self, shard: int) -> RangeSet:
+    def _let_go(self, shard: int) -> None:
         if self._delivery is not None and self._delivery.delivers(shard):
-            return self._delivery.let_go(shard)
-        return RangeSet()
+            self._delivery.let_go(shard)
 
     def redelivered(self, shard: int, generation: int, again: Redelivered) -> None:
         assert self._delivery is not None

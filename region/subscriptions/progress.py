@@ -6,14 +6,17 @@ delivery begins again at the committed offset, without what is acknowledged abov
 
 Invariants:
 - all below `committed` is settled, the record at `committed` is not; ranges settled above it are in `settled`;
-- a record is in at most one of: settled, out, waiting, dying, reserved; all but settled ones above the committed offset are
+- a record is in at most one of: settled, out, unsent, waiting, dying, reserved; all but settled ones above the committed offset are
   below `cursor` while somebody has the shard, or were before it changed hands;
-- a record that is not settled is never dropped: it is ahead of the cursor, out with a deadline, waiting with a due time, or dying;
+- a record that is not settled is never dropped: it is ahead of the cursor, out with a deadline, to be redelivered and not sent yet,
+  waiting with a due time, or dying;
 - `generation` is 0 while nobody has the shard; else calls with another one are fenced;
-- records out, and waiting below the cursor, are at most `unacked_max` and one batch.
+- records out, unsent, and waiting below the cursor, are at most `unacked_max` and one batch.
 
-Times in ms. An attempt counts once it has failed: by nack, by its ack timeout, or by the death of its consumer, which counts
-against the oldest record that it had not acknowledged, since the others were only on their way to be worked on.
+Times in ms. An attempt begins when the record's batch is sent: from then on the ack timeout runs. It counts once it has failed: by
+nack, by its ack timeout, or by the death of its consumer, which counts against the oldest record that it was sent and had not
+acknowledged, since the others were only on their way to be worked on. A redelivery for which the consumer has given no credit is
+no attempt, however long it waits.
 """
 
 from __future__ import annotations
@@ -86,6 +89,8 @@ class Progress:
     positioned: bool = False
     """False until a first position is known."""
     _out: list[_Out] = field(default_factory=list)
+    _unsent: list[_Out] = field(default_factory=list)
+    """Redeliveries that the owner has been told of and not been sent; the deadline is when that is noticed."""
     _waiting: dict[_Kind, RangeSet] = field(default_factory=dict)
     _dying: dict[int, Dying] = field(default_factory=dict)
     _reserved: dict[int, RangeSet] = field(default_factory=dict)
@@ -101,7 +106,8 @@ class Progress:
     @property
     def waiting_count(self) -> int:
         """Records that are to be delivered again, or to the dead-letter stream."""
-        return sum(ranges.count for ranges in self._waiting.values()) + len(self._dying)
+        waiting = sum(ranges.count for ranges in self._waiting.values())
+        return waiting + sum(out.ranges.count for out in self._unsent) + len(self._dying)
 
     @property
     def has_room(self) -> bool:
@@ -112,7 +118,8 @@ class Progress:
             else sum(following - first for first, following in ranges.within(0, self.cursor))
             for ranges in self._waiting.values()
         )
-        return self.out_count + waiting + len(self._dying) < self.settings.unacked_max
+        unsent = sum(out.ranges.count for out in self._unsent)
+        return self.out_count + unsent + waiting + len(self._dying) < self.settings.unacked_max
 
     def lag(self, high_watermark: int) -> int:
         """Records that are not settled."""
@@ -135,8 +142,8 @@ class Progress:
             yield from ranges
 
     def next_ms(self) -> int | None:
-        """When `expire`, `again` or `give_up` have something to do; None: not by time alone."""
-        times = [out.deadline_ms for out in self._out]
+        """When `expire`, `held_up`, `again` or `give_up` have something to do; None: not by time alone."""
+        times = [out.deadline_ms for out in (*self._out, *self._unsent)]
         times += [
             kind.due_ms
             for kind, ranges in self._waiting.items()
@@ -156,13 +163,14 @@ class Progress:
 
     def assign(self, generation: int) -> RangeSet:
         """The shard is somebody's; delivery begins at the committed offset. Returns what is to be left out of it."""
-        assert not self.generation and not self._out and generation
+        assert not self.generation and not self._out and not self._unsent and generation
         self.generation = generation
         self.cursor = self.committed
         return self.skipped()
 
     def release(self, now_ms: int, *, died: bool) -> list[Entry]:
-        """The shard is nobody's. `died`: without a word, so that the oldest record that was out had an attempt."""
+        """The shard is nobody's. `died`: without a word, so that the oldest record that it had been sent had an attempt."""
+        self.unsent(now_ms)
         outs, self._out = self._out, []
         self.generation = 0
         entries: list[Entry] = []
@@ -206,26 +214,49 @@ class Progress:
         for offset in self._dying:
             fresh.remove(offset, offset + 1)
         if fresh:
-            self._put_out(list(fresh), 1, now_ms)
+            self._put(self._out, list(fresh), 1, now_ms)
 
-    def _put_out(self, ranges: list[tuple[int, int]], attempt: int, now_ms: int) -> None:
+    def _put(self, outs: list[_Out], ranges: list[tuple[int, int]], attempt: int, now_ms: int) -> None:
         deadline_ms = _grained(now_ms, self.settings.ack_timeout_ms)
-        for out in reversed(self._out):
+        for out in reversed(outs):
             if out.attempt == attempt and out.deadline_ms == deadline_ms:
                 break
         else:
             out = _Out(attempt, deadline_ms, RangeSet())
-            self._out.append(out)
+            outs.append(out)
         for first, following in ranges:
             out.ranges.add(first, following)
 
-    def unsent(self, ranges: Iterable[tuple[int, int]], now_ms: int) -> None:
-        """These were to be delivered again, and the shard was revoked before they left: that was no attempt."""
-        for first, following in ranges:
-            for out in list(self._out):
-                if out.attempt > 1:
-                    for each in out.ranges.within(first, following):
-                        self._wait([each], _Kind(now_ms, out.attempt - 1, ""))
+    def redelivered(self, base: int, following: int, now_ms: int) -> list[Entry]:
+        """The batch [base, following) was sent to the owner again; redeliveries are sent in the order of their offsets.
+
+        What was to be sent before it and was not is no longer in the log (compaction), and needs no acknowledgement.
+        """
+        missing: list[tuple[int, int]] = []
+        for out in self._unsent:
+            missing += out.ranges.within(self.committed, base)
+            sent = out.ranges.within(base, following)
+            if sent:
+                self._put(self._out, sent, out.attempt, now_ms)
+                out.ranges.remove(base, following)
+        self._drop_empty()
+        return self._settled_entries(missing)
+
+    def held_up(self, now_ms: int) -> bool:
+        """True where a redelivery has not been sent for a whole ack timeout; the wait then begins anew."""
+        late = [out for out in self._unsent if out.deadline_ms <= now_ms]
+        if not late:
+            return False
+        self._unsent = [out for out in self._unsent if out.deadline_ms > now_ms]
+        for out in late:
+            self._put(self._unsent, list(out.ranges), out.attempt, now_ms)
+        return True
+
+    def unsent(self, now_ms: int) -> None:
+        """The shard is revoked: what was to be delivered again and was not sent waits for the next owner; that was no attempt."""
+        unsent, self._unsent = self._unsent, []
+        for out in unsent:
+            self._wait(list(out.ranges), _Kind(now_ms, out.attempt - 1, ""))
 
     def gone(self, following: int) -> list[Entry]:
         """The log begins at `following` by now: what lies before is settled, acknowledged or not."""
@@ -239,7 +270,7 @@ class Progress:
         for out in [out for out in self._out if out.ranges.next > offset]:
             later = out.ranges.within(offset, out.ranges.next)
             out.ranges.remove(offset, out.ranges.next)
-            self._put_out(later, out.attempt, now_ms)
+            self._put(self._out, later, out.attempt, now_ms)
         self._drop_empty()
 
     # -- the owner's calls, once not fenced ------------------------------------------------------------
@@ -283,7 +314,7 @@ class Progress:
         return entries
 
     def again(self, now_ms: int) -> list[Redelivered]:
-        """The records to redeliver to the owner now. They count as delivered from here on."""
+        """The records to redeliver to the owner now. `redelivered` says which have been sent."""
         if not self.generation:
             return []
         found: list[Redelivered] = []
@@ -299,7 +330,7 @@ class Progress:
             if not ranges:
                 del self._waiting[kind]
             if due:
-                self._put_out(due, kind.attempts + 1, now_ms)
+                self._put(self._unsent, due, kind.attempts + 1, now_ms)
                 found.append(Redelivered(kind.attempts + 1, due))
         return found
 
@@ -352,7 +383,9 @@ class Progress:
                 hint="Abort it: the records were dealt with elsewhere, or will be redelivered.",
             )
         for first, following in ranges:
-            failed = [(out.attempt - 1, out.ranges.within(first, following)) for out in self._out]
+            failed = [
+                (out.attempt - 1, out.ranges.within(first, following)) for out in (*self._out, *self._unsent)
+            ]
             failed += [(kind.attempts, held.within(first, following)) for kind, held in self._waiting.items()]
             for attempts, parts in failed:
                 for part in parts:
@@ -382,6 +415,7 @@ class Progress:
         self.generation = 0
         self.positioned = True
         self._out.clear()
+        self._unsent.clear()
         self._waiting.clear()
         self._dying.clear()
         self._reserved.clear()
@@ -408,7 +442,8 @@ class Progress:
         yield Moved(self.subscription, self.committed)
         yield from self._chunked(self.settled, lambda part: Settled(self.subscription, part))
         waiting = [(kind, ranges) for kind, ranges in self._waiting.items() if kind.attempts]
-        waiting += [(_Kind(0, out.attempt - 1, ""), out.ranges) for out in self._out if out.attempt > 1]
+        outs = (*self._out, *self._unsent)
+        waiting += [(_Kind(0, out.attempt - 1, ""), out.ranges) for out in outs if out.attempt > 1]
         waiting += [(_Kind(0, attempts, ""), held) for attempts, held in self._reserved.items() if attempts]
         waiting += [
             (_Kind(0, dying.attempts, dying.reason), RangeSet([(offset, offset + 1)]))
@@ -457,7 +492,7 @@ class Progress:
 
     def _take_back(self, first: int, following: int) -> None:
         """Out of what is out and what waits."""
-        for out in self._out:
+        for out in (*self._out, *self._unsent):
             out.ranges.remove(first, following)
         for kind in list(self._waiting):
             ranges = self._waiting[kind]
@@ -469,6 +504,8 @@ class Progress:
     def _drop_empty(self) -> None:
         if not all(out.ranges for out in self._out):
             self._out = [out for out in self._out if out.ranges]
+        if not all(out.ranges for out in self._unsent):
+            self._unsent = [out for out in self._unsent if out.ranges]
         if not all(self._reserved.values()):
             self._reserved = {attempts: held for attempts, held in self._reserved.items() if held}
 

@@ -54,9 +54,8 @@ class Member(Protocol):
     def assigned(self, shard: int, generation: int, position: int, skip: RangeSet) -> None:
         """The shard is the consumer's; deliver it from `position` on."""
 
-    def revoked(self, shard: int, generation: int, drain_ms: int) -> RangeSet:
-        """Deliver nothing more of it; it is to be given back, or with 0 is gone already. Returns what was to be delivered again
-        and was not sent."""
+    def revoked(self, shard: int, generation: int, drain_ms: int) -> None:
+        """Deliver nothing more of it; it is to be given back, or with 0 is gone already."""
 
     def redelivered(self, shard: int, generation: int, again: Redelivered) -> None:
         """Deliver these once more."""
@@ -209,7 +208,8 @@ class DurableSubscription:
                 case Step.ASSIGN:
                     self._assign(member, shard)
                 case Step.REVOKE:
-                    progress.unsent(member.revoked(shard, generation, self._drain_ms), now_ms)
+                    progress.unsent(now_ms)
+                    member.revoked(shard, generation, self._drain_ms)
                 case Step.FENCE:
                     self._write(shard, progress.release(now_ms, died=False))
                     member.revoked(shard, generation, 0)
@@ -289,6 +289,12 @@ class DurableSubscription:
         if not self._timer.due_ms or progress.waiting_count or self._is_sooner(now_ms):
             self._arm()
 
+    def redelivered_batch(self, shard: int, base_offset: int, next_offset: int) -> None:
+        now_ms = self._broker.clock_ms()
+        self._write(shard, self.progress(shard).redelivered(base_offset, next_offset, now_ms))
+        if not self._timer.due_ms or self._is_sooner(now_ms):
+            self._arm()
+
     def _is_sooner(self, now_ms: int) -> bool:
         """Whether what goes out now is due before what is waited for: only after the ack timeout was altered."""
         return now_ms + self.definition.settings.ack_timeout_ms < self._timer.due_ms
@@ -325,13 +331,14 @@ class DurableSubscription:
         progress = self.progress(shard)
         owner = self._group.owners.get(shard)
         expired = progress.expire(now_ms)
-        if expired:
-            self._write(shard, expired)
-            if (
-                owner is not None
-                and self._signs_ms[owner] + self.definition.settings.ack_timeout_ms <= now_ms
-            ):
-                self._group.stall(owner)
+        self._write(shard, expired)
+        silent_ms = self.definition.settings.ack_timeout_ms
+        if (
+            (progress.held_up(now_ms) or expired)
+            and owner is not None
+            and self._signs_ms[owner] + silent_ms <= now_ms
+        ):
+            self._group.stall(owner)
         dying = progress.give_up(now_ms)
         if dying:
             self._stores[shard].bury(self.id, dying)

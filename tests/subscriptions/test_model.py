@@ -46,7 +46,8 @@ pytestmark = pytest.mark.timeout(300)
 ORDERS = StreamName.parse("acme/payments/orders")
 OPERATOR = SpiffeId.parse("spiffe://us-east.acme/operator/operator")
 SHARDS = 3
-ACK_TIMEOUT_MS = 1_000_000
+ACK_TIMEOUT_MS = 20_000_000
+"""Longer than all the waits of an example: `stall` alone takes as long."""
 UNACKED_MAX = 40
 ATTEMPTS_MAX = 4
 DELAY_MS = 100
@@ -78,6 +79,8 @@ class Player:
         self.name = name
         self.identity: SpiffeId = OPERATOR
         self.ended = False
+        self.takes = True
+        """False while its connection takes nothing."""
         self.generations: dict[int, int] = {}
         self.positions: dict[int, int] = {}
         self.skips: dict[int, RangeSet] = {}
@@ -106,7 +109,7 @@ class Player:
             self.batch(header.shard, header.base_offset, header.next_offset)
 
     def may_send(self) -> bool:
-        return True
+        return self.takes
 
     def settle_delivery(self) -> int:
         return 0
@@ -150,15 +153,15 @@ class Player:
         self.delivery.take_up(shard, position)
         self.wake()
 
-    def revoked(self, shard: int, generation: int, drain_ms: int) -> RangeSet:
+    def revoked(self, shard: int, generation: int, drain_ms: int) -> None:
         assert self.generations[shard] == generation
-        unsent = self.delivery.let_go(shard) if self.delivery.delivers(shard) else RangeSet()
+        if self.delivery.delivers(shard):
+            self.delivery.let_go(shard)
         if drain_ms:
             self.draining.add(shard)
             self.again[shard].clear()
         else:
             self.forget(shard)
-        return unsent
 
     def redelivered(self, shard: int, generation: int, again: Redelivered) -> None:
         assert self.generations[shard] == generation
@@ -305,7 +308,8 @@ class World:
         if self.broken is not None:
             raise self.broken
         return any(
-            player.delivery._catching_up is not None or any(player.again.values()) for player in self.players
+            player.delivery._catching_up is not None or (player.takes and any(player.again.values()))
+            for player in self.players
         )
 
     async def arrived(self) -> None:
@@ -500,6 +504,18 @@ class DurableAgainstModel(RuleBasedStateMachine):
                         self.world.fail(shard, offset)
                     held.clear()
             self.world.subscription._tick()
+
+        self.step(work())
+
+    @precondition(lambda self: self.world.players)
+    @rule(number=st.integers(0, 99))
+    def take_nothing_or_go_on(self, number: int) -> None:
+        """What cannot be sent is no attempt, however long that lasts."""
+
+        async def work() -> None:
+            player = self.player(number)
+            player.takes = not player.takes
+            player.wake()
 
         self.step(work())
 

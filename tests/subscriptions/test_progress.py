@@ -1,4 +1,4 @@
-"""How far a subscription has come in a shard: what it holds stays small, however its consumers behave."""
+"""How far a subscription has come in a shard: what it holds stays small, and what counts as an attempt."""
 
 from __future__ import annotations
 
@@ -26,3 +26,75 @@ def test_delays_of_every_length_leave_few_kinds_of_waiting_records() -> None:
     assert len(progress._waiting) <= WAITING_MAX + 64
     due = progress.again(NOW + 3 * (1_000_000 + 70_001 * records))
     assert sum(following - first for again in due for first, following in again.ranges) == records
+
+
+ACK_TIMEOUT_MS = 1_000
+
+
+def failed_once() -> Progress:
+    """Of ten records, the third and fourth were nacked, and the others acknowledged; two attempts are allowed."""
+    progress = Progress(
+        bytes(8), SubscriptionSettings(ack_timeout_ms=ACK_TIMEOUT_MS, retries=Retries(attempts_max=2))
+    )
+    progress.move(0)
+    progress.assign(1)
+    progress.delivered(0, 10, NOW)
+    progress.nack([(3, 5)], 0, "no", NOW)
+    progress.ack([(0, 3), (5, 10)])
+    (again,) = progress.again(NOW)
+    assert again.attempt == 2 and again.ranges == [(3, 5)]
+    return progress
+
+
+def test_a_redelivery_that_was_not_sent_is_no_attempt() -> None:
+    progress = failed_once()
+    now = NOW
+    for _ in range(5):
+        now += 2 * ACK_TIMEOUT_MS
+        assert not progress.expire(now) and not progress.give_up(now) and not progress.again(now)
+        assert progress.held_up(now), "its consumer is found to be stalled"
+        assert not progress.held_up(now)
+    assert not progress.nack([(3, 5)], 0, "the copy of before", now)
+    assert (progress.out_count, progress.waiting_count) == (0, 2)
+    assert progress.next_ms() == progress._unsent[0].deadline_ms > now
+
+    assert not progress.redelivered(3, 4, now)
+    assert (progress.out_count, progress.waiting_count) == (1, 1)
+    late = now + 2 * ACK_TIMEOUT_MS
+    assert progress.expire(late)
+    (dying,) = progress.give_up(late)
+    assert (dying.offset, dying.attempts) == (3, 2)
+
+
+def test_a_consumer_that_dies_failed_at_none_of_the_records_that_it_was_not_sent() -> None:
+    progress = failed_once()
+    assert not progress.release(NOW, died=True)
+    assert not progress.give_up(NOW)
+    progress.assign(2)
+    progress.cursor = 10
+    assert [each.attempt for each in progress.again(NOW)] == [2]
+
+    progress.redelivered(3, 5, NOW)
+    assert progress.release(NOW, died=True)
+    assert [each.offset for each in progress.give_up(NOW + ACK_TIMEOUT_MS)] == [3]
+
+
+def test_unsent_redeliveries_keep_their_attempts_over_a_restart_and_a_revocation() -> None:
+    progress = failed_once()
+    read = Progress(bytes(8), progress.settings)
+    for entry in progress.snapshot():
+        read.replay(entry)
+    assert list(read.assign(2)) == [(3, 10)], "settled, or waiting"
+    read.cursor = 10
+    assert [each.attempt for each in read.again(NOW)] == [2]
+
+    progress.unsent(NOW)
+    assert [each.attempt for each in progress.again(NOW)] == [2]
+
+
+def test_a_redelivery_that_compaction_took_needs_no_acknowledgement() -> None:
+    progress = failed_once()
+    assert progress.redelivered(4, 5, NOW), "the journal is told"
+    assert progress.committed == 4 and progress.out_count == 1
+    progress.ack([(4, 5)])
+    assert progress.committed == 10
