@@ -3,6 +3,7 @@ cluster's design; docs/decisions/0083 says which of them are not of level one.""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -28,11 +29,13 @@ class BrokenError(AssertionError):
 
 
 class Checks:
-    """Of one run. `committed`: per log, all that was ever committed, in order; what was trimmed stays in it."""
+    """Of one run. `committed`: per log, all that was ever committed, in order; what was trimmed stays in it. `committed_in`: the epoch in
+    which each of these frames was."""
 
     def __init__(self, world: ClusterWorld) -> None:
         self.world = world
         self.committed: dict[tuple[ShardId, int], list[Frame]] = {}
+        self.committed_in: dict[tuple[ShardId, int], list[int]] = {}
         self.leaders: dict[tuple[ShardId, int], tuple[str, int]] = {}
         self.told: dict[tuple[ShardId, int], LogPoint] = {}
         """per log, the highest end that a holder of a lease could have told a reader"""
@@ -100,10 +103,14 @@ class Checks:
         self._holds_all(machine, shard, f"was elected for epoch {core.leader.epoch}")
 
     def _holds_all(self, machine: Machine, shard: ShardId, what: str) -> None:
-        """2: whoever is elected has everything that was ever committed, whoever committed it."""
+        """2: whoever is elected has everything that was committed before its epoch, whoever committed it. (A broker may hear of its
+        election when the next one leads and commits.)"""
+        epoch = machine.cores[shard].leader.epoch
         for number in machine.cores[shard].replica.logs:
             log = machine.disk.log(shard, number)
-            if self._differs(log.frames, log.start, self.committed.get((shard, number), [])):
+            known = self.committed.get((shard, number), [])
+            before = bisect_left(self.committed_in.get((shard, number), []), epoch)
+            if self._differs(log.frames, log.start, known[:before]):
                 raise BrokenError(f"2: {machine.name} {what} and lacks of log {number} what was committed")
 
     def _on_commit(
@@ -123,6 +130,8 @@ class Checks:
         if not new:
             return
         known.extend(new)
+        epochs = self.committed_in.setdefault(key, [])
+        epochs.extend([max(core.replica.fence.epoch, epochs[-1] if epochs else 0)] * len(new))
         self.world.counts["committed"] += len(new)
         self._held_by_members(machine, shard, core, number, known, "committed")
 
@@ -151,10 +160,9 @@ class Checks:
             raise BrokenError(
                 f"8: {machine.name} committed with {record.isr}, {record.elr} and min {record.min}"
             )
-        nodes = machine.view.nodes
         for member, registration in record.members().items():
             other = self.world.by_name[member]
-            if is_replaced(nodes.get(member), registration) or self._is_replaced(other):
+            if is_replaced(self.world.node(member), registration) or self._is_replaced(other):
                 continue
             log = other.disk.log(shard, number)
             if self._differs(log.stable, log.start, known):

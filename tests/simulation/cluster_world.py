@@ -38,8 +38,10 @@ from region.cluster.controller import ControllerCore
 from region.cluster.records import (
     BrokerRecord,
     ClusterKeys,
+    NodeRecord,
     ShardId,
     ShardRecord,
+    decode_node,
     decode_shard,
     encode,
 )
@@ -377,6 +379,11 @@ class ClusterWorld:
         """As it stands in the store."""
         key = self.keys.shard(shard)
         return decode_shard(self.store.entries[key].value, key)
+
+    def node(self, broker: str) -> NodeRecord | None:
+        """What the store says of it, whoever has read it yet."""
+        key = self.keys.node(broker)
+        return decode_node(entry.value, key) if (entry := self.store.entries.get(key)) is not None else None
 
     def leader_of(self, shard: ShardId) -> tuple[Machine, ReplicaCore] | None:
         """Who leads the epoch of the record, if it serves."""
