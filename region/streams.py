@@ -64,6 +64,8 @@ streams cost a broker the same however many there are."""
 TENDED_AT_ONCE: Final = 250
 """The same for what hardly ever is to be done: a segment without a retention that has grown old, producers that were silent for a week,
 objects of a stream that is no longer offloaded."""
+SHARDS_AT_ONCE: Final = 16
+"""Shards of a stream that are opened together: as many as there are threads that create shards."""
 CLOSED_AT_ONCE: Final = 8
 """Streams that are closed together at the end: the disk has something to do while another one's answers are looked at."""
 
@@ -469,10 +471,13 @@ class StreamTable:
         name, record = stream.name, stream.record
         taken = self._reserve(name, record.config)
         replicas: dict[int, Replica] = {}
+
+        async def open_shard(number: int) -> None:
+            replicas[number] = await self._open_shard(name, record, number, epochs.get(number, 0))
+
         try:
-            for number in range(record.config.shards):
-                replicas[number] = await self._open_shard(name, record, number, epochs.get(number, 0))
-            stream.replicas = replicas
+            await at_once(SHARDS_AT_ONCE, open_shard, range(record.config.shards))
+            stream.replicas = dict(sorted(replicas.items()))
             for settle in self.before_serving:
                 await settle(stream)
         except BaseException:

@@ -36,6 +36,8 @@ log = logging.getLogger("felix.region.log")
 
 COMMIT_THREADS_MAX: Final = 4
 """Syncs of different shards overlap; a disk gains nothing from more of them at once."""
+CREATION_THREADS_MAX: Final = 16
+"""A new shard waits for eight syncs of its own, which the disk takes together with those of others. Commits do not wait behind them."""
 READ_THREADS_MAX: Final = 4
 """Catching-up readers wait for each other rather than for syncs: reads have threads of their own."""
 
@@ -118,6 +120,7 @@ class LogDirectory:
         self._data = data
         self._region = region
         self._commit_pool = runtime.pool(COMMIT_THREADS_MAX, "log-commit")
+        self._creation_pool = runtime.pool(CREATION_THREADS_MAX, "log-creation")
         self._read_pool = runtime.pool(READ_THREADS_MAX, "log-read")
         self._maintenance_pool = runtime.pool(1, "log-maintenance")
         self._store = ShardStore(
@@ -130,6 +133,8 @@ class LogDirectory:
         self._clean = take_clean_stop(self._files, data, self._lock.identity)
         self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
         self._opening: set[tuple[StreamName, bytes, int]] = set()
+        # The folders of streams whose names no crash takes back, as far as that was seen to by this process.
+        self._lasting: set[Path] = set()
         self._commit_pool.submit(self._finish_deletions)
 
     @property
@@ -187,14 +192,17 @@ class LogDirectory:
     ) -> ShardLog:
         folder = None
         synced = False
+        pool = self._commit_pool
         if settings.durability.kind != "ephemeral":
             folder = self.shard_folder(name, incarnation, shard)
             clean_name = _clean_name(name, incarnation, shard)
             synced = clean_name in self._clean
             self._clean.discard(clean_name)
             try:
-                if not synced:
-                    await asyncio.get_running_loop().run_in_executor(self._commit_pool, self._make, folder)
+                if not synced and await asyncio.get_running_loop().run_in_executor(
+                    self._creation_pool, self._make, folder
+                ):
+                    pool = self._creation_pool
             except OSError as error:
                 raise storage_error(error, folder) from error
         return await ShardLog.open(
@@ -204,20 +212,25 @@ class LogDirectory:
             hooks,
             commit_pool=self._commit_pool,
             read_pool=self._read_pool,
+            opening_pool=pool,
             store=self._store,
             files=self._files,
             full_verify=full_verify,
             synced=synced,
         )
 
-    def _make(self, folder: Path) -> None:
-        """Create a shard's folder so that a crash does not undo it."""
+    def _make(self, folder: Path) -> bool:
+        """Create a shard's folder so that a crash does not undo it; False where it is complete already."""
         if self._files.exists(folder / MARK_NAME):
-            return
+            return False
         self._files.make_folder(folder)
-        # From the shard's name up to that of the broker's own folder, which may be as new as the shard.
-        for above in (folder.parent, self._data, self._data.parent, self._data.parent.parent):
-            self._files.sync_folder(above)
+        self._files.sync_folder(folder.parent)
+        if folder.parent not in self._lasting:
+            # From the stream's name up to that of the broker's own folder, which may be as new as the shard.
+            for above in (self._data, self._data.parent, self._data.parent.parent):
+                self._files.sync_folder(above)
+            self._lasting.add(folder.parent)
+        return True
 
     @property
     def fetched_bytes(self) -> int:
@@ -252,6 +265,7 @@ class LogDirectory:
         """Delete every shard of this incarnation, data and all. Cannot be undone."""
         for key in [key for key in self._open if key[:2] == (name, incarnation)]:
             await self._open.pop(key).close()
+        self._lasting.discard(self._data / folder_name(name, incarnation))
         await asyncio.get_running_loop().run_in_executor(self._commit_pool, self._delete, name, incarnation)
 
     def _delete(self, name: StreamName, incarnation: bytes) -> None:
@@ -322,6 +336,7 @@ class LogDirectory:
         results: list[object] = await asyncio.gather(
             *(self._close(name, log) for (name, _, _), log in shards.items()), return_exceptions=True
         )
+        self._creation_pool.shutdown()
         self._commit_pool.shutdown()
         self._read_pool.shutdown()
         self._maintenance_pool.shutdown()

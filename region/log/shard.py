@@ -165,6 +165,7 @@ class ShardLog:
         *,
         commit_pool: Executor,
         read_pool: Executor,
+        opening_pool: Executor | None = None,
         store: ShardStore | None = None,
         files: Files | None = None,
         commit: CommitPort | None = None,
@@ -172,7 +173,8 @@ class ShardLog:
         synced: bool = False,
     ) -> ShardLog:
         """Recover the shard in `folder` (None for an ephemeral one) and serve it. `commit`: how far it is committed; None where
-        there is no other copy. `synced`: it was closed in order (region.log.clean_stop).
+        there is no other copy. `opening_pool`: whose thread recovers it, else one of `commit_pool`.
+        `synced`: it was closed in order (region.log.clean_stop).
 
         Raises CorruptionError where it must not serve, UnavailableError where the disk does not let it.
         """
@@ -206,7 +208,7 @@ class ShardLog:
                 raise
 
         try:
-            kept = await asyncio.get_running_loop().run_in_executor(commit_pool, recover)
+            kept = await asyncio.get_running_loop().run_in_executor(opening_pool or commit_pool, recover)
         except OSError as error:
             raise storage_error(error, shard_folder) from error
         shard = cls(identity, settings, hooks, commit_pool, read_pool, store, commit, kept)
