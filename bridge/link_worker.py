@@ -215,6 +215,8 @@ class LinkWorker:
         self._ended_by = 0
         """the code of why it stopped, whether the plan or a broker said so; 0 while it has not"""
         self.alarm = ""
+        self.truncation = ""
+        """what the source or the destination no longer has, until the link is opened behind it"""
         self.stats = LinkStats()
         self._wake = asyncio.Event()
         self._planned = asyncio.Event()
@@ -328,7 +330,7 @@ class LinkWorker:
             to_region=row.destination_region,
             bridge=str(context.bridge),
             state=self.phase.value,
-            reason=" ".join(filter(None, (self.alarm, self.reason, self._stays(), context.notice())))[:4000],
+            reason=_joined(self.alarm, self.truncation, self.reason, self._stays(), context.notice())[:4000],
             position=window.position if window is not None else stats.position,
             high_watermark=stats.high_watermark,
             lag_records=behind if known else -1,
@@ -486,6 +488,7 @@ class LinkWorker:
                     f"{row.stream} was made anew while the link opened.", retry_after_ms=50
                 )
             self.stats.sessions += 1
+            self.truncation, self.cut = "", None
             self._step(LinkEvent.OPENED, "")
             await self._carry()
         finally:
@@ -665,7 +668,7 @@ class LinkWorker:
         """The link stops until an operator decides: alarm, GAP leaf (once), and the error that ends the session. Without an
         account another bridge carried before, and this one's log has nothing to say of it."""
         context, row = self._context, self.row
-        self.alarm = said
+        self.truncation = said
         self.cut = CutState(source.live.incarnation, cut.epoch, cut.offset)
         if account is not None and (cut.offset, last := account.accounted_to - 1) not in account.truncated:
             log.error("link %s %s/%d: %s", row.grant, row.stream, row.shard, said)
@@ -746,7 +749,7 @@ class LinkWorker:
                 # Only the destination knows of it (another agent carried before): all that is held would cross again.
                 at = source.statement.log_start
                 self.cut = CutState(source.live.incarnation, source.statement.epoch_at(at), at)
-                self.alarm = str(error)
+                self.truncation = str(error)
             raise
         opened = self._channel.opened
         if self._own_before is not None:
@@ -1119,6 +1122,16 @@ class LinkWorker:
     def _acknowledged(self, index: int, error: FelixError | None) -> None:
         if error is not None:
             self._fail(error)
+
+
+def _joined(*said: str) -> str:
+    """What is to be said, one after the other; what a later one begins with is said once."""
+    kept = [
+        each
+        for at, each in enumerate(said)
+        if each and not any(later.startswith(each) for later in said[at + 1 :])
+    ]
+    return " ".join(kept)
 
 
 def _sentence(error: FelixError) -> str:
