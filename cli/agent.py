@@ -105,6 +105,13 @@ class AgentFiles(NamedTuple):
         """The region in whose folder it stands."""
         return self.config.parents[2].name
 
+    @property
+    def how_to_stop(self) -> str:
+        """The command that stops the agent: by its name, or by its configuration where that is in no region's folder."""
+        if self in agents_here():
+            return f"felix bridge down {self.name} --region {self.region}"
+        return f"felix bridge down --config {self.config}"
+
 
 def agent_files(folder: RegionFolder, name: str) -> AgentFiles:
     """Configuration, pid file and log of an agent that runs from a region's folder."""
@@ -222,6 +229,7 @@ def start_agent(files: AgentFiles, name: str) -> dict[str, Any]:
         files.pid,
         files.log,
         f"The bridge {name}",
+        files.how_to_stop,
     )
 
 

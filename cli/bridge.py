@@ -22,7 +22,7 @@ from cli.agent import (
 )
 from cli.approval import approve, submit
 from cli.exits import EXIT_REFUSED
-from cli.grant_notes import backlog_note, waiting_notes, what_it_waits_for
+from cli.grant_notes import backlog_note, waiting_notes, what_it_waits_for, where_truncations_are
 from cli.grants import (
     add_right,
     default_bridge,
@@ -459,9 +459,9 @@ def _accept_truncation(grant: str, reason: str, region: str, *, yes: bool) -> No
     ]
     if not links:
         raise RequestError(
-            f"No link of {view.grant} is truncated, as the board of {config.region} has it.",
+            f"No link of {view.grant} is truncated, as far as {config.region} knows.",
             code=Code.NOT_FOUND,
-            hint="See `felix bridge status` in the source region, while the agent runs.",
+            hint=where_truncations_are(view, config.region),
         )
     for link in links:
         out.print(f"{link.stream} shard {link.shard}: {link.reason}")
@@ -897,7 +897,7 @@ def up(
     config_file = files.config
     logging.getLogger("felix").setLevel(logging.INFO)
     agent_config = load_agent_config(config_file)
-    pid = PidFile(files.pid, f"The bridge {agent_config.name}")
+    pid = PidFile(files.pid, f"The bridge {agent_config.name}", files.how_to_stop)
     try:
         with told(f"set another address in {config_file} (health:, with port 0 for any)."):
             run(_run_agent(agent_config, config_file, pid))

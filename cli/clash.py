@@ -61,7 +61,7 @@ def holder(address: Address, transport: str) -> Holder | None:
         state = read_state(files.pid) or {}
         if transport == "TCP" and _is_at(str(state.get("health") or ""), address):
             whose = f"the health page of the bridge {files.name} of {files.region}, process {state['pid']}"
-            return Holder(whose, f"felix bridge down {files.name} --region {files.region}")
+            return Holder(whose, files.how_to_stop)
     found = _process_at(address, transport)
     return None if found is None else Holder(found, "")
 

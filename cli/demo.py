@@ -185,6 +185,7 @@ def _set_up(home: Path) -> str:
             folder.broker_pid,
             folder.broker_log,
             f"The broker of {region}",
+            f"felix region down {region}",
         )
         note(
             f"{region}: broker process {state['pid']} at {state['address']}, metrics at http://{state['health']}/metrics"

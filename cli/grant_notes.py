@@ -118,3 +118,10 @@ def _leading_there(terms: GrantTerms, views: Iterable[GrantView]) -> list[GrantV
 
 def _records(count: int) -> str:
     return f"{count:,} record{'' if count == 1 else 's'}"
+
+
+def where_truncations_are(view: GrantView, region: str) -> str:
+    """What to do where this region knows of no truncated link of the grant."""
+    if view.export is not None and (source := view.export.terms.from_region) != region:
+        return f"The source decides: felix bridge resume {view.grant} --accept-truncation --region {source}."
+    return "See felix bridge status while the bridge runs: it says which links are truncated."

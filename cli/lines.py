@@ -145,7 +145,11 @@ class LineParser:
         value = fields.get(name)
         if value is None:
             why = f"has a field {name!r} that is null" if name in fields else f"has no field {name!r}"
-            raise InvalidLineError(number, why, f"Leave {option} away, or correct the line.")
+            raise InvalidLineError(
+                number,
+                why,
+                f"Leave {option} away, correct the line, or collect such lines with --skip-invalid FILE.",
+            )
         return value.encode() if isinstance(value, str) else msgspec.json.encode(value)
 
 

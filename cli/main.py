@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from errno import ENOSPC
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -73,6 +74,16 @@ def _say(
     err.print(f"       ({name}, {number})", style="dim")
 
 
+def _about_home(error: OSError) -> str:
+    """What to do where the file that failed is in the folder that Felix keeps its state in."""
+    from felix.profile import felix_home
+
+    home = felix_home()
+    if not isinstance(error.filename, str) or not Path(error.filename).is_relative_to(home):
+        return ""
+    return f"Felix keeps its state in {home}. Make that a folder that you can write to, or set FELIX_HOME to another one."
+
+
 def _leave_stdout() -> None:
     """No process reads standard output any more: buffered output is dropped, so that Python's shutdown prints no error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -108,7 +119,7 @@ def main(command: typer.Typer = app) -> None:
         where = (
             f"{error.filename}: " if error.filename else "Standard output: " if error.errno == ENOSPC else ""
         )
-        _say(f"{where}{error.strerror or error}.", "", "system", error.errno or 0, ended)
+        _say(f"{where}{error.strerror or error}.", _about_home(error), "system", error.errno or 0, ended)
         _leave_stdout()
     # Python looks for cycles once more at its end, in everything that was imported: nothing of it has to be found.
     gc.freeze()

@@ -30,8 +30,8 @@ LOCK_TIMEOUT_S = 0.5
 class PidFile:
     """This process's claim to be the one that runs. Keep it until the end."""
 
-    def __init__(self, path: Path, what: str) -> None:
-        """Raises RequestError(CONFLICT) where another process runs."""
+    def __init__(self, path: Path, what: str, how_to_stop: str) -> None:
+        """Raises RequestError(CONFLICT), with the command `how_to_stop`, where another process runs."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file: IO[str] = path.open("a+")
         try:
@@ -42,7 +42,7 @@ class PidFile:
             raise RequestError(
                 f"{what} runs already, as process {state.get('pid', '?')}.",
                 code=Code.CONFLICT,
-                hint="Stop that one first.",
+                hint=f"Stop it first: {how_to_stop}.",
             ) from error
         self.path = path
 
@@ -88,10 +88,19 @@ def read_state(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def start_detached(command: Sequence[str], pid_file: Path, log_file: Path, what: str) -> dict[str, Any]:
-    """Start `felix COMMAND` apart from this terminal and wait until it serves. Raises UnavailableError."""
-    if read_state(pid_file) is not None:
-        raise RequestError(f"{what} runs already.", code=Code.CONFLICT, hint="Stop it first.")
+def start_detached(
+    command: Sequence[str], pid_file: Path, log_file: Path, what: str, how_to_stop: str
+) -> dict[str, Any]:
+    """Start `felix COMMAND` apart from this terminal and wait until it serves. Raises UnavailableError.
+
+    `how_to_stop`: the command that stops one that runs already.
+    """
+    if (state := read_state(pid_file)) is not None:
+        raise RequestError(
+            f"{what} runs already, as process {state.get('pid', '?')}.",
+            code=Code.CONFLICT,
+            hint=f"Stop it first: {how_to_stop}.",
+        )
     log_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     start = log_file.stat().st_size if log_file.exists() else 0
     with log_file.open("ab") as log:

@@ -218,12 +218,13 @@ def up(
             folder.broker_pid,
             folder.broker_log,
             f"The broker of {name}",
+            f"felix region down {name}",
         )
         out.print(f"{name} serves at {state['address']}, process {state['pid']}, log {folder.broker_log}")
         _tell_of_agents()
         return
     logging.getLogger("felix").setLevel(logging.INFO)
-    pid = PidFile(folder.broker_pid, f"The broker of {name}")
+    pid = PidFile(folder.broker_pid, f"The broker of {name}", f"felix region down {name}")
     try:
         with told(f"set another address in {folder.config} (listen:, or health:)."):
             run(_serve(folder, config, pid))

@@ -110,7 +110,7 @@ class Refusal(NamedTuple):
 
 
 def check_path(grant: str, terms: GrantTerms, path: tuple[str, ...]) -> Refusal | None:
-    """The refusal of one record for where it has been, or None.
+    """The refusal of one record for where it has been, or None. `grant` is empty where terms have no grant yet.
 
     For the bridge, which asks the grant book once per batch and this for every record that has a path.
     """
@@ -125,7 +125,7 @@ def check_path(grant: str, terms: GrantTerms, path: tuple[str, ...]) -> Refusal 
     if elsewhere and not terms.onward:
         return Refusal(
             RefusalKind.ONWARD,
-            f"The records came from {elsewhere[0]}, and the grant {grant} does not allow onward transfer.",
+            f"The records came from {elsewhere[0]}, and {f'the grant {grant}' if grant else 'this grant'} does not allow onward transfer.",
             "Make a grant that allows it, where the policy does.",
             grant,
         )

@@ -1,8 +1,15 @@
 """A sample for `felix bridge plan`: which records are read, and which example stands for a field."""
 
-from bridge.sample import Sample, SampledRecord, shares_of
+from types import SimpleNamespace
+from typing import cast
+
+from departures import terms
+
+from bridge.sample import Sample, SampledRecord, judge, shares_of
+from felix.batch import Record
 from felix.messages import ShardState
-from policy.transform import Action, FieldOutcome
+from felix.provenance import PATH_HEADER
+from policy.transform import Action, FieldOutcome, Transform
 
 
 def record(offset: int, outcome: str, before: str, after: str | None) -> SampledRecord:
@@ -39,3 +46,10 @@ def test_what_a_short_shard_leaves_is_read_of_longer_ones() -> None:
     assert shares_of(shards, 24) == [(0, 10, 20), (2, 0, 4)]
     assert shares_of(shards, 10_000) == [(0, 10, 20), (2, 0, 4)]
     assert sum(share for _, _, share in shares_of(shards, 3)) == 3
+
+
+def test_records_of_a_third_region_stay_and_terms_without_a_grant_are_not_named_by_an_empty_one() -> None:
+    onward = SimpleNamespace(offset=7, key=None, headers={PATH_HEADER: b"ap-south,us-east"})
+    (found,) = judge(0, [cast(Record, onward)], "", terms(), cast(Transform, None))
+    assert found.outcome == "withheld"
+    assert found.reason.endswith("came from ap-south, and this grant does not allow onward transfer.")

@@ -236,14 +236,24 @@ def test_a_mistake_is_answered_with_a_sentence(
     assert not (home.path / "de-a").exists(), "nothing is half made"
 
 
+@pytest.mark.parametrize("under", ["/proc/felix", "a-file/home"])
+def test_a_home_that_cannot_be_made_says_how_to_name_another(tmp_path: Path, under: str) -> None:
+    (tmp_path / "a-file").write_text("")
+    home = tmp_path / under
+    said = felix_command(home, "region", "init", REGION, "--mesh", "acme", "--country", "US", code=1)
+    assert str(home) in said.err and "set FELIX_HOME to another one" in said.err
+
+
 # -- processes ------------------------------------------------------------------------------------------
 
 
 def test_a_second_broker_and_a_second_stop_are_refused(home: Home) -> None:
     said = home.felix("region", "up", REGION, "--detach", code=1)
     assert "The broker of us-east runs already" in said.err
+    assert "Stop it first: felix region down us-east." in said.err
     said = home.felix("region", "up", REGION, code=1)
     assert f"runs already, as process {read_state(home.region / 'run' / 'broker.pid')['pid']}" in said.err  # type: ignore[index]
+    assert "Stop it first: felix region down us-east." in said.err
     assert home.felix("region", "status", "--json").json()["items"][0]["state"] == "up"
 
 

@@ -76,7 +76,7 @@ def test_a_broker_and_an_agent_of_this_home_are_named_by_their_records(home: Pat
     agent = us.bridge("us-to-eu") / "agent.pid"
     agent.parent.mkdir(parents=True)
     (agent.parent / "bridge.yaml").write_text("")
-    records = PidFile(us.broker_pid, "us-east"), PidFile(agent, "us-to-eu")
+    records = PidFile(us.broker_pid, "us-east", ""), PidFile(agent, "us-to-eu", "")
     try:
         records[0].announce(address="127.0.0.1:7443", health="127.0.0.1:8080")
         records[1].announce(health="127.0.0.1:9090")

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from departures import terms
 
-from cli.grant_notes import backlog_note, carried_by_another, waiting_notes
+from cli.grant_notes import backlog_note, carried_by_another, waiting_notes, where_truncations_are
 from felix.messages import LinkState
 from policy.grant import GrantState, GrantView
 
@@ -118,3 +118,9 @@ def test_a_grant_that_leads_elsewhere_does_not_count(change: dict[str, str]) -> 
     new = msgspec.structs.replace(terms(), **change)
     said = backlog_note(new, [view(GrantState.EXPIRED, accepted=True)], state((0, 9)), [link(0, 9)])
     assert said == "the grant covers the 9 records that the stream holds already"
+
+
+def test_a_truncation_is_accepted_at_the_source_and_another_region_names_it() -> None:
+    there = where_truncations_are(view(GrantState.ACTIVE), "eu-west")
+    assert "felix bridge resume g-old --accept-truncation --region us-east" in there
+    assert "felix bridge status" in where_truncations_are(view(GrantState.ACTIVE), "us-east")

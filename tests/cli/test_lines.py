@@ -56,6 +56,12 @@ def test_an_invalid_line_says_its_number_and_why(line: bytes | LongLine, why: st
     assert caught.value.sentence.startswith("Line 3054 ")
 
 
+def test_a_line_without_its_key_names_every_way_out() -> None:
+    with pytest.raises(InvalidLineError) as caught:
+        LineParser("id").parse(3, b'{"other": 1}')
+    assert "--key-field" in caught.value.hint and "--skip-invalid FILE" in caught.value.hint
+
+
 def test_fields_become_key_and_message_id() -> None:
     parser = LineParser("n", "id", {"h": b"x"})
     assert [parser.parse(1, line) for line in (b'{"id": "a", "n": 7}', b"", b'{"id": "b", "n": [1, 2]}')] == [
