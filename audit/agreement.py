@@ -74,6 +74,7 @@ from policy.grant import (
     Standing,
     StandingAction,
     agree,
+    approves,
     deny_rank,
     fit_of,
     half_rank,
@@ -202,8 +203,10 @@ class _Held:
     """all of one grant have the same terms"""
     accepted: dict[Fit, Halves[ImportGrant]] = field(default_factory=dict)
     """those that fit the export; before there is one, all that may fit"""
-    approved: dict[tuple[str, str], dict[str, tuple[ApprovalBody, Paper]]] = field(default_factory=dict)
-    """by region and mesh, and by approver"""
+    approved: dict[tuple[str, str], dict[tuple[str, str], tuple[ApprovalBody, Paper]]] = field(
+        default_factory=dict
+    )
+    """by region and mesh, and by approver and terms hash: those of the export's terms; before there is one, of any"""
     standings: dict[str, Words[Standing]] = field(default_factory=dict)
     """pauses and resumptions by region"""
     goes_on: list[Accepted] = field(default_factory=list)
@@ -281,6 +284,10 @@ class _Held:
                 self.export.take(Half(body, paper), time_ms)
                 return
             self.export = Halves(Half(body, paper))
+            self.approved = {
+                place: {key: each for key, each in held.items() if approves(body, each[0])}
+                for place, held in self.approved.items()
+            }
             self.accepted = {
                 fit: halves for fit, halves in self.accepted.items() if agree(body, halves.newest.body)
             }
@@ -294,18 +301,20 @@ class _Held:
             del self.accepted[min(self.accepted, key=lambda fit: half_rank(self.accepted[fit].newest.body))]
 
     def keep_approval(self, body: ApprovalBody, paper: Paper) -> bool:
-        """Hold an approval; False where it changes nothing. As in a grant's book: of two by one person, the one of the earlier time;
+        """Hold an approval; False where it changes nothing. As in a grant's book: one of other terms is of nothing here; of two by one person, the one of the earlier time;
         and of too many people of one region, the earlier ones: at any time as many of them count as are asked for, or all."""
+        if self.export is not None and not approves(self.export.newest.body, body):
+            return False
         approver = SpiffeId.parse(body.approver)
         held = self.approved.setdefault((approver.region, approver.mesh), {})
-        before = held.get(body.approver)
+        before = held.get((body.approver, body.terms_hash))
         if before is None and len(held) >= APPROVERS_MAX:
             before = max(held.values(), key=lambda each: earliest(each[0]))
         if before is not None:
             if earliest(before[0]) <= earliest(body):
                 return False
-            del held[before[0].approver]
-        held[body.approver] = body, paper
+            del held[before[0].approver, before[0].terms_hash]
+        held[body.approver, body.terms_hash] = body, paper
         return True
 
     def changed(self) -> None:
@@ -456,12 +465,13 @@ class Agreements:
             # Written before the grant was known there: the region that signed stands for both.
             said |= {"source_region": document.region, "destination_region": document.region}
         elif terms is not None:
-            # What else the leaf says of the grant is the grant's, or is left out.
-            said |= {
+            # What else the leaf says of the grant is the grant's, or is left out. An approval says itself which terms it is of, and is
+            # of nothing here where these are others.
+            said = {
                 name: value
                 for name, value in _names(terms).items()
                 if name in ("source_region", "destination_region") or getattr(header, name)
-            }
+            } | said
             said["side"] = Side.EGRESS if self._origin.region == terms.from_region else Side.INGRESS
             if self._origin.region not in (terms.from_region, terms.to_region):
                 return ["region: the grant is between other regions than the log's own"]
@@ -865,11 +875,6 @@ class Agreements:
         export, accepted = view.export, view.accepted
         assert export is not None and accepted is not None
         terms = export.terms
-        approvals = tuple(
-            body
-            for body in held.approvals
-            if body.terms_hash == export.terms_hash and body.region in (terms.from_region, terms.to_region)
-        )
         policies = {
             region: self._policy_for(region, half)
             for region, half in ((terms.from_region, export), (terms.to_region, accepted))
@@ -884,7 +889,7 @@ class Agreements:
             view.grant,
             export,
             accepted,
-            approvals,
+            tuple(held.approvals),
             policies[terms.from_region],
             policies[terms.to_region],
             tuple(problems),

@@ -2,8 +2,8 @@
 and before the first INTENT under it. Once each, over restarts too: the ledger says what the log has.
 
 Which documents: those of the bridge's own grants (halves, approvals, standings), deny entries between its regions, and the
-residency policy of its own region; of them, those whose signatures hold and whose region has a say in the grant, and of acceptances
-those that accept its terms: what another region signs besides has no place in this log. A revocation's leaf comes once no link under
+residency policy of its own region; of them, those whose signatures hold and whose region has a say in the grant, and of acceptances and
+approvals those that are of its terms: what another region signs besides has no place in this log. A revocation's leaf comes once no link under
 its grant is in session any more: what is on its way is dealt with first.
 
 What has its leaf counts until a later word does, whatever is listed (bridge.said).
@@ -41,6 +41,7 @@ from policy.grant import (
     Standing,
     StandingAction,
     agree,
+    approves,
 )
 from policy.residency import ResidencyPolicy, open_policy
 from policy.signed import Purpose, SignedDocument, Trusted, decode_body
@@ -318,9 +319,12 @@ def _paper(
         standing = decode_body(document, Standing, Purpose.STANDING)
         grant, revokes = standing.grant, standing.action is StandingAction.REVOKE
     half = book.half(grant) if grant in own else None
-    if not isinstance(half, ExportGrant) or document.region not in (
-        half.terms.from_region,
-        half.terms.to_region,
-    ):
+    if not isinstance(half, ExportGrant):
+        return None
+    if isinstance(document, Approval):
+        has_say = approves(half, document.claim)
+    else:
+        has_say = document.region in (half.terms.from_region, half.terms.to_region)
+    if not has_say:
         return None
     return Paper(document, file, digest, grant, revokes, made_under=made_under)

@@ -44,6 +44,7 @@ from policy.approval import (
     ApprovalRule,
     Document,
     Tally,
+    earliest,
     name_of,
     open_approval,
     tally,
@@ -61,6 +62,7 @@ from policy.grant_documents import (
     Standing,
     StandingAction,
     agree,
+    approves,
     fit_of,
     open_export,
     open_import,
@@ -113,6 +115,7 @@ __all__ = [
     "StandingAction",
     "advance",
     "agree",
+    "approves",
     "check_path",
     "denial",
     "deny_key",
@@ -167,9 +170,10 @@ class _Entry:
     export: ExportGrant | None = None
     imports: dict[str, list[ImportGrant]] = field(default_factory=dict)
     """By the region that signed them: a half signed by another region under this id is kept in addition, and replaces nothing."""
-    approvals: dict[SpiffeId, ApprovalBody] = field(default_factory=dict)
+    approvals: dict[tuple[SpiffeId, str], ApprovalBody] = field(default_factory=dict)
+    """By approver and terms hash: an approval of other terms, of which a hash may begin like the grant's, takes the place of none."""
     speaking: dict[str, tuple[ApprovalBody, ...]] = field(default_factory=dict)
-    """By region, once the book is complete: those of the grant's own mesh."""
+    """By region, once the book is complete: those of the grant's terms, in its own mesh."""
     approved_from: int = NEVER
     """The time at which all approvals that the halves require were found. They stay complete: a grant book does not change, and
     time only adds approvals that count. Checked at every read.
@@ -178,11 +182,10 @@ class _Entry:
     """The same for a region's rules."""
 
     def count_speaking(self) -> None:
-        """Of the approvals that are there, those of the grant's own mesh."""
+        """Of the approvals that are there, those of the grant's terms by who has a say in it."""
         if self.export is not None:
-            mesh = self.export.terms.bridge_id.mesh
-            for who, body in sorted(self.approvals.items()):
-                if who.mesh == mesh:
+            for (who, _), body in sorted(self.approvals.items()):
+                if approves(self.export, body):
                     self.speaking[who.region] = (*self.speaking.get(who.region, ()), body)
 
     def halves(self) -> Iterator[ImportGrant]:
@@ -424,9 +427,9 @@ class GrantBook:
         if isinstance(document, Approval):
             body = open_approval(document, self._anchors)
             approvals = self._entry(body.grant).approvals
-            held = approvals.get(approver := SpiffeId.parse(body.approver))
-            if held is None or (body.at, body.comment) < (held.at, held.comment):
-                approvals[approver] = body
+            held = approvals.get(place := (SpiffeId.parse(body.approver), body.terms_hash))
+            if held is None or earliest(body) < earliest(held):
+                approvals[place] = body
             return
         match document.purpose:
             case Purpose.EXPORT:
@@ -914,14 +917,17 @@ class GrantBook:
         return self._view(entry, now)
 
     def approval(self, grant: str, approver: SpiffeId) -> ApprovalBody | None:
-        """What an approver signed about a grant, where it is believed."""
-        entry = self._entries.get(grant)
-        return None if entry is None else entry.approvals.get(approver)
+        """How an approver approved a grant's terms; None where he did not."""
+        bodies = self._speaking(grant, approver.region)
+        return next((body for body in bodies if body.approver == str(approver)), None)
 
     def approvers(self, grant: str, region: str) -> int:
         """How many people of a region have approved a grant."""
+        return len(self._speaking(grant, region))
+
+    def _speaking(self, grant: str, region: str) -> tuple[ApprovalBody, ...]:
         entry = self._entries.get(grant)
-        return 0 if entry is None else sum(who.region == region for who in entry.approvals)
+        return () if entry is None else entry.speaking.get(region, ())
 
     def is_revoked_by(self, grant: str, region: str) -> bool:
         """Whether the region has revoked the grant: its first revocation holds, and no other one is needed."""

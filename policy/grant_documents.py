@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from felix.errors import Code, RequestError
 from felix.names import NamePattern, SpiffeId, parse_region
-from policy.approval import require_size
+from policy.approval import ApprovalBody, require_size
 from policy.quantity import Instant
 from policy.residency import APPROVALS_MAX, Decision, ResidencyPolicy, decide_grant
 from policy.signed import (
@@ -298,6 +298,17 @@ def fit_of(accepted: ImportGrant) -> Fit:
         accepted.from_region,
         accepted.to_region,
         accepted.bridge,
+    )
+
+
+def approves(export: ExportGrant, body: ApprovalBody) -> bool:
+    """True where the approval is of these terms, by somebody of one of their two regions and of the bridge's mesh. A grant's id is made of
+    a part of the terms' hash: an approval that names the id may be of other terms."""
+    terms = export.terms
+    return (
+        body.terms_hash == export.terms_hash
+        and body.region in (terms.from_region, terms.to_region)
+        and SpiffeId.parse(body.approver).mesh == terms.bridge_id.mesh
     )
 
 

@@ -59,6 +59,7 @@ from policy.grant import (
     Standing,
     StandingAction,
     agree,
+    approves,
     half_rank,
     made_under_later,
     open_export,
@@ -476,8 +477,7 @@ class Governance:
             )
         terms = export.terms
         self._require_ends(terms.from_region, terms.to_region)
-        in_mesh = SpiffeId.parse(body.approver).mesh == self._own.mesh
-        if body.region not in (terms.from_region, terms.to_region) or not in_mesh:
+        if not approves(export, body):
             raise GrantError(
                 f"The grant {body.grant} is between {terms.from_region} and {terms.to_region}; {body.approver} has no say "
                 "in it.",
