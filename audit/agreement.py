@@ -365,7 +365,7 @@ class Agreements:
         if differing:
             return [f"{what}: leaf and document differ in {', '.join(differing)}."]
         self.documents += 1
-        return self._drained(header)
+        return []
 
     def _open(self, index: int, header: Header, document: Document) -> list[str]:
         """Verify and keep a document; or in what the leaf differs from it. Raises SignatureError."""
@@ -555,17 +555,14 @@ class Agreements:
             found = self._agreement(held, view)
             held.agreed = found if found.complete else None
 
-    def _drained(self, header: Header) -> list[str]:
-        if header.kind is not Kind.REVOKE or not header.drain_until_ms:
-            return []
-        held = self._grants[header.grant_id]
+    def taken_late(self, header: Header) -> int:
+        """By how much (ms) the latest crossing before this REVOKE, which was just taken, was taken after the revocation was in force and drained, by
+        the times of the two leaves; 0 where none was. Both times are the writer's word: its leaf was put off, or a clock was set back."""
+        held = self._grants.get(header.grant_id)
         # Nothing crossed where no half is known; and a third region's word ends nothing.
-        if held.last_ms <= header.drain_until_ms or not held.revoked(held.exports[-1].terms):
-            return []
-        return [
-            f"REVOKE of {header.grant_id}: a crossing at {held.last_ms} ms stands before it, taken after "
-            f"{header.drain_until_ms} ms, when it was in force."
-        ]
+        if held is None or not header.drain_until_ms or not held.exports:
+            return 0
+        return max(0, held.last_ms - header.drain_until_ms) if held.revoked(held.exports[-1].terms) else 0
 
     # -- crossings -------------------------------------------------------------------------------------
 

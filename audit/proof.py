@@ -15,14 +15,15 @@ document that changes its meaning is refused. Callers: cli, tests.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
-from typing import Annotated, Final
+from itertools import chain
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
-from audit.checkpoint import SignedCheckpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.document_leaf import DOCUMENT_FILE_BYTES_MAX, read_document
 from audit.leaf import (
     DOCUMENT_KINDS,
@@ -44,13 +45,14 @@ from audit.merkle import (
     PROOF_HASHES_MAX,
     TILE_HEIGHT,
     TILE_WIDTH,
+    Tree,
     inclusion_proof,
     leaf_hash,
     verify_inclusion,
 )
 from audit.note import encode_note
 from audit.origin import Origin
-from audit.range_index import INDEX_PATH, candidate_bundles
+from audit.range_index import candidate_bundles
 from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, Receipt, differences, read_unverified
 from audit.tile import (
     CHECKPOINT_PATH,
@@ -212,17 +214,18 @@ def find_crossing(
     incarnation: bytes = b"",
     leaf: int | None = None,
 ) -> tuple[Found, Found | None]:
-    """The INTENT leaf that lists this record (`leaf`: this one), and the ACK leaf that answers it. Raises RequestError(NOT_FOUND | CONFLICT)."""
-    wanted = (stream, shard, offset, destination_region, incarnation)
-    intents = list(find_leaves(files, newest.checkpoint.size, Kind.INTENT, Side.EGRESS, *wanted))
+    """The INTENT leaf that lists this record (`leaf`: this one), and the ACK leaf that answers it. Goes through the whole log: its index is
+    its owner's word. Raises RequestError(NOT_FOUND | CONFLICT), TamperError."""
+    about = _go_through(
+        files, newest.checkpoint, Wanted(stream, shard, offset, destination_region, incarnation)
+    )
     intents = [
-        found for found in intents if leaf in (None, found[0]) and find_entry(found[1], offset) is not None
+        found
+        for found in about[Kind.INTENT]
+        if leaf in (None, found[0]) and find_entry(found[1], offset) is not None
     ]
     if not intents:
-        withheld = any(
-            find_entry(found, offset)
-            for _, found, _ in find_leaves(files, newest.checkpoint.size, Kind.WITHHELD, Side.EGRESS, *wanted)
-        )
+        withheld = any(find_entry(found, offset) for _, found, _ in about[Kind.WITHHELD])
         raise RequestError(
             f"No record {offset} of {stream} shard {shard} crossed, as far as the log's checkpoint goes"
             + (": it was withheld." if withheld else "."),
@@ -240,7 +243,7 @@ def find_crossing(
             hint="Say to which region, or which leaf.",
         )
     acks: dict[bytes, Found] = {}
-    for found in find_leaves(files, newest.checkpoint.size, Kind.ACK, Side.EGRESS, *wanted):
+    for found in about[Kind.ACK]:
         if _crossing_of(found[1].header) == _crossing_of(intents[0][1].header):
             acks.setdefault(found[1].header.envelope_sha256, found)
     # What was announced again, under another grant, counts once (audit.accounting): where it was answered, else where it was last.
@@ -333,48 +336,66 @@ def _include(files: Files, signed: SignedCheckpoint, index: int, data: bytes) ->
     return _Included(index, b64encode(data).decode(), tuple(b64encode(hash_).decode() for hash_ in path))
 
 
-def find_leaves(
-    files: Files,
-    size: int,
-    kind: Kind,
-    side: Side,
-    stream: str,
-    shard: int,
-    offset: int,
-    destination_region: str,
-    incarnation: bytes,
-) -> Iterator[tuple[int, Leaf, bytes]]:
-    """Leaves of this kind and side whose source range covers the offset, with index and bytes.
+class Wanted(NamedTuple):
+    """A record, and of which crossings of it: empty `destination_region` and `incarnation` are any."""
 
-    `size` is that of a checkpoint. Found by the index, and in the last bundle. Blocks on the disk.
+    stream: str
+    shard: int
+    offset: int
+    destination_region: str = ""
+    incarnation: bytes = b""
+
+    def is_in(self, header: Header) -> bool:
+        """Whether the leaf's source range covers it."""
+        first, last = header.first_offset, header.last_offset
+        return (
+            (header.stream, header.shard) == (self.stream, self.shard)
+            and first is not None
+            and last is not None
+            and first <= self.offset <= last
+            and self.destination_region in ("", header.destination_region)
+            and self.incarnation in (b"", header.incarnation)
+        )
+
+
+def find_leaves(
+    files: Files, size: int, index: bytes | None, kind: Kind, side: Side, wanted: Wanted
+) -> Iterator[Found]:
+    """Leaves of this kind and side that cover the record, of a log that the caller writes: found by its `index`, and in the last bundle; None:
+    there is none, and all of it is gone through.
+
+    `size` is that of a checkpoint. What the index leaves out is not found, so nobody else's is asked. Blocks on the disk.
     """
-    full = size >> TILE_HEIGHT
-    index = files.read(INDEX_PATH)
-    bundles = list(range(full))
+    full, bundles = size >> TILE_HEIGHT, -(-size // TILE_WIDTH)
+    named: Iterable[int] = range(full)
     if index is not None:
-        bundles = [
-            number for number in candidate_bundles(index, kind, stream, shard, offset) if number < full
-        ]
-    if size % TILE_WIDTH:
-        bundles.append(full)
-    for number in bundles:
+        found = candidate_bundles(index, kind, wanted.stream, wanted.shard, wanted.offset)
+        named = (number for number in found if number < full)
+    for number in chain(named, range(full, bundles)):
         for at, data in enumerate(read_bundle(files, number, size), number * TILE_WIDTH):
             header = read_header(data)
-            if header is None:
-                continue
-            first, last = header.first_offset, header.last_offset
-            if (
-                header.kind is kind
-                and header.side is side
-                and header.stream == stream
-                and header.shard == shard
-                and first is not None
-                and last is not None
-                and first <= offset <= last
-                and destination_region in ("", header.destination_region)
-                and incarnation in (b"", header.incarnation)
-            ):
+            if header is not None and (header.kind, header.side) == (kind, side) and wanted.is_in(header):
                 yield at, decode_leaf(data), bytes(data)
+
+
+def _go_through(files: Files, checkpoint: Checkpoint, wanted: Wanted) -> dict[Kind, list[Found]]:
+    """All egress leaves that say what became of the record, by kind. Raises TamperError unless what was read is what the checkpoint signs: what
+    is not there did not cross."""
+    found: dict[Kind, list[Found]] = {Kind.INTENT: [], Kind.ACK: [], Kind.WITHHELD: []}
+    tree = Tree()
+    for at, data in read_entries(files, 0, checkpoint.size, checkpoint.size):
+        tree.add(leaf_hash(data))
+        header = read_header(data)
+        if header is None or header.kind not in found or header.side is not Side.EGRESS:
+            continue
+        if wanted.is_in(header):
+            found[header.kind].append((at, decode_leaf(data), bytes(data)))
+    if tree.root() != checkpoint.root:
+        raise TamperError(
+            f"The {checkpoint.size} leaves do not have the root that the checkpoint signs.",
+            hint="Run `felix audit verify` on the log.",
+        )
+    return found
 
 
 def check_proof(

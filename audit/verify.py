@@ -80,6 +80,7 @@ _MOVES: Final = frozenset((Kind.INTENT, Kind.ACK, Kind.WITHHELD, Kind.GAP))
 
 SKIPPED: Final = "skipped"
 TIME_BACK: Final = "time-back"
+TAKEN_LATE: Final = "taken-after-revocation"
 """Kinds of notices."""
 
 
@@ -242,6 +243,7 @@ class _Run:
         self._latest_ms: int | None = None
         """the latest time of a leaf since the last one that ran back"""
         self._back = Largest[Notice](NOTICES_MAX)
+        self._late = Largest[Notice](NOTICES_MAX)
         self._log: LogTrust
         self._report = Report(origin)
         self._continuity = Continuity()
@@ -300,8 +302,10 @@ class _Run:
         report.leaves, report.records = dict(continuity.leaves), dict(continuity.records)
         accounts = continuity.accounts
         report.unanswered, report.skipped = accounts.unanswered, accounts.skipped
-        report.notices = (*map(_skipped, accounts.skips.in_order()), *self._back.in_order())
-        report.notices_left_off = accounts.skips.left_off + self._back.left_off
+        times = (self._back, self._late)
+        told = (notice for largest in times for notice in largest.in_order())
+        report.notices = (*map(_skipped, accounts.skips.in_order()), *told)
+        report.notices_left_off = accounts.skips.left_off + sum(largest.left_off for largest in times)
         report.announced_again, report.followed = tuple(accounts.announced_again), tuple(accounts.followed)
         report.miscounted, report.uncounted_from = tuple(continuity.miscounted), continuity.uncounted_from
         report.documents = self._agreements.documents
@@ -499,6 +503,8 @@ class _Run:
         for step, question in questions:
             for sentence in self._ask(index, question):
                 self._report.find(step, sentence, leaf=index, path=path, place=self._place_of(index, header))
+        if header.kind is Kind.REVOKE and (by_ms := self._agreements.taken_late(header)):
+            self._late.add(by_ms, _taken_late(index, by_ms))
 
     def _look_at_time(self, index: int, header: Header) -> None:
         latest = header.time_ms if self._latest_ms is None else self._latest_ms
@@ -735,6 +741,10 @@ def _skipped(found: Skipped) -> Notice:
 
 def _ran_back(leaf: int, by_ms: int) -> Notice:
     return Notice(leaf, TIME_BACK, f"Its time is {by_ms // 1000:,} s before that of a leaf before it: the order of leaves is sure, the time is the writer's word.")  # fmt: skip
+
+
+def _taken_late(leaf: int, by_ms: int) -> Notice:
+    return Notice(leaf, TAKEN_LATE, f"A crossing before it was taken {by_ms:,} ms after the revocation had come in force and what was on its way had ended, by the times of the two leaves: this one was put off, or a clock was set back.")  # fmt: skip
 
 
 def _holds_entries(data: bytes, width: int) -> bool:

@@ -10,7 +10,8 @@ from audit.checkpoint import note_size
 from audit.crossed import OffsetSet
 from audit.leaf import Kind, Side
 from audit.position import ShardName
-from audit.proof import find_leaves
+from audit.proof import Wanted, find_leaves
+from audit.range_index import INDEX_PATH
 from audit.trail import Trail
 from felix.names import SpiffeId
 from keys.transfer import TransferScope
@@ -37,17 +38,16 @@ class ArrivalIndex:
 
         def find() -> FoundAck | None:
             size = note_size(self._trail.publish())
-            for index, leaf, _ in find_leaves(
-                self._trail.files,
-                size,
-                Kind.ACK,
-                Side.INGRESS,
+            files = self._trail.files
+            wanted = Wanted(
                 str(scope.stream),
                 scope.shard,
                 source_offset,
                 scope.destination_region,
                 scope.incarnation,
-            ):
+            )
+            hint = files.read(INDEX_PATH)
+            for index, leaf, _ in find_leaves(files, size, hint, Kind.ACK, Side.INGRESS, wanted):
                 if (
                     leaf.header.source_region == scope.source_region
                     and leaf.header.destination_stream == str(scope.destination)

@@ -131,7 +131,7 @@ CAN: Final = (
         _set("STANDING", "REVOKE", "DENY_ENTRY"),
     ),
     Rule(
-        "how long a region says that what was on its way had: it can only make more of its own log fail",
+        "how long a region says that what was on its way had: it can only have more told of its own log",
         _set("drain_until_ms"),
     ),
     Rule("pause or resume: the signed document says which", _set("action"), _set("DENY_ENTRY")),

@@ -22,7 +22,8 @@ from rogue_agent import Wild, granted, rogue_agent
 from audit.leaf import EncodedLeaf, Kind, Side, decode_leaf, encode_leaf
 from audit.note import Algorithm, NoteSigner
 from audit.origin import region_origin
-from audit.proof import find_leaves
+from audit.proof import Wanted, find_leaves
+from audit.range_index import INDEX_PATH
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
 from audit.verify import verify_log
@@ -130,8 +131,10 @@ def test_a_log_with_a_leaf_that_cannot_be_read_opens_goes_on_and_says_so(
         append(again, [EncodedLeaf(header, encode_leaf(link.deny()))])
         again.publish()
         # What looks for leaves passes it by.
-        found = find_leaves(Folder(path), size + 1, Kind.ACK, Side.INGRESS, LOG_STREAM, 0, 0, "", b"")
-        assert not list(found)
+        files = Folder(path)
+        for index in (files.read(INDEX_PATH), None):
+            found = find_leaves(files, size + 1, index, Kind.ACK, Side.INGRESS, Wanted(LOG_STREAM, 0, 0))
+            assert not list(found)
         again.close()
     report = verify_log(Folder(path), trust(), cosignatures_min=0)
     assert [(finding.step, finding.leaf) for finding in report.findings] == [(6, before)]

@@ -132,16 +132,17 @@ def test_pauses_and_deny_entries_hold_once_what_was_on_its_way_is_through() -> N
             assert agreements.judge(crossing(signed)) == []
 
 
-def test_nothing_stands_behind_a_revocation_and_nothing_late_before_it() -> None:
+def test_nothing_stands_behind_a_revocation_and_what_was_late_before_it_is_told() -> None:
     signed = signed_grant()
     revocation = standing(signed.grant, StandingAction.REVOKE, region="eu-west")
     agreements, problems = read([*grant_leaves(signed), paper_leaf(revocation, signed)])
     assert problems == [] and "revoked before" in agreements.judge(crossing(signed))[0]
-    for deadline, late in ((TIME_MS + 60_000, False), (TIME_MS + 59_999, True)):
+    for deadline, late_ms in ((TIME_MS + 60_000, 0), (TIME_MS + 59_999, 1)):
         agreements, _ = read(grant_leaves(signed))
         assert agreements.judge(crossing(signed)) == []
         leaf = paper_leaf(revocation, signed, drain_until_ms=deadline)
-        assert bool(agreements.take(9, leaf, load)) is late
+        assert agreements.take(9, leaf, load) == []
+        assert agreements.taken_late(leaf.header) == late_ms
 
 
 def resigned_by(region: str, document: SignedDocument) -> SignedDocument:
