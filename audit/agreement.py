@@ -84,7 +84,7 @@ from policy.grant import (
     standing_rank,
 )
 from policy.residency import Decision, ResidencyPolicy, decide_grant, open_policy
-from policy.signed import Purpose, SignedDocument, decode_body, verify
+from policy.signed import Purpose, SignatureError, SignedDocument, decode_body, verify
 from policy.terms import GrantTerms
 from policy.truncation import Accepted, Truncation
 
@@ -97,6 +97,10 @@ ACCEPTANCES_MAX: Final = 64
 """Acceptances of one grant that differ in what they accept, held until its export says which one fits; of more, those signed last."""
 POLICIES_MAX: Final = 1_024
 """Revisions of one region's policy that are held. Of more, half of them go: those that no half names before others, then the older."""
+POLICIES_READ_MAX: Final = 4_096
+"""Policies whose reading is remembered, with some 500 bytes each, or SENTENCE_MAX: the largest takes 0.6 s, and a leaf that names it again has 250 bytes."""
+SENTENCE_MAX: Final = 2_000
+"""Characters, of why a policy does not hold: it may have any number of mistakes."""
 DECISIONS_MAX: Final = 256
 """Of policies about streams, remembered for one grant: a pattern may fit many streams. More are made anew."""
 
@@ -334,6 +338,8 @@ class Agreements:
         self._begun: Counter[str] = Counter()
         """grants by the region whose document came first"""
         self._policies: dict[str, dict[bytes, _Policy]] = {}
+        self._read_policies: dict[bytes, dict[str, Any] | str] = {}
+        """by the SHA-256 of the document, what its leaf repeats, or why it does not hold"""
         self._denied = Denied()
         self._own_denies = _Stops()
         self.documents = 0
@@ -414,8 +420,21 @@ class Agreements:
         return []
 
     def _policy(self, index: int, header: Header, document: SignedDocument) -> list[str]:
-        policy = open_policy(document, self._keys, "the policy in the log")
-        said = {
+        read = self._read_policies.get(header.document_sha256)
+        if isinstance(read, str):
+            raise SignatureError(read)
+        if read is not None:
+            differing = _differences(header, read)
+            if differing or header.policy_hash in self._policies.get(header.source_region, {}):
+                return differing
+        if read is None and len(self._read_policies) >= POLICIES_READ_MAX:
+            del self._read_policies[next(iter(self._read_policies))]
+        try:
+            policy = open_policy(document, self._keys, "the policy in the log")
+        except FelixError as error:
+            self._read_policies[header.document_sha256] = error.sentence[:SENTENCE_MAX]
+            raise
+        said = self._read_policies[header.document_sha256] = {
             "policy_version": policy.revision,
             "policy_hash": policy.hash,
             "source_region": policy.region,

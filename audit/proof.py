@@ -297,11 +297,11 @@ def _papers(
         if found is None or found.kind not in DOCUMENT_KINDS:
             continue
         is_policy = found.kind is Kind.POLICY and found.source_region == header.source_region
-        if is_policy or found.grant_id == header.grant_id:
+        if is_policy or found.kind is Kind.DENY_ENTRY or found.grant_id == header.grant_id:
             problems += agreements.take(at, decode_leaf(data), lambda header: read_document(header, files))
-    problems = problems or agreements.judge(header)
-    if problems:
-        raise TamperError(problems[0], hint="Run `felix audit verify` on the log.")
+    # What does not hold is not believed, and may be of others: it is told where the crossing lacks something.
+    if refused := agreements.judge(header):
+        raise TamperError((problems or refused)[0], hint="Run `felix audit verify` on the log.")
     beside: dict[str, str] = {}
     papers: list[_Included] = []
     for at in agreements.rests_on(header, APPROVALS_SHOWN):

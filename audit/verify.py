@@ -50,6 +50,11 @@ MISSING_BUNDLES_MAX: Final = 64
 state 2^62 leaves; what is there of it costs its owner as much as whoever reads it."""
 WAL_FINDINGS_MAX: Final = 64
 """After which the rest of the write-ahead files is not looked at: damaged ones may be many, and long, and nothing on their owner's disk."""
+PARTIAL_FINDINGS_MAX: Final = 64
+"""After which no more partial files that were left behind are looked at: each may be as long as a full bundle, and nothing on its owner's disk."""
+PARTIAL_BUNDLES_READ: Final = 4
+"""Partial bundles beside one bundle that are compared with it, the widest: a log keeps the newest two, and after a crash some more. Nothing is read from them
+once a wider one is there."""
 NOTICES_MAX: Final = 1_000
 """Times that run back, told one by one, the farthest."""
 TIME_BACK_MS: Final = 60_000
@@ -244,6 +249,7 @@ class _Run:
         """the latest time of a leaf since the last one that ran back"""
         self._back = Largest[Notice](NOTICES_MAX)
         self._late = Largest[Notice](NOTICES_MAX)
+        self._partial_findings = self._partials_unread = 0
         self._log: LogTrust
         self._report = Report(origin)
         self._continuity = Continuity()
@@ -294,6 +300,12 @@ class _Run:
                 break
         else:
             self._edge()
+        if self._partials_unread:
+            report.steps[
+                3
+            ].note = (
+                f"{self._partials_unread} partial files that wider ones replaced were not compared with them"
+            )
         # 5. The tree has the checkpoint's root.
         self._root(signed)
         # 9. The write-ahead file says the same.
@@ -632,20 +644,25 @@ class _Run:
             self._report.find(4, f"The tile {path} does not follow from the tiles below it.", path=path)
 
     def _partials(self, kind: str, number: int, width: int, path: str) -> None:
-        """Partial files that were left behind must be prefixes of what is checked; wider ones must not be there."""
-        held = [found for found in partial_widths(self._files, kind, number) if found != width]
-        if not held:
+        """Partial files that were left behind must be prefixes of what is checked. A wider one is of a checkpoint that was put back, or that a
+        process which is still running is about to write."""
+        held = [found for found in partial_widths(self._files, kind, number) if found < width]
+        if not held or self._partial_findings >= PARTIAL_FINDINGS_MAX:
+            self._partials_unread += len(held)
             return
+        if kind == "entries":
+            self._partials_unread += len(held[:-PARTIAL_BUNDLES_READ])
+            held = held[-PARTIAL_BUNDLES_READ:]
+        before = self._report.steps[3].findings
         try:
             whole = self._files.read(path)
         except TamperError:
             # Told where it was read before.
             return
+        if whole is None:
+            return
         for found in held:
             where = f"{path.partition('.p/')[0]}.p/{found}"
-            if found > width or whole is None:
-                # Wider: a checkpoint was put back, or is about to be written by a process that is still running.
-                continue
             try:
                 data = self._files.read(where) or b""
             except TamperError as error:
@@ -655,6 +672,7 @@ class _Run:
             short = kind == "entries" and not _holds_entries(data, found)
             if data != prefix or short:
                 self._report.find(4, f"The partial file {where} is not a part of {path}.", path=where)
+        self._partial_findings += self._report.steps[3].findings - before
 
     def _edge(self) -> None:
         """The partial tiles of the tree's right edge."""

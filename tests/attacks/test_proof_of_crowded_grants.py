@@ -13,7 +13,16 @@ import pytest
 from attacks.conftest import Tally
 from audit_log import trust
 from crossing_logs import DEPARTURES, INCARNATION, SIGNED, START_MS, World, write_world
-from signed_grants import Signed, approver, paper_leaf, policy_document, signed_grant, signing_key, standing
+from signed_grants import (
+    Signed,
+    approver,
+    deny_entry,
+    paper_leaf,
+    policy_document,
+    signed_grant,
+    signing_key,
+    standing,
+)
 
 from audit.agreement import STANDING_GRACE_MS
 from audit.leaf import Leaf
@@ -144,3 +153,31 @@ def test_what_was_on_its_way_when_a_half_asked_for_more_has_a_proof(tmp_path: Pa
         prove(log, trust(), DEPARTURES, 0, 5)
     assert policy_document("us-east") == S.source_policy
     tally("crossings at the edge of the grace", 2)
+
+
+def test_a_record_that_crossed_against_a_deny_entry_has_no_proof(tmp_path: Path, tally: Tally) -> None:
+    """Deny entries name no grant: they are of all that they fit. What a third region says has no say here, whether it can be believed or not."""
+    for region in ("us-east", "eu-west"):
+        world = World()
+        world.grant(DEPARTURES, START_MS - 1_000)
+        world.egress.append(paper(deny_entry("acme/ops/*", region), START_MS))
+        world.batch(
+            DEPARTURES, 0, START_MS + STANDING_GRACE_MS - 1, 4, withheld=0.0, receipt=False, arrives=False
+        )
+        assert proven(egress_of(tmp_path / f"{region}-soon", world), 1)
+        world.batch(
+            DEPARTURES, 0, START_MS + STANDING_GRACE_MS, 4, withheld=0.0, receipt=False, arrives=False
+        )
+        log = egress_of(tmp_path / f"{region}-late", world, ok=False)
+        with pytest.raises(TamperError, match=f"{region} denies"):
+            prove(log, trust(), DEPARTURES, 0, 5)
+        world.egress.append(paper(deny_entry("acme/ops/*", region, 2, lifted=True), START_MS + 20_000))
+        world.batch(DEPARTURES, 0, START_MS + 20_001, 4, withheld=0.0, receipt=False, arrives=False)
+        assert proven(egress_of(tmp_path / f"{region}-again", world, ok=False), 9)
+        tally("records that crossed against a deny entry", 4)
+    world = World()
+    world.grant(DEPARTURES, START_MS - 1_000)
+    world.egress.append(paper(deny_entry("acme/ops/*", "ap-south"), START_MS))
+    world.batch(DEPARTURES, 0, START_MS + STANDING_GRACE_MS, 4, withheld=0.0, receipt=False, arrives=False)
+    # Who checks need not know the keys of every region that the bridge also goes to.
+    assert proven(egress_of(tmp_path / "third", world, ok=False), 1)
