@@ -595,7 +595,7 @@ class StreamTable:
 
         `number` is above every shard's, and open once; None where the stream is ephemeral, whose views are too. Raises
         UnavailableError(LIMIT_MEMORY), RequestError(NOT_FOUND) where the incarnation is being closed, and what opening a
-        log raises.
+        log raises: then it is not open.
         """
         assert number > SHARDS_MAX
         if stream.deleted:
@@ -624,10 +624,31 @@ class StreamTable:
             rings=self._rings,
             open_logs=self._open_logs,
         )
-        companion = await self._directory.open_shard(stream.name, stream.incarnation, number, settings, hooks)
-        if not companion.epochs.current:
-            await companion.begin_epoch(1)
+        try:
+            companion = await self._directory.open_shard(
+                stream.name, stream.incarnation, number, settings, hooks
+            )
+            if not companion.epochs.current:
+                await companion.begin_epoch(1)
+        except BaseException:
+            await self.close_companion(stream, number)
+            raise
+        if number not in stream.companions:
+            await self._directory.close_shard(stream.name, stream.incarnation, number)
+            raise UnavailableError(
+                f"{stream.name} was closed while a log of its views was opened.", code=Code.SHUTTING_DOWN
+            )
         return companion
+
+    async def close_companion(self, stream: HostedStream, number: int) -> None:
+        """Close a companion whose view could not be opened, so that it can be opened later. The others are closed with their stream,
+        and for them this does nothing."""
+        if number not in stream.companions:
+            return
+        stream.companions.remove(number)
+        stream.ring_taken -= SHARD_BYTES
+        self._ring_budget.give(SHARD_BYTES)
+        await self._directory.close_shard(stream.name, stream.incarnation, number)
 
     def stored_bytes(self) -> dict[str, int]:
         """What the shards hold on disk, by tenant: of MEASURED_AT_ONCE streams as it is now, of the others as of their last

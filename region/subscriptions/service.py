@@ -182,7 +182,7 @@ class SubscriptionService:
                 await store.open()
             except BaseException:
                 for opened in made:
-                    await opened.close()
+                    await opened.abandon()
                 raise
             made.append(store)
         held.stores = made

@@ -66,13 +66,24 @@ class SubscriptionStore:
         return self._stream.shard(self._number)
 
     async def open(self) -> None:
-        """Bring the state back. Raises what opening and reading a log raises."""
-        companion = await self._broker.streams.open_companion(
-            self._stream, JournalKind.SUBSCRIPTIONS.number(self._number)
-        )
+        """Bring the state back. Raises what opening and reading a log raises; then it can be tried again with another store."""
+        companion = await self._broker.streams.open_companion(self._stream, self._companion)
         name = f"Shard {self._number} of the subscriptions of {self._stream.name}"
         self._actor = ViewActor(name, self, companion, RELOAD_S)
-        await self._actor.open()
+        try:
+            await self._actor.open()
+        except BaseException:
+            await self.abandon()
+            raise
+
+    async def abandon(self) -> None:
+        """Close it and its journal's log while the stream goes on."""
+        await self.close()
+        await self._broker.streams.close_companion(self._stream, self._companion)
+
+    @property
+    def _companion(self) -> int:
+        return JournalKind.SUBSCRIPTIONS.number(self._number)
 
     # What its actor asks (region.views.actor.View).
 

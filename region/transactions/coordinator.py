@@ -217,9 +217,16 @@ class Coordinator:
             await self._journal.close()
 
     async def _open_journal(self, stream: HostedStream) -> Journal:
-        companion = await self._broker.streams.open_companion(stream, JournalKind.TRANSACTIONS.number(0))
-        journal = self._journal = Journal(companion, lambda: self.state.snapshot())
-        await self._replay(journal)
+        number = JournalKind.TRANSACTIONS.number(0)
+        companion = await self._broker.streams.open_companion(stream, number)
+        journal = Journal(companion, lambda: self.state.snapshot())
+        try:
+            await self._replay(journal)
+        except BaseException:
+            # Nothing is decided before all that was decided is known.
+            await self._broker.streams.close_companion(stream, number)
+            raise
+        self._journal = journal
         self._applier = asyncio.ensure_future(self._apply_forever())
         return journal
 

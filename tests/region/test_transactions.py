@@ -28,6 +28,7 @@ from region.config import LimitsConfig
 from region.transactions import state
 from region.transactions.coordinator import OPEN_PER_IDENTITY_MAX, PARTS_PER_SHARD_MAX
 from region.transactions.state import TransactionState
+from region.views.journal import Journal
 
 EXAMPLES = int(os.environ.get("FELIX_MODEL_EXAMPLES", count(10, 100)))
 """Runs of the model, 40 steps each; 260 are ten thousand steps and some minutes."""
@@ -242,6 +243,32 @@ class Choosy(DiskFiles):
             if any(each in path for each in self.failing):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super().pwritev(descriptor, buffers, position)
+
+
+async def test_a_journal_that_could_not_be_read_is_read_before_anything_is_decided(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What opened its log did not read it: an empty state stood for what was decided, and nobody applied what was decided then."""
+    replay, failed = Journal.replay, False
+
+    async def fails_once(self: Journal) -> AsyncIterator[bytes]:
+        nonlocal failed
+        if not failed:
+            failed = True
+            raise UnavailableError("The disk does not answer.", code=Code.DISK_FULL)
+        async for entry in replay(self):
+            yield entry
+
+    monkeypatch.setattr(Journal, "replay", fails_once)
+    transaction = home.begin()
+    home.stage(transaction, 0, B, b"b1")
+    with pytest.raises(UnavailableError, match="does not answer"):
+        await home.coordinator.commit(OWNER, transaction, 1, home.clock)
+    again = home.begin()
+    home.stage(again, 0, B, b"b2")
+    outcome = await home.coordinator.commit(OWNER, again, 1, home.clock)
+    assert outcome.offsets == ((0,),)
+    assert await home.records(B) == [b"b2"]
 
 
 async def test_a_full_disk_under_the_journal_leaves_it_open_to_be_asked_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from simulation.region_world import HOST, RegionWorld
 from simulation.script import Step
 from simulation.world import JOINS, simulate
@@ -68,3 +69,9 @@ def test_no_position_is_told_while_a_journal_is_read_again() -> None:
             Step("billing", JOINS, 0.0),
         ),
     )
+
+
+@pytest.mark.parametrize("seed", [10466, 13210, 16530])
+def test_a_view_whose_journal_could_not_be_opened_is_opened_later(seed: int) -> None:
+    """A disk was full when the journal's first epoch began: its log stayed open, and each later opening was refused for that."""
+    simulate(seed, RegionWorld)
