@@ -48,6 +48,8 @@ app.command("trust")(trust)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
 LOCAL: Final = "127.0.0.1"
+ALARMS_SHOWN: Final = 3
+"""Sentences of the controller in one cell: each names a shard that nobody leads."""
 OptionalName = Annotated[
     str,
     typer.Argument(help=f"The region; else ${REGION_VARIABLE}, else that of `felix use`, else the only one."),
@@ -204,18 +206,38 @@ def _is_free(port: int, kind: socket.SocketKind) -> bool:
 def up(
     name: OptionalName = "",
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Run apart from this terminal.")] = False,
+    brokers: Annotated[
+        int,
+        typer.Option(
+            help="Run the region with this many brokers on this machine. Written into region.yaml, with an etcd of their own where it names none.",
+            min=0,
+        ),
+    ] = 0,
+    broker: Annotated[
+        str, typer.Option(help="Run this one of several brokers (cluster.brokers in region.yaml).")
+    ] = "",
 ) -> None:
     """Run the region's broker, in the foreground until it is interrupted, or apart with --detach."""
     from cli.clash import told
 
     name = choose_region(name)
     folder, config = folder_of(name)
-    if config.cluster is not None:
-        config = config.of_broker(config.broker)
+    if brokers and broker:
+        raise RequestError("--brokers runs all of them, --broker one.", hint="Give one of the two.")
+    if config.cluster is not None and not broker and _has_own_etcd(folder):
+        # All of them run here, or none has its metadata.
+        brokers = brokers or len(config.cluster.brokers)
+    if brokers:
+        from cli.several import make_cluster
+
+        config = make_cluster(folder, config, brokers, free_address)
+    elif broker or config.cluster is not None:
+        config = config.of_broker(broker or config.broker)
     if detach:
+        words = ["--brokers", str(brokers)] if brokers else ["--broker", broker] if broker else []
         state = start_detached(
-            ["--log-level", "info", "region", "up", name],
-            folder.broker_pid,
+            ["--log-level", "info", "region", "up", name, *words],
+            _pid_file(folder, broker),
             folder.broker_log,
             f"The broker of {name}",
             f"felix region down {name}",
@@ -224,12 +246,28 @@ def up(
         _tell_of_agents()
         return
     logging.getLogger("felix").setLevel(logging.INFO)
-    pid = PidFile(folder.broker_pid, f"The broker of {name}", f"felix region down {name}")
+    pid = PidFile(_pid_file(folder, broker), f"The broker of {name}", f"felix region down {name}")
     try:
         with told(f"set another address in {folder.config} (listen:, or health:)."):
-            run(_serve(folder, config, pid))
+            if brokers:
+                from cli.several import serve_all
+
+                run(serve_all(folder, config, pid))
+            else:
+                run(_serve(folder, config, pid))
     finally:
         pid.close()
+
+
+def _has_own_etcd(folder: RegionFolder) -> bool:
+    from cli.several import ETCD_FOLDER
+
+    return (folder.root / ETCD_FOLDER).is_dir()
+
+
+def _pid_file(folder: RegionFolder, broker: str) -> Path:
+    """Of the process that serves; of one of several on this machine, its own."""
+    return folder.run / f"{broker}.pid" if broker else folder.broker_pid
 
 
 async def _serve(folder: RegionFolder, config: RegionConfig, pid: PidFile) -> None:
@@ -259,11 +297,28 @@ async def _serve(folder: RegionFolder, config: RegionConfig, pid: PidFile) -> No
             note(
                 f"{node.config.region} serves at {address}; end it with Ctrl-C or: felix region down {node.config.region}"
             )
-            await stop.wait()
+            await _stopped(node, stop)
         finally:
             notifier.stopping()
             await node.stop()
             stop_tracing()
+
+
+async def _stopped(node: Node, stop: asyncio.Event) -> None:
+    """Wait for a signal. Raises FelixError where the broker can never serve again: another process has its place in the cluster."""
+    clustered = node.broker.clustered
+    if clustered is None:
+        await stop.wait()
+        return
+    ended = asyncio.ensure_future(clustered.member.ended())
+    signalled = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([ended, signalled], return_when=asyncio.FIRST_COMPLETED)
+        if ended.done() and not signalled.done():
+            raise ended.result()
+    finally:
+        ended.cancel()
+        signalled.cancel()
 
 
 def _tell_of_agents() -> None:
@@ -298,7 +353,7 @@ def _is_outdated(folder: RegionFolder, region: str, address: Address) -> bool:
 
 @app.command()
 def down(name: OptionalName = "") -> None:
-    """Stop the region's broker; what is under way is answered first."""
+    """Stop the region's broker, all of them where several run here; what is under way is answered first."""
     name = choose_region(name)
     folder, _ = folder_of(name)
     pid = stop(folder.broker_pid, f"The broker of {name}")
@@ -360,6 +415,27 @@ def status(
             if not key.endswith("_limit")
         ]
         table("Broker", ["gauge", "now#", "limit#"], rows)
+    if name and found and found[0]["brokers"]:
+        table(
+            "Brokers",
+            ["broker", "address", "streams#", "part"],
+            [
+                [
+                    each["broker"],
+                    each["address"] or "not alive",
+                    each["leads"],
+                    lines(
+                        part
+                        for part, has in (
+                            ("controller", each["is_controller"]),
+                            ("audit log", each["has_audit_log"]),
+                        )
+                        if has
+                    ),
+                ]
+                for each in found[0]["brokers"]
+            ],
+        )
 
 
 def _status(region: str) -> dict[str, Any]:
@@ -376,6 +452,7 @@ def _status(region: str) -> dict[str, Any]:
         "gauges": {},
         "problem": "",
         "expiring": [],
+        "brokers": [],
     }
     try:
         _, config = folder_of(region)
@@ -388,6 +465,17 @@ def _status(region: str) -> dict[str, Any]:
             row["started"] = iso(state["started_ms"])
             broker = run(_describe(region))
             row["gauges"] = broker.gauges
+            row["brokers"] = [
+                {
+                    "broker": each.broker,
+                    "address": each.address,
+                    "leads": each.leads,
+                    "is_controller": each.is_controller,
+                    "has_audit_log": each.has_audit_log,
+                }
+                for each in broker.brokers
+            ]
+            row["problem"] = " ".join(broker.alarms[:ALARMS_SHOWN])
             row["expiring"] = expiring(folder, config, now_ms(), broker.expiring)
     except FelixError as error:
         row["problem"] = error.sentence

@@ -105,6 +105,9 @@ STREAM_PUBLISHERS_MAX: Final = 64
 """Publishers that `Stream.publish` opens by itself; the least recently used is closed for a new one. Below the 100
 QUIC streams of a session, so that publishers made by hand find room."""
 
+LISTED_TIMEOUT_S: Final = 2.0
+"""How long a listing waits for the broker that leads one of its streams."""
+
 T = TypeVar("T")
 
 
@@ -424,10 +427,18 @@ class RegionClient:
                 yield state
 
     async def list_streams(self, prefix: str = "") -> AsyncIterator[StreamState]:
-        """The streams that this identity may see, by name, page after page."""
+        """The streams that this identity may see, by name, page after page.
+
+        Of a stream that another broker leads, that one is asked; where it does not answer soon, offsets and sizes are 0.
+        """
         request = ListStreams(prefix, "", PAGE_MAX)
         async for page in pages(self.connection, request, "streams", lambda page: page.streams[-1].stream):
             for state in page.streams:
+                if any(shard.leader and not shard.stopped for shard in state.state):
+                    with suppress(FelixError):
+                        state = await self.connection.request(
+                            DescribeStream(state.stream), timeout_s=LISTED_TIMEOUT_S
+                        )
                 yield state
 
     # -- caches ---------------------------------------------------------------------------------------

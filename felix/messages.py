@@ -436,10 +436,22 @@ class ExpiryState(Message, frozen=True, tag="expiry"):
     stage: Name
 
 
+class BrokerState(Message, frozen=True, tag="broker"):
+    """One of a region's several brokers. `address`: where clients reach it, empty while it is not alive. `leads`: streams that it leads,
+    whether it is alive or not. `is_controller`: it places and elects. `has_audit_log`: it writes the region's audit log."""
+
+    broker: Name
+    address: Name = ""
+    leads: int = 0
+    is_controller: bool = False
+    has_audit_log: bool = False
+
+
 class RegionState(Message, frozen=True, tag="region"):
     """Gauges of one broker, by name; each limit follows the gauge that it limits (docs/operations.md). `expiring`: the
     certificates that end first, of those that are near their end. `bridges`: the region's own that have a session with this
-    broker.
+    broker. `brokers`: all of them, as the one that answers knows, where there are several. `alarms`: what needs a person, where it is the
+    controller.
     """
 
     region: Name
@@ -451,6 +463,8 @@ class RegionState(Message, frozen=True, tag="region"):
     audit_size: int = 0
     expiring: list[ExpiryState] = []
     bridges: list[Name] = []
+    brokers: list[BrokerState] = []
+    alarms: list[Text] = []
 
 
 class DescribeTraffic(Repeatable["TrafficPage"], frozen=True, tag="describe_traffic"):

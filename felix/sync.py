@@ -290,7 +290,10 @@ class SyncRegion(BlockingRegion):
         return self._background.collect(self._inner.list_subscriptions, stream)
 
     def list_streams(self, prefix: str = "") -> Rows[StreamState]:
-        """The streams that this identity may see, by name, page after page."""
+        """The streams that this identity may see, by name, page after page.
+
+        Of a stream that another broker leads, that one is asked; where it does not answer soon, offsets and sizes are 0.
+        """
         return self._background.collect(self._inner.list_streams, prefix)
 
     def cache(self, name: str | StreamName, *, exchanges: int = EXCHANGES_DEFAULT) -> SyncCache:

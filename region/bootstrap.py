@@ -176,12 +176,12 @@ def keep_contact(folder: RegionFolder, contact: str) -> None:
     replace_file(folder.config, text.encode(), PUBLIC)
 
 
-def write_profile(folder: RegionFolder, region: str, mesh: str, address: Address) -> None:
-    """How clients on this machine reach the region; written again when the broker's address is known."""
+def write_profile(folder: RegionFolder, region: str, mesh: str, *addresses: Address) -> None:
+    """How clients on this machine reach the region: its brokers, tried in turn. Written again when the broker's address is known."""
     profile = {
         "region": region,
         "mesh": mesh,
-        "addresses": [str(address)],
+        "addresses": [str(address) for address in addresses],
         "server_name": f"{region}.{mesh}",
         "authority": folder.bundle.name,
         "identity": f"{folder.identities.name}/{OPERATOR}.pem",

@@ -6,11 +6,14 @@ Used by the broker and its sessions; a region of one broker has none of it. Inva
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterable
 from typing import Final
 
 from felix.errors import Code, FelixError, NotLeaderError, RequestError
 from felix.messages import (
     AlterSubscription,
+    BrokerState,
     Cosign,
     CreateSubscription,
     DescribeMesh,
@@ -122,6 +125,17 @@ class Clustered:
         """The broker that leads a shard; empty while none does."""
         leader = self.member.assignments.leader(record.incarnation, shard)
         return "" if leader is None else leader.broker
+
+    def states(self, records: Iterable[Stream]) -> list[BrokerState]:
+        """Every broker that was ever registered, with how many of these streams it has."""
+        member = self.member
+        leads = Counter(member.assignments.placed(record.incarnation) for record in records)
+        return [
+            BrokerState(
+                broker, address, leads[broker], broker == member.controller, broker == member.audit_home
+            )
+            for broker, address in member.brokers.items()
+        ]
 
     async def placed(self, record: Stream) -> None:
         """Wait until somebody leads the stream, for PLACED_S at most: it exists whether or not."""

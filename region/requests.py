@@ -483,6 +483,7 @@ class Requests:
         broker.require_observer(identity, "describe the region")
         origin, size = self._governance.audit_state()
         gauges = broker.gauges() | self._governance.witnessing.gauges()
+        several = broker.clustered
         return RegionState(
             broker.region, broker.mesh, broker.broker_id, broker.started_ms, gauges, origin, size,
             [
@@ -490,6 +491,8 @@ class Requests:
                 for each in broker.expiries.expiring(broker.clock_ms(), EXPIRING_MAX)
             ],
             broker.bridges(),
+            [] if several is None else several.states(stream.record for stream in broker.streams),
+            [] if several is None else sorted(several.member.alarms.values()),
         )  # fmt: skip
 
     async def describe_traffic(self, identity: SpiffeId, request: DescribeTraffic) -> TrafficPage:

@@ -302,7 +302,7 @@ class HostedStream:
         found = self.find(number)
         if self._leading is not None and isinstance(found, NotLeaderError):
             leader = self._leading.leader_of(self.record, number)
-            return ShardState(number, 0, 0, 0, 0, stopped="" if leader else str(found), leader=leader)
+            return ShardState(number, 0, 0, 0, 0, stopped="" if found.address else str(found), leader=leader)
         return _shard_state(number, found)
 
 

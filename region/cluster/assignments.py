@@ -50,6 +50,11 @@ class Assignments:
             return None
         return Leader(record.leader, self.address(record.leader), record.epoch)
 
+    def placed(self, incarnation: str, shard: int = 0) -> str:
+        """The broker that has a shard's records, whether it leads now or not; empty before it is placed."""
+        record = self._view.shards.get(ShardId(incarnation, shard))
+        return "" if record is None else record.leader or record.replicas[0]
+
     def address(self, broker: str) -> str:
         """Where clients reach a broker; empty where it is not alive."""
         alive = self._view.alive.get(broker)

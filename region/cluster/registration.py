@@ -86,6 +86,10 @@ def intend(view: ClusterView, file: FolderRecord, start: Start, *, replace: bool
             )
         writes.append(Delete(keys.broker(name)))
         compares.append(unchanged(view, keys.broker(name)))
+        if view.controller is not None and view.controller.broker == name:
+            # The office goes with the same lease, and would be empty-handed until that ends.
+            writes.append(Delete(keys.controller))
+            compares.append(unchanged(view, keys.controller))
     number = next_number(file, node)
     file = msgspec.structs.replace(file, intended=number)
     record = NodeRecord(

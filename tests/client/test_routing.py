@@ -1,0 +1,168 @@
+"""Streams' leaders as brokers name them: what is attached follows, and comes back when a leader is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from region_peer import until
+
+from felix.backoff import BackoffPolicy
+from felix.errors import FelixError, NotLeaderError, UnavailableError
+from felix.names import StreamName
+from felix.routing import Routes
+from felix.runtime.real import REAL
+
+ORDERS = StreamName.parse("acme/payments/orders")
+FIRST, SECOND, THIRD = "127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"
+
+
+class Attached:
+    """Counts how often it lost its link."""
+
+    def __init__(self) -> None:
+        self.downs = 0
+
+    def link_down(self, error: FelixError) -> None:
+        self.downs += 1
+
+
+class Connection:
+    """A connection that opens as soon as it is let."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.attached: list[Attached] = []
+        self.may_open: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_closed = False
+
+    def join(self, attachment: Attached) -> None:
+        self.attached.append(attachment)
+
+    def part(self, attachment: Attached) -> None:
+        if attachment in self.attached:
+            self.attached.remove(attachment)
+
+    async def open(self) -> None:
+        await self.may_open
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Client:
+    """Routes of one client whose first connection is at FIRST."""
+
+    def __init__(self) -> None:
+        self.first = Connection(FIRST)
+        self.made: list[Connection] = []
+        self.routes = Routes[Attached](
+            self.first, self._connect, BackoffPolicy(first_ms=1, ceiling_ms=1), REAL, lambda: FIRST
+        )
+
+    def _connect(self, address: str) -> Connection:
+        self.made.append(Connection(address))
+        return self.made[-1]
+
+    def attached(self) -> Attached:
+        found = Attached()
+        self.routes.attach(found, ORDERS)
+        return found
+
+    def where(self, attachment: Attached) -> list[str]:
+        return [each.address for each in (self.first, *self.made) if attachment in each.attached]
+
+
+def led_by(address: str, epoch: int = 1, stream: str = str(ORDERS)) -> NotLeaderError:
+    return NotLeaderError("Another leads.", stream=stream, leader="b", address=address, epoch=epoch)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    made = Client()
+    yield made
+    await made.routes.close()
+
+
+async def test_what_lives_on_a_stream_moves_to_its_leader_and_what_comes_later_begins_there(
+    client: Client,
+) -> None:
+    before = client.attached()
+    assert client.where(before) == [FIRST]
+    client.routes.learned(led_by(SECOND), FIRST)
+    assert client.where(before) == [SECOND] and before.downs == 1
+    assert client.where(client.attached()) == [SECOND]
+    client.routes.learned(led_by(SECOND), FIRST)
+    assert before.downs == 1 and len(client.made) == 1
+
+
+async def test_other_streams_stay_where_they_are(client: Client) -> None:
+    held = client.attached()
+    client.routes.learned(led_by(SECOND, stream="acme/payments/refunds"), FIRST)
+    assert client.where(held) == [FIRST] and held.downs == 0
+
+
+async def test_a_broker_that_has_not_heard_of_an_election_leads_nobody_back(client: Client) -> None:
+    held = client.attached()
+    client.routes.learned(led_by(SECOND, epoch=2), FIRST)
+    client.routes.learned(led_by(THIRD, epoch=1), FIRST)
+    assert client.where(held) == [SECOND]
+
+
+async def test_the_supposed_leader_itself_is_believed_whatever_the_epoch(client: Client) -> None:
+    held = client.attached()
+    client.routes.learned(led_by(SECOND, epoch=5), FIRST)
+    client.routes.learned(led_by(THIRD, epoch=1), SECOND)
+    assert client.where(held) == [THIRD]
+
+
+async def test_a_leader_where_the_first_connection_is_needs_no_other(client: Client) -> None:
+    held = client.attached()
+    client.routes.learned(led_by(SECOND), FIRST)
+    client.routes.learned(led_by(FIRST, epoch=2), SECOND)
+    assert client.where(held) == [FIRST] and len(client.made) == 1
+
+
+@pytest.mark.parametrize("was_open", [True, False])
+async def test_what_loses_its_leader_asks_over_the_first_connection_and_may_come_back(
+    client: Client, was_open: bool
+) -> None:
+    held = client.attached()
+    client.routes.learned(led_by(SECOND), FIRST)
+    lost = client.made[0]
+    if was_open:
+        lost.may_open.set_result(None)
+        await asyncio.sleep(0)
+        client.routes.lost(SECOND, lost)
+    else:
+        lost.may_open.set_exception(UnavailableError("Nobody listens."))
+    await until(lambda: lost.is_closed)
+    assert client.where(held) == [FIRST]
+
+    def again() -> bool:
+        # Not at once: an address that did not answer is left alone for a moment.
+        client.routes.learned(led_by(SECOND), FIRST)
+        return client.where(held) == [SECOND]
+
+    await until(again)
+    client.routes.lost(SECOND, lost)
+    assert client.where(held) == [SECOND], "an old connection's end is none of the new one"
+
+
+async def test_what_is_detached_moves_no_more(client: Client) -> None:
+    held = client.attached()
+    client.routes.detach(held)
+    client.routes.learned(led_by(SECOND), FIRST)
+    assert client.where(held) == [] and held.downs == 0
+
+
+@pytest.mark.parametrize(
+    ("stream", "address"), [("no stream", SECOND), (str(ORDERS), ""), (str(ORDERS), "127.0.0.1:0")]
+)
+async def test_a_word_that_names_no_stream_or_no_address_changes_nothing(
+    client: Client, stream: str, address: str
+) -> None:
+    held = client.attached()
+    client.routes.learned(led_by(address, stream=stream), FIRST)
+    assert client.where(held) == [FIRST] and not client.made

@@ -1,0 +1,131 @@
+"""`felix region up NAME --brokers N`: several brokers and their etcd as processes under one parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+from e2e.command_mesh import felix_command
+from etcd_process import etcd_binary
+from ports import claim_port
+from region_home import make_region
+from region_peer import client, until
+
+from cli.process import read_state
+from cli.several import ETCD_FOLDER, make_cluster, pid_file
+from felix.address import Address
+from felix.errors import RequestError
+from felix.messages import RegionState
+from felix.names import StreamName
+from region.bootstrap import write_profile
+from region.config import load_config
+from region.folder import RegionFolder
+
+COUNT = 3
+
+
+def free_address(port: int, taken: list[Address], kind: socket.SocketKind) -> Address:
+    """The first that none of the others has."""
+    while port in {address.port for address in taken}:
+        port += 1
+    return Address("127.0.0.1", port)
+
+
+def test_brokers_and_an_etcd_of_their_own_are_written_down_once(tmp_path: Path) -> None:
+    folder = make_region(tmp_path, "us-east")
+    made = make_cluster(folder, load_config(folder.config), COUNT, free_address)
+    assert made == load_config(folder.config) == make_cluster(folder, made, COUNT, free_address)
+    assert made.cluster is not None
+    assert [each.id for each in made.cluster.brokers] == ["b1", "b2", "b3"]
+    assert len({each.listen for each in made.cluster.brokers}) == COUNT
+    assert made.metadata.kind == "etcd" and (folder.root / ETCD_FOLDER).is_dir()
+    with pytest.raises(RequestError, match="names 3 brokers, and --brokers 2"):
+        make_cluster(folder, made, 2, free_address)
+
+
+def test_an_etcd_that_is_named_is_used(tmp_path: Path) -> None:
+    folder = make_region(tmp_path, "us-east")
+    text = folder.config.read_text().replace("kind: embedded", 'kind: etcd\n  endpoints: ["10.0.0.1:2379"]')
+    folder.config.write_text(text)
+    made = make_cluster(folder, load_config(folder.config), 2, free_address)
+    assert made.metadata.endpoints == ("10.0.0.1:2379",) and not (folder.root / ETCD_FOLDER).exists()
+
+
+def test_a_region_that_one_broker_served_is_not_begun_anew(tmp_path: Path) -> None:
+    folder = make_region(tmp_path, "us-east")
+    (folder.root / "data" / "streams").mkdir(parents=True)
+    before = folder.config.read_text()
+    with pytest.raises(RequestError, match="was served by one broker"):
+        make_cluster(folder, load_config(folder.config), 2, free_address)
+    assert folder.config.read_text() == before
+
+
+def several(home: Path) -> RegionFolder:
+    """A region whose brokers and etcd have ports of this test's own."""
+    folder = make_region(home, "us-east")
+    text = folder.config.read_text().replace(
+        "kind: embedded", f'kind: etcd\n  endpoints: ["127.0.0.1:{claim_port()}"]'
+    )
+    ports = [claim_port() for _ in range(COUNT)]
+    text += "cluster:\n  brokers:\n" + "".join(
+        f'    - {{id: b{number + 1}, listen: "127.0.0.1:{port}"}}\n' for number, port in enumerate(ports)
+    )
+    folder.config.write_text(text)
+    (folder.root / ETCD_FOLDER).mkdir()
+    write_profile(folder, "us-east", "acme", *(Address("127.0.0.1", port) for port in ports))
+    return folder
+
+
+def process_of(folder: RegionFolder, broker: str) -> int:
+    state = read_state(pid_file(folder, broker))
+    return 0 if state is None else int(state["pid"])
+
+
+@pytest.mark.etcd
+@pytest.mark.fault
+async def test_the_controller_is_killed_and_every_stream_stays_where_it_was_led_once_per_epoch(
+    tmp_path: Path,
+) -> None:
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    folder = several(tmp_path)
+    felix_command(tmp_path, "region", "up", "us-east", "--detach")
+    parent = psutil.Process(json.loads((folder.run / "broker.pid").read_text())["pid"])
+    family = [parent, *parent.children(recursive=True)]
+    try:
+        async with client(folder) as operator:
+            names = [f"acme/ops/s{number}" for number in range(2 * COUNT)]
+            for name in names:
+                await operator.create_stream(name)
+                assert await operator.stream(name).publish(b"before") == 0
+            state = await operator.describe()
+            before = leaders(state)
+            assert sorted(before.values()) == [2, 2, 2]
+            (killed,) = (each.broker for each in state.brokers if each.is_controller)
+            pid = process_of(folder, killed)
+            os.kill(pid, signal.SIGKILL)
+            await until(lambda: process_of(folder, killed) not in (0, pid))
+            for name in names:
+                async with operator.stream(name).publisher() as publisher:
+                    assert await publisher.publish(b"after") == 1
+            epochs = {
+                name: (await operator.describe_stream(StreamName.parse(name))).state[0].leader_epoch
+                for name in names
+            }
+            assert sorted(epochs.values()) == [1, 1, 1, 1, 2, 2]
+            assert leaders(await operator.describe()) == before
+    finally:
+        felix_command(tmp_path, "region", "down", "us-east", code=None)
+        left = psutil.wait_procs(family, timeout=60)[1]
+        for process in left:
+            process.kill()
+    assert not left
+
+
+def leaders(state: RegionState) -> dict[str, int]:
+    return {each.broker: each.leads for each in state.brokers}
