@@ -50,7 +50,7 @@ from region.broker_certificate import BrokerCertificate
 from region.budget import Budgets
 from region.cache import watch
 from region.cache.service import CacheService
-from region.cluster.member import ClusterMember
+from region.cluster.member import Catalogued, ClusterMember
 from region.cluster.node_file import NodeFile
 from region.cluster.registration import Start
 from region.cluster.registry import Address as MemberAddress
@@ -361,14 +361,11 @@ def _follow_wishes(clustered: Clustered, mirror: CatalogMirror, follower: Stream
     """The controller places what the catalog has, and what this broker leads is opened."""
     member = clustered.member
 
-    def want() -> None:
-        member.want(mirror.streams.values(), mirror.deletions())
-
     def changed(change: MirrorChange) -> None:
         if change.section in ("streams", "deleted"):
-            want()
+            member.catalog_changed()
 
-    want()
+    member.follow(lambda: Catalogued(mirror.streams.values(), mirror.deletions()))
     mirror.on_change(changed)
     member.on_assigned(follower.assigned)
 

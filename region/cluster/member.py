@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from typing import Final, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple, Self
 
 import msgspec
 
@@ -37,6 +37,17 @@ REPLICAS: Final = 1
 """Copies of each shard: more are kept once logs are replicated."""
 
 
+WANT_PAUSES: Final = 10
+"""After a look at all streams the next one waits so many times as long as it took: a tenth of the event loop at most."""
+
+
+class Catalogued(NamedTuple):
+    """The streams of the catalog, and of deleted ones the revision of their marks, by incarnation."""
+
+    streams: Iterable[Stream]
+    deleted: Mapping[str, int]
+
+
 class AuditHome(msgspec.Struct, frozen=True):
     """The broker whose disk has the region's audit log. It stays that one: another would begin a second history."""
 
@@ -58,6 +69,9 @@ class ClusterMember:
         """the broker that writes the audit log"""
         self._listeners: list[Callable[[str], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._catalog: Callable[[], Catalogued] | None = None
+        self._wanting: asyncio.TimerHandle | None = None
+        self._want_pause_s = 0.0
 
     @classmethod
     async def open(
@@ -142,9 +156,23 @@ class ClusterMember:
 
     # Its life
 
-    def want(self, streams: Iterable[Stream], deleted: dict[str, int]) -> None:
-        """The streams of the catalog, and the marks of deleted ones with their revisions: what the controller is to place, and to forget."""
+    def follow(self, catalog: Callable[[], Catalogued]) -> None:
+        """Place what `catalog` says, now and after each `catalog_changed`."""
+        self._catalog = catalog
+        self._want()
+
+    def catalog_changed(self) -> None:
+        """Streams came, went or changed. Soon looked at: each look is at all of them, so many changes share one."""
+        if self._wanting is None:
+            self._wanting = asyncio.get_running_loop().call_later(self._want_pause_s, self._want)
+
+    def _want(self) -> None:
+        loop = asyncio.get_running_loop()
+        began, self._wanting = loop.time(), None
+        assert self._catalog is not None
+        streams, deleted = self._catalog()
         self._controller.want([_wish(stream) for stream in streams], deleted)
+        self._want_pause_s = WANT_PAUSES * (loop.time() - began)
 
     async def announce(self) -> None:
         """Be alive: the broker listens, and may be elected from now on. Raises what the store raises."""
@@ -159,6 +187,8 @@ class ClusterMember:
 
     async def close(self, *, in_order: bool = True) -> None:
         """Let others take over at once. `in_order`: all that was acknowledged is on the disk, and the logs are closed."""
+        if self._wanting is not None:
+            self._wanting.cancel()
         await end_tasks(*self._tasks)
         await self._controller.close()
         await self._registry.close(in_order=in_order)
