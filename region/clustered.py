@@ -172,8 +172,6 @@ class Clustered:
             raise _unsupported("Queues")
         if config.views.cache is not None:
             raise _unsupported("Caches")
-        if config.durability.kind == "ephemeral":
-            raise _unsupported("Ephemeral streams")
 
     def check_grant(self) -> None:
         """Raises RequestError(UNSUPPORTED): no record leaves a region of several brokers."""

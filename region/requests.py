@@ -233,6 +233,9 @@ class Requests:
         name = StreamName.parse(request.stream)
         self._broker.require(identity, Verb.ADMIN, name)
         hosted = await self._broker.find_stream(name, Verb.ADMIN)
+        if request.incarnation and hosted.ephemeral:
+            # Each election begins another, which its leader alone knows.
+            self._broker.require_led(hosted)
         if request.incarnation not in (b"", hosted.incarnation):
             raise RequestError(
                 f"{name} is another incarnation than the one to be deleted.", code=Code.CONFLICT

@@ -191,6 +191,12 @@ class HostedStream:
         self.views: list[Altering] = []
         """Who serves the stream by its settings beside its shards."""
 
+    def begin(self, replicas: dict[int, Replica], ring_taken: int, epochs: dict[int, int]) -> None:
+        """Serve these shards. Of several brokers each election begins an incarnation of an ephemeral stream, as each start of one does."""
+        self.replicas, self.ring_taken, self.epochs = replicas, ring_taken, epochs
+        if epochs:
+            self.incarnation = self._incarnation(b"%d" % max(epochs.values()))
+
     def _incarnation(self, start: bytes) -> bytes:
         """What clients know the stream's records by. What an ephemeral stream held before is gone, and its offsets
         begin again: to them it is another incarnation after every start of the broker."""
@@ -477,16 +483,15 @@ class StreamTable:
 
         try:
             await at_once(SHARDS_AT_ONCE, open_shard, range(record.config.shards))
-            stream.replicas = dict(sorted(replicas.items()))
+            stream.begin(dict(sorted(replicas.items())), taken, epochs)
             for settle in self.before_serving:
                 await settle(stream)
         except BaseException:
-            stream.replicas = {}
+            stream.begin({}, 0, {})
             for number in replicas:
                 await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
             self._ring_budget.give(taken)
             raise
-        stream.ring_taken, stream.epochs = taken, epochs
 
     async def reassign(self, name: StreamName) -> None:
         """Serve the stream from now on, or no longer, as its leader may be another one. Raises as `open` where it cannot be served."""

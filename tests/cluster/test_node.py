@@ -82,11 +82,13 @@ def epoch_of(region: ClusteredRegion, broker: str, stream: str) -> int:
     return shards[0].epochs.current if shards else 0
 
 
-async def led_by(region: ClusteredRegion, operator: felix.RegionClient, broker: str) -> str:
+async def led_by(
+    region: ClusteredRegion, operator: felix.RegionClient, broker: str, durability: Durability | None = None
+) -> str:
     """A new stream that this broker leads."""
     for number in range(16):
         name = f"acme/ops/of-{broker}-{number}"
-        await operator.create_stream(name)
+        await operator.create_stream(name, durability=durability)
         if region.leader(next(iter(region.nodes)), name) == broker:
             return name
     raise AssertionError(f"of 16 streams none was placed on {broker}")
@@ -144,7 +146,6 @@ async def test_what_a_cluster_does_not_do_yet_is_refused_with_a_sentence(
         for refused in (
             client.create_queue("acme/ops/jobs"),
             client.create_cache("acme/ops/sessions"),
-            client.create_stream("acme/ops/ticks", durability=Durability("ephemeral")),
             client.stream("acme/ops/plain").create_subscription("crew"),
             client.rotate_keys("data"),
         ):
@@ -203,3 +204,25 @@ async def test_a_stream_is_deleted_through_any_broker_and_made_again_elsewhere(
         await client.create_stream(name)
         async with client.stream(name).publisher() as publisher:
             assert await publisher.publish(b"new") == 0
+
+
+async def test_an_ephemeral_stream_begins_anew_with_each_election_and_its_reader_is_told(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 2) as region, region.client("b1") as client:
+        name = await led_by(region, client, "b2", Durability("ephemeral"))
+        gaps: list[felix.Gap] = []
+        subscription = client.stream(name).subscribe(start="earliest", on_gap=gaps.append)
+        async with subscription as records, client.stream(name).publisher() as publisher:
+            assert await publisher.publish(b"before") == 0
+            assert bytes((await anext(records)).payload) == b"before"
+            incarnation = (await client.describe_stream(name)).incarnation
+            await region.stop("b2")
+            waiting = publisher.publish_nowait(b"meant for what is gone")
+            await region.start("b2")
+            with pytest.raises(RequestError, match="created anew"):
+                await waiting
+            assert await publisher.publish(b"after") == 0
+            assert bytes((await anext(records)).payload) == b"after"
+            assert [gap.reason.name for gap in gaps] == ["RECREATED"]
+            assert (await client.describe_stream(name)).incarnation != incarnation
