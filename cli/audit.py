@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 import typer
@@ -45,6 +45,9 @@ from region.folder import RegionFolder
 
 COSIGNATURE_POLL_S: Final = 1.0
 """Between two looks at a log that waits for its first cosignature."""
+
+if TYPE_CHECKING:
+    from region.config import RegionConfig
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -129,10 +132,16 @@ def local_logs(region: str = "") -> list[Path]:
     found = []
     for name in [region] if region else known_regions():
         folder, config = folder_of(name)
-        own = folder.root / config.data / "audit"
-        found += [own] if own.is_dir() else []
+        own = (folder.root / data / "audit" for data in config.data_folders)
+        found += [path for path in own if path.is_dir()]
         found += sorted(path for path in folder.bridges.glob("*/egress") if path.is_dir())
     return found
+
+
+def own_log(folder: RegionFolder, config: RegionConfig) -> Path:
+    """The region's own log; of several brokers, where the one that writes it has it, if that is this machine."""
+    paths = [folder.root / data / "audit" for data in config.data_folders]
+    return next((path for path in paths if path.is_dir()), paths[0])
 
 
 def choose_logs(logs: list[Path] | None, region: str) -> list[Path]:
@@ -355,9 +364,9 @@ def remembered_here(origin: str) -> list[bytes]:
     notes = []
     for region in known_regions():
         folder, config = folder_of(region)
-        path = folder.root / config.data / "witness"
-        last = DiskWitnessStore(path).last(origin) if path.is_dir() else None
-        notes += [last] if last is not None else []
+        for path in (folder.root / data / "witness" for data in config.data_folders):
+            last = DiskWitnessStore(path).last(origin) if path.is_dir() else None
+            notes += [last] if last is not None else []
     return notes
 
 
@@ -463,7 +472,7 @@ def show(
         ) from error
     if log is None:
         folder, config = folder_of(region)
-        log = folder.root / config.data / "audit"
+        log = own_log(folder, config)
     rows = list(_rows(log, wanted, stream))
     if last:
         rows = rows[-last:]

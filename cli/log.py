@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,7 @@ from felix.errors import Code, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.storage.disk import DiskFiles, FileLock
 from keys.keyring import Keyring, open_keyring
+from region.folder import RegionFolder
 from region.log.directory import (
     StoredStream,
     folder_name,
@@ -33,7 +34,20 @@ from region.log.verify import ShardVerdict, shard_bytes, verify_shard
 from region.sealing import KeyringSeal
 from region.views.journal import JournalKind
 
+if TYPE_CHECKING:
+    from region.config import RegionConfig
+
 app = typer.Typer(no_args_is_help=True)
+
+
+def _data(config: RegionConfig) -> str:
+    """The data folder of the broker that this configuration is of; of several, the one that `broker` names."""
+    return config.data if config.cluster is None else config.of_broker(config.broker).data
+
+
+def _keys(streams: Path, folder: RegionFolder, config: RegionConfig) -> Path:
+    """The keys of the logs in `streams`: of several brokers, each has its own beside them."""
+    return folder.keys if config.cluster is None else streams.parent / "keys"
 
 
 @app.command()
@@ -57,7 +71,7 @@ def verify(
     The broker must not run (4 where it does). Nothing is changed. What a crash may leave is noted and no damage.
     """
     folder, config = folder_of(region)
-    streams = data or folder.root / config.data / "streams"
+    streams = data or folder.root / _data(config) / "streams"
     wanted = StreamName.parse(stream) if stream else None
     if not streams.is_dir():
         raise RequestError(f"There is no folder {streams}.", code=Code.NOT_FOUND)
@@ -79,7 +93,7 @@ def verify(
             raise RequestError(f"There are no records of {wanted} in {streams}.", code=Code.NOT_FOUND)
         keyring = None
         if unseal:
-            keyring = open_keyring(folder.keys, config.region)
+            keyring = open_keyring(_keys(streams, folder, config), config.region)
             held.callback(keyring.close)
         verdicts = _verify_all(streams, config.region, shards, keyring, remote=remote)
     if json:
@@ -106,7 +120,7 @@ def restore(
     stream's consumers. Shards that have records here are refused, and nothing of them is touched.
     """
     folder, config = folder_of(region)
-    streams = folder.root / config.data / "streams"
+    streams = folder.root / _data(config) / "streams"
     name = StreamName.parse(stream)
     check_url(url)
     found = [

@@ -338,6 +338,13 @@ class RegionConfig(Part, frozen=True):
         )
 
     @property
+    def data_folders(self) -> tuple[str, ...]:
+        """The data folders of all brokers, relative to the file's folder, of a configuration as it was read."""
+        if self.cluster is None:
+            return (self.data,)
+        return tuple(f"{self.data}/{each.id}" for each in self.cluster.brokers)
+
+    @property
     def own_place(self) -> ClusterBroker | None:
         """This broker among those of the cluster; None where there is no cluster."""
         brokers = () if self.cluster is None else self.cluster.brokers

@@ -30,10 +30,11 @@ def open_evidence(
     cosigned: WitnessMemory,
     refusal: Callable[[], str],
     *,
+    name: str,
     files: Files,
     runtime: Runtime,
 ) -> tuple[Witness, Trail]:
-    """Blocks. `refusal`: why nothing may be signed now, or an empty string; asked from other threads. Of other regions only the pinned
+    """Blocks. `name`: of the log's folder. `refusal`: why nothing may be signed now, or an empty string; asked from other threads. Of other regions only the pinned
     ones are known yet; governance adds those that the store names rightly.
     """
     region, mesh = config.region, config.mesh
@@ -51,7 +52,7 @@ def open_evidence(
     signer = NoteSigner.from_key(region_origin(region, mesh), audit_key, Algorithm.ED25519)
     also = _post_quantum(region_origin(region, mesh), folder.audit_ml_dsa_key)
     trail = Trail.open(
-        folder.root / config.data / "audit",
+        folder.root / config.data / name,
         signer,
         also=also,
         earlier=RegionTrust(own).earlier_keys(signer.key.name, (each.key for each in (signer, *also))),

@@ -92,6 +92,10 @@ from region.witnessing import Witnessing
 
 log = logging.getLogger("felix.region.startup")
 
+AUDIT: Final = "audit"
+"""The folder of the region's audit log, in the data folder of the broker that writes it."""
+NO_AUDIT: Final = "no-audit"
+"""That of a broker of several which has not got it: a log that nothing is ever written to, and that nobody takes for the region's."""
 SWITCH_S: Final = 0.0005
 """How long a thread may hold the interpreter while another wants it. Python's own 5 ms is what the event loop would wait for each thread
 that seals and writes a noisy tenant's batches; measured with `python -m benchmarks fairness`."""
@@ -211,6 +215,7 @@ async def open_broker(
         own,
         cosigned,
         may_not_sign,
+        name=AUDIT if has_audit_log else NO_AUDIT,
         files=machine.evidence,
         runtime=runtime,
     )

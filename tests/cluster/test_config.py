@@ -28,6 +28,7 @@ def test_each_broker_has_an_address_and_a_data_folder_of_its_own() -> None:
         Address("127.0.0.1", 7443), Address("127.0.0.1", 8080), "data/b1",
     )  # fmt: skip
     assert (second.broker, second.health, second.data) == ("b2", None, "data/b2")
+    assert config(ETCD + TWO).data_folders == ("data/b1", "data/b2") and config("").data_folders == ("data",)
     assert second.own_place is not None
     assert second.own_place.client_address == Address("broker2.example", 7443)
 

@@ -166,6 +166,8 @@ async def test_requests_that_write_into_the_audit_log_reach_its_one_writer_from_
         trails = {name: node.services.governance.trail for name, node in region.nodes.items()}
         assert trails["b1"].failure is None and trails["b2"].failure is not None
         assert "written by broker b1" in str(trails["b2"].failure)
+        data = region.folder.root / region.config.data
+        assert [path.parent.name for path in data.glob("*/audit")] == ["b1"]
         await region.stop("b1")
         with pytest.raises(UnavailableError, match=r"describe_mesh|DescribeMesh"):
             await client.request(DescribeMesh("logs"), timeout_s=1)
