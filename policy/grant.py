@@ -253,6 +253,7 @@ class GrantBook:
 
     __slots__ = (
         "_anchors",
+        "_beyond",
         "_carried",
         "_decisions",
         "_denies",
@@ -281,7 +282,13 @@ class GrantBook:
         """Verifies every document once. `trusted`: the policy keys of both regions, this one's included; `anchors`: their
         roots, under which their approvers' certificates stand. What is more than `documents_max` (DOCUMENTS_MAX) is in `left_out`."""
         self._documents_max = DOCUMENTS_MAX if documents_max is None else documents_max
-        chosen, self.left_out = select_documents(tuple(dict.fromkeys(documents)), self._documents_max)
+        every = tuple(dict.fromkeys(documents))
+        chosen, self.left_out = select_documents(every, self._documents_max)
+        # Kept for a changed book, which may have room for them.
+        self._beyond: tuple[Document, ...] = ()
+        if len(chosen) < len(every):
+            held = set(chosen)
+            self._beyond = tuple(document for document in every if document not in held)
         self._trusted: Trusted = trusted or {}
         self._anchors = anchors or TrustBundle()
         self._groups: dict[str, dict[Document, None]] = {}
@@ -338,6 +345,10 @@ class GrantBook:
         """
         groups = dict(self._groups)
         touched: dict[str, None] = {}
+        beyond = dict.fromkeys(self._beyond)
+        gone, come = tuple(gone), tuple(come)
+        for document in gone:
+            beyond.pop(document, None)
         for documents, stays in ((gone, False), (come, True)):
             for document in documents:
                 group = _group_of(document)
@@ -349,8 +360,8 @@ class GrantBook:
                 else:
                     groups[group].pop(document, None)
         count = sum(map(len, groups.values()))
-        if self.left_out or count > self._documents_max or len(touched) * ANEW_FROM > len(groups):
-            every = tuple(document for group in groups.values() for document in group)
+        if self._beyond or count > self._documents_max or len(touched) * ANEW_FROM > len(groups):
+            every = (*(document for group in groups.values() for document in group), *beyond)
             return type(self)(every, self._trusted, self._anchors, documents_max=self._documents_max)
         made = self._copy()
         made._groups = {group: held for group, held in groups.items() if held}
@@ -363,7 +374,7 @@ class GrantBook:
     def _copy(self) -> Self:
         """Entries and tuples are shared; nothing changes them."""
         made = object.__new__(type(self))
-        made._documents_max, made.left_out = self._documents_max, self.left_out
+        made._documents_max, made.left_out, made._beyond = self._documents_max, (), ()
         made._trusted, made._anchors = self._trusted, self._anchors
         made._entries, made._unbelieved = dict(self._entries), dict(self._unbelieved)
         made._standings, made._denies = dict(self._standings), dict(self._denies)

@@ -175,6 +175,34 @@ def test_of_many_documents_only_those_of_the_changed_grant_are_looked_at(
     assert len(looked) == 1
 
 
+def test_what_a_book_had_no_room_for_is_known_to_the_changed_one(pool: dict[str, list[Document]]) -> None:
+    every = [document for found in pool.values() for document in found]
+    grants = [grant for grant in pool if grant]
+    most = len(every) - 3
+    book = GrantBook(every, TRUSTED, roots(), documents_max=most)
+    left_out = [claim.grant for claim in book.left_out]
+    assert left_out
+
+    deny = sign_deny(
+        DenyEntry(streams="acme/none/*", peer="*", region="us-east", sequence=1, at=NOW, by="a"), US
+    )
+    more = book.including([deny])
+    assert answers(more, grants) == answers(
+        GrantBook([*every, deny], TRUSTED, roots(), documents_max=most), grants
+    )
+    assert set(left_out) <= {claim.grant for claim in more.left_out}
+
+    gone = [
+        document for grant, found in pool.items() if grant and grant not in left_out for document in found
+    ]
+    assert gone
+    fewer = more.changed(gone, ())
+    assert not fewer.left_out, "there is room again"
+    rest = [document for document in (*every, deny) if document not in gone]
+    assert answers(fewer, grants) == answers(GrantBook(rest, TRUSTED, roots()), grants)
+    assert fewer.changed((), gone).left_out
+
+
 def test_words_of_one_instant_count_alike_in_any_order() -> None:
     """A broker reads its documents in another order than the agent, and both must name one incarnation."""
     grant, (export, accepted, *_) = documents_of(1)
