@@ -227,6 +227,7 @@ class Agent:
             runtime=runtime,
             log_grant=self._log_grant,
             check_history=self._check_history,
+            require_allowed=self._require_allowed,
             held=self._held,
             notice=self._notice,
             tracing=CrossingTracing() if config.tracing.exporter != "none" else None,
@@ -465,6 +466,11 @@ class Agent:
                 f"Documents of {self.config.source} and {row.destination_region} are on their way between them.",
                 retry_after_ms=100,
             )
+
+    def _require_allowed(self, row: PlannedLink) -> None:
+        self._egress_documents.require_allowed(
+            StreamName.parse(row.stream), row.destination_region, row.grant
+        )
 
     def _is_busy(self, grant: str) -> bool:
         """Whether a link under this grant is in session, or its way is not at its end yet."""

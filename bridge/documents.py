@@ -10,7 +10,7 @@ What has its leaf counts until a later word does, whatever is listed (bridge.sai
 
 Invariants: a leaf is durable, and its document beside the log where it is too long for it, before `log` returns; what is not
 in the ledger is brought nowhere (`is_logged`), and nothing crosses under a grant one of whose documents is not
-(`require_logged`).
+(`require_logged`), or before the source's policy as it stands there lets it cross (`require_allowed`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from bridge.document_sync import Documents, parse_documents
 from bridge.link_worker import LinkContext
 from bridge.said import BYTES_MAX, WORDS_MAX, Said
 from felix.errors import FelixError, RequestError, UnavailableError
+from felix.names import StreamName
 from felix.pace import Pace
 from felix.peer import TrustBundle
 from policy.approval import APPROVERS_MAX, Approval, Document, earliest
 from policy.grant import (
     EVERYWHERE,
+    Allowed,
+    Attempt,
     DenyEntry,
     ExportGrant,
     GrantBook,
@@ -186,6 +189,31 @@ class EgressDocuments:
         if not needed or any(paper.digest not in logged for paper in needed):
             raise UnavailableError(
                 f"The documents of {grant} do not stand in the egress log yet.", retry_after_ms=500
+            )
+
+    def require_allowed(self, stream: StreamName, destination: str, grant: str) -> None:
+        """Raises UnavailableError unless the source's policy, as it stands in the egress log, lets the stream cross now.
+
+        Asked once the source's broker has let the link read: it goes by the policy that it has, and by its own clock, while whoever
+        verifies the log goes by the leaves. A policy whose leaf is missing, or that begins within the difference of two clocks, is
+        waited for.
+        """
+        context = self._context
+        logged = context.ledger.documents
+        policies = [
+            paper.policy for paper in self._policies if paper.policy is not None and paper.digest in logged
+        ]
+        newest = max(policies, key=lambda policy: policy.revision, default=None)
+        source = context.source.region
+        attempt = Attempt(stream, source, destination, context.bridge)
+        found = None if newest is None else self._book.check(attempt, newest, context.clock_ms(), grant=grant)
+        if not isinstance(found, Allowed):
+            which = "none" if newest is None else f"revision {newest.revision}"
+            why = "" if found is None else f" {found.sentence}"
+            raise UnavailableError(
+                f"{source} lets {stream} cross, and its policy in the egress log ({which}) does not yet.{why}",
+                hint="The agent goes on once the policy that allows it stands in its log; compare the clocks of both machines.",
+                retry_after_ms=500,
             )
 
     async def log(self, is_busy: Callable[[str], bool]) -> int:

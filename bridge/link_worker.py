@@ -4,7 +4,7 @@ One session, in the numbers of docs/bridges.md:
 
 1. the plan says that the grant holds, and its GRANT leaf stands in the egress log;
 2. the source hands out the link's secrets; 3. the destination answers its position;
-4. the source is subscribed to from there; then per batch
+4. the source is subscribed to from there, and the policy by which it lets the link read stands in the egress log; then per batch
 5. open, 6. judge and transform, 7. seal (bridge.crossing), 8. append WITHHELD and INTENT leaves,
 9. once they are durable, send; 10. verify the receipt and append the ACK leaf.
 
@@ -136,6 +136,7 @@ class LinkContext:
     runtime: Runtime
     log_grant: Callable[[PlannedLink], Awaitable[None]]
     check_history: Callable[[RegionEndpoint], Awaitable[None]]
+    require_allowed: Callable[[PlannedLink], None]
     tracing: CrossingTracing | None = None
     held: Callable[[], str] = lambda: ""
     """why nothing new may cross though the grants allow it: no quorum of witnesses"""
@@ -487,6 +488,7 @@ class LinkWorker:
                 raise UnavailableError(
                     f"{row.stream} was made anew while the link opened.", retry_after_ms=50
                 )
+            context.require_allowed(row)
             self.stats.sessions += 1
             self.truncation, self.cut = "", None
             self._step(LinkEvent.OPENED, "")
