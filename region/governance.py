@@ -68,6 +68,7 @@ from policy.grant import (
 from policy.residency import ResidencyPolicy, check_successor, open_policy
 from policy.signed import Purpose, SignedDocument, decode_body, verify
 from policy.terms import GrantTerms
+from policy.truncation import Accepted, Truncation
 from region.arrival_index import ArrivalIndex
 from region.broker import Broker
 from region.denials import DENIED_PEERS_MAX, Denials
@@ -738,6 +739,10 @@ class Governance:
         if self._book.is_revoked_by(standing.grant, standing.region):
             # The first one holds. Others would be kept, verified at each change, and have no end.
             return f"{standing.grant} is revoked by {standing.region} already."
+        held = self._accepted_before(standing)
+        if held is not None:
+            # A later word would begin another incarnation, and what crossed under the one that this began would be unknown.
+            return f"{standing.grant} is {_DONE[standing.action]} by {held.region} already, from offset {held.truncation.offset} on."
         name = document_id(document)
         if standing.action is not StandingAction.REVOKE:
             if await self._is_outranked(actor, document):
@@ -750,6 +755,21 @@ class Governance:
         await self._follow_to(revision)
         await asyncio.wait({self._log_soon(document)}, timeout=DRAIN_MS / 1000)
         return done
+
+    def _accepted_before(self, standing: Standing) -> Accepted | None:
+        """What this region said before that is the same as this word of its own about a shard: who decides twice has one answer."""
+        cut = standing.truncation
+        if not isinstance(cut, Truncation) or standing.region != self._own.region:
+            return None
+        held = self._book.accepted_truncations(standing.grant, cut.stream, cut.shard).get(cut.incarnation)
+        is_resend = standing.action is StandingAction.RESEND
+        if held is None or (held.truncation, held.region, held.is_resend) != (
+            cut,
+            standing.region,
+            is_resend,
+        ):
+            return None
+        return held
 
     async def _store_and_log(
         self,
