@@ -41,7 +41,8 @@ from region.subscriptions.progress import Redelivered
 from region.subscriptions.service import SubscriptionService
 from region.subscriptions.subscription import DurableSubscription
 
-pytestmark = pytest.mark.timeout(300)
+# Thousands of syncs, and each takes its time on a slow disk.
+pytestmark = pytest.mark.timeout(900)
 
 ORDERS = StreamName.parse("acme/payments/orders")
 OPERATOR = SpiffeId.parse("spiffe://us-east.acme/operator/operator")
