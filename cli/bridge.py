@@ -648,6 +648,11 @@ def explain(
         ]
         for label, told in tally_rows(tallies):
             out.print(f"  {label}: {told}")
+        if found.crosses:
+            sample = f" (felix bridge plan {found.grant} shows which)" if source == config.region else ""
+            out.print(
+                f"  records: those that its field rules, its filter or their path keep back stay{sample}"
+            )
     if not found.crosses:
         raise typer.Exit(EXIT_REFUSED)
 

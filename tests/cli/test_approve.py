@@ -116,6 +116,10 @@ async def test_signed_on_one_machine_and_handed_in_on_another(mesh: Mesh, desk: 
     governance = mesh.nodes["eu-west"].services.governance
     await mesh.put("eu-west", "approval", approval)
     assert governance.check_import(mesh.bridge_id, desk.body.grant, "us-east", StreamName.parse(STREAM))
+    allowed = await asyncio.to_thread(
+        felix_command, mesh.home, "bridge", "explain", "stream", STREAM, "--from", "us-east", "--region", "eu-west"
+    )  # fmt: skip
+    assert "eu-west: crosses" in allowed.out and "filter or their path keep back stay" in allowed.out
 
 
 async def test_nothing_is_signed_without_a_yes_by_a_stranger_or_over_what_was_edited(
