@@ -178,7 +178,7 @@ class Broker:
         self._waiting.discard(session)
 
     def _stream_changed(self, stream: HostedStream) -> None:
-        if stream.deleted or stream.elsewhere is not None:
+        if stream.deleted or stream.ceased:
             self.recheck_sessions()
 
     def set_rights(self, table: dict[str, list[str]]) -> None:

@@ -143,6 +143,7 @@ class HostedStream:
 
     __slots__ = (
         "_leading",
+        "ceased",
         "closing",
         "companions",
         "deleted",
@@ -180,6 +181,8 @@ class HostedStream:
         self.replicas = replicas
         self.ring_taken = ring_taken
         self.deleted = False
+        self.ceased = False
+        """Whether this broker has just stopped serving it: whoever has it open is to be told."""
         self.delivered_bytes = 0
         self.delivered_records = 0
         self.stored_bytes = 0
@@ -513,7 +516,9 @@ class StreamTable:
         """Serve none of the stream's shards any more: what comes is refused from here on, what is under way is answered."""
         numbers = [*stream.replicas, *stream.companions]
         stream.replicas, stream.companions, stream.epochs = {}, [], {}
+        stream.ceased = True
         self._changed(stream)
+        stream.ceased = False
         await self._close_views(stream)
         for number in numbers:
             await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)

@@ -497,7 +497,9 @@ class ControllerCore:
             made = transactions.arrive(view, shard)
         if isinstance(made, Refusal) and without_replaced(record, view.nodes) != record:
             made = transactions.take_out_replaced(view, shard)
-        self._alarm(_subject(shard), "" if record.leader else transactions.why_vacant(view, shard))
+        # One that is about to be led needs nobody.
+        is_led = bool(record.leader) or isinstance(made, Transaction)
+        self._alarm(_subject(shard), "" if is_led else transactions.why_vacant(view, shard))
         return made if isinstance(made, Transaction) else None
 
     def _elect_longest(self, shard: ShardId, now_ms: int) -> Transaction | Refusal:
