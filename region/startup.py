@@ -51,6 +51,7 @@ from region.budget import Budgets
 from region.cache import watch
 from region.cache.service import CacheService
 from region.cluster.member import Catalogued, ClusterMember
+from region.cluster.node_file import NAME as NODE_FILE
 from region.cluster.node_file import NodeFile
 from region.cluster.registration import Start
 from region.cluster.registry import Address as MemberAddress
@@ -182,6 +183,8 @@ async def open_broker(
     await _claim(store, folder, config, own=RegionTrust(own), now_ms=now_ms())
     registration: Registration | None = None
     clustered: Clustered | None = None
+    if config.cluster is None:
+        await asyncio.to_thread(_refuse_folders, data, config.region)
     if config.cluster is not None:
         clustered = await _join(store, folder, config, directory.lock_identity, machine.files, runtime, stack)
     elif config.metadata.kind == "etcd":
@@ -440,11 +443,21 @@ async def _refuse_cluster(store: MetadataStore, region: str) -> None:
     """Raises RequestError where several brokers have the region's records: one alone would begin its streams anew."""
     nodes = await store.range(f"{region_prefix(region)}nodes/", limit=1)
     if nodes.entries:
-        raise RequestError(
-            f"{region} is served by several brokers, whose records are on their disks: one alone would begin its streams anew.",
-            code=Code.CONFLICT,
-            hint="Keep cluster: in region.yaml.",
-        )
+        raise _several(region)
+
+
+def _refuse_folders(data: Path, region: str) -> None:
+    """The same, by the folders of such brokers on this machine. Blocks."""
+    if any(data.glob(f"*/{NODE_FILE}")):
+        raise _several(region)
+
+
+def _several(region: str) -> RequestError:
+    return RequestError(
+        f"{region} is served by several brokers, whose records are on their disks: one alone would begin its streams anew.",
+        code=Code.CONFLICT,
+        hint="Keep cluster: in region.yaml, and metadata: with its etcd.",
+    )
 
 
 async def _claim(

@@ -16,6 +16,7 @@ import felix
 from felix.errors import Code, RequestError, UnavailableError
 from felix.messages import DescribeMesh, DescribeStream
 from felix.settings import Durability
+from region.config import MetadataConfig
 from region.node import Node
 
 pytestmark = pytest.mark.etcd
@@ -180,8 +181,9 @@ async def test_a_region_is_served_by_one_broker_or_by_several_and_never_by_both(
     alone = msgspec.structs.replace(region.config, cluster=None)
     await region.start("b1")
     await region.stop()
-    with pytest.raises(RequestError, match="served by several brokers"):
-        await Node.start(region.folder, alone)
+    for metadata in (alone.metadata, MetadataConfig()):
+        with pytest.raises(RequestError, match="served by several brokers"):
+            await Node.start(region.folder, msgspec.structs.replace(alone, metadata=metadata))
 
 
 async def test_a_region_that_one_broker_served_is_not_begun_anew_by_several(
