@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Final, NamedTuple
 
@@ -54,6 +54,7 @@ from policy.approval import (
     Document,
     Tally,
     earliest,
+    has_come,
     name_of,
     open_approval,
     parse_document,
@@ -869,15 +870,18 @@ class Agreements:
 
     # -- what is known ---------------------------------------------------------------------------------
 
-    def agreement(self, grant_id: str) -> Agreement | None:
-        """What both regions signed about this grant, as far as the log has come; None where there are no two halves that
+    def agreement(self, grant_id: str, time_ms: int = NEVER) -> Agreement | None:
+        """What both regions signed about this grant, as far as the log has come, with the approvals whose time had come by `time_ms`; None where there are no two halves that
         agree. `Agreement.problems` says what else is missing. Where a half was signed again and is not approved as it asks now, what
         was complete before."""
         held = self._grants.get(grant_id)
         if held is None:
             return None
-        found = self._newest(held, grant_id)
-        return found if found is not None and found.complete else held.agreed or found
+        newest = self._newest(held, grant_id)
+        found = newest if newest is not None and newest.complete else held.agreed or newest
+        if found is None:
+            return None
+        return replace(found, approvals=tuple(body for body in found.approvals if has_come(body, time_ms)))
 
     def _newest(self, held: _Held, grant_id: str) -> Agreement | None:
         if not held.exports or not held.imports:

@@ -527,7 +527,7 @@ def _approved(proof: _Proof, signed: SignedCheckpoint, trust: Trust, log: LogTru
     if used != set(beside):
         raise TamperError("The proof carries documents that none of its leaves names.")
     problems = agreements.judge(intent.header)
-    found = agreements.agreement(intent.header.grant_id)
+    found = agreements.agreement(intent.header.grant_id, intent.header.time_ms)
     if problems or found is None:
         raise TamperError(
             problems[0] if problems else "The proof's documents are no agreement of two regions."

@@ -107,6 +107,11 @@ def earliest(body: ApprovalBody) -> tuple[int, str, str]:
     return body.at, body.approver, body.comment
 
 
+def has_come(body: ApprovalBody, now: int) -> bool:
+    """Whether the approval's time, by the approver's clock, had come at `now` (ms)."""
+    return body.at <= now + CLOCK_SKEW_MS
+
+
 class ApprovalRule(NamedTuple):
     """How many people of one region must approve, and who counts. `approvers` empty: every approver of the region.
 
@@ -156,7 +161,7 @@ def tally(
         name = body.name
         if body.terms_hash != terms_hash:
             continue
-        if body.at > now + CLOCK_SKEW_MS:
+        if not has_come(body, now):
             others[name] = "its time is still to come"
         elif rule.separate and name in concerned:
             others[name] = "who drew a grant up or accepted it does not approve it"

@@ -15,9 +15,12 @@ Who may call: `audit.spark.report`.
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -34,9 +37,12 @@ from audit.spark.verification import OpenedLog
 from audit.tile import Files
 from audit.trust import Trust
 from audit.unjudged import Unjudged
+from policy.grant import NEVER
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+log = logging.getLogger("felix.audit.spark")
 
 _INDEXES_AT_ONCE: Final = 1 << 16
 """Of how many leaves of a log the driver is told at once which are documents."""
@@ -64,6 +70,13 @@ _STOP: Final = (
     "source_region string, stop_leaf bigint, word string, stop_grant string, streams string, peer string, from_ms bigint, "
     "until_ms bigint"
 )
+
+
+class FirstCrossing(NamedTuple):
+    """The first INTENT or ingress ACK under a grant that a report is about: its leaf, and its time (ms)."""
+
+    leaf: int
+    time_ms: int
 
 
 class LogDocuments(NamedTuple):
@@ -138,12 +151,36 @@ def _leaves(log: OpenedLog, indexes: Iterable[int]) -> Iterator[tuple[int, Leaf]
         yield index, decode_leaf(bundle[index % TILE_WIDTH])
 
 
-def rows_of(origin: str, leaves: Iterable[tuple[int, Leaf]], files: Files, trust: Trust) -> LogDocuments:
-    """The rows of one log, from its document leaves in order, with their indexes; `files` has documents beside the log."""
+def rows_of(
+    origin: str,
+    leaves: Iterable[tuple[int, Leaf]],
+    files: Files,
+    trust: Trust,
+    crossed: Mapping[str, FirstCrossing] = MappingProxyType({}),
+) -> LogDocuments:
+    """The rows of one log, from its document leaves in order, with their indexes; `files` has documents beside the log. `crossed`: by grant
+    the first record that the tables are about: who approved and accepted is told as of then, where that is complete. Whoever signed later
+    did not let it cross."""
     agreements, unjudged = Agreements(trust, Origin.parse(origin)), Unjudged(origin)
+    then: dict[str, Agreement] = {}
+    waiting = deque(sorted((first, grant_id) for grant_id, first in crossed.items()))
+
+    def look(index: int) -> None:
+        """Remember what stood before each first crossing that this leaf is behind."""
+        while waiting and waiting[0][0].leaf < index:
+            first, grant_id = waiting.popleft()
+            try:
+                found = agreements.agreement(grant_id, first.time_ms)
+            except Exception as error:
+                log.warning("%s", unjudged.sentence(error, f"The grant {grant_id} of leaf {first.leaf}"))
+                continue
+            if found is not None and found.complete:
+                then[grant_id] = found
+
     read: dict[str, tuple[int, Leaf]] = {}
     claims: dict[str, tuple[int, Leaf]] = {}
     for index, leaf in leaves:
+        look(index)
         # What does not hold about a document, or cannot be judged, is a finding of the verification, and the document is not believed.
         try:
             wrong = agreements.take(index, leaf, lambda header: read_document(header, files))
@@ -156,10 +193,11 @@ def rows_of(origin: str, leaves: Iterable[tuple[int, Leaf]], files: Files, trust
             # Of those that nobody signed as many as the verifier holds: more are a finding there.
             if held is read or len(held) < GRANTS_MAX:
                 held.setdefault(leaf.header.grant_id, (index, leaf))
+    look(NEVER)
     rows, told = list[tuple[Any, ...]](), list[tuple[str, int, str]]()
     for grant_id, (index, leaf) in sorted(read.items()):
         try:
-            agreement = agreements.agreement(grant_id)
+            agreement = then.get(grant_id) or agreements.agreement(grant_id)
             if agreement is not None and agreement.complete:
                 terms = agreement.terms
                 place = _place(origin, index, leaf.header) | {
@@ -190,10 +228,41 @@ def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def read_signed(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog], trust: Trust) -> Signed:
+def _first_crossings(
+    leaves: DataFrame, since_ms: int | None, until_ms: int | None
+) -> dict[str, dict[str, FirstCrossing]]:
+    """By log and grant, of the crossings within these times. Of grants that have a GRANT leaf there, and of so many as the verification holds:
+    under a grant beyond those nothing crosses lawfully."""
+    within = f"time_ms >= {since_ms or 0} AND time_ms < {NEVER - 1 if until_ms is None else until_ms}"
+    found: dict[str, dict[str, FirstCrossing]] = defaultdict(dict)
+    rows = leaves.sparkSession.sql(
+        f"""
+        SELECT log, grant_id, min(struct(leaf_index, time_ms)) AS first
+        FROM {{leaves}} WHERE {within} AND version > 1 AND (kind = 'INTENT' OR (kind = 'ACK' AND side = 'ingress'))
+        AND grant_id IN (SELECT grant_id FROM {{leaves}} WHERE kind = 'GRANT')
+        GROUP BY log, grant_id
+        """,  # noqa: S608  # numbers
+        leaves=leaves,
+    )
+    for row in rows.toLocalIterator():
+        if len(found[row["log"]]) < GRANTS_MAX:
+            found[row["log"]][row["grant_id"]] = FirstCrossing(*row["first"])
+    return found
+
+
+def read_signed(
+    spark: SparkSession,
+    leaves: DataFrame,
+    logs: Sequence[OpenedLog],
+    trust: Trust,
+    since_ms: int | None = None,
+    until_ms: int | None = None,
+) -> Signed:
     """What all logs' documents say. Of signed terms that stand in several logs one row: the first log's whose documents are complete,
     egress logs before others. Claims of version 1 are for crossings of version 1 of the same log and grant, where nobody signed
-    such terms: one row for each hash and pair of regions. `leaves`: as the source gives them."""
+    such terms: one row for each hash and pair of regions. `leaves`: as the source gives them. Approvals and acceptances are those that stood
+    before the first crossing from `since_ms` on and before `until_ms`, where one is named."""
+    crossings = _first_crossings(leaves, since_ms, until_ms)
     kinds = ", ".join(f"'{kind.name}'" for kind in sorted(DOCUMENT_KINDS))
     places = spark.sql(
         f"""
@@ -207,7 +276,7 @@ def read_signed(spark: SparkSession, leaves: DataFrame, logs: Sequence[OpenedLog
     for origin, rows in groupby(places.toLocalIterator(), key=itemgetter("log")):
         log = opened[origin]
         named = _leaves(log, (index for row in rows for index in row["indexes"]))
-        found[origin] = rows_of(origin, named, open_files(log.path), trust)
+        found[origin] = rows_of(origin, named, open_files(log.path), trust, crossings.get(origin, {}))
     signed: dict[str, tuple[Any, ...]] = {}
     claims: dict[tuple[str, ...], tuple[Any, ...]] = {}
     revocations: list[tuple[str, str, int]] = []

@@ -302,7 +302,7 @@ def _make(
     problems += _short(opened, counted, problems)
     if problems:
         raise _refuse(problems, wanted.target)
-    signed = read_signed(spark, leaves, opened, wanted.trust)
+    signed = read_signed(spark, leaves, opened, wanted.trust, wanted.since, wanted.until)
     leaves = begun_again.mark(register.prepare(leaves, signed.terms), verified).localCheckpoint()
     report = _compute(spark, leaves, signed, opened, verified, counted, wanted.since, wanted.until, tell)
     tell("Writing the report")

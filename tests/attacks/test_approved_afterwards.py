@@ -1,0 +1,98 @@
+"""Nobody's keys, or an operator's who has somebody of rank sign afterwards: whom a report and a proof name for a crossing are those who had approved
+and accepted before it crossed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from attacks.conftest import Tally
+from attacks.test_half_signed_again import again
+from audit_log import EGRESS_ORIGIN, trust
+from crossing_logs import DEPARTURES, SIGNED, START_MS, World, write_world
+from signed_grants import approver, paper_leaf
+
+from audit.leaf import Kind, Leaf, Side
+from audit.proof import check_proof, prove
+from audit.spark.agreements import _NAMES, FirstCrossing, rows_of
+from audit.tile import MemoryFiles
+from audit.tile_disk import Folder
+from policy.approval import CLOCK_SKEW_MS, sign_approval
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+S = SIGNED[DEPARTURES]
+DAY_MS = 86_400_000
+CAROL = "spiffe://eu-west.acme/operator/carol"
+BEFORE = ({each.claim.approver for each in S.approvals}, S.half.accepted_by)
+CEO = str(approver("eu-west", "ceo").spiffe_id)
+
+
+def world() -> World:
+    """Ten records; a day later somebody else approves and accepts, and ten more cross. Each log has the papers in that order."""
+    made = World()
+    made.grant(DEPARTURES, START_MS - 1_000)
+    made.batch(DEPARTURES, 0, START_MS + 1_000, 10, withheld=0.0)
+    later = START_MS + DAY_MS
+    papers = (
+        sign_approval(S.terms.hash(), approver("eu-west", "ceo"), later),
+        again(S, "eu-west", later - S.half.signed_at, accepted_by=CAROL),
+    )
+    for log, side in ((made.egress, Side.EGRESS), (made.ingress, Side.INGRESS)):
+        log.append([paper_leaf(each, S, side, later) for each in papers])
+    made.batch(DEPARTURES, 0, later + 60_000, 10, withheld=0.0)
+    return made
+
+
+def told(leaves: list[tuple[int, Leaf]], crossed: dict[str, FirstCrossing]) -> tuple[set[str], str]:
+    (row,) = rows_of(EGRESS_ORIGIN, leaves, MemoryFiles({}), trust(), crossed).terms
+    found = dict(zip(_NAMES, row, strict=True))
+    return set(found["approvers"]), found["accepted_by"]
+
+
+def test_rows_name_those_who_signed_before_the_first_crossing(tally: Tally) -> None:
+    leaves = list(enumerate(leaf for append in world().egress for leaf in append))
+    first, second = (index for index, leaf in leaves if leaf.header.kind is Kind.INTENT)
+    times = {index: leaf.header.time_ms for index, leaf in leaves}
+    assert told(leaves, {S.grant: FirstCrossing(first, times[first])}) == BEFORE
+    later = (BEFORE[0] | {CEO}, CAROL)
+    assert told(leaves, {S.grant: FirstCrossing(second, times[second])}) == later
+    assert told(leaves, {}) == later, "nothing crossed in the time asked for"
+    assert told(leaves, {"g-another": FirstCrossing(first, times[first])}) == later
+    # What had not been approved when it crossed is a finding; the row says what was signed at all.
+    assert told(leaves, {S.grant: FirstCrossing(0, START_MS)}) == later
+    tally("first crossings", 5)
+
+
+def test_a_proof_names_those_who_signed_before_its_record(tmp_path: Path, tally: Tally) -> None:
+    """Nor who dated an approval later than the crossing, whatever log it stands in."""
+    made = world()
+    dated = sign_approval(S.terms.hash(), approver("eu-west", "early"), START_MS + 1_001 + CLOCK_SKEW_MS)
+    made.egress.insert(1, [paper_leaf(dated, S, Side.EGRESS, START_MS - 900)])
+    egress, _ = write_world(tmp_path, made)
+    for offset, expected in ((3, BEFORE), (13, (BEFORE[0] | {CEO, dated.claim.approver}, CAROL))):
+        shown = check_proof(prove(Folder(egress), trust(), DEPARTURES, 0, offset), trust()).approved
+        assert shown is not None
+        assert (set(shown.approvers), shown.accepted_by) == expected
+        tally("proofs beside later approvals", 1)
+
+
+@pytest.mark.spark
+def test_a_report_names_those_who_signed_before_what_it_is_about(
+    spark: SparkSession, tmp_path: Path, tally: Tally
+) -> None:
+    from audit.spark.report import run_report
+
+    paths = write_world(tmp_path, world())
+    windows: dict[str, Any]
+    for name, windows, expected in (
+        ("all", {}, BEFORE),
+        ("first", {"until": START_MS + DAY_MS}, BEFORE),
+        ("second", {"since": START_MS + DAY_MS}, (BEFORE[0] | {CEO}, CAROL)),
+    ):
+        result = run_report(paths, tmp_path / name, trust=trust(), session=spark, **windows)
+        for row in result.report.register.records():
+            assert (set(row["approvers"]), row["accepted_by"]) == expected, name
+        tally("reports", 1)
