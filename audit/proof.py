@@ -14,6 +14,7 @@ document that changes its meaning is refused. Callers: cli, tests.
 
 from __future__ import annotations
 
+import json
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
@@ -579,11 +580,20 @@ def looks_like_proof(data: bytes) -> bool:
     return any(name in data for name in _FIELDS)
 
 
+def _once(pairs: list[tuple[str, object]]) -> None:
+    """A name that stands twice in one object has two readings: whoever takes the first is shown another record than was checked."""
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        twice = next(name for at, name in enumerate(names) if name in names[:at])
+        raise TamperError(f"The proof says twice what its {twice[:40]!r} is.")
+
+
 def _parse(data: bytes) -> _Proof:
     if len(data) > PROOF_BYTES_MAX:
         raise TamperError(f"A proof file of {len(data)} bytes is over the limit of {PROOF_BYTES_MAX}.")
     try:
         proof = msgspec.json.decode(data, type=_Proof)
+        json.loads(data, object_pairs_hook=_once)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TamperError(f"That is not a proof file: {error}.") from error
     if proof.format not in (FORMAT, FORMAT_1) or (

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -37,7 +37,7 @@ from bridge.health import AgentCollector
 from bridge.history import require_continued
 from bridge.link import LinkPhase
 from bridge.link_worker import LinkContext, LinkStats, LinkWorker
-from bridge.plan import PlannedLink, plan_links
+from bridge.plan import PlannedLink, Verdict, plan_links
 from bridge.region_log import check_region_log, cosign_region_log
 from bridge.tracing import CrossingTracing
 from felix.connection import Link
@@ -239,6 +239,9 @@ class Agent:
         self._workers: dict[tuple[str, str, int], tuple[LinkWorker, asyncio.Task[None]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._soon = asyncio.Event()
+        self._egress_documents.is_newer = self._soon.is_set
+        self._known_streams: dict[str, StreamState] = {}
+        """the source's, when the links were last planned"""
         self._reasons: dict[str, str] = {}
         self._feeds = {region: self._new_feed(region, each) for region, each in self._endpoints.items()}
         self._book = GrantBook()
@@ -569,20 +572,36 @@ class Agent:
                 log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
             # What a region said is never changed: it says something else.
             self._book_of = made_of
+            self._hold_back()
 
     async def _plan(self) -> None:
         """Tell the workers what the book says."""
-        streams = await self._streams()
-        destinations = [each.region for each in self.config.destinations]
-        self.rows = plan_links(
+        self._known_streams = streams = await self._streams()
+        self.rows = self._rows(streams)
+        self._tell(streams)
+
+    def _rows(self, streams: Mapping[str, StreamState]) -> tuple[PlannedLink, ...]:
+        return plan_links(
             self._book,
             self.context.bridge,
             streams,
-            destinations,
+            [each.region for each in self.config.destinations],
             self._clock_ms(),
             links_max=self.config.limits.links,
         )
-        self._tell(streams)
+
+    def _hold_back(self) -> None:
+        """Links that the book does not let run any more hear of it before anything of it is written or asked: a pause holds for them from
+        its leaf on, however many documents stand behind it."""
+        stopped = {
+            (row.grant, row.stream, row.shard): row
+            for row in self._rows(self._known_streams)
+            if row.verdict is not Verdict.RUN
+        }
+        for key, (worker, _) in self._workers.items():
+            row = stopped.get(key)
+            if row is not None and worker.row.verdict is Verdict.RUN:
+                worker.take_plan(row)
 
     async def _streams(self) -> dict[str, StreamState]:
         """The source's streams that grants of this bridge name."""

@@ -95,6 +95,8 @@ class EgressDocuments:
         self._papers: tuple[Paper, ...] = ()
         self._book = GrantBook()
         self.said = Said()
+        self.is_newer: Callable[[], bool] = lambda: False
+        """whether a region lists something else by now: the leaves that are missing wait until that was looked at"""
         self._seen_ms: dict[bytes, int] = {}
         self._logging = asyncio.Lock()
         self._pace = Pace(FOREIGN_PER_S, FOREIGN_BURST, REGIONS_MAX, context.runtime.clock.monotonic)
@@ -232,6 +234,8 @@ class EgressDocuments:
         self._held_back.clear()
         self._no_room.clear()
         for paper in missing:
+            if written and self.is_newer():
+                break
             waits = (paper.revokes and is_busy(paper.grant)) or not self._has_policy(paper)
             if not waits and self._may_log(paper):
                 try:

@@ -246,3 +246,20 @@ def test_the_proof_carries_the_cosigned_checkpoint(log: Folder) -> None:
     document = json.loads(prove(log, trust(), STREAM, 0, 1))
     signed = open_checkpoint(document["checkpoint"].encode(), SIGNER.key, [WITNESS.key])
     assert [by.time_s for by in signed.cosigned] == [1_760_000_000]
+
+
+@pytest.mark.parametrize(
+    ("once", "twice"),
+    [
+        (b'"record": {', b'"record": {"stream": "acme/ops/other", "shard": 0, "offset": 0},\n "record": {'),
+        (b'"offset": 0', b'"offset": 2,\n  "offset": 0'),
+        (b'"stream":', b'"str\\u0065am": "acme/ops/other",\n  "stream":'),
+        (b'"beside": {', b'"beside": {"00": "", "00": ""},\n "beside": {'),
+    ],
+)
+def test_a_file_that_says_a_thing_twice_is_refused(log: Folder, once: bytes, twice: bytes) -> None:
+    """It is checked by the last word; a person, or another reader, may take the first."""
+    data = prove(log, trust(), STREAM, 0, 0)
+    assert check(data).offset == 0 and data.count(once) >= 1
+    with pytest.raises(TamperError, match="says twice"):
+        check(data.replace(once, twice, 1))
